@@ -1,0 +1,125 @@
+"""A plan's actions with names resolved, and the drops and moves among them carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sim.engine.prepare import Prepared
+from sim.engine.state import DROPPED, State
+from sim.engine.transfer import Transfers
+from sim.errors import IllegalPlan, TraceError, near
+from sim.hardware.platform import Platform
+from sim.plan import Action, Drop, Move, Online, Plan, Recompute, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An action with ids: `target` is a tensor, or the op of a recomputation; `tier` that of a drop."""
+
+    kind: str
+    target: int
+    tier: int = -1
+    move: Move | None = None
+
+
+class Actions:
+    """All that a plan asks for: actions by anchor, where results are born, and the online part."""
+
+    def __init__(self, plan: Plan, platform: Platform, prepared: Prepared, state: State, transfers: Transfers) -> None:
+        self._platform = platform
+        self._prepared = prepared
+        self._state = state
+        self._transfers = transfers
+        self.before: dict[int, list[Act]] = {}
+        self.after: dict[int, list[Act]] = {}
+        self.recomputed: list[int] = []
+        for action in plan.actions:
+            self._anchor(action)
+        self.born: dict[int, tuple[int, int | None]] = {}
+        for tensor, where in plan.place.items():
+            name, offset = (where, None) if isinstance(where, str) else where
+            self.born[prepared.trace.tensor_id(tensor)] = (self._tier(name, f"place of tensor {tensor!r}"), offset)
+        self.special = {prepared.producer[t] for t in self.born}
+        self.asks_before = state.online is not None and type(state.online).before is not Online.before
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def _anchor(self, action: Action) -> None:
+        trace = self._prepared.trace
+        if (action.before is None) == (action.after is None):
+            raise IllegalPlan(f"{action}: a planned action stands either before or after one op")
+        try:
+            anchor = trace.op_id(action.before if action.before is not None else action.after)  # type: ignore[arg-type]
+            act = self._resolve(action, self._prepared.device[anchor])
+        except TraceError as error:
+            raise IllegalPlan(f"{action}: {error}") from None
+        if act.kind == "recompute":
+            self.recomputed.append(act.target)
+        apart = anchor in self._prepared.group_of or (
+            self._prepared.engine[anchor] != self._prepared.main[self._prepared.device[anchor]]
+        )
+        if act.kind in ("wait", "recompute") and action.after is not None and apart:
+            raise IllegalPlan(f"{action}: no device is there to wait when that op ends beside it")
+        side = self.before if action.before is not None else self.after
+        side.setdefault(anchor, []).append(act)
+
+    def _resolve(self, action: Action, device: int) -> Act:
+        trace = self._prepared.trace
+        if isinstance(action, Recompute):
+            op = trace.op_id(action.op)
+            if any(self._prepared.replaces[t] >= 0 for t in self._prepared.writes[op]):
+                raise IllegalPlan(f"{action}: {trace.op_columns.name[op]!r} overwrites what it reads")
+            return Act("recompute", op)
+        tensor = trace.tensor_id(action.tensor)
+        if isinstance(action, Wait):
+            return Act("wait", tensor)
+        if isinstance(action, Move):
+            if action.wire is not None and action.wire < 0:
+                raise IllegalPlan(f"{action}: wire is negative")
+            self._tier(action.to, str(action))
+            return Act("move", tensor, move=action)
+        if isinstance(action, Drop):
+            home = self._prepared.home[self._prepared.main[device]]
+            return Act("drop", tensor, home if action.tier is None else self._tier(action.tier, str(action)))
+        raise IllegalPlan(f"{action!r} is no action; there are Drop, Recompute, Move and Wait")
+
+    def _tier(self, name: str, where: str) -> int:
+        ids: Mapping[str, int] = self._platform.tier_ids
+        if name not in ids:
+            raise IllegalPlan(f"{where}: {self._platform.name} has no tier {name!r}{near(name, ids)}")
+        return ids[name]
+
+    def answer(self, actions: Iterable[Action] | None, device: int, pressure: bool = False) -> list[Act]:
+        """An online answer with ids. Raises IllegalPlan where one under pressure would need time."""
+        acts = []
+        for action in actions or ():
+            if pressure and not isinstance(action, Drop | Move):
+                raise IllegalPlan(f"{action}: only Drop and Move can answer pressure")
+            try:
+                acts.append(self._resolve(action, device))
+            except TraceError as error:
+                raise IllegalPlan(f"{action}: {error}") from None
+        return acts
+
+    # ---- doing -------------------------------------------------------------------------------
+
+    def apply(self, act: Act, device: int, op: int, strict: bool) -> None:
+        """Carry out a drop or a move. strict: an online one, which must leave locked tensors alone."""
+        state, tensor = self._state, act.target
+        if not state.made[tensor]:
+            raise self._illegal(act, op, "it has not been made yet")
+        if strict and state.locks[tensor]:
+            raise self._illegal(act, op, "it is locked by what runs now")
+        if act.move is not None:
+            self._transfers.move(tensor, act.move, device, op)
+        elif state.copies[tensor] & 1 << act.tier:
+            self._transfers.release_copy(tensor, act.tier, op, DROPPED)
+        else:
+            state.counters["ignored_actions"] += 1
+
+    def _illegal(self, act: Act, op: int, why: str) -> IllegalPlan:
+        trace: Any = self._prepared.trace
+        tensor, name = trace.tensor_columns.name[act.target], trace.op_columns.name[op]
+        return IllegalPlan(f"{act.kind.capitalize()} of tensor {tensor!r} at op {name!r}: {why}")

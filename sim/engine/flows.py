@@ -1,0 +1,124 @@
+"""Bandwidth that is shared: flows whose rates change when one of them starts or ends.
+
+Remaining work is an exact integer of 1e-9 bytes, rates are whole bytes per second, so that a flow's
+progress in whole nanoseconds is exact; its end rounds up to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from sim.engine.events import ENDS, At, Environment, Event
+from sim.engine.prepare import Charges
+
+NANO = 10**9
+
+
+class Flow:
+    """Bytes under way. users: (name, rate limit in bytes/s, what it charges) of each link or engine it uses."""
+
+    __slots__ = ("done", "rate", "remaining", "since", "users")
+
+    def __init__(self, bytes: int, users: Sequence[tuple[str, int, Charges]], done: Callable[[int], None]) -> None:
+        self.remaining = bytes * NANO
+        self.users = users
+        self.done = done
+        self.rate = 0
+        self.since = 0
+
+
+class Flows:
+    """All flows now under way, with the pools that they share."""
+
+    def __init__(self, env: Environment, pool_rates: Sequence[int | None]) -> None:
+        self._env = env
+        self._pool_rates = pool_rates
+        self._active: list[Flow] = []
+        self._stamp = 0
+        self.stale = False
+
+    def start(self, flow: Flow, now: int) -> None:
+        """Let a flow begin; rates are settled by the next `update`."""
+        flow.since = now
+        self._active.append(flow)
+        self.stale = True
+
+    def update(self, now: int) -> None:
+        """Give every flow its new rate and set the alarm for the next end."""
+        self.stale = False
+        self._stamp += 1
+        for flow in self._active:
+            flow.remaining -= flow.rate * (now - flow.since)
+            flow.since = now
+        for flow, rate in zip(self._active, fair_rates([flow.users for flow in self._active], self._pool_rates)):
+            flow.rate = rate
+        if self._active:
+            soonest = min(-(-max(flow.remaining, 0) // flow.rate) for flow in self._active)
+            stamp = self._stamp
+            At(self._env, now + soonest - int(self._env.now), ENDS, lambda event: self._end(event, stamp))
+
+    def _end(self, _: Event, stamp: int) -> None:
+        if stamp != self._stamp:
+            return
+        now = int(self._env.now)
+        ended = [flow for flow in self._active if flow.remaining <= flow.rate * (now - flow.since)]
+        self._active = [flow for flow in self._active if flow not in ended]
+        self.stale = True
+        for flow in ended:
+            flow.done(now)
+
+    def end_estimate(self, flow: Flow) -> int:
+        """When a flow ends at present rates; now if it has no rate yet."""
+        return flow.since + (-(-flow.remaining // flow.rate) if flow.rate else 0)
+
+
+def fair_rates(flows: Sequence[Sequence[tuple[str, int, Charges]]], pool_rates: Sequence[int | None]) -> list[int]:
+    """Max-min fair rates in whole bytes/s, at least 1, of flows given by their users.
+
+    A pool's charged bytes are shared equally by its flows; what one cannot take (its own link is slower, or
+    another pool is tighter) goes to the others. A member of a pool whose `factor` is below 1 runs at
+    that part of its own rate while another member of the pool has a flow.
+    """
+    members: dict[int, set[str]] = {}
+    for users in flows:
+        for name, _, charges in users:
+            for pool, _, _ in charges:
+                members.setdefault(pool, set()).add(name)
+    caps, demands = [], []
+    for users in flows:
+        cap: Fraction | None = None
+        demand: dict[int, Fraction] = {}
+        for _, limit, charges in users:
+            own = Fraction(limit)
+            for pool, charge, factor in charges:
+                if len(members[pool]) > 1:
+                    own *= factor
+                if pool_rates[pool] is not None and charge:
+                    demand[pool] = demand.get(pool, Fraction(0)) + charge
+            cap = own if cap is None else min(cap, own)
+        caps.append(cap if cap is not None else Fraction(1))
+        demands.append(demand)
+    rates: list[Fraction | None] = [None] * len(flows)
+    left = {pool: Fraction(rate) for pool, rate in enumerate(pool_rates) if rate is not None}
+    while None in rates:
+        open_flows = [i for i, rate in enumerate(rates) if rate is None]
+        count: dict[int, int] = {}
+        for i in open_flows:
+            for pool in demands[i]:
+                count[pool] = count.get(pool, 0) + 1
+        share = {pool: left[pool] / n for pool, n in count.items()}
+        bound = {
+            i: min((share[pool] / charge, share[pool], pool) for pool, charge in demands[i].items())
+            for i in open_flows
+            if demands[i]
+        }
+        frozen = {i: caps[i] for i in open_flows if i not in bound or caps[i] <= bound[i][0]}
+        if not frozen:
+            tightest = min(limits[1:] for limits in bound.values())
+            frozen = {i: limits[0] for i, limits in bound.items() if limits[1:] == tightest}
+        for i, rate in frozen.items():
+            rates[i] = rate
+            for pool, charge in demands[i].items():
+                left[pool] -= rate * charge
+    return [max(1, int(rate)) for rate in rates if rate is not None]

@@ -1,0 +1,118 @@
+"""Replays a plan: the one entry of the engine."""
+
+from __future__ import annotations
+
+from sim.engine.actions import Actions
+from sim.engine.device import Device
+from sim.engine.events import Environment
+from sim.engine.flows import Flows
+from sim.engine.links import Links
+from sim.engine.prepare import Prepared, prepare
+from sim.engine.state import PLACED, State
+from sim.engine.transfer import Transfers
+from sim.engine.view import View
+from sim.engine.work import Work, Works
+from sim.errors import Deadlock, IllegalPlan, OutOfMemory
+from sim.hardware.platform import Platform
+from sim.log import EventLog
+from sim.plan import Plan
+
+
+def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
+    """Run a plan on a platform and return its log; equal inputs give equal logs.
+
+    fast=False takes the general path for every op: slower, and its log must be equal.
+    Raises OutOfMemory (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
+    waits for what, ProfileError and TraceError where trace and platform do not go together.
+    """
+    prepared = prepare(plan.trace, platform)
+    env = Environment()
+    state = State(plan, platform, prepared, env)
+    flows = Flows(env, [pool.rate for pool in platform.pools] + [link.rate for link in platform.links])
+    links = Links(env, platform.links, prepared.charges, flows, state.poke)
+    transfers = Transfers(state, links)
+    works = Works(state, links, flows)
+    if plan.online is not None:
+        state.online = plan.online()
+    actions = Actions(plan, platform, prepared, state, transfers)
+    view = View(state, links)
+
+    def after(work: Work) -> None:
+        if work.why == "run":
+            for act in actions.after.get(work.op, ()):
+                actions.apply(act, work.device, work.op, False)
+
+    def settle() -> None:
+        state.wake_waiters()
+        if state.queued_for_space:
+            transfers.settle()
+        works.settle()
+        if links.stale:
+            links.start_ready(state.now)
+        if flows.stale:
+            flows.update(state.now)
+
+    works.after = after
+    state.settlers.append(settle)
+    for op in actions.recomputed:
+        for tensor in prepared.reads[op]:
+            state.uses[tensor] += 1
+    quick = fast and plan.online is None and not plan.keep_dead
+    devices = []
+    for index in range(plan.trace.devices):
+        exact = state.blocks[prepared.home[prepared.main[index]]] is None
+        devices.append(Device(index, state, transfers, works, actions, view, quick=quick and exact))
+    try:
+        _place(state, prepared, actions)
+        for device in devices:
+            env.process(device.walk())
+        closing = env.process(devices[0].close(devices))
+        env.run()
+        if not closing.processed:
+            raise _stuck(state, devices, works)
+    except (OutOfMemory, Deadlock) as error:
+        error.log = _log(state, False)  # type: ignore[union-attr]
+        raise
+    return _log(state, True)
+
+
+def _place(state: State, prepared: Prepared, actions: Actions) -> None:
+    """Put what has no producer where it lies at the start."""
+    for tensor, producer in enumerate(prepared.producer):
+        if producer >= 0:
+            continue
+        tier, offset = actions.born.get(tensor, (prepared.first_tier[tensor], None))
+        if not state.fits(tier, state.size[tensor]):
+            name = prepared.trace.tensor_columns.name[tensor]
+            raise state.out_of_memory(tier, state.size[tensor], -1, f"{name!r}, which is there from the start")
+        state.take(tensor, tier, state.size[tensor], -1, PLACED, offset)
+        state.began_in[tensor] = tier
+        state.arrive(tensor, tier)
+
+
+def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | Deadlock | IllegalPlan:
+    """Why nothing can happen any more: no space for a device, or waiters that wait for each other."""
+    waiters = [f"device {device.index}: {device.waits_for}" for device in devices if device.waits_for]
+    for device in devices:
+        if device.request is not None:
+            return state.out_of_memory(*device.request)
+    names = state.prepared.trace.tensor_columns.name
+    waiters += works.absent()
+    waiters += [
+        f"the copy of {names[t]!r} to {state.names[transfer.target]!r} {transfer.stage}"
+        for t, transfer in sorted(state.transfers.items())
+    ]
+    return Deadlock("nothing can happen any more", waiters)
+
+
+def _log(state: State, complete: bool) -> EventLog:
+    return EventLog(
+        trace=state.prepared.trace,
+        platform=state.platform,
+        intervals=state.spans.array(),
+        changes=state.changes.array(),
+        reserved=state.reserved.array(),
+        end=max(state.end, state.now),
+        complete=complete,
+        counters=dict(state.counters),
+    )

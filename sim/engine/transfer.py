@@ -1,0 +1,272 @@
+"""Transfers: copies of tensors between tiers, beside the compute.
+
+A transfer takes space at its destination, then joins the queues of its links; without space it waits
+outside every queue, first come first served. One a tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+
+from sim.engine.events import Event
+from sim.engine.links import Job, Links
+from sim.engine.state import DROPPED, FREED, LEAVING, MOVED_IN, MOVED_OUT, State
+from sim.errors import IllegalPlan
+from sim.log import WHY
+from sim.plan import Move
+
+WAITS, QUEUED, RUNS = "waits for space", "queued", "runs"
+
+
+class Transfer:
+    """One copy under way, from the tier `source` to `target` (positions in the platform)."""
+
+    __slots__ = (
+        *("device", "drop_target", "followers", "job", "keep", "op", "priority"),
+        *("size", "source", "stage", "target", "tensor", "waiting", "wire"),
+    )
+
+    def __init__(self, tensor: int, source: int, target: int, move: Move, size: int, device: int, op: int) -> None:
+        self.tensor = tensor
+        self.source = source
+        self.target = target
+        self.keep = move.keep
+        self.priority = move.priority
+        self.size = size
+        self.wire = size
+        self.device = device
+        self.op = op
+        self.stage = WAITS
+        self.job: Job | None = None
+        self.followers: list[Move] = []
+        self.waiting: list[Event] = []
+        self.drop_target = False
+
+
+class Transfers:
+    """Carries out `Move`s."""
+
+    def __init__(self, state: State, links: Links) -> None:
+        self._state = state
+        self._links = links
+        self._outside: list[deque[Transfer]] = [deque() for _ in state.names]
+        self._sequence = count()
+        self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    # ---- asking ------------------------------------------------------------------------------
+
+    def move(self, tensor: int, move: Move, device: int, op: int) -> None:
+        """Begin, replace, turn round or follow a transfer, as the contract says."""
+        state = self._state
+        target = state.platform.tier_ids[move.to]
+        now = state.transfers.get(tensor)
+        if now is not None:
+            if now.stage != RUNS:
+                self.cancel(now)
+            elif target == now.source:
+                self._keep_source(now)
+                now.drop_target = not move.keep
+                return
+            elif target == now.target and not now.followers:
+                now.drop_target = False
+                if now.keep and not move.keep:
+                    self._release_source(now)
+                return
+            else:
+                now.followers.append(move)
+                return
+        held = state.copies[tensor] & ~LEAVING
+        if not held:
+            state.counters["ignored_actions"] += 1
+            return
+        if held & 1 << target:
+            if not move.keep and held != 1 << target:
+                self.release_copy(tensor, self._nearest(tensor, held & ~(1 << target), target), op, MOVED_OUT)
+            return
+        source = self._nearest(tensor, held, target)
+        # a copy that the link compressed is unpacked where the next move takes it
+        size = state.size[tensor] if move.wire is None else move.wire
+        transfer = Transfer(tensor, source, target, move, size, device, op)
+        if move.wire is None:
+            transfer.wire = state.size_in(tensor, source)
+        self._begin(transfer)
+
+    def fetch(self, tensor: int, target: int, device: int, op: int) -> Transfer:
+        """A demand: the device has taken the space already; an implicit fetch keeps its source."""
+        state = self._state
+        source = self._nearest(tensor, state.copies[tensor] & ~LEAVING, target)
+        transfer = Transfer(tensor, source, target, Move(tensor, state.names[target], keep=True), 0, device, op)
+        transfer.size = state.size[tensor]
+        transfer.wire = state.size_in(tensor, source)
+        state.transfers[tensor] = transfer
+        state.arriving[target] += transfer.size
+        self._queue(transfer)
+        return transfer
+
+    def outside(self, tensor: int) -> Transfer | None:
+        """The tensor's transfer if it still waits for space."""
+        transfer = self._state.transfers.get(tensor)
+        return transfer if transfer is not None and transfer.stage == WAITS else None
+
+    def adopt(self, transfer: Transfer) -> None:
+        """A device that waits for a transfer outside the queues has taken space for it."""
+        self._outside[transfer.target].remove(transfer)
+        self._state.queued_for_space -= 1
+        self._state.arriving[transfer.target] += transfer.size
+        self._queue(transfer)
+
+    def keep_leaving(self, tensor: int) -> None:
+        """A leaving tensor is wanted back: its release is cancelled, and who waits for that space asks again."""
+        transfer = self._state.transfers.get(tensor)
+        if transfer is not None and not transfer.keep:
+            self._keep_source(transfer)
+
+    def release_copy(self, tensor: int, tier: int, op: int, cause: int) -> None:
+        """Release a copy now, or when its last reader or its copy has done with it."""
+        state = self._state
+        busy = state.transfers.get(tensor)
+        if state.locks[tensor] or (busy is not None and tier in (busy.source, busy.target)):
+            state.pending[tensor] = state.pending.get(tensor, 0) | 1 << tier
+        else:
+            state.release(tensor, tier, op, cause)
+
+    # ---- stages ------------------------------------------------------------------------------
+
+    def _begin(self, transfer: Transfer) -> None:
+        state, tier = self._state, transfer.target
+        state.transfers[transfer.tensor] = transfer
+        if not self._outside[tier] and not state.space_waiters[tier] and state.fits(tier, transfer.size):
+            self._admit(transfer)
+        else:
+            self._outside[tier].append(transfer)
+            state.queued_for_space += 1
+
+    def _admit(self, transfer: Transfer) -> None:
+        state = self._state
+        state.take(transfer.tensor, transfer.target, transfer.size, transfer.op, MOVED_IN)
+        state.arriving[transfer.target] += transfer.size
+        self._queue(transfer)
+
+    def _queue(self, transfer: Transfer) -> None:
+        state = self._state
+        transfer.stage = QUEUED
+        if not transfer.keep:
+            state.leaving[transfer.source] += state.size_in(transfer.tensor, transfer.source)
+            state.copies[transfer.tensor] |= LEAVING
+
+        def started(_: int) -> None:
+            transfer.stage = RUNS
+
+        key = (transfer.priority, state.now, transfer.device, next(self._sequence))
+        route = self._route(transfer.source, transfer.target)
+        transfer.job = Job(route, transfer.wire, key, lambda now: self._end(transfer, now), started=started)
+        self._links.submit(transfer.job)
+        state.poke()
+
+    def _end(self, transfer: Transfer, now: int) -> None:
+        state = self._state
+        state.now = now
+        state.end = max(state.end, now)
+        tensor, source, target = transfer.tensor, transfer.source, transfer.target
+        job = transfer.job
+        if job is None:
+            raise AssertionError("a transfer ended that never started")
+        for link in job.route:
+            lane = len(state.platform.engines) + link
+            row = (job.began, now, transfer.device, lane, WHY["move"], transfer.op, tensor, 0, transfer.wire)
+            state.spans.rows += row
+        del state.transfers[tensor]
+        state.arriving[target] -= transfer.size
+        state.set_size_in(tensor, target, transfer.size)
+        if not transfer.keep:
+            self._unmark_leaving(transfer)
+        state.arrive(tensor, target)
+        if not transfer.keep:
+            self.release_copy(tensor, source, transfer.op, MOVED_OUT)
+        if transfer.drop_target:
+            self.release_copy(tensor, target, transfer.op, DROPPED)
+        state.wake(transfer.waiting)
+        for i, move in enumerate(transfer.followers):
+            self.move(tensor, move, transfer.device, transfer.op)
+            follower = state.transfers.get(tensor)
+            if follower is not None:
+                follower.followers += transfer.followers[i + 1 :]
+                break
+        if tensor not in state.transfers:
+            if not state.locks[tensor]:
+                state.drop_pending(tensor, transfer.op)
+            state.bury(tensor, -1)
+        state.note_idle()
+        state.poke()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Forget a transfer that has not started."""
+        state, target = self._state, transfer.target
+        del state.transfers[transfer.tensor]
+        if transfer.stage == WAITS:
+            self._outside[target].remove(transfer)
+            state.queued_for_space -= 1
+        elif transfer.job is not None:
+            self._links.cancel(transfer.job)
+            if not transfer.keep:
+                self._unmark_leaving(transfer)
+            state.arriving[target] -= transfer.size
+            state.give(transfer.tensor, target, transfer.size, transfer.op, FREED)
+        state.wake(transfer.waiting)
+        waiting = state.on_arrival.pop(transfer.tensor, None)
+        if waiting:
+            state.wake(waiting)
+        state.poke()
+
+    def _keep_source(self, transfer: Transfer) -> None:
+        if not transfer.keep:
+            if transfer.stage != WAITS:
+                self._unmark_leaving(transfer)
+            transfer.keep = True
+            self._state.stale_tiers.add(transfer.source)
+            self._state.poke()
+
+    def _release_source(self, transfer: Transfer) -> None:
+        state = self._state
+        transfer.keep = False
+        state.leaving[transfer.source] += state.size_in(transfer.tensor, transfer.source)
+        state.copies[transfer.tensor] |= LEAVING
+
+    def _unmark_leaving(self, transfer: Transfer) -> None:
+        state = self._state
+        state.leaving[transfer.source] -= state.size_in(transfer.tensor, transfer.source)
+        state.copies[transfer.tensor] &= ~LEAVING
+
+    def settle(self) -> None:
+        """Let transfers that wait outside in, first come first served, where no device waits for the space."""
+        state = self._state
+        for tier, queue in enumerate(self._outside):
+            while queue and not state.space_waiters[tier] and state.fits(tier, queue[0].size):
+                state.queued_for_space -= 1
+                self._admit(queue.popleft())
+
+    # ---- routes ------------------------------------------------------------------------------
+
+    def _route(self, source: int, target: int) -> tuple[int, ...]:
+        key = (source, target)
+        if key not in self._routes:
+            names = self._state.names
+            self._routes[key] = self._state.platform.route(names[source], names[target])
+        return self._routes[key]
+
+    def _nearest(self, tensor: int, held: int, target: int) -> int:
+        """Of the tiers that hold a tensor, the one with the shortest route to `target`."""
+        state, links = self._state, self._state.platform.links
+        best: tuple[int, int, int] | None = None
+        for tier in range(len(state.names)):
+            if held & 1 << tier:
+                route = self._route(tier, target)
+                if route:
+                    rank = (len(route), sum(links[i].fixed for i in route), tier)
+                    best = rank if best is None or rank < best else best
+        if best is None:
+            name = state.prepared.trace.tensor_columns.name[tensor]
+            where = ", ".join(repr(state.names[t]) for t in range(len(state.names)) if held & 1 << t)
+            raise IllegalPlan(f"tensor {name!r}: no route from {where} to {state.names[target]!r}")
+        return best[2]

@@ -1,0 +1,117 @@
+"""Every error a user of the simulator can meet.
+
+    TiersimError
+    ├── UnitError        a quantity without a unit, or with the wrong one
+    ├── ProfileError     a hardware profile that cannot be read
+    ├── TraceError       a trace that cannot be computed: a read before the write, two producers, …
+    ├── WorkloadError    a model configuration without a needed key, an unknown model, …
+    ├── PolicyError      an unknown policy or parameter, or a need of a policy that the trace does not meet
+    ├── IllegalPlan      an action that cannot be carried out; names the op and the tensor
+    ├── Deadlock         nothing can happen any more, and ops are left
+    ├── Infeasible       a planner proved that no plan of its class fits the budget
+    └── OutOfMemory      the replay needed more than a tier holds
+
+The last two are answers rather than mistakes: `simulate` raises them, `compare` turns them into a row.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sim.log import EventLog
+
+
+class TiersimError(Exception):
+    """Base of all errors of this package; its text is one line."""
+
+
+class UnitError(TiersimError, ValueError):
+    """A quantity that cannot be read as the unit that is needed."""
+
+
+class ProfileError(TiersimError):
+    """A hardware profile with one or more mistakes, one line each in `problems`."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class TraceError(TiersimError):
+    """A trace that cannot be computed."""
+
+
+class WorkloadError(TiersimError):
+    """A workload that cannot be built from what was given."""
+
+
+class PolicyError(TiersimError):
+    """An unknown policy, a wrong parameter, or a trace that does not meet what a policy needs."""
+
+
+class IllegalPlan(TiersimError):
+    """An action or a read that cannot be carried out under this plan."""
+
+
+class Deadlock(TiersimError):
+    """No event is left and some op has not run; `waiters` says who waits for what."""
+
+    def __init__(self, message: str, waiters: Iterable[str] = ()) -> None:
+        self.waiters = tuple(waiters)
+        super().__init__("; ".join((message, *self.waiters)))
+
+
+class Infeasible(TiersimError):
+    """No plan of this policy's class fits; `floor_bytes` is the smallest budget known to fit, if known."""
+
+    def __init__(self, message: str, *, floor_bytes: int | None = None, log: EventLog | None = None) -> None:
+        self.floor_bytes = floor_bytes
+        self.log = log
+        super().__init__(message)
+
+
+class OutOfMemory(Infeasible):
+    """A request that did not fit, after all that could leave had left.
+
+    tier: name of the tier; need_bytes: the request; free_bytes: what was free; largest_hole_bytes: the
+    largest contiguous free range; holders: (tensor name, bytes, why it stays) of the largest residents.
+    `log` holds what ran until then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str,
+        need_bytes: int,
+        free_bytes: int,
+        largest_hole_bytes: int,
+        holders: tuple[tuple[str, int, str], ...] = (),
+        floor_bytes: int | None = None,
+        log: EventLog | None = None,
+    ) -> None:
+        self.tier = tier
+        self.need_bytes = need_bytes
+        self.free_bytes = free_bytes
+        self.largest_hole_bytes = largest_hole_bytes
+        self.holders = holders
+        super().__init__(message, floor_bytes=floor_bytes, log=log)
+
+
+def near(wrong: str, valid: Iterable[str]) -> str:
+    """Name the nearest valid spelling: " (did you mean 'gpt2'?)", or list some valid ones.
+
+    >>> near("gtp2", ["gpt2", "bert-base"])
+    " (did you mean 'gpt2'?)"
+    """
+    choices = sorted(valid)
+    close = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    if not choices:
+        return ""
+    shown = ", ".join(repr(choice) for choice in choices[:8])
+    return f" (valid: {shown}{', …' if len(choices) > 8 else ''})"

@@ -1,0 +1,125 @@
+"""How long ops take: one rule for all engines.
+
+Time of an op = launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth), unless the trace
+holds a measured duration. The sum fits published GEMM measurements better than the maximum of the two
+parts does. Operands that lie in another tier are charged at that tier's bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.errors import ProfileError
+from sim.hardware.platform import Engine, Platform
+from sim.trace.graph import Trace
+from sim.trace.op import KINDS
+
+STAND_INS = {
+    "bf16": ("fp16", "tf32", "fp32"),
+    "fp16": ("bf16", "tf32", "fp32"),
+    "tf32": ("fp32",),
+    "fp32": ("fp64",),
+    "fp64": (),
+    "fp8": ("fp16", "bf16", "fp32"),
+    "int8": ("fp16", "bf16", "fp32"),
+}
+"""Which peak prices a type that an engine has no figure for: the next wider type."""
+
+
+def peak_dtype(engine: Engine, dtype: str) -> str:
+    """The type whose peak prices `dtype` on this engine ("" means its first). Raises ProfileError."""
+    if not engine.peak:
+        raise ProfileError(f"engine {engine.name!r} has no peak")
+    if not dtype:
+        return next(iter(engine.peak))
+    for name in (dtype, *STAND_INS.get(dtype, ())):
+        if name in engine.peak:
+            return name
+    raise ProfileError(f"engine {engine.name!r} has no peak for {dtype!r}; it has {', '.join(engine.peak)}")
+
+
+def flops_per_second(engine: Engine, kind: str, dtype: str) -> float:
+    """What an engine sustains on a kind of op in a type: peak times efficiency. Raises ProfileError.
+
+    The efficiency is the engine's for that kind in that type (`matmul_fp32`), else for that kind, else for
+    all other kinds, else 1.
+    """
+    priced = peak_dtype(engine, dtype)
+    found = engine.efficiency
+    efficiency = found.get(f"{kind}_{priced}", found.get(kind, found.get("", 1.0)))
+    return engine.peak[priced] * efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class OpTimes:
+    """Per op its fixed nanoseconds and its bytes and their rate (bytes/s). Shapes (ops,).
+
+    total: fixed part plus byte part when nothing else uses the memory, rounded up to the nanosecond.
+    measured: where the trace says how long the op took; then `fixed` is all.
+    """
+
+    engine: NDArray[np.int32]
+    fixed: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    rate: NDArray[np.int64]
+    total: NDArray[np.int64]
+
+
+def op_times(trace: Trace, platform: Platform) -> OpTimes:
+    """Times of all ops of a trace with every operand in its engine's home tier.
+
+    Raises ProfileError where an op needs an engine or a type that the platform lacks.
+    """
+    c = trace.op_columns
+    count = len(c.name)
+    engine = np.zeros(count, np.int32)
+    named = np.zeros(count, np.bool_)
+    for i, name in c.engine.items():
+        engine[i] = platform.engine_for(int(c.device[i]), name)
+        named[i] = True
+    for device in range(trace.devices):
+        engine[(c.device == device) & ~named] = platform.engine_for(device)
+    types, type_of = np.unique(np.array(c.dtype, dtype=str), return_inverse=True)
+    # float64 holds these sums to well under a nanosecond; the result is an integer from here on
+    fixed, rate = np.zeros(count), np.zeros(count)
+    group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
+    for key in np.unique(group):
+        rows = np.flatnonzero(group == key)
+        unit = platform.engines[int(engine[rows[0]])]
+        kind = KINDS[c.kind[rows[0]]]
+        fixed[rows] = unit.launch
+        if (c.flops[rows] > 0).any():
+            speed = flops_per_second(unit, kind, str(types[type_of[rows[0]]]))
+            fixed[rows] += np.ceil(c.flops[rows] / speed * 1e9 - 1e-9)
+        share = unit.bandwidth_share.get(kind, unit.bandwidth_share.get("", 1.0))
+        rate[rows] = max(1, round(platform.tier(unit.home).bandwidth * share))
+    measured = c.duration >= 0
+    whole = np.where(measured, c.duration, fixed.astype(np.int64))
+    touched = np.where(measured, 0, trace.touched)
+    rates = rate.astype(np.int64)
+    total = whole + _ceil_ns(touched, rates)
+    return OpTimes(engine, whole, touched, rates, total)
+
+
+def _ceil_ns(bytes: NDArray[np.int64], rate: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Nanoseconds for bytes at bytes/s, rounded up, without overflow of 64 bits."""
+    rate = np.maximum(rate, 1)
+    seconds, rest = np.divmod(bytes, rate)
+    # rest < rate <= ~1e13, so rest * 1e9 may pass 2**63: split the nanoseconds in two steps
+    micro, rest = np.divmod(rest * 10**5, rate)
+    whole: NDArray[np.int64] = seconds * 10**9 + micro * 10**4 - (-(rest * 10**4) // rate)
+    return whole
+
+
+def slow_operand_ns(platform: Platform, engine: int, bytes_by_tier: dict[str, int], share: float = 1.0) -> int:
+    """Extra nanoseconds for operands that an engine reads in place in tiers other than its home."""
+    home = platform.tier(platform.engines[engine].home)
+    extra = 0.0
+    for name, bytes in bytes_by_tier.items():
+        tier = platform.tier(name)
+        if tier.name != home.name:
+            extra += bytes / (tier.bandwidth * share) - bytes / (home.bandwidth * share) + tier.latency / 1e9
+    return max(0, round(extra * 1e9))

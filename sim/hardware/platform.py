@@ -1,0 +1,267 @@
+"""The machine: tiers of memory, engines that compute, links that copy, pools that they share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+
+from sim.errors import ProfileError, near
+
+STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
+"""How sure a figure is, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One figure of a profile: where it stands (`tiers.hbm.bandwidth`), as written, and where it is from."""
+
+    path: str
+    text: str
+    source: str
+    standing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """How a tier hands out space: `exact`, `caching`, `pool` or `planned`, and that allocator's options."""
+
+    name: str = "exact"
+    options: tuple[tuple[str, int | str | bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A memory. capacity: usable bytes; nominal: as sold; bandwidth: bytes/s; latency: ns an access.
+
+    kind: `hbm`, `ddr`, `nvme`, `pooled`, … device: whose memory it is, -1 for one that all share.
+    compact_rate: bytes/s at which live blocks can be moved together, 0 where they cannot.
+    """
+
+    name: str
+    capacity: int
+    nominal: int
+    bandwidth: int
+    latency: int = 0
+    kind: str = "hbm"
+    device: int = -1
+    allocator: Allocator = Allocator()
+    compact_rate: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A unit that runs ops from a queue, one at a time.
+
+    device: whose engine it is, -1 for one that all share (a host CPU). home: the tier where its results
+    are born. reaches: the tiers it reads and writes in place, `home` among them. peak: FLOP/s per dtype.
+    efficiency: fraction of the peak that an op kind reaches; bandwidth_share: fraction of the tier's
+    bandwidth likewise (may pass 1 where caches help); the key "" is for all other kinds, and in
+    `efficiency` a key such as `matmul_fp32` for a kind in one type.
+    launch: fixed ns an op.
+    """
+
+    name: str
+    device: int
+    home: str
+    reaches: tuple[str, ...]
+    peak: Mapping[str, int]
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_share: Mapping[str, float] = field(default_factory=dict)
+    launch: int = 0
+    main: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two tiers. rate: bytes/s; fixed: ns a transfer; copy_engines: transfers at once."""
+
+    name: str
+    source: str
+    target: str
+    rate: int
+    fixed: int = 0
+    copy_engines: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A user of a pool: a link or an engine by name.
+
+    charge: bytes it takes of the pool per byte of payload. factor: what is left of its own rate while
+    another member of the pool is active (duplex behaviour), 1 for no effect.
+    """
+
+    name: str
+    charge: Fraction = Fraction(1)
+    factor: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Bandwidth shared max-min fairly in charged bytes. rate: charged bytes/s, None for no common limit."""
+
+    name: str
+    members: tuple[Member, ...]
+    rate: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Platform:
+    """A whole machine, checked. Tiers, engines and links are found by name or by position.
+
+    facts: every figure with its source and standing. energy: joules per op-second by engine and per
+    byte by link, where all parts have it. description: one line. notes: what to know when reading results.
+    Raises ProfileError where a part names another that is not there.
+    """
+
+    name: str
+    tiers: tuple[Tier, ...]
+    engines: tuple[Engine, ...]
+    links: tuple[Link, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    description: str = ""
+    notes: tuple[str, ...] = ()
+    energy: Mapping[str, float] = field(default_factory=dict)
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        tiers = {tier.name for tier in self.tiers}
+        users = set(self.lanes)
+        problems = []
+        parts: tuple[tuple[Tier | Engine | Link | Pool, ...], ...] = (self.tiers, self.engines, self.links, self.pools)
+        for part in parts:
+            names = [item.name for item in part]
+            problems += [f"{self.name}: two parts are called {n!r}" for n in sorted(set(names)) if names.count(n) > 1]
+        for engine in self.engines:
+            for tier in (engine.home, *engine.reaches):
+                if tier not in tiers:
+                    problems.append(f"{self.name}: engine {engine.name!r}: no tier {tier!r}{near(tier, tiers)}")
+        for link in self.links:
+            for tier in (link.source, link.target):
+                if tier not in tiers:
+                    problems.append(f"{self.name}: link {link.name!r}: no tier {tier!r}{near(tier, tiers)}")
+        for pool in self.pools:
+            for member in pool.members:
+                if member.name not in users:
+                    known = near(member.name, users)
+                    problems.append(f"{self.name}: pool {pool.name!r}: no link or engine {member.name!r}{known}")
+        if not any(engine.main for engine in self.engines):
+            problems.append(f"{self.name}: no device has a main engine")
+        if problems:
+            raise ProfileError(problems)
+
+    # ---- parts by name -----------------------------------------------------------------------
+
+    @cached_property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return max(engine.device for engine in self.engines if engine.main) + 1
+
+    @cached_property
+    def tier_ids(self) -> dict[str, int]:
+        """Position of each tier by name."""
+        return {tier.name: i for i, tier in enumerate(self.tiers)}
+
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the lanes of a log: engines first, then links."""
+        return (*(engine.name for engine in self.engines), *(link.name for link in self.links))
+
+    def tier(self, name: str) -> Tier:
+        """A tier by name. Raises ProfileError with the nearest name."""
+        if name not in self.tier_ids:
+            raise ProfileError(f"{self.name}: no tier {name!r}{near(name, self.tier_ids)}")
+        return self.tiers[self.tier_ids[name]]
+
+    def main_engine(self, device: int = 0) -> Engine:
+        """The engine that a device's ops run on unless they say otherwise."""
+        for engine in self.engines:
+            if engine.device == device and engine.main:
+                return engine
+        raise ProfileError(f"{self.name}: no device {device}; it has {self.devices}")
+
+    def engine_for(self, device: int, name: str = "") -> int:
+        """Position of the engine that runs an op: `name` as such, or `name@device` where each device has one."""
+        if not name:
+            return self.engines.index(self.main_engine(device))
+        for i, engine in enumerate(self.engines):
+            if engine.name in (name, f"{name}@{device}") and engine.device in (-1, device):
+                return i
+        known = near(name, [engine.name.partition("@")[0] for engine in self.engines])
+        raise ProfileError(f"{self.name}: device {device} has no engine {name!r}{known}")
+
+    def home(self, device: int = 0) -> Tier:
+        """The tier next to a device's main engine."""
+        return self.tier(self.main_engine(device).home)
+
+    @cached_property
+    def host(self) -> Tier | None:
+        """The tier that offloaded data goes to: the first shared one that device 0 can copy to and from."""
+        home = self.home(0).name
+        for tier in self.tiers:
+            if tier.device == -1 and self.route(home, tier.name) and self.route(tier.name, home):
+                return tier
+        return None
+
+    # ---- routes ------------------------------------------------------------------------------
+
+    def route(self, source: str, target: str) -> tuple[int, ...]:
+        """Positions of the links of the shortest route (fewest links, then least fixed time); () if none."""
+        key = (source, target)
+        if key not in self._routes:
+            self._routes[key] = self._find_route(source, target)
+        return self._routes[key]
+
+    @cached_property
+    def _routes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {}
+
+    def _find_route(self, source: str, target: str) -> tuple[int, ...]:
+        best: dict[str, tuple[int, int, tuple[int, ...]]] = {source: (0, 0, ())}
+        frontier = [source]
+        while frontier:
+            reached = []
+            for here in frontier:
+                hops, fixed, path = best[here]
+                for i, link in enumerate(self.links):
+                    if link.source != here:
+                        continue
+                    step = (hops + 1, fixed + link.fixed, (*path, i))
+                    if link.target not in best or step < best[link.target]:
+                        best[link.target] = step
+                        reached.append(link.target)
+            frontier = reached
+        return best[target][2] if target in best else ()
+
+    def move_ns(self, bytes: int, source: str, target: str) -> int:
+        """Nanoseconds a copy takes when nothing else uses its route. Raises ProfileError without a route."""
+        if source == target:
+            return 0
+        route = self.route(source, target)
+        if not route:
+            raise ProfileError(f"{self.name}: no route from {source!r} to {target!r}")
+        rate = min(self.links[i].rate for i in route)
+        return sum(self.links[i].fixed for i in route) - (-bytes * 10**9 // rate)
+
+    # ---- variants ----------------------------------------------------------------------------
+
+    def with_budget(self, budget: int) -> Platform:
+        """The same machine with `budget` bytes in every device's home tier."""
+        homes = {engine.home for engine in self.engines if engine.main}
+        tiers = tuple(replace(t, capacity=budget) if t.name in homes else t for t in self.tiers)
+        return replace(self, tiers=tiers, budget=budget)
+
+    @cached_property
+    def assumed(self) -> tuple[Fact, ...]:
+        """The figures that nobody measured or published."""
+        return tuple(fact for fact in self.facts if fact.standing == "assumed")
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 over all that decides a replay, as hexadecimal digits."""
+        parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()

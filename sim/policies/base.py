@@ -1,0 +1,46 @@
+"""What every policy is: a frozen set of parameters, some declared traits, and one method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.plan import Plan, Problem
+
+FIDELITIES = ("code", "equations", "reconstruction")
+MANAGES = ("activations", "gradients", "optimizer_state", "weights")
+NEEDS = ("chain", "layers", "history", "host", "cpu", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Decides what to keep, drop, recompute and move. Subclass it, one policy a file.
+
+    A subclass is a frozen, keyword-only dataclass whose fields are its parameters. The traits below are
+    declared on the class and verified by `sim.conformance`:
+
+    online: decides while running (its plan has `online`). recomputes, moves: whether ops may run twice,
+    whether bytes may move. rewrites: whether it changes the trace. lossless: same values as the plain
+    run. optimal: proven best in its class of plans. needs: what the trace or the platform must have
+    (`NEEDS`). solver: what it solves with, "" for nothing. warm_up: iterations before the steady state.
+    manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
+    `code` (checked against the authors'), `equations` (the paper's), `reconstruction`.
+    slow: planning takes long, so that `compare` leaves it out unless it is named.
+    """
+
+    online: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+    rewrites: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+    optimal: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+    solver: ClassVar[str] = ""
+    warm_up: ClassVar[int] = 0
+    manages: ClassVar[tuple[str, ...]] = ("activations",)
+    fidelity: ClassVar[str] = "equations"
+    slow: ClassVar[bool] = False
+
+    def plan(self, problem: Problem) -> Plan:
+        """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Policies that every comparison starts from."""

@@ -1,0 +1,24 @@
+"""Keep everything: what training does by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepAll(Policy):
+    """Keep every tensor until nobody reads it any more; move and recompute nothing.
+
+    Source: the default of PyTorch and every other framework; the baseline of every paper here.
+    Bounds: the least time there is on one device, the most memory that any of these policies needs.
+    """
+
+    manages = ()
+    fidelity = "code"
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace as it is."""
+        return Plan(problem.trace)

@@ -1,0 +1,1 @@
+"""Policies that keep tensors in fewer bytes."""

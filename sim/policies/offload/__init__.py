@@ -1,0 +1,1 @@
+"""Policies that move tensors to another tier and back."""

@@ -1,0 +1,1 @@
+"""Schemes that spread a trace over several devices."""

@@ -1,0 +1,1 @@
+"""Policies that drop activations and compute them again."""
