@@ -1,0 +1,92 @@
+"""tiersim: a discrete-event simulator of heterogeneous accelerator memory.
+
+    from sim import load_profile, simulate, compare
+    from workloads import transformer
+
+    platform = load_profile("mt3000_survey")
+    trace = transformer("gpt2-medium", batch=4, sequence=1024, precision="amp_bf16")
+    result = simulate(trace, platform, policy="delta", budget="7 GB")
+
+A trace (what is computed) and a platform (on what) go to a policy, which returns a plan; the engine
+replays the plan and writes a log; analyses read the log, and reports print what they found.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sim.conformance import check_policy
+    from sim.errors import (
+        Deadlock,
+        IllegalPlan,
+        Infeasible,
+        OutOfMemory,
+        PolicyError,
+        ProfileError,
+        TiersimError,
+        TraceError,
+        UnitError,
+        WorkloadError,
+    )
+    from sim.comparison import Comparison, compare
+    from sim.experiment import Result, simulate
+    from sim.hardware.platform import Platform
+    from sim.hardware.profile import load_profile, profile_names
+    from sim.log import EventLog
+    from sim.plan import Drop, Memory, Move, Online, Plan, Problem, Recompute, Wait
+    from sim.policies import load as load_policy
+    from sim.policies import names as policy_names
+    from sim.policies.base import Policy
+    from sim.search import largest_batch, smallest_budget
+    from sim.trace.graph import Trace, TraceBuilder
+    from sim.trace.io import load as load_trace
+    from sim.trace.io import save as save_trace
+
+_HOMES = {
+    "sim.conformance": ("check_policy",),
+    "sim.errors": (
+        *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "ProfileError"),
+        *("TiersimError", "TraceError", "UnitError", "WorkloadError"),
+    ),
+    "sim.comparison": ("Comparison", "compare"),
+    "sim.experiment": ("Result", "simulate"),
+    "sim.search": ("largest_batch", "smallest_budget"),
+    "sim.hardware.platform": ("Platform",),
+    "sim.hardware.profile": ("load_profile", "profile_names"),
+    "sim.log": ("EventLog",),
+    "sim.plan": ("Drop", "Memory", "Move", "Online", "Plan", "Problem", "Recompute", "Wait"),
+    "sim.policies": (("load_policy", "load"), ("policy_names", "names")),
+    "sim.policies.base": ("Policy",),
+    "sim.trace.graph": ("Trace", "TraceBuilder"),
+    "sim.trace.io": (("load_trace", "load"), ("save_trace", "save")),
+}
+"""Where each public name lives; it is imported when first asked for, so that the command line starts at once."""
+
+_PUBLIC = {
+    (entry if isinstance(entry, str) else entry[0]): (module, entry if isinstance(entry, str) else entry[1])
+    for module, entries in _HOMES.items()
+    for entry in entries
+}
+
+__all__ = [  # noqa: RUF022  (in the order in which one meets them)
+    *("load_profile", "profile_names", "simulate", "compare", "smallest_budget", "largest_batch"),
+    *("Result", "Comparison", "Platform", "Trace", "TraceBuilder", "load_trace", "save_trace", "EventLog"),
+    *("Policy", "policy_names", "load_policy", "Problem", "Plan", "Drop", "Recompute", "Move", "Wait", "Online"),
+    *("Memory", "check_policy", "TiersimError", "UnitError", "ProfileError", "TraceError", "WorkloadError"),
+    *("PolicyError", "IllegalPlan", "Deadlock", "Infeasible", "OutOfMemory"),
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'sim' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

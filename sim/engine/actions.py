@@ -14,9 +14,9 @@ from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move, Online, Plan, Recompute, Wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Act:
-    """An action with ids: `target` is a tensor, or the op of a recomputation; `tier` that of a drop."""
+    """An action with ids. target: a tensor, or the op to run again; tier: where to drop, or to move to."""
 
     kind: str
     target: int
@@ -30,10 +30,13 @@ class Actions:
     def __init__(self, plan: Plan, platform: Platform, prepared: Prepared, state: State, transfers: Transfers) -> None:
         self._platform = platform
         self._prepared = prepared
+        self._tier_ids: Mapping[str, int] = platform.tier_ids
         self._state = state
         self._transfers = transfers
         self.before: dict[int, list[Act]] = {}
         self.after: dict[int, list[Act]] = {}
+        self.slow_before: set[int] = set()  # anchors with actions that take the device's time
+        self.slow_after: set[int] = set()
         self.recomputed: list[int] = []
         for action in plan.actions:
             self._anchor(action)
@@ -62,8 +65,10 @@ class Actions:
         )
         if act.kind in ("wait", "recompute") and action.after is not None and apart:
             raise IllegalPlan(f"{action}: no device is there to wait when that op ends beside it")
-        side = self.before if action.before is not None else self.after
+        side, slow = (self.before, self.slow_before) if action.before is not None else (self.after, self.slow_after)
         side.setdefault(anchor, []).append(act)
+        if act.kind in ("wait", "recompute"):
+            slow.add(anchor)
 
     def _resolve(self, action: Action, device: int) -> Act:
         trace = self._prepared.trace
@@ -78,18 +83,16 @@ class Actions:
         if isinstance(action, Move):
             if action.wire is not None and action.wire < 0:
                 raise IllegalPlan(f"{action}: wire is negative")
-            self._tier(action.to, str(action))
-            return Act("move", tensor, move=action)
+            return Act("move", tensor, self._tier(action.to, action), action)
         if isinstance(action, Drop):
             home = self._prepared.home[self._prepared.main[device]]
-            return Act("drop", tensor, home if action.tier is None else self._tier(action.tier, str(action)))
+            return Act("drop", tensor, home if action.tier is None else self._tier(action.tier, action))
         raise IllegalPlan(f"{action!r} is no action; there are Drop, Recompute, Move and Wait")
 
-    def _tier(self, name: str, where: str) -> int:
-        ids: Mapping[str, int] = self._platform.tier_ids
-        if name not in ids:
-            raise IllegalPlan(f"{where}: {self._platform.name} has no tier {name!r}{near(name, ids)}")
-        return ids[name]
+    def _tier(self, name: str, where: object) -> int:
+        if name not in self._tier_ids:
+            raise IllegalPlan(f"{where}: {self._platform.name} has no tier {name!r}{near(name, self._tier_ids)}")
+        return self._tier_ids[name]
 
     def answer(self, actions: Iterable[Action] | None, device: int, pressure: bool = False) -> list[Act]:
         """An online answer with ids. Raises IllegalPlan where one under pressure would need time."""
@@ -113,7 +116,7 @@ class Actions:
         if strict and state.locks[tensor]:
             raise self._illegal(act, op, "it is locked by what runs now")
         if act.move is not None:
-            self._transfers.move(tensor, act.move, device, op)
+            self._transfers.move(tensor, act.move, act.tier, device, op)
         elif state.copies[tensor] & 1 << act.tier:
             self._transfers.release_copy(tensor, act.tier, op, DROPPED)
         else:

@@ -55,6 +55,7 @@ class Device:
         state, prepared = self._state, self._state.prepared
         env, peek = state.env, state.env.peek
         before, after, special = self._actions.before, self._actions.after, self._actions.special
+        slow_before, slow_after = self._actions.slow_before, self._actions.slow_after
         online_before = self._actions.asks_before
         plain, freeable = prepared.plain, prepared.freeable
         copies, uses, locks, made, size = state.copies, state.uses, state.locks, state.made, state.size
@@ -65,7 +66,10 @@ class Device:
         mask = bit | LEAVING
         for i in prepared.order[device]:
             if i in before:
-                yield from self._act(before[i], i)
+                if i in slow_before:
+                    yield from self._act(before[i], i)
+                else:
+                    self._apply(before[i], i, False)
             if online_before and state.online is not None:
                 yield from self._act(self._actions.answer(state.online.before(i, self._view), device), i, strict=True)
             op = plain[i] if quick and i not in special else None
@@ -115,7 +119,10 @@ class Device:
             for t in reads:
                 uses[t] -= 1
             if i in after:
-                yield from self._act(after[i], i)
+                if i in slow_after:
+                    yield from self._act(after[i], i)
+                else:
+                    self._apply(after[i], i, False)
             for t in reads:
                 if uses[t] <= 0 and freeable[t]:
                     if copies[t] == bit and not locks[t] and t not in transfers:
@@ -158,7 +165,7 @@ class Device:
                     yield from self._demand(waiting, op)
                 while act.target in state.transfers:
                     event = state.env.event()
-                    state.transfers[act.target].waiting.append(event)
+                    state.transfers[act.target].wake_at_end(event)
                     yield from self._stall(event, "wait", op, act.target)
             elif act.kind == "recompute":
                 self._apply(batch, op, strict)
@@ -182,13 +189,7 @@ class Device:
         state.batching = True
         for act in batch:
             self._actions.apply(act, self.index, op, strict)
-        state.batching = False
-        if state.wanted:
-            state.wanted = False
-            if state.env.peek() > state.now:
-                state.settle()
-            else:
-                state.poke()
+        state.flush()
 
     # ---- one op ------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class Device:
             old = prepared.replaces[tensor]
             while old >= 0 and work.why == "run" and old in state.transfers:
                 event = state.env.event()
-                state.transfers[old].waiting.append(event)
+                state.transfers[old].wake_at_end(event)
                 yield from self._stall(event, "hazard", op, old)
             state.locks[tensor] += 1
         yield from self._take_space(work, engine)

@@ -19,6 +19,8 @@ class At(Event):
     def __init__(
         self, env: Environment, delay: int | float, rank: int, then: Callable[[Event], None] | None = None
     ) -> None:
+        if delay < 0:
+            raise ValueError(f"an event {-delay} ns before now")
         self.env = env
         self.callbacks = [] if then is None else [then]
         self._value = None

@@ -1,7 +1,7 @@
 """Bandwidth that is shared: flows whose rates change when one of them starts or ends.
 
-Remaining work is an exact integer of 1e-9 bytes, rates are whole bytes per second, so that a flow's
-progress in whole nanoseconds is exact; its end rounds up to the nanosecond.
+Remaining work is an exact number of 1e-9 bytes and rates are exact fractions of bytes per second, so that
+a flow's progress in whole nanoseconds is exact; its end rounds up to the nanosecond.
 """
 
 from __future__ import annotations
@@ -9,33 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from sim.engine.events import ENDS, At, Environment, Event
+from sim.engine.events import ENDS, At, Event
 from sim.engine.prepare import Charges
+from sim.engine.state import State
 
 NANO = 10**9
 
+Users = tuple[tuple[str, int, Charges], ...]
+"""Of one flow: (name, rate limit in bytes/s, what it charges) of each link or engine that it uses."""
+
 
 class Flow:
-    """Bytes under way. users: (name, rate limit in bytes/s, what it charges) of each link or engine it uses."""
+    """Bytes under way."""
 
     __slots__ = ("done", "rate", "remaining", "since", "users")
 
-    def __init__(self, bytes: int, users: Sequence[tuple[str, int, Charges]], done: Callable[[int], None]) -> None:
-        self.remaining = bytes * NANO
+    def __init__(self, bytes: int, users: Users, done: Callable[[int], None]) -> None:
+        self.remaining: int | Fraction = bytes * NANO
         self.users = users
         self.done = done
-        self.rate = 0
+        self.rate: int | Fraction = 0
         self.since = 0
 
 
 class Flows:
     """All flows now under way, with the pools that they share."""
 
-    def __init__(self, env: Environment, pool_rates: Sequence[int | None]) -> None:
-        self._env = env
+    def __init__(self, state: State, pool_rates: Sequence[int | None]) -> None:
+        self._state = state
+        self._env = state.env
         self._pool_rates = pool_rates
         self._active: list[Flow] = []
         self._stamp = 0
+        self._known: dict[tuple[Users, ...], list[Fraction]] = {}
         self.stale = False
 
     def start(self, flow: Flow, now: int) -> None:
@@ -51,10 +57,13 @@ class Flows:
         for flow in self._active:
             flow.remaining -= flow.rate * (now - flow.since)
             flow.since = now
-        for flow, rate in zip(self._active, fair_rates([flow.users for flow in self._active], self._pool_rates)):
+        key = tuple(flow.users for flow in self._active)
+        if key not in self._known:
+            self._known[key] = fair_rates(key, self._pool_rates)
+        for flow, rate in zip(self._active, self._known[key], strict=True):
             flow.rate = rate
         if self._active:
-            soonest = min(-(-max(flow.remaining, 0) // flow.rate) for flow in self._active)
+            soonest = min(int(-(-flow.remaining // flow.rate)) for flow in self._active)
             stamp = self._stamp
             At(self._env, now + soonest - int(self._env.now), ENDS, lambda event: self._end(event, stamp))
 
@@ -67,14 +76,13 @@ class Flows:
         self.stale = True
         for flow in ended:
             flow.done(now)
+        self._state.tick(now)
+        self._state.wanted = True
+        self._state.flush()
 
-    def end_estimate(self, flow: Flow) -> int:
-        """When a flow ends at present rates; now if it has no rate yet."""
-        return flow.since + (-(-flow.remaining // flow.rate) if flow.rate else 0)
 
-
-def fair_rates(flows: Sequence[Sequence[tuple[str, int, Charges]]], pool_rates: Sequence[int | None]) -> list[int]:
-    """Max-min fair rates in whole bytes/s, at least 1, of flows given by their users.
+def fair_rates(flows: Sequence[Users], pool_rates: Sequence[int | None]) -> list[Fraction]:
+    """Max-min fair rates in bytes/s of flows given by their users.
 
     A pool's charged bytes are shared equally by its flows; what one cannot take (its own link is slower, or
     another pool is tighter) goes to the others. A member of a pool whose `factor` is below 1 runs at
@@ -121,4 +129,4 @@ def fair_rates(flows: Sequence[Sequence[tuple[str, int, Charges]]], pool_rates: 
             rates[i] = rate
             for pool, charge in demands[i].items():
                 left[pool] -= rate * charge
-    return [max(1, int(rate)) for rate in rates if rate is not None]
+    return [rate for rate in rates if rate is not None]

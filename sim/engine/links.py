@@ -2,151 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
-from sim.engine.events import ENDS, At, Environment
+from sim.engine.events import ENDS, At, Event
 from sim.engine.flows import Flow, Flows
 from sim.engine.prepare import Charges
-from sim.hardware.platform import Link
+from sim.engine.state import State
 
 
 class Job:
-    """Bytes for a route of links. started, done: called with the time; chunk: bytes between pre-emptions."""
+    """Bytes for a route of links; subclasses say what follows when it starts and ends.
 
-    __slots__ = ("began", "bytes", "chunk", "done", "ends", "fixed", "key", "route", "started")
+    key: its place in the queues, least first; unique. chunk: bytes between points where one of higher
+    priority may go first, 0 for none.
+    """
 
-    def __init__(
-        self,
-        route: Sequence[int],
-        bytes: int,
-        key: tuple[int, ...],
-        done: Callable[[int], None],
-        *,
-        started: Callable[[int], None] | None = None,
-        chunk: int = 0,
-    ) -> None:
-        self.route = tuple(route)
+    __slots__ = ("began", "bytes", "chunk", "ends", "is_waiting", "key", "route")
+
+    def __init__(self, route: tuple[int, ...], bytes: int, key: tuple[int, ...], chunk: int = 0) -> None:
+        self.route = route
         self.bytes = bytes
         self.key = key
-        self.done = done
-        self.started = started
         self.chunk = chunk
         self.began = -1
         self.ends = -1
-        self.fixed = -1
+        self.is_waiting = False
+
+    def started(self) -> None:
+        """It has its links for the first time."""
+
+    def done(self, now: int) -> None:
+        """All its bytes have arrived."""
+        raise NotImplementedError
 
 
 class Links:
     """The queues of all links."""
 
-    def __init__(
-        self,
-        env: Environment,
-        links: Sequence[Link],
-        charges: Mapping[str, Charges],
-        flows: Flows,
-        poke: Callable[[], None],
-    ) -> None:
-        self._env = env
-        self._poke = poke
-        self._links = links
+    def __init__(self, state: State, charges: Mapping[str, Charges], flows: Flows) -> None:
+        self._state = state
+        self._env = state.env
+        self._links = state.platform.links
         self._charges = charges
         self._flows = flows
-        self._free = [link.copy_engines for link in links]
-        self._queues: list[list[tuple[tuple[int, ...], Job]]] = [[] for _ in links]
-        self._shared = [link.name in charges for link in links]
-        self.running: set[Job] = set()
-        self.waiting: set[Job] = set()
-        self.stale = False
+        self._free = [link.copy_engines for link in self._links]
+        self._queues: list[list[tuple[tuple[int, ...], Job]]] = [[] for _ in self._links]
+        self._shared = [link.name in charges for link in self._links]
+        self._running: dict[Job, None] = {}
+        self.stale: set[int] = set()
 
     def submit(self, job: Job) -> None:
         """Queue a job; the next `start_ready` begins it if its links are free."""
+        job.is_waiting = True
         for link in job.route:
             heappush(self._queues[link], (job.key, job))
-        self.waiting.add(job)
-        self.stale = True
+        self.stale.update(job.route)
 
     def cancel(self, job: Job) -> None:
         """Forget a job that has not started."""
-        self.waiting.discard(job)
-        self.stale = True
+        job.is_waiting = False
+        self.stale.update(job.route)
 
     def start_ready(self, now: int) -> None:
         """Start every job that is first in the queues of all its links and finds each free."""
-        self.stale = False
-        again = True
-        while again:
-            again = False
-            for link, queue in enumerate(self._queues):
-                while queue and queue[0][1] not in self.waiting:
-                    heappop(queue)
-                if queue and self._free[link] and self._is_next(queue[0][1]):
-                    self._start(queue[0][1], now)
-                    again = True
+        while self.stale:
+            link = self.stale.pop()
+            job = self._first(link)
+            if job is None or not self._free[link]:
+                continue
+            if len(job.route) == 1 or all(self._free[i] and self._first(i) is job for i in job.route):
+                self._start(job, now)
+                self.stale.update(job.route)
 
-    def _is_next(self, job: Job) -> bool:
-        for link in job.route:
-            queue = self._queues[link]
-            while queue and queue[0][1] not in self.waiting:
-                heappop(queue)
-            if not self._free[link] or queue[0][1] is not job:
-                return False
-        return True
+    def _first(self, link: int) -> Job | None:
+        queue = self._queues[link]
+        while queue and not queue[0][1].is_waiting:
+            heappop(queue)
+        return queue[0][1] if queue else None
 
     def _start(self, job: Job, now: int) -> None:
-        self.waiting.discard(job)
-        self.running.add(job)
-        for link in job.route:
-            heappop(self._queues[link])
-            self._free[link] -= 1
+        job.is_waiting = False
+        self._running[job] = None
+        links = self._links
+        fixed, rate, shared = 0, links[job.route[0]].rate, False
+        for i in job.route:
+            heappop(self._queues[i])
+            self._free[i] -= 1
+            fixed += links[i].fixed
+            rate = min(rate, links[i].rate)
+            shared = shared or self._shared[i]
         if job.began < 0:
             job.began = now
-            if job.started is not None:
-                job.started(now)
-        fixed = sum(self._links[link].fixed for link in job.route) if job.fixed < 0 else job.fixed
-        job.fixed = 0
+            job.started()
+        else:
+            fixed = 0  # the later chunks of a job that has paid it
         part = min(job.bytes, job.chunk) if job.chunk else job.bytes
         job.bytes -= part
-        rate = min(self._links[link].rate for link in job.route)
         job.ends = now + fixed - (-part * 10**9 // rate)
-        if any(self._shared[link] for link in job.route):
-            users = [
-                (self._links[i].name, self._links[i].rate, self._charges.get(self._links[i].name, ()))
-                for i in job.route
-            ]
-            flow = Flow(part, users, lambda at: self._end(job, at))
-            if fixed:
-                At(self._env, now + fixed - int(self._env.now), ENDS, lambda _: self._flow(flow))
-            else:
-                self._flows.start(flow, now)
+        if not shared:
+            At(self._env, job.ends - self._env.now, ENDS, lambda event: self._end(job, job.ends))
+            return
+        users = tuple(self._user(link) for link in job.route)
+        flow = Flow(part, users, lambda at: self._end(job, at))
+        if fixed:
+            At(self._env, now + fixed - self._env.now, ENDS, lambda event: self._flow(flow, event))
         else:
-            At(self._env, job.ends - int(self._env.now), ENDS, lambda _: self._end(job, int(self._env.now)))
+            self._flows.start(flow, now)
 
-    def _flow(self, flow: Flow) -> None:
-        self._flows.start(flow, int(self._env.now))
-        self._poke()
+    def _user(self, link: int) -> tuple[str, int, Charges]:
+        name = self._links[link].name
+        return name, self._links[link].rate, self._charges.get(name, ())
+
+    def _flow(self, flow: Flow, _: Event) -> None:
+        now = int(self._env.now)
+        self._state.tick(now)
+        self._flows.start(flow, now)
+        self._state.wanted = True
+        self._state.flush()
 
     def _end(self, job: Job, now: int) -> None:
-        self._poke()
-        self.running.discard(job)
+        self._state.tick(now)
+        del self._running[job]
         for link in job.route:
             self._free[link] += 1
-        self.stale = True
+            if self._queues[link]:
+                self.stale.add(link)
+                self._state.wanted = True
         if job.bytes:
             self.submit(job)
+            self._state.wanted = True
         else:
             job.done(now)
+        self._state.flush()
 
     def free_at(self, route: Sequence[int], now: int) -> int:
         """When what is queued or running on a route now will have ended, at present rates."""
         links = set(route)
         end = now
-        for job in self.running:
+        for job in self._running:
             if links.intersection(job.route):
                 end = max(end, job.ends)
-        for job in self.waiting:
-            if links.intersection(job.route):
-                rate = min(self._links[link].rate for link in job.route)
-                end += max(job.fixed, 0) - (-job.bytes * 10**9 // rate)
+        waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
+        for job in waiting.values():
+            rate = min(self._links[link].rate for link in job.route)
+            fixed = sum(self._links[link].fixed for link in job.route) if job.began < 0 else 0
+            end += fixed - (-job.bytes * 10**9 // rate)
         return end

@@ -12,7 +12,7 @@ from sim.engine.state import PLACED, State
 from sim.engine.transfer import Transfers
 from sim.engine.view import View
 from sim.engine.work import Work, Works
-from sim.errors import Deadlock, IllegalPlan, OutOfMemory
+from sim.errors import Deadlock, Infeasible, OutOfMemory, TiersimError
 from sim.hardware.platform import Platform
 from sim.log import EventLog
 from sim.plan import Plan
@@ -28,8 +28,8 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
     prepared = prepare(plan.trace, platform)
     env = Environment()
     state = State(plan, platform, prepared, env)
-    flows = Flows(env, [pool.rate for pool in platform.pools] + [link.rate for link in platform.links])
-    links = Links(env, platform.links, prepared.charges, flows, state.poke)
+    flows = Flows(state, [pool.rate for pool in platform.pools] + [link.rate for link in platform.links])
+    links = Links(state, prepared.charges, flows)
     transfers = Transfers(state, links)
     works = Works(state, links, flows)
     if plan.online is not None:
@@ -43,8 +43,8 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
                 actions.apply(act, work.device, work.op, False)
 
     def settle() -> None:
-        state.wake_waiters()
         if state.queued_for_space:
+            state.wake_waiters()
             transfers.settle()
         works.settle()
         if links.stale:
@@ -70,9 +70,12 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
         env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)
-    except (OutOfMemory, Deadlock) as error:
-        error.log = _log(state, False)  # type: ignore[union-attr]
-        raise
+    except TiersimError as error:
+        # SimPy raises a copy of what a process raised; the cause is the original with its fields
+        original = error.__cause__ if isinstance(error.__cause__, TiersimError) else error
+        if isinstance(original, Infeasible):
+            original.log = _log(state, False)
+        raise original from None
     return _log(state, True)
 
 
@@ -90,7 +93,7 @@ def _place(state: State, prepared: Prepared, actions: Actions) -> None:
         state.arrive(tensor, tier)
 
 
-def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | Deadlock | IllegalPlan:
+def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | Deadlock:
     """Why nothing can happen any more: no space for a device, or waiters that wait for each other."""
     waiters = [f"device {device.index}: {device.waits_for}" for device in devices if device.waits_for]
     for device in devices:

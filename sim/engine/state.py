@@ -118,6 +118,21 @@ class State:
             self.settle_at = now
             At(self.env, now - int(self.env.now), SETTLES, self._settle)
 
+    def tick(self, now: int) -> None:
+        """Something ends at `now`: the clock comes up. A `flush` must follow."""
+        self.now = now
+        self.batching = True
+
+    def flush(self) -> None:
+        """After a batch of changes grant what waits: at once if nothing else happens at this instant."""
+        self.batching = False
+        if self.wanted:
+            self.wanted = False
+            if self.env.peek() > self.now:
+                self.settle()
+            else:
+                self.poke()
+
     def _settle(self, _: Event) -> None:
         self.settle_at = -1
         self.now = int(self.env.now)
@@ -214,7 +229,7 @@ class State:
 
     def size_in(self, tensor: int, tier: int) -> int:
         """Bytes of a tensor's copy in a tier (fewer than the tensor's where the link compressed it)."""
-        return self._odd_size.get((tensor, tier), self.size[tensor])
+        return self._odd_size.get((tensor, tier), self.size[tensor]) if self._odd_size else self.size[tensor]
 
     def set_size_in(self, tensor: int, tier: int, bytes: int) -> None:
         """Note that the copy in that tier is compressed."""
@@ -242,9 +257,10 @@ class State:
     def release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """One copy goes."""
         self.copies[tensor] &= ~(1 << tier)
-        bytes = self._odd_size.pop((tensor, tier), self.size[tensor])
+        bytes = self._odd_size.pop((tensor, tier), self.size[tensor]) if self._odd_size else self.size[tensor]
         self.give(tensor, tier, bytes, op, cause)
-        self.dead.pop(tensor, None)
+        if self.keep_dead:
+            self.dead.pop(tensor, None)
         if self.online is not None:
             self.online.notice(Change("went", tensor, self.names[tier], self.now))
 

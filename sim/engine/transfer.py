@@ -16,32 +16,56 @@ from sim.errors import IllegalPlan
 from sim.log import WHY
 from sim.plan import Move
 
+MOVE = WHY["move"]
 WAITS, QUEUED, RUNS = "waits for space", "queued", "runs"
 
 
-class Transfer:
-    """One copy under way, from the tier `source` to `target` (positions in the platform)."""
+class Transfer(Job):
+    """One copy under way, from the tier `source` to `target` (positions in the platform).
+
+    size: bytes it takes at its destination. drop_target: the copy goes again as soon as it has come.
+    """
 
     __slots__ = (
-        *("device", "drop_target", "followers", "job", "keep", "op", "priority"),
-        *("size", "source", "stage", "target", "tensor", "waiting", "wire"),
+        *("device", "drop_target", "followers", "keep", "op", "owner", "priority", "size", "source"),
+        *("stage", "target", "tensor", "waiting", "wire"),
     )
 
-    def __init__(self, tensor: int, source: int, target: int, move: Move, size: int, device: int, op: int) -> None:
+    def __init__(
+        self,
+        owner: Transfers,
+        tensor: int,
+        ends: tuple[int, int],
+        move: Move,
+        sizes: tuple[int, int],
+        device: int,
+        op: int,
+    ) -> None:
+        self.owner = owner
         self.tensor = tensor
-        self.source = source
-        self.target = target
+        self.source, self.target = ends
         self.keep = move.keep
         self.priority = move.priority
-        self.size = size
-        self.wire = size
+        self.size, self.wire = sizes
         self.device = device
         self.op = op
         self.stage = WAITS
-        self.job: Job | None = None
-        self.followers: list[Move] = []
-        self.waiting: list[Event] = []
+        self.followers: list[Move] | None = None
+        self.waiting: list[Event] | None = None
         self.drop_target = False
+        super().__init__(owner.route(*ends), self.wire, ())
+
+    def wake_at_end(self, event: Event) -> None:
+        """Trigger an event when the copy is complete, or when it is given up."""
+        self.waiting = [*(self.waiting or ()), event]
+
+    def started(self) -> None:
+        """From now on it can't be replaced."""
+        self.stage = RUNS
+
+    def done(self, now: int) -> None:
+        """The copy is complete."""
+        self.owner.end(self, now)
 
 
 class Transfers:
@@ -50,16 +74,17 @@ class Transfers:
     def __init__(self, state: State, links: Links) -> None:
         self._state = state
         self._links = links
+        self._lanes = len(state.platform.engines)
         self._outside: list[deque[Transfer]] = [deque() for _ in state.names]
         self._sequence = count()
         self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sources: dict[tuple[int, int], int] = {}
 
     # ---- asking ------------------------------------------------------------------------------
 
-    def move(self, tensor: int, move: Move, device: int, op: int) -> None:
+    def move(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
         """Begin, replace, turn round or follow a transfer, as the contract says."""
         state = self._state
-        target = state.platform.tier_ids[move.to]
         now = state.transfers.get(tensor)
         if now is not None:
             if now.stage != RUNS:
@@ -74,7 +99,7 @@ class Transfers:
                     self._release_source(now)
                 return
             else:
-                now.followers.append(move)
+                now.followers = [*(now.followers or ()), move]
                 return
         held = state.copies[tensor] & ~LEAVING
         if not held:
@@ -86,19 +111,23 @@ class Transfers:
             return
         source = self._nearest(tensor, held, target)
         # a copy that the link compressed is unpacked where the next move takes it
-        size = state.size[tensor] if move.wire is None else move.wire
-        transfer = Transfer(tensor, source, target, move, size, device, op)
-        if move.wire is None:
-            transfer.wire = state.size_in(tensor, source)
-        self._begin(transfer)
+        full = state.size[tensor]
+        sizes = (full, state.size_in(tensor, source)) if move.wire is None else (move.wire, move.wire)
+        transfer = Transfer(self, tensor, (source, target), move, sizes, device, op)
+        state.transfers[tensor] = transfer
+        if not self._outside[target] and not state.space_waiters[target] and state.fits(target, transfer.size):
+            self._admit(transfer)
+        else:
+            self._outside[target].append(transfer)
+            state.queued_for_space += 1
 
     def fetch(self, tensor: int, target: int, device: int, op: int) -> Transfer:
         """A demand: the device has taken the space already; an implicit fetch keeps its source."""
         state = self._state
         source = self._nearest(tensor, state.copies[tensor] & ~LEAVING, target)
-        transfer = Transfer(tensor, source, target, Move(tensor, state.names[target], keep=True), 0, device, op)
-        transfer.size = state.size[tensor]
-        transfer.wire = state.size_in(tensor, source)
+        move = Move(tensor, state.names[target], keep=True)
+        sizes = (state.size[tensor], state.size_in(tensor, source))
+        transfer = Transfer(self, tensor, (source, target), move, sizes, device, op)
         state.transfers[tensor] = transfer
         state.arriving[target] += transfer.size
         self._queue(transfer)
@@ -133,15 +162,6 @@ class Transfers:
 
     # ---- stages ------------------------------------------------------------------------------
 
-    def _begin(self, transfer: Transfer) -> None:
-        state, tier = self._state, transfer.target
-        state.transfers[transfer.tensor] = transfer
-        if not self._outside[tier] and not state.space_waiters[tier] and state.fits(tier, transfer.size):
-            self._admit(transfer)
-        else:
-            self._outside[tier].append(transfer)
-            state.queued_for_space += 1
-
     def _admit(self, transfer: Transfer) -> None:
         state = self._state
         state.take(transfer.tensor, transfer.target, transfer.size, transfer.op, MOVED_IN)
@@ -155,50 +175,50 @@ class Transfers:
             state.leaving[transfer.source] += state.size_in(transfer.tensor, transfer.source)
             state.copies[transfer.tensor] |= LEAVING
 
-        def started(_: int) -> None:
-            transfer.stage = RUNS
-
-        key = (transfer.priority, state.now, transfer.device, next(self._sequence))
-        route = self._route(transfer.source, transfer.target)
-        transfer.job = Job(route, transfer.wire, key, lambda now: self._end(transfer, now), started=started)
-        self._links.submit(transfer.job)
+        transfer.key = (transfer.priority, state.now, transfer.device, next(self._sequence))
+        self._links.submit(transfer)
         state.poke()
 
-    def _end(self, transfer: Transfer, now: int) -> None:
+    def end(self, transfer: Transfer, now: int) -> None:
+        """A copy is complete: release its source, wake who waits, begin what follows."""
         state = self._state
-        state.now = now
-        state.end = max(state.end, now)
-        tensor, source, target = transfer.tensor, transfer.source, transfer.target
-        job = transfer.job
-        if job is None:
-            raise AssertionError("a transfer ended that never started")
-        for link in job.route:
-            lane = len(state.platform.engines) + link
-            row = (job.began, now, transfer.device, lane, WHY["move"], transfer.op, tensor, 0, transfer.wire)
-            state.spans.rows += row
+        if now > state.end:
+            state.end = now
+        tensor, source, target, op = transfer.tensor, transfer.source, transfer.target, transfer.op
+        for link in transfer.route:
+            lane = self._lanes + link
+            state.spans.rows += (transfer.began, now, transfer.device, lane, MOVE, op, tensor, 0, transfer.wire)
         del state.transfers[tensor]
         state.arriving[target] -= transfer.size
         state.set_size_in(tensor, target, transfer.size)
-        if not transfer.keep:
+        if transfer.keep:
+            state.arrive(tensor, target)
+        else:
             self._unmark_leaving(transfer)
-        state.arrive(tensor, target)
-        if not transfer.keep:
-            self.release_copy(tensor, source, transfer.op, MOVED_OUT)
+            state.arrive(tensor, target)
+            self.release_copy(tensor, source, op, MOVED_OUT)
         if transfer.drop_target:
-            self.release_copy(tensor, target, transfer.op, DROPPED)
-        state.wake(transfer.waiting)
-        for i, move in enumerate(transfer.followers):
-            self.move(tensor, move, transfer.device, transfer.op)
+            self.release_copy(tensor, target, op, DROPPED)
+        if transfer.waiting:
+            state.wake(transfer.waiting)
+        if transfer.followers:
+            self._follow(transfer)
+        if tensor not in state.transfers:
+            if not state.locks[tensor] and tensor in state.pending:
+                state.drop_pending(tensor, op)
+            if state.uses[tensor] <= 0:
+                state.bury(tensor, -1)
+        state.note_idle()
+
+    def _follow(self, transfer: Transfer) -> None:
+        state, tensor = self._state, transfer.tensor
+        moves = transfer.followers or []
+        for i, move in enumerate(moves):
+            self.move(tensor, move, state.platform.tier_ids[move.to], transfer.device, transfer.op)
             follower = state.transfers.get(tensor)
             if follower is not None:
-                follower.followers += transfer.followers[i + 1 :]
-                break
-        if tensor not in state.transfers:
-            if not state.locks[tensor]:
-                state.drop_pending(tensor, transfer.op)
-            state.bury(tensor, -1)
-        state.note_idle()
-        state.poke()
+                follower.followers = [*(follower.followers or ()), *moves[i + 1 :]]
+                return
 
     def cancel(self, transfer: Transfer) -> None:
         """Forget a transfer that has not started."""
@@ -207,13 +227,13 @@ class Transfers:
         if transfer.stage == WAITS:
             self._outside[target].remove(transfer)
             state.queued_for_space -= 1
-        elif transfer.job is not None:
-            self._links.cancel(transfer.job)
+        else:
+            self._links.cancel(transfer)
             if not transfer.keep:
                 self._unmark_leaving(transfer)
             state.arriving[target] -= transfer.size
             state.give(transfer.tensor, target, transfer.size, transfer.op, FREED)
-        state.wake(transfer.waiting)
+        state.wake(transfer.waiting or ())
         waiting = state.on_arrival.pop(transfer.tensor, None)
         if waiting:
             state.wake(waiting)
@@ -248,7 +268,8 @@ class Transfers:
 
     # ---- routes ------------------------------------------------------------------------------
 
-    def _route(self, source: int, target: int) -> tuple[int, ...]:
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """Positions of the links from one tier to another; () if there are none."""
         key = (source, target)
         if key not in self._routes:
             names = self._state.names
@@ -257,11 +278,13 @@ class Transfers:
 
     def _nearest(self, tensor: int, held: int, target: int) -> int:
         """Of the tiers that hold a tensor, the one with the shortest route to `target`."""
+        if (held, target) in self._sources:
+            return self._sources[held, target]
         state, links = self._state, self._state.platform.links
         best: tuple[int, int, int] | None = None
         for tier in range(len(state.names)):
             if held & 1 << tier:
-                route = self._route(tier, target)
+                route = self.route(tier, target)
                 if route:
                     rank = (len(route), sum(links[i].fixed for i in route), tier)
                     best = rank if best is None or rank < best else best
@@ -269,4 +292,5 @@ class Transfers:
             name = state.prepared.trace.tensor_columns.name[tensor]
             where = ", ".join(repr(state.names[t]) for t in range(len(state.names)) if held & 1 << t)
             raise IllegalPlan(f"tensor {name!r}: no route from {where} to {state.names[target]!r}")
+        self._sources[held, target] = best[2]
         return best[2]

@@ -43,6 +43,7 @@ class Works:
         self._links = links
         self._flows = flows
         self._queues: list[list[tuple[tuple[int, ...], Work]]] = [[] for _ in state.platform.engines]
+        self._waiting = False
         self._busy = [False] * len(state.platform.engines)
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
@@ -79,12 +80,13 @@ class Works:
             At(state.env, wait + fixed, ENDS, lambda _: done(int(state.env.now)))
             return
         name = state.platform.engines[prepared.engine[work.op]].name
-        flow = Flow(bytes, [(name, prepared.flow_rate[work.op], prepared.charges[name])], done)
+        flow = Flow(bytes, ((name, prepared.flow_rate[work.op], prepared.charges[name]),), done)
 
         def begin(_: object) -> None:
-            state.now = int(state.env.now)
+            state.tick(int(state.env.now))
             self._flows.start(flow, state.now)
-            state.poke()
+            state.wanted = True
+            state.flush()
 
         At(state.env, wait + fixed, ENDS, begin)
 
@@ -96,11 +98,15 @@ class Works:
         engine = state.prepared.engine[op]
         priority = int(state.prepared.trace.op_columns.priority[op])
         heappush(self._queues[engine], ((priority, state.now, work.device, next(self._sequence)), work))
+        self._waiting = True
         self._await(work, "engine")
         state.poke()
 
     def settle(self) -> None:
         """Start the next op of every engine that is free."""
+        if not self._waiting:
+            return
+        self._waiting = False
         for engine, queue in enumerate(self._queues):
             if queue and not self._busy[engine]:
                 self._busy[engine] = True
@@ -109,9 +115,11 @@ class Works:
 
     def _end(self, work: Work, engine: int, now: int) -> None:
         self._busy[engine] = False
-        self._state.now = now
+        self._waiting = True
+        self._state.tick(now)
         self._state.spans.rows += (work.start, now, work.device, engine, WHY[work.why], work.op, -1, 0, 0)
         self._finish(work)
+        self._state.flush()
 
     def _await(self, work: Work, cause: str) -> None:
         self._state.running += 1
@@ -204,13 +212,19 @@ class Works:
                 raise IllegalPlan(f"op {ops[0].name!r}: no route from {source!r} to {target!r}")
             route.update(dict.fromkeys(found))
         key = (min(op.priority for op in ops), state.now, members[0].device, next(self._sequence))
-        job = Job(tuple(route), payload, key, lambda now: self._end_group(members, job, payload, now), chunk=chunk)
+        job = GroupJob(self, members, tuple(route), payload, key, chunk)
         if route:
             self._links.submit(job)
+            state.poke()
         else:
             job.began = state.now
-            At(state.env, state.now - int(state.env.now), ENDS, lambda _: job.done(int(state.env.now)))
-        state.poke()
+            At(state.env, state.now - int(state.env.now), ENDS, lambda _: self._meet(job))
+
+    def _meet(self, job: GroupJob) -> None:
+        """A group whose members share a tier: nothing to move."""
+        self._state.tick(int(self._state.env.now))
+        job.done(self._state.now)
+        self._state.flush()
 
     def _tier(self, work: Work) -> str:
         """Where a send reads, or a recv writes."""
@@ -224,11 +238,31 @@ class Works:
                     return state.names[tier]
         return state.names[prepared.home[engine]]
 
-    def _end_group(self, members: list[Work], job: Job, payload: int, now: int) -> None:
+    def end_group(self, job: GroupJob, now: int) -> None:
+        """The bytes of a group have arrived: all its members end."""
         state = self._state
         state.now = now
         for link in job.route:
             lane = len(state.platform.engines) + link
-            state.spans.rows += (job.began, now, members[0].device, lane, WHY["move"], members[-1].op, -1, 0, payload)
-        for work in members:
+            row = (job.began, now, job.members[0].device, lane, WHY["move"], job.members[-1].op, -1, 0, job.payload)
+            state.spans.rows += row
+        for work in job.members:
             self._finish(work)
+
+
+class GroupJob(Job):
+    """The bytes that a group of ops moves."""
+
+    __slots__ = ("members", "owner", "payload")
+
+    def __init__(
+        self, owner: Works, members: list[Work], route: tuple[int, ...], bytes: int, key: tuple[int, ...], chunk: int
+    ) -> None:
+        super().__init__(route, bytes, key, chunk)
+        self.owner = owner
+        self.members = members
+        self.payload = bytes
+
+    def done(self, now: int) -> None:
+        """All members end."""
+        self.owner.end_group(self, now)

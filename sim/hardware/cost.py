@@ -93,7 +93,8 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
         fixed[rows] = unit.launch
         if (c.flops[rows] > 0).any():
             speed = flops_per_second(unit, kind, str(types[type_of[rows[0]]]))
-            fixed[rows] += np.ceil(c.flops[rows] / speed * 1e9 - 1e-9)
+            ns = c.flops[rows] * (1e9 / speed)
+            fixed[rows] += np.ceil(ns - (1e-9 + 1e-15 * ns))  # a whole number of ns stays one after rounding
         share = unit.bandwidth_share.get(kind, unit.bandwidth_share.get("", 1.0))
         rate[rows] = max(1, round(platform.tier(unit.home).bandwidth * share))
     measured = c.duration >= 0

@@ -104,9 +104,9 @@ class Trace:
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
         self.carry = self._default_carry() if carry is None else tuple((int(a), int(b)) for a, b in carry)
         self._check_ends()
-        for array in (*vars(tensors).values(), *vars(ops).values()):
-            if isinstance(array, np.ndarray):
-                array.setflags(write=False)
+        for column in (*vars(tensors).values(), *vars(ops).values()):
+            if isinstance(column, np.ndarray):
+                column.setflags(write=False)
 
     # ---- views -------------------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table."""
+
+from sim.analysis.bounds import Bounds, bounds
+from sim.analysis.bubbles import Bubbles, bubbles
+from sim.analysis.fragmentation import Fragmentation, fragmentation
+from sim.analysis.lifetimes import lifetimes
+from sim.analysis.overlap import Overlap, overlap
+from sim.analysis.pareto import pareto, pareto_front
+from sim.analysis.peak_memory import Holder, Peak, memory_over_time, peak_bytes, peak_memory, roles_over_time
+from sim.analysis.stalls import Stalls, stalls, stalls_by_op
+from sim.analysis.summary import Summary, summarize
+from sim.analysis.traffic import LinkTraffic, traffic
+
+__all__ = [
+    "Bounds",
+    "Bubbles",
+    "Fragmentation",
+    "Holder",
+    "LinkTraffic",
+    "Overlap",
+    "Peak",
+    "Stalls",
+    "Summary",
+    "bounds",
+    "bubbles",
+    "fragmentation",
+    "lifetimes",
+    "memory_over_time",
+    "overlap",
+    "pareto",
+    "pareto_front",
+    "peak_bytes",
+    "peak_memory",
+    "roles_over_time",
+    "stalls",
+    "stalls_by_op",
+    "summarize",
+    "traffic",
+]

@@ -1,0 +1,215 @@
+"""What no plan for this trace on this platform can beat, and how far the run is from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.analysis.lanes import MOVE
+from sim.analysis.peak_memory import peak_bytes
+from sim.hardware.cost import OpTimes, op_times
+from sim.log import CAUSE, EventLog, Ints
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds on time (ns) and on the use of one tier (bytes), of the trace that ran where it began.
+
+    critical_path_ns: the longest chain of ops joined by data or by a device's program order, each at its
+    time with all operands close by; transfers count nothing. engine_load_ns: all ops of the busiest
+    engine. transfer_ns: what has to leave or reach a tier, because it was placed where no engine that
+    reads it can read, or has to end where no engine makes it, over the links there. time_ns: the largest.
+    working_set_bytes: what the largest op holds while it runs; pinned_bytes: what else can neither leave
+    nor be made again at that op (0 where another tier can be reached). memory_bytes: the sum.
+    time_distance, memory_distance: makespan and peak over their bounds, less 1; None where a bound is 0
+    or, for the time, where the run did not end.
+    """
+
+    tier: str
+    critical_path_ns: int
+    engine_load_ns: int
+    transfer_ns: int
+    time_ns: int
+    makespan_ns: int
+    time_distance: float | None
+    working_set_bytes: int
+    pinned_bytes: int
+    memory_bytes: int
+    op: str
+    peak_bytes: int
+    memory_distance: float | None
+
+
+def bounds(log: EventLog, tier: str | None = None) -> Bounds:
+    """Bounds for a run; those on memory are for `tier`, by default the home tier of device 0."""
+    name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
+    times = op_times(log.trace, log.platform)
+    cost = times.total.copy()
+    cost[list(log.trace.op_columns.group)] = 0  # a group runs on links
+    load = int(_loads(times.engine, cost).max(initial=0))
+    path = _critical_path(log, times, cost)
+    transfer = _transfer_ns(log, times)
+    working, pinned, op = _floor(log, times, name)
+    time, memory, peak = max(load, path, transfer), working + pinned, peak_bytes(log)[name]
+    return Bounds(
+        tier=name,
+        critical_path_ns=path,
+        engine_load_ns=load,
+        transfer_ns=transfer,
+        time_ns=time,
+        makespan_ns=log.end,
+        time_distance=log.end / time - 1 if time and log.complete else None,
+        working_set_bytes=working,
+        pinned_bytes=pinned,
+        memory_bytes=memory,
+        op=log.trace.op_columns.name[op] if op >= 0 else "",
+        peak_bytes=peak,
+        memory_distance=peak / memory - 1 if memory else None,
+    )
+
+
+# ---- time --------------------------------------------------------------------------------------
+
+
+def _loads(engine: NDArray[np.int32], cost: Ints) -> Ints:
+    """Nanoseconds of all ops, per engine."""
+    load = np.zeros(int(engine.max(initial=-1)) + 1, np.int64)
+    np.add.at(load, engine, cost)
+    return load
+
+
+def _critical_path(log: EventLog, times: OpTimes, cost: Ints) -> int:
+    trace = log.trace
+    c = trace.op_columns
+    main = np.array([log.platform.engine_for(device) for device in range(trace.devices)], np.int64)
+    in_order = times.engine == main[c.device]
+    if trace.devices == 1 and in_order.all():
+        return int(cost.sum())  # one engine, one queue: the chain of all ops
+    reached = [0] * trace.devices  # when each device can go on
+    ready = [0] * len(trace.tensor_columns.name)
+    together: dict[str, int] = {}
+    device, on_main, ns = c.device.tolist(), in_order.tolist(), cost.tolist()
+    read_at, reads = c.read_start.tolist(), c.read_ids.tolist()
+    write_at, writes = c.write_start.tolist(), c.write_ids.tolist()
+    last = 0
+    for op in range(len(ns)):
+        start = reached[device[op]]
+        for tensor in reads[read_at[op] : read_at[op + 1]]:
+            if ready[tensor] > start:
+                start = ready[tensor]
+        group = c.group.get(op)
+        if group:  # members start together; those that come later in the trace are not looked ahead for
+            start = together[group] = max(start, together.get(group, 0))
+        end = start + ns[op]
+        if on_main[op] and not group:
+            reached[device[op]] = end
+        for tensor in writes[write_at[op] : write_at[op + 1]]:
+            ready[tensor] = end
+        last = max(last, end)
+    return last
+
+
+def _transfer_ns(log: EventLog, times: OpTimes) -> int:
+    """Time of the moves that the first and last places of tensors force, over all links of the tier concerned."""
+    platform, c = log.platform, log.trace.op_columns
+    tiers = platform.tier_ids
+    reach = np.zeros((len(platform.engines), len(tiers)), np.bool_)
+    for i, engine in enumerate(platform.engines):
+        reach[i, [tiers[name] for name in {engine.home, *engine.reaches}]] = True
+    moved = (log.interval("why") == MOVE) & (log.interval("tensor") >= 0)
+    size = _smallest(log.trace.tensor_columns.bytes, log.interval("tensor"), log.interval("bytes"), moved)
+    placed = (log.change("cause") == CAUSE["placed"]) & (log.change("tensor") >= 0) & (log.change("delta") > 0)
+    begins = np.zeros((len(size), len(tiers)), np.bool_)
+    begins[log.change("tensor")[placed], log.change("tier")[placed]] = True
+    reader = times.engine[np.repeat(np.arange(len(c.name)), np.diff(c.read_start))]
+    near = (begins[c.read_ids] & reach[reader]).any(axis=1) | ~begins[c.read_ids].any(axis=1)
+    leaves = np.zeros(len(size), np.bool_)
+    leaves[c.read_ids[~near]] = True
+    out, back = np.zeros(len(tiers), np.int64), np.zeros(len(tiers), np.int64)
+    for tensor in np.flatnonzero(leaves & (begins.sum(axis=1) == 1)).tolist():
+        out[np.flatnonzero(begins[tensor])] += size[tensor]
+    for end, start in log.trace.carry:
+        maker = int(log.trace.producer[end])
+        if maker >= 0 and begins[start].sum() == 1 and not (begins[start] & reach[times.engine[maker]]).any():
+            back[np.flatnonzero(begins[start])] += size[end]
+    most = 0
+    for name, i in tiers.items():
+        for bytes, rate in (
+            (int(out[i]), sum(link.rate for link in platform.links if link.source == name)),
+            (int(back[i]), sum(link.rate for link in platform.links if link.target == name)),
+        ):
+            if bytes and rate:
+                most = max(most, -(-bytes * 10**9 // rate))
+    return most
+
+
+def _smallest(bytes: Ints, tensor: Ints, seen: Ints, rows: NDArray[np.bool_]) -> Ints:
+    """Sizes of tensors, or less where less of one was seen (a link that compresses)."""
+    size = bytes.copy()
+    np.minimum.at(size, tensor[rows], seen[rows])
+    return size
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def _floor(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, int]:
+    """Working set and pinned bytes at the op with the largest sum of both, and that op (-1 for none)."""
+    trace, platform = log.trace, log.platform
+    c, t = trace.op_columns, trace.tensor_columns
+    count, here = len(c.name), platform.tier_ids[tier]
+    rows = (log.change("tier") == here) & (log.change("tensor") >= 0) & (log.change("delta") > 0)
+    size = _smallest(t.bytes, log.change("tensor"), log.change("delta"), rows)
+    home = np.array([engine.home == tier for engine in platform.engines])[times.engine]
+    # an engine that reaches several tiers may have its operands in another one
+    bound = np.array([{e.home, *e.reaches} == {tier} for e in platform.engines])[times.engine]
+    alive, storage_is_pinned = _pinned(log, tier, size)
+
+    working = np.where(home, c.workspace, 0)
+    pairs = np.unique(np.repeat(np.arange(count), np.diff(c.read_start)) * len(size) + c.read_ids)
+    reader, read = np.divmod(pairs, len(size))
+    writer = np.repeat(np.arange(count), np.diff(c.write_start))
+    overwriter = np.where(trace.replaced_by >= 0, trace.producer[trace.replaced_by], -1)
+    for op, tensor in ((reader, read), (writer, c.write_ids)):
+        counted = bound[op] & ~storage_is_pinned[tensor]
+        if op is reader:
+            counted &= overwriter[tensor] != op  # the result takes over its storage
+        np.add.at(working, op[counted], size[tensor[counted]])
+    if not count:
+        return 0, 0, -1
+    worst = int(np.argmax(working + alive))
+    held = np.unique(np.concatenate((trace.reads(worst), trace.writes(worst))).astype(np.int64))
+    own = int(size[held[storage_is_pinned[held]]].sum()) if bound[worst] else 0
+    replaced = held[storage_is_pinned[held] & (overwriter[held] == worst)]
+    own -= int(size[replaced].sum()) if bound[worst] else 0
+    return int(working[worst]) + own, int(alive[worst]) - own, worst
+
+
+def _pinned(log: EventLog, tier: str, size: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Per op the bytes in the tier that can neither leave nor come back, and per tensor whether it is among them.
+
+    That is what was placed there without a producer, and what later takes over its storage, until the
+    last op that uses it, or to the end where it is an output; nothing where a copy could go elsewhere.
+    """
+    trace, platform = log.trace, log.platform
+    count = len(trace.op_columns.name)
+    nothing = np.zeros(count, np.int64), np.zeros(len(size), np.bool_)
+    if any(other.name != tier and platform.route(tier, other.name) for other in platform.tiers):
+        return nothing
+    replaces = trace.tensor_columns.replaces
+    root = np.arange(len(size))
+    while (replaces[root] >= 0).any():
+        root = np.where(replaces[root] >= 0, replaces[root], root)
+    here = np.zeros(len(size), np.bool_)
+    first = (log.change("cause") == CAUSE["placed"]) & (log.change("tier") == platform.tier_ids[tier])
+    here[log.change("tensor")[first & (log.change("tensor") >= 0)]] = True
+    pinned = here[root]
+    last = np.full(len(size), -1, np.int64)
+    np.maximum.at(last, root, trace.last_use.astype(np.int64))
+    last[root[list(trace.outputs)]] = count
+    owners = np.flatnonzero(here & (root == np.arange(len(size))))
+    ends = np.zeros(count + 2, np.int64)
+    np.add.at(ends, last[owners] + 1, size[owners])
+    return int(size[owners].sum()) - np.cumsum(ends)[:count], pinned

@@ -1,0 +1,151 @@
+"""How full each tier was, when it was fullest, and what was alive then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sim.analysis.lanes import RUN, main_lanes
+from sim.log import EventLog, Ints
+from sim.trace.op import PHASES
+from sim.trace.tensor import ROLES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CATEGORIES = (*ROLES, "workspace")
+"""What the bytes in a tier are for: the roles of tensors, and scratch space."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A tensor that was in the tier, and the bytes counted there for it."""
+
+    tensor: str
+    bytes: int
+    role: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The first moment at which a tier held most. Bytes and ns.
+
+    op: the op whose request set it, "" for none. by_role: bytes of each category alive then, workspace
+    its own. by_layer: bytes of each layer (-1: of none, and workspace). largest: the largest tensors.
+    by_phase: the peak within each phase (forward, backward, update). reserved_bytes: the most that a
+    caching allocator took from the tier, None for others.
+    """
+
+    tier: str
+    capacity: int
+    bytes: int
+    time_ns: int
+    op: str
+    by_role: dict[str, int]
+    by_layer: dict[int, int]
+    largest: tuple[Holder, ...]
+    by_phase: dict[str, int]
+    reserved_bytes: int | None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch space at the peak."""
+        return self.by_role.get("workspace", 0)
+
+
+def peak_bytes(log: EventLog) -> dict[str, int]:
+    """The peak of every tier, by name."""
+    tiers, delta = log.change("tier"), log.change("delta")
+    return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
+
+
+def peak_memory(log: EventLog, tier: str | None = None, *, largest: int = 10) -> Peak:
+    """The peak of one tier, by default the home tier of device 0.
+
+    largest: how many tensors to name. Raises ProfileError on an unknown tier.
+    """
+    part, rows = _tier_rows(log, tier)
+    time, delta, tensor, op = (log.change(name)[rows] for name in ("time", "delta", "tensor", "op"))
+    used = np.cumsum(delta)
+    top = int(np.argmax(used)) if len(used) and used.max() > 0 else -1
+    columns = log.trace.tensor_columns
+    held = np.zeros(len(columns.name) + 1, np.int64)  # the last entry is workspace
+    np.add.at(held, tensor[: top + 1], delta[: top + 1])
+    role = np.append(columns.role, len(ROLES))
+    layer = np.append(columns.layer, -1)
+    by_role, by_layer = np.zeros(len(CATEGORIES), np.int64), np.zeros(int(layer.max()) + 2, np.int64)
+    np.add.at(by_role, role, held)
+    np.add.at(by_layer, layer, held)  # -1 is the last entry
+    none = len(by_layer) - 1
+    layers = {-1 if i == none else i: int(by_layer[i]) for i in np.flatnonzero(by_layer).tolist()}
+    order = np.lexsort((np.arange(len(held) - 1), -held[:-1]))[:largest]
+    taken = np.cumsum(log.reserved[log.reserved[:, 1] == log.platform.tier_ids[part], 2])
+    return Peak(
+        tier=part,
+        capacity=log.platform.tier(part).capacity,
+        bytes=int(used[top]) if top >= 0 else 0,
+        time_ns=int(time[top]) if top >= 0 else 0,
+        op=log.trace.op_columns.name[int(op[top])] if top >= 0 and op[top] >= 0 else "",
+        by_role={name: bytes for name, bytes in zip(CATEGORIES, by_role.tolist(), strict=True) if bytes},
+        by_layer=layers,
+        largest=tuple(
+            Holder(columns.name[t], int(held[t]), ROLES[columns.role[t]], int(columns.layer[t]))
+            for t in order.tolist()
+            if held[t] > 0
+        ),
+        by_phase=_by_phase(log, part, time, delta, used),
+        reserved_bytes=int(taken.max()) if len(taken) else None,
+    )
+
+
+def memory_over_time(log: EventLog, tier: str | None = None) -> tuple[Ints, Ints]:
+    """Times (ns) of all changes of a tier and the bytes in use after each. Shapes (changes,) both."""
+    _, rows = _tier_rows(log, tier)
+    return log.change("time")[rows], np.cumsum(log.change("delta")[rows])
+
+
+def roles_over_time(log: EventLog, tier: str | None = None) -> pd.DataFrame:
+    """One row a change of a tier: `time_ns`, and the bytes of each category that ever held any."""
+    import pandas as pd
+
+    _, rows = _tier_rows(log, tier)
+    delta, tensor = log.change("delta")[rows], log.change("tensor")[rows]
+    role = np.append(log.trace.tensor_columns.role, len(ROLES))[tensor]
+    columns = {"time_ns": log.change("time")[rows]}
+    for code, name in enumerate(CATEGORIES):
+        if (role == code).any():
+            columns[name] = np.cumsum(np.where(role == code, delta, 0))
+    return pd.DataFrame(columns)
+
+
+def _tier_rows(log: EventLog, tier: str | None) -> tuple[str, Ints]:
+    name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
+    return name, np.flatnonzero(log.change("tier") == log.platform.tier_ids[name])
+
+
+def _by_phase(log: EventLog, tier: str, time: Ints, delta: Ints, used: Ints) -> dict[str, int]:
+    """The most in use within each phase: at each request made in it, and as each of its ops starts.
+
+    A moment belongs to the phase of the op that started last on the main lane of the tier's device, or
+    of device 0 where the tier belongs to none; the time before the first op to that op's phase.
+    """
+    device = max(log.platform.tier(tier).device, 0)
+    lanes = main_lanes(log)
+    if device >= len(lanes):
+        return {}
+    ran = (log.interval("why") == RUN) & (log.interval("lane") == lanes[device]) & (log.interval("op") >= 0)
+    start, op = log.interval("start")[ran], log.interval("op")[ran]
+    if not len(start) or not len(time):
+        return {}
+    order = np.argsort(start, kind="stable")
+    start, phase = start[order], log.trace.op_columns.phase[op[order]]
+    grows = delta > 0
+    asked = phase[np.maximum(np.searchsorted(start, time[grows], "right") - 1, 0)]
+    level = np.searchsorted(time, start, "right") - 1
+    most = np.zeros(len(PHASES), np.int64)
+    np.maximum.at(most, asked, used[grows])
+    np.maximum.at(most, phase, np.where(level < 0, 0, used[level]))
+    return {PHASES[code]: int(most[code]) for code in np.unique(phase).tolist()}

@@ -1,0 +1,71 @@
+"""Where a device's time goes: computing, computing again, and waiting, by cause and by op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, STALL, on_main
+from sim.log import STALLS, EventLog
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Nanoseconds on main lanes, summed over devices. by_cause: every cause that occurred.
+
+    recompute_overhead: recompute over first-run time, None where nothing ran.
+    """
+
+    compute_ns: int
+    recompute_ns: int
+    codec_ns: int
+    stall_ns: int
+    by_cause: dict[str, int]
+    recompute_overhead: float | None
+
+
+def stalls(log: EventLog, device: int | None = None) -> Stalls:
+    """Time on the main lanes of all devices, or of one."""
+    rows = on_main(log, device)
+    why, cause = log.interval("why")[rows], log.interval("cause")[rows]
+    ns = (log.interval("end") - log.interval("start"))[rows]
+    compute, recompute, codec = (int(ns[why == code].sum()) for code in (RUN, RECOMPUTE, CODEC))
+    waits = why == STALL
+    by_cause = {
+        STALLS[code] or "unnamed": int(ns[waits & (cause == code)].sum()) for code in np.unique(cause[waits]).tolist()
+    }
+    return Stalls(
+        compute_ns=compute,
+        recompute_ns=recompute,
+        codec_ns=codec,
+        stall_ns=sum(by_cause.values()),
+        by_cause=by_cause,
+        recompute_overhead=recompute / compute if compute else None,
+    )
+
+
+def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
+    """One row an op and cause, longest first: `op`, `cause`, `stall_ns`, `stalls` (how many)."""
+    import pandas as pd
+
+    rows = on_main(log, device) & (log.interval("why") == STALL)
+    frame = pd.DataFrame(
+        {
+            "op": log.interval("op")[rows],
+            "cause": log.interval("cause")[rows],
+            "stall_ns": (log.interval("end") - log.interval("start"))[rows],
+        }
+    )
+    table = frame.groupby(["op", "cause"], as_index=False).agg(
+        stall_ns=("stall_ns", "sum"), stalls=("stall_ns", "size")
+    )
+    table = table.sort_values(["stall_ns", "op", "cause"], ascending=[False, True, True], ignore_index=True)
+    names = log.trace.op_columns.name
+    table["op"] = [names[op] if op >= 0 else "" for op in table["op"]]
+    table["cause"] = [STALLS[cause] for cause in table["cause"]]
+    return table

@@ -1,0 +1,152 @@
+"""All figures of one run in one record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, total_ns
+from sim.analysis.overlap import overlap
+from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.stalls import stalls
+from sim.analysis.traffic import traffic
+from sim.errors import ProfileError
+from sim.hardware.cost import peak_dtype
+from sim.log import EventLog
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in figures; None where a figure cannot be known. Bytes, ns, and rates per second.
+
+    peak_bytes: of the home tier of device 0; peak_by_tier: of every tier. reserved_bytes: the most that
+    caching allocators took, by tier. fits: the run ended, and no tier held more than its capacity.
+    makespan_ns: until all is idle. compute_ns, recompute_ns, codec_ns, stall_ns by cause, idle_ns: main
+    lanes, summed over devices; together they are makespan_ns times devices. recompute_overhead: recompute
+    over compute. moved_bytes: on the wire, by link. overlap: the part of transfer time hidden behind
+    computing. mfu: meta "model_flops" over what the main engines of all devices used could do at the peak
+    of the type that most FLOPs of the trace have; hfu: FLOPs executed on them, again ones included.
+    saved_fraction, overhead: memory saved and time added against the reference run. energy_j: engines
+    while busy and bytes on links, where the profile prices all of them.
+    """
+
+    peak_bytes: int
+    peak_by_tier: dict[str, int]
+    reserved_bytes: dict[str, int]
+    capacity_bytes: int
+    fits: bool
+    complete: bool
+    devices: int
+    makespan_ns: int
+    compute_ns: int
+    recompute_ns: int
+    codec_ns: int
+    stall_ns: dict[str, int]
+    idle_ns: int
+    recompute_overhead: float | None
+    moved_bytes: dict[str, int]
+    overlap: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    saved_fraction: float | None
+    overhead: float | None
+    energy_j: float | None
+    counters: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON values: integers, floats, text, None, and records of them."""
+        return asdict(self)
+
+
+def summarize(log: EventLog, reference: EventLog | None = None) -> Summary:
+    """The figures of a run. reference: the run that keeps everything, in unlimited memory."""
+    platform, peaks, time = log.platform, peak_bytes(log), stalls(log)
+    home = platform.home(0)
+    mfu, hfu = _utilisations(log)
+    on_lanes = time.compute_ns + time.recompute_ns + time.codec_ns + time.stall_ns
+    saved = overhead = None
+    if reference is not None:
+        held = peak_bytes(reference).get(home.name, 0)
+        saved = 1 - peaks[home.name] / held if held else None
+        overhead = log.end / reference.end - 1 if reference.end and log.complete else None
+    return Summary(
+        peak_bytes=peaks[home.name],
+        peak_by_tier=peaks,
+        reserved_bytes=_reserved(log),
+        capacity_bytes=home.capacity,
+        fits=log.complete and all(peaks[tier.name] <= tier.capacity for tier in platform.tiers),
+        complete=log.complete,
+        devices=log.trace.devices,
+        makespan_ns=log.end,
+        compute_ns=time.compute_ns,
+        recompute_ns=time.recompute_ns,
+        codec_ns=time.codec_ns,
+        stall_ns=time.by_cause,
+        idle_ns=log.end * log.trace.devices - on_lanes,
+        recompute_overhead=time.recompute_overhead,
+        moved_bytes={link.link: link.bytes for link in traffic(log)},
+        overlap=overlap(log).fraction,
+        samples_per_s=_per_second(log, "samples", "batch"),
+        tokens_per_s=_per_second(log, "tokens"),
+        mfu=mfu,
+        hfu=hfu,
+        saved_fraction=saved,
+        overhead=overhead,
+        energy_j=_energy(log),
+        counters={name: int(count) for name, count in sorted(log.counters.items())},
+    )
+
+
+def _reserved(log: EventLog) -> dict[str, int]:
+    tiers, delta = log.reserved[:, 1], log.reserved[:, 2]
+    return {log.platform.tiers[i].name: int(np.cumsum(delta[tiers == i]).max()) for i in np.unique(tiers).tolist()}
+
+
+def _per_second(log: EventLog, *keys: str) -> float | None:
+    """How many of what the trace's `meta` counts, under the first of these keys, a second; None if it has none."""
+    amounts = [log.trace.meta[key] for key in keys if isinstance(log.trace.meta.get(key), (int, float))]
+    return float(amounts[0]) * 1e9 / log.end if amounts and log.end and log.complete else None
+
+
+def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
+    """Model and hardware FLOPs over what the main engines could have done in the makespan."""
+    c = log.trace.op_columns
+    engines = [log.platform.engine_for(device) for device in np.unique(c.device).tolist()]
+    if not log.end or not log.complete or not int(c.flops.sum()):
+        return None, None
+    types, which = np.unique(np.array(c.dtype, dtype=str), return_inverse=True)
+    main_type = str(types[np.argmax(np.bincount(which, weights=c.flops))])
+    try:
+        units = [log.platform.engines[i] for i in engines]
+        peak = sum(unit.peak[peak_dtype(unit, main_type)] for unit in units)
+    except ProfileError:
+        return None, None
+    possible = peak * (log.end / 1e9)
+    why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
+    ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
+    executed = int(c.flops[op[ran]].sum())
+    model = log.trace.meta.get("model_flops")
+    return (model / possible if isinstance(model, (int, float)) else None), executed / possible
+
+
+def _energy(log: EventLog) -> float | None:
+    """Joules of engines while they ran and of bytes on links; None unless the profile prices every part."""
+    platform = log.platform
+    price = [platform.energy.get(name) for name in platform.lanes]
+    if not price or None in price:
+        return None
+    lane, why = log.interval("lane"), log.interval("why")
+    start, end, bytes = log.interval("start"), log.interval("end"), log.interval("bytes")
+    computing = (why == RUN) | (why == RECOMPUTE) | (why == CODEC)
+    joules = 0.0
+    for i, each in enumerate(price):
+        rows = lane == i
+        if i < len(platform.engines):
+            joules += (each or 0.0) * total_ns(start[rows & computing], end[rows & computing]) / 1e9
+        else:
+            joules += (each or 0.0) * int(bytes[rows].sum())
+    return joules

@@ -1,0 +1,112 @@
+"""One trace, one platform, one budget, many policies: a row for each, whether it fits or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError
+from sim.experiment import Result, simulate
+from sim.hardware.platform import Platform
+from sim.policies import load, names
+from sim.policies.base import Policy
+from sim.search import smallest_budget
+from sim.trace.graph import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Request = str | tuple[str, Mapping[str, Any]] | Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Rows of a comparison, one a policy, and the results of those that fit.
+
+    rows: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`, `manages`, and
+    the keys of `Result.summary`; for those that do not fit `error`, `holders` and `floor_bytes`, the
+    smallest budget found to fit.
+    left_out: policies that were not run, and why. failed: whether a row is neither an answer nor a refusal.
+    """
+
+    rows: tuple[Mapping[str, Any], ...]
+    results: Mapping[str, Result] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a policy that was asked for gave no answer at all."""
+        return any(row["fits"] is None for row in self.rows)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows as a DataFrame, nested figures as columns `stall_ns.transfer` and so on."""
+        import pandas as pd
+
+        return pd.json_normalize([dict(row) for row in self.rows])
+
+
+def compare(
+    trace: Trace,
+    platform: Platform,
+    policies: Sequence[Request] | None = None,
+    *,
+    budget: int | str | None = None,
+    seed: int = 0,
+    iterations: int | None = None,
+    find_floor: bool = True,
+    on_progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Run policies on one trace, platform and budget.
+
+    policies: names, `(name, parameters)` pairs or policies; None for all that apply and plan quickly.
+    find_floor: search the smallest budget of those that do not fit. on_progress: called with each label.
+    Raises PolicyError for an unknown name or parameter, before anything runs.
+    """
+    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_asked, policies or names())]
+    rows: list[Mapping[str, Any]] = []
+    results: dict[str, Result] = {}
+    left_out: dict[str, str] = {}
+    for label, policy in chosen:
+        if policies is None and policy.slow:
+            left_out[label] = "plans slowly; name it to run it"
+            continue
+        if on_progress is not None:
+            on_progress(label)
+        traits = {"policy": label, "fidelity": policy.fidelity, "manages": policy.manages}
+        try:
+            result = simulate(trace, platform, policy, budget=budget, seed=seed, iterations=iterations)
+        except (Infeasible, Deadlock) as error:
+            rows.append({**traits, **_refusal(error)})
+            if find_floor and budget is not None:
+                floor = smallest_budget(trace, platform, policy, seed=seed, iterations=iterations, tolerance=0.02)
+                rows[-1] = {**rows[-1], "floor_bytes": floor}
+        except PolicyError as error:
+            if policies is None:
+                left_out[label] = str(error)
+            else:
+                rows.append({**traits, "fits": None, "error": str(error)})
+        except IllegalPlan as error:
+            rows.append({**traits, "fits": None, "error": str(error)})
+        else:
+            results[label] = result
+            rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
+    return Comparison(tuple(rows), results, left_out)
+
+
+def _asked(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
+    """(label, policy, parameters) of what was asked for."""
+    if isinstance(request, str):
+        return request, request, {}
+    if isinstance(request, Policy):
+        return repr(request), request, {}
+    name, parameters = request
+    inside = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    return (f"{name}({inside})" if inside else name), name, parameters
+
+
+def _refusal(error: TiersimError) -> dict[str, Any]:
+    row: dict[str, Any] = {"fits": False, "error": str(error), "floor_bytes": getattr(error, "floor_bytes", None)}
+    if isinstance(error, OutOfMemory):
+        row["holders"] = [list(holder) for holder in error.holders]
+    return row

@@ -1,0 +1,243 @@
+"""From one checked profile to a `Platform`: parts of a device are repeated for each device.
+
+With one device parts keep their names; with more, those of a device are `hbm@0`, `hbm@1`, …, a peer link
+from device 0 to device 1 is `nvlink@0-1`. What belongs to a device follows from the tiers: an engine
+goes with its home tier, a link with either end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from sim.errors import ProfileError
+from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Platform, Pool, Tier
+from sim.hardware.schema import EnginePart, LinkPart, PoolPart, ProfileFile
+
+
+def assemble(name: str, profile: ProfileFile) -> Platform:
+    """The machine that a profile describes. Raises ProfileError where its parts do not fit together."""
+    return _Assembly(name, profile).platform()
+
+
+class _Assembly:
+    def __init__(self, name: str, profile: ProfileFile) -> None:
+        self.name = name
+        self.profile = profile
+        self.devices = profile.devices
+        self.problems: list[str] = []
+        self.unused: list[str] = []
+        self.energy: dict[str, float] = {}
+        # per user of a pool: (name, device) of each of its copies; a peer link's device is where it starts
+        self.copies: dict[str, list[tuple[str, int]]] = {}
+
+    def platform(self) -> Platform:
+        self._check_main()
+        tiers = tuple(self._tiers())
+        engines = tuple(self._engines())
+        links = tuple(self._links())
+        pools = (*self._pools(), *self._port_pools())
+        if self.problems:
+            raise ProfileError(self.problems)
+        return Platform(
+            name=self.name,
+            tiers=tiers,
+            engines=engines,
+            links=links,
+            pools=pools,
+            facts=tuple(self._facts()),
+            description=self.profile.description,
+            notes=self.profile.notes,
+            energy=self.energy,
+        )
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def _on_device(self, tier: str) -> bool:
+        return self.profile.tiers[tier].per_device
+
+    def _at(self, part: str, device: int) -> str:
+        return part if self.devices == 1 or device < 0 else f"{part}@{device}"
+
+    def _tier_at(self, tier: str, device: int) -> str:
+        return self._at(tier, device) if self._on_device(tier) else tier
+
+    def _owners(self, on_device: bool) -> range:
+        return range(self.devices) if on_device else range(-1, 0)
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _check_main(self) -> None:
+        main = [name for name, engine in self.profile.engines.items() if engine.main]
+        for name in main:
+            home = self.profile.engines[name].home
+            if not self._on_device(home):
+                path = f"engines.{name}.home"
+                self._problem(path, f"value {home!r}: a main engine needs a tier with per_device = true")
+        if len(main) != 1:
+            found = f"{len(main)} are: {', '.join(main)}" if main else "none is"
+            self._problem("engines", f"expected one engine with main = true, the one that runs a device's ops; {found}")
+
+    def _tiers(self) -> Iterator[Tier]:
+        for name, part in self.profile.tiers.items():
+            for device in self._owners(part.per_device):
+                yield Tier(
+                    name=self._at(name, device),
+                    capacity=part.capacity.value.number,
+                    nominal=part.nominal.value.number,
+                    bandwidth=part.bandwidth.value.number,
+                    latency=part.latency.value.number if part.latency else 0,
+                    kind=part.kind,
+                    device=device,
+                    allocator=Allocator(part.allocator.name, part.allocator.options),
+                    compact_rate=part.compact_rate.value.number if part.compact_rate else 0,
+                )
+
+    def _engines(self) -> Iterator[Engine]:
+        for name, part in self.profile.engines.items():
+            for device in self._owners(self._on_device(part.home)):
+                copy = self._at(name, device)
+                self.copies.setdefault(name, []).append((copy, device))
+                if part.power:
+                    self.energy[copy] = part.power.value.number
+                yield Engine(
+                    name=copy,
+                    device=device,
+                    home=self._tier_at(part.home, device),
+                    reaches=tuple(dict.fromkeys(self._reached(part, device))),
+                    peak={dtype: figure.value.number for dtype, figure in part.peak.items()},
+                    efficiency={_op_key(key): float(f.value.number) for key, f in part.efficiency.items()},
+                    bandwidth_share=self._shares(part),
+                    launch=part.launch.value.number,
+                    main=part.main,
+                )
+
+    def _reached(self, part: EnginePart, device: int) -> Iterator[str]:
+        """An engine of a device reaches that device's memory; a shared one reaches all devices'."""
+        for tier in (part.home, *part.reaches):
+            if device < 0 and self._on_device(tier):
+                yield from (self._at(tier, other) for other in range(self.devices))
+            else:
+                yield self._tier_at(tier, device)
+
+    def _shares(self, part: EnginePart) -> Mapping[str, float]:
+        """Shares of the home tier's bandwidth; the file gives them of what the engine alone can draw."""
+        shares = {_op_key(key): figure.value.number for key, figure in part.bandwidth_share.items()}
+        if part.bandwidth is None:
+            return {key: float(share) for key, share in shares.items()}
+        reach = Fraction(part.bandwidth.value.number, self.profile.tiers[part.home].bandwidth.value.number)
+        shares.setdefault("", Fraction(1))
+        return {key: float(share * reach) for key, share in shares.items()}
+
+    def _links(self) -> Iterator[Link]:
+        for name, part in self.profile.links.items():
+            for copy, device, start, end in self._ends(name, part):
+                self.copies.setdefault(name, []).append((copy, device))
+                if part.energy:
+                    self.energy[copy] = part.energy.value.number
+                yield Link(
+                    name=copy,
+                    source=start,
+                    target=end,
+                    rate=part.rate.value.number,
+                    fixed=part.fixed.value.number,
+                    copy_engines=part.copy_engines.value.number if part.copy_engines else 1,
+                )
+
+    def _ends(self, name: str, part: LinkPart) -> Iterator[tuple[str, int, str, str]]:
+        """Name, device, start and end of each copy of a link."""
+        mine = self._on_device(part.start), self._on_device(part.end)
+        if part.peer:
+            if not all(mine):
+                wrong = part.end if mine[0] else part.start
+                self._problem(f"links.{name}", f"value {wrong!r}: a peer link joins tiers with per_device = true")
+            if self.devices == 1:
+                self.unused.append(f"links.{name}.")
+            for i in range(self.devices):
+                for j in range(self.devices):
+                    if i != j:
+                        yield f"{name}@{i}-{j}", i, self._at(part.start, i), self._at(part.end, j)
+            return
+        if part.start == part.end:
+            self._problem(f"links.{name}.to", f"value {part.end!r}: a link joins two tiers, unless it has peer = true")
+        if part.egress:
+            self._problem(f"links.{name}.egress", "only a link with peer = true has this key")
+        for device in self._owners(any(mine)):
+            yield self._at(name, device), device, self._tier_at(part.start, device), self._tier_at(part.end, device)
+
+    # ---- pools -------------------------------------------------------------------------------
+
+    def _pools(self) -> Iterator[Pool]:
+        for name, part in self.profile.pools.items():
+            if part.duplex == "full":
+                self.unused.append(f"pools.{name}.")
+                continue
+            if part.duplex == "half":
+                self.unused.append(f"pools.{name}.factors.")
+            users = list(dict.fromkeys((*part.charges, *part.factors)))
+            for user in users:
+                if user not in self.copies:
+                    self.unused += [f"pools.{name}.{table}.{user}" for table in ("charges", "factors")]
+            rate, charges = self._charges(name, part, users)
+            for owner in self._owners(part.per_device):
+                members = [
+                    Member(copy, charges[user], self._factor(part, user))
+                    for user in charges
+                    for copy, device in self.copies.get(user, ())
+                    if owner < 0 or device == owner
+                ]
+                if members:
+                    yield Pool(self._at(name, owner), tuple(members), rate)
+            if part.per_device:
+                for user in users:
+                    if any(device < 0 for _, device in self.copies.get(user, ())):
+                        self._problem(f"pools.{name}", f"value {user!r}: a per-device pool has no shared members")
+
+    def _charges(self, name: str, part: PoolPart, users: list[str]) -> tuple[int | None, dict[str, Fraction]]:
+        """The pool's rate, and what each user charges it per byte of payload."""
+        charges = {u: part.charges[u].value.number if u in part.charges else Fraction(1) for u in users}
+        if part.duplex != "half":
+            return part.rate.value.number if part.rate else None, charges
+        if part.rate:
+            text = f"value {part.rate.value.text!r}: a half-duplex pool takes the rates of its links"
+            self._problem(f"pools.{name}.rate", text)
+        # one direction at a time: the fastest link sets the rate, a slower one takes more of that time a byte
+        for user in users:
+            if user not in self.profile.links:
+                self._problem(f"pools.{name}", f"value {user!r}: a half-duplex pool has links only")
+        rates = {user: self.profile.links[user].rate.value.number for user in users if user in self.profile.links}
+        fastest = max(rates.values(), default=1)
+        return fastest, {user: charges[user] * Fraction(fastest, rates[user]) for user in rates}
+
+    def _factor(self, part: PoolPart, user: str) -> Fraction:
+        if part.duplex == "half" or user not in part.factors:
+            return Fraction(1)
+        factor: Fraction = part.factors[user].value.number
+        return factor
+
+    def _port_pools(self) -> Iterator[Pool]:
+        """What one device can send, and what it can receive, over all its peer links together."""
+        for name, part in self.profile.links.items():
+            if not part.peer or not part.egress or self.devices == 1:
+                continue
+            rate = part.egress.value.number
+            pairs = [(i, j) for i in range(self.devices) for j in range(self.devices) if i != j]
+            for device in range(self.devices):
+                out = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if i == device)
+                into = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if j == device)
+                yield Pool(f"{name}_out@{device}", out, rate)
+                yield Pool(f"{name}_in@{device}", into, rate)
+
+    # ---- bookkeeping -------------------------------------------------------------------------
+
+    def _facts(self) -> Iterator[Fact]:
+        """All figures but those of parts that this machine does not have (peer links of one device, …)."""
+        parts = tuple(path for path in self.unused if path.endswith("."))
+        return (f for f in self.profile.facts() if f.path not in self.unused and not f.path.startswith(parts))
+
+    def _problem(self, path: str, text: str) -> None:
+        self.problems.append(f"{path}: {text}")
+
+
+def _op_key(key: str) -> str:
+    return "" if key == "default" else key

@@ -1,0 +1,287 @@
+"""Hardware profiles: TOML files to platforms, with complaints that name file and key.
+
+    load_profile("a100_80_sxm")                                  a profile that is shipped
+    load_profile("lab/machine.toml")                             a file
+    load_profile("a100_80_sxm", overrides={"devices": "4"})      the same machine with four cards
+
+`hardware_profiles/README.md` states the schema.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from decimal import Decimal
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.errors import ProfileError, near
+from sim.hardware.platform import Platform
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+SET_BY_USER = {"source": "set by the user", "standing": "assumed"}
+_GROUPS = ("tiers", "engines", "links", "pools")
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that are shipped, sorted."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in _shipped() if entry.name.endswith(".toml")))
+
+
+def profile_text(name_or_path: str | os.PathLike[str]) -> str:
+    """The TOML text of a profile. Raises ProfileError where there is none."""
+    return _read(name_or_path)[2]
+
+
+def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str, str] | None = None) -> Platform:
+    """The platform that a shipped profile or a TOML file describes.
+
+    A string that ends in ".toml" or holds a path separator is a file, any other the name of a profile.
+    overrides: figures to change, by path: {"tiers.hbm.bandwidth": "300 GB/s", "devices": "4"}; they then
+    count as assumed.
+    Raises ProfileError with every mistake of the file, one line each; an unknown name or path comes with
+    the nearest valid one.
+    """
+    from pydantic import ValidationError  # here, because a program that only lists names does not need it
+
+    from sim.hardware.assemble import assemble
+    from sim.hardware.schema import ProfileFile
+
+    name, label, text = _read(name_or_path)
+    raw = _parse(label, text)
+    _set(label, raw, overrides or {})
+    names = {group: list(raw[group]) if isinstance(raw.get(group), dict) else [] for group in _GROUPS}
+    try:
+        profile = ProfileFile.model_validate(raw, context=names)
+    except ValidationError as error:
+        raise ProfileError(_complaints(label, raw, error.errors(include_url=False))) from None
+    try:
+        return assemble(name, profile)
+    except ProfileError as error:
+        raise ProfileError(f"{label}: {problem}" for problem in error.problems) from None
+
+
+def profile_table(platform: Platform) -> tuple[tuple[str, str, str, str], ...]:
+    """Rows to print: path, value as written, source, standing; in the order of the schema."""
+    return tuple((fact.path, fact.text, fact.source, fact.standing) for fact in platform.facts)
+
+
+def fit_error(platform: Platform, what: str = "op_time") -> float | None:
+    """Mean relative error of the time model against measurements on this machine, None where none is known.
+
+    what: `op_time` or `transfer_time`.
+    """
+    for fact in platform.facts:
+        if fact.path == f"fit.{what}" and fact.text != "no measurement":
+            return float(fact.text)
+    return None
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _shipped() -> Iterable[Traversable]:
+    return importlib.resources.files("hardware_profiles").iterdir()
+
+
+def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
+    """Name of the profile, how complaints call its file, and its text."""
+    given = os.fspath(name_or_path)
+    is_file = not isinstance(name_or_path, str) or given.endswith(".toml") or os.sep in given or "/" in given
+    file: Traversable
+    if is_file:
+        file, name, label = Path(given), Path(given).stem, given
+        if not file.is_file():
+            raise ProfileError(f"{label}: no such file")
+    else:
+        if given not in profile_names():
+            raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names())}")
+        name, label = given, f"{given}.toml"
+        file = importlib.resources.files("hardware_profiles").joinpath(label)
+    try:
+        return name, label, file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{label}: cannot be read: {error}") from None
+
+
+def _parse(label: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text, parse_float=Decimal)  # Decimal: figures stay exactly as written
+    except tomllib.TOMLDecodeError as error:
+        found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
+        what, line, column = found.groups() if found else (str(error), None, None)
+        if line is None:
+            lines = text.split("\n")
+            line, column = str(len(lines)), str(len(lines[-1]) + 1)
+        raise ProfileError(f"{label}: line {line}, column {column}: not TOML: {what}") from None
+
+
+# ---- overrides -----------------------------------------------------------------------------------
+
+
+def _set(label: str, raw: dict[str, Any], overrides: Mapping[str, str]) -> None:
+    """Change `raw` in place. Raises ProfileError with every path that leads nowhere."""
+    problems = []
+    for path, text in overrides.items():
+        problem = _set_one(raw, path.split("."), _literal(str(text)))
+        if problem:
+            problems.append(f"{label}: {path}: {problem}")
+    if problems:
+        raise ProfileError(problems)
+
+
+def _set_one(raw: dict[str, Any], path: list[str], value: Any) -> str:
+    """Change one figure; what is wrong with the path, or ""."""
+    from sim.hardware.schema import PARTS, ProfileFile, keys
+
+    group, rest = path[0], path[1:]
+    if group not in keys(ProfileFile):
+        return f"there is no key {group!r}{near(group, keys(ProfileFile))}"
+    if group not in PARTS:
+        if rest:
+            return f"{group!r} has no keys of its own"
+        raw[group] = value
+        return ""
+    part = raw.setdefault(group, {})
+    if group in _GROUPS:
+        if not rest:
+            return f"names a whole table; name a figure, such as {_example(raw, group)!r}"
+        name, rest = rest[0], rest[1:]
+        if name not in part:
+            return f"there is no {group.removesuffix('s')} {name!r}{near(name, part)}"
+        part = part[name]
+    model = PARTS[group]
+    if not rest:
+        return f"names a whole part; name one of its figures: {', '.join((*model.FIGURES, *model.TABLES))}"
+    key, rest = rest[0], rest[1:]
+    if key not in keys(model):
+        return f"there is no key {key!r}{near(key, keys(model))}"
+    if key in model.TABLES or (key == "allocator" and rest):
+        if len(rest) != 1:
+            return f"{key!r} is a table: name one entry{near('', part.get(key, {}))}"
+        if isinstance(part.get(key), str):
+            part[key] = {"name": part[key]}
+        part.setdefault(key, {})[rest[0]] = {"value": value, **SET_BY_USER} if key in model.TABLES else value
+        return ""
+    if rest:
+        return f"{key!r} has no keys of its own"
+    part[key] = {"value": value, **SET_BY_USER} if key in model.FIGURES else value
+    return ""
+
+
+def _example(raw: Mapping[str, Any], group: str) -> str:
+    from sim.hardware.schema import PARTS
+
+    model = PARTS[group]
+    return f"{group}.{next(iter(raw[group]), 'NAME')}.{(*model.FIGURES, *model.TABLES)[0]}"
+
+
+def _literal(text: str) -> Any:
+    """A number, boolean or list as TOML writes it; all else is text."""
+    try:
+        read = tomllib.loads(f"value = {text}", parse_float=Decimal)
+    except tomllib.TOMLDecodeError:
+        return text
+    return deepcopy(read["value"]) if list(read) == ["value"] else text
+
+
+# ---- complaints ----------------------------------------------------------------------------------
+
+
+def _complaints(label: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) -> list[str]:
+    """One line for each mistake: FILE: key.path: value: what was expected."""
+    hints: dict[tuple[int | str, ...], str] = {}
+    misspelt: set[tuple[int | str, ...]] = set()
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            where, wrong = error["loc"][:-1], str(error["loc"][-1])
+            valid = _valid_keys(where)
+            hint = hints[error["loc"]] = near(wrong, valid)
+            misspelt |= {(*where, key) for key in valid if hint == f" (did you mean {key!r}?)"}
+    lines: dict[str, None] = {}  # each once: a wrong default of a part is wrong for all its figures
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            lines[f"{label}: {_path(error['loc'])}: there is no such key{hints[error['loc']]}"] = None
+        elif not (error["type"] == "missing" and error["loc"] in misspelt):
+            lines[f"{label}: {_complaint(raw, error)}"] = None
+    return list(lines)
+
+
+def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
+    loc, kind, value = error["loc"], error["type"], error["input"]
+    if kind == "missing" and loc[-1] in ("source", "standing"):
+        part = ".".join(map(str, loc[:2] if loc[0] in _GROUPS else loc[:1]))
+        figure = _find(raw, loc[:-1])
+        shown = figure.get("value") if isinstance(figure, Mapping) else figure
+        return f"{_path(loc[:-1])}: value {_text(shown)}: no {loc[-1]}; give it here, or for all of {part}"
+    loc = _written(raw, loc)
+    if kind == "missing":
+        return f"{_path(loc)}: this key is missing"
+    if kind == "value_error":
+        text = str(error["ctx"]["error"])
+        return f"{_path(loc)}: {'key' + text.removeprefix('value') if loc[-1] == '[key]' else text}"
+    shown = "" if isinstance(value, Mapping) else f"value {_text(value)}: "
+    return f"{_path(loc)}: {shown}{_EXPECTED.get(kind, error['msg'])}"
+
+
+def _written(raw: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where the file says what is read as `loc`: a figure without a table, or a default further up."""
+    if loc[-1:] == ("value",) and not isinstance(_find(raw, loc[:-1]), Mapping):
+        return loc[:-1]
+    if loc[-1:] in (("source",), ("standing",)):
+        for depth in range(len(loc) - 1, 0, -1):
+            above = _find(raw, loc[:depth])
+            if isinstance(above, Mapping) and loc[-1] in above:
+                return (*loc[:depth], loc[-1])
+    return loc
+
+
+_EXPECTED = {
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "model_attributes_type": "expected a table",
+    "string_type": "expected text",
+    "string_too_short": "expected text that says something",
+    "string_pattern_mismatch": "expected a name of small letters, digits and _, starting with a letter",
+    "bool_type": "expected true or false",
+    "int_type": "expected a whole number",
+    "tuple_type": "expected a list",
+    "too_short": "expected at least one entry",
+    "greater_than_equal": "expected at least 1",
+    "less_than_equal": "expected at most 1024",
+}
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(word) for word in loc if word != "[key]") or "the file"
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, Decimal) else repr(value)
+
+
+def _find(raw: Any, loc: Iterable[int | str]) -> Any:
+    for word in loc:
+        if not isinstance(raw, Mapping) or word not in raw:
+            return None
+        raw = raw[word]
+    return raw
+
+
+def _valid_keys(where: tuple[int | str, ...]) -> list[str]:
+    """The keys that the table at that place may have."""
+    from sim.hardware.schema import PARTS, Figure, ProfileFile, keys
+
+    if not where:
+        return keys(ProfileFile)
+    part = 2 if where[0] in _GROUPS else 1
+    if len(where) == part:
+        return keys(PARTS[str(where[0])])
+    return keys(Figure)

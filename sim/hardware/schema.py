@@ -1,0 +1,341 @@
+"""What a hardware profile may say: the TOML file as pydantic models, one class a part.
+
+`hardware_profiles/README.md` states the same for readers. A figure is written "2039 GB/s", or as a table
+with `value`, `source` and `standing`; a part, or a table of figures in it, gives the `source` and
+`standing` of all its figures that have none of their own. Names of other parts are checked against the
+file, so that one pass finds every mistake. `sim.hardware.profile` turns the result into a `Platform`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    ValidationInfo,
+    model_validator,
+)
+
+from sim import units
+from sim.errors import UnitError, near
+from sim.hardware.cost import STAND_INS
+from sim.hardware.platform import STANDINGS, Fact
+from sim.trace.op import KINDS
+
+N = TypeVar("N")
+OP_KEYS = (*KINDS, *(f"{kind}_{dtype}" for kind in KINDS for dtype in STAND_INS), "default")
+"""Keys of the tables per op kind: a kind, a kind in one type (`matmul_fp32`), or all other kinds."""
+
+DUPLEX = ("full", "half", "factors")
+"""How the directions of a link share it: not at all, one rate for all, or as measured factors say."""
+
+ALLOCATORS = ("exact", "caching", "pool", "planned")
+
+MAX_DEVICES = 1024
+
+
+class Quantity(NamedTuple):
+    """A figure's number and the text it was read from."""
+
+    number: Any
+    text: str
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def _with_unit(parse: Callable[[str], Any], zero: bool) -> Callable[[Any], Quantity]:
+    def read(value: Any) -> Quantity:
+        number = parse(value)
+        if not number and not zero:
+            raise ValueError(f"value {value!r}: expected more than zero")
+        return Quantity(number, str(value))
+
+    return read
+
+
+def _number(low: Fraction, high: Fraction, what: str) -> Callable[[Any], Quantity]:
+    def read(value: Any) -> Quantity:
+        if isinstance(value, bool) or not isinstance(value, (int, Decimal)) or not Decimal(value).is_finite():
+            raise ValueError(f"value {_shown(value)}: expected {what}, written as a number")
+        if not low < Fraction(value) <= high:
+            raise ValueError(f"value {_shown(value)}: expected {what}")
+        return Quantity(Fraction(value), str(value))
+
+    return read
+
+
+def _count(value: Any) -> Quantity:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        raise ValueError(f"value {_shown(value)}: expected a whole number from 1 to 1024")
+    return Quantity(value, str(value))
+
+
+def _no_measurement(value: Any) -> Quantity:
+    if value == "no measurement":
+        return Quantity(None, value)
+    return _number(Fraction(0), Fraction(10), "a mean relative error such as 0.07, or 'no measurement'")(value)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Decimal) else repr(value)
+
+
+def _one_of(valid: tuple[str, ...], what: str) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if value not in valid:
+            hint = near(str(value), valid)  # `what` says which are valid; only a near one is news
+            raise ValueError(f"value {_shown(value)}: expected {what}{hint if 'did you mean' in hint else ''}")
+        return str(value)
+
+    return check
+
+
+def _known(*parts: str) -> Callable[[Any, ValidationInfo], str]:
+    """A name that the same file gives to one of these kinds of part."""
+
+    def check(value: Any, info: ValidationInfo) -> str:
+        file: Mapping[str, list[str]] = info.context or {}
+        names = [name for part in parts for name in file.get(part, ())]
+        if value not in names:
+            what = " or ".join(part.removesuffix("s") for part in parts)
+            raise ValueError(f"value {_shown(value)}: there is no {what} of that name{near(str(value), names)}")
+        return str(value)
+
+    return check
+
+
+Standing = Annotated[str, PlainValidator(_one_of(STANDINGS, f"one of {', '.join(STANDINGS)}"))]
+
+
+class Model(BaseModel):
+    """Base: no unknown keys, never changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Figure(Model, Generic[N]):
+    """One figure with where it is from and how sure it is."""
+
+    value: N
+    source: Annotated[str, Field(min_length=1)]
+    standing: Standing
+
+
+Size = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_bytes, zero=False))]]
+Rate = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_rate, zero=False))]]
+Compute = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_flops, zero=False))]]
+Time = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_time, zero=True))]]
+Power = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_power, zero=True))]]
+Energy = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_energy, zero=True))]]
+Count = Figure[Annotated[Quantity, PlainValidator(_count)]]
+Part = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(1), "a fraction above 0, up to 1"))]]
+Share = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(100), "a number from 0 to 100"))]]
+Residual = Figure[Annotated[Quantity, PlainValidator(_no_measurement)]]
+
+_OP_KEY = f"one of {', '.join(KINDS)}, default, or a kind in one type such as matmul_fp32"
+TierName = Annotated[str, PlainValidator(_known("tiers"))]
+UserName = Annotated[str, PlainValidator(_known("links", "engines"))]
+Kind = Annotated[str, PlainValidator(_one_of((*KINDS, "default"), f"one of {', '.join(KINDS)}, default"))]
+OpKey = Annotated[str, PlainValidator(_one_of(OP_KEYS, _OP_KEY))]
+Dtype = Annotated[str, PlainValidator(_one_of(tuple(STAND_INS), f"one of {', '.join(STAND_INS)}"))]
+Duplex = Annotated[str, PlainValidator(_one_of(DUPLEX, f"one of {', '.join(DUPLEX)}"))]
+PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+class Sourced(Model):
+    """A part with figures. source, standing: of all its figures that do not give their own."""
+
+    FIGURES: ClassVar[tuple[str, ...]] = ()
+    TABLES: ClassVar[tuple[str, ...]] = ()
+
+    source: str | None = None
+    standing: Standing | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread(cls, raw: Any) -> Any:
+        """Write each figure out as a table of its own, with the defaults of its part."""
+        if not isinstance(raw, Mapping):
+            return raw
+        part = dict(raw)
+        default = {key: part[key] for key in ("source", "standing") if key in part}
+        for key in cls.FIGURES:
+            if key in part:
+                part[key] = _spelt_out(part[key], default)
+        for key in cls.TABLES:
+            if isinstance(part.get(key), Mapping):
+                table = dict(part[key])
+                own = default | {word: table.pop(word) for word in ("source", "standing") if word in table}
+                part[key] = {name: _spelt_out(value, own) for name, value in table.items()}
+        return part
+
+    def figures(self) -> Iterator[tuple[str, Figure[Quantity]]]:
+        """Path within this part and figure, of every figure there is."""
+        for key in self.FIGURES:
+            if getattr(self, key) is not None:
+                yield key, getattr(self, key)
+        for key in self.TABLES:
+            for name, figure in getattr(self, key).items():
+                yield f"{key}.{name}", figure
+
+
+def _spelt_out(value: Any, default: Mapping[str, Any]) -> Any:
+    return {**default, **value} if isinstance(value, Mapping) else {**default, "value": value}
+
+
+class AllocatorPart(Model):
+    """Which allocator a tier has; all other keys are that allocator's options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Annotated[str, PlainValidator(_one_of(ALLOCATORS, f"one of {', '.join(ALLOCATORS)}"))]
+
+    @model_validator(mode="after")
+    def _scalars(self) -> AllocatorPart:
+        for key, value in (self.model_extra or {}).items():
+            if not isinstance(value, (int, str)):
+                raise ValueError(f"value {value!r}: option {key!r} must be a whole number, a size, text or true/false")
+        return self
+
+    @property
+    def options(self) -> tuple[tuple[str, int | str | bool], ...]:
+        """Options in order of their names; text that is a size, "20 MiB", becomes bytes."""
+        return tuple((key, _size_or_text(value)) for key, value in sorted((self.model_extra or {}).items()))
+
+
+def _size_or_text(value: int | str | bool) -> int | str | bool:
+    if isinstance(value, str):
+        try:
+            return units.parse_bytes(value)
+        except UnitError:
+            return value
+    return value
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class TierPart(Sourced):
+    """A memory."""
+
+    FIGURES = ("nominal", "capacity", "bandwidth", "latency", "compact_rate")
+
+    kind: str
+    per_device: StrictBool = False
+    nominal: Size
+    capacity: Size
+    bandwidth: Rate
+    latency: Time | None = None
+    compact_rate: Rate | None = None
+    allocator: Annotated[AllocatorPart, BeforeValidator(_named)] = AllocatorPart(name="exact")
+
+
+class EnginePart(Sourced):
+    """A unit that runs ops. bandwidth: what it alone can draw from its home tier, by default all of it."""
+
+    FIGURES = ("launch", "bandwidth", "power")
+    TABLES = ("peak", "efficiency", "bandwidth_share")
+
+    home: TierName
+    reaches: tuple[TierName, ...] = ()
+    main: StrictBool = True
+    peak: Annotated[dict[Dtype, Compute], Field(min_length=1)]
+    efficiency: dict[OpKey, Part] = {}
+    bandwidth_share: dict[Kind, Share] = {}
+    launch: Time
+    bandwidth: Rate | None = None
+    power: Power | None = None
+
+
+class LinkPart(Sourced):
+    """One direction between two tiers, or with `peer` from each device's tier to each other device's."""
+
+    FIGURES = ("rate", "fixed", "copy_engines", "egress", "energy")
+
+    start: Annotated[TierName, Field(alias="from")]
+    end: Annotated[TierName, Field(alias="to")]
+    peer: StrictBool = False
+    rate: Rate
+    fixed: Time
+    copy_engines: Count | None = None
+    egress: Rate | None = None
+    energy: Energy | None = None
+
+
+class PoolPart(Sourced):
+    """Bandwidth that links and engines share."""
+
+    FIGURES = ("rate",)
+    TABLES = ("charges", "factors")
+
+    per_device: StrictBool = False
+    duplex: Duplex = "factors"
+    rate: Rate | None = None
+    charges: dict[UserName, Share] = {}
+    factors: dict[UserName, Part] = {}
+
+    @model_validator(mode="after")
+    def _shares_something(self) -> PoolPart:
+        if not self.charges and not self.factors:
+            raise ValueError("a pool needs `charges` or `factors`, which name its members")
+        if self.rate is None and not self.factors and self.duplex == "factors":
+            raise ValueError("a pool without a rate needs `factors`, or `duplex`")
+        return self
+
+
+class FitPart(Sourced):
+    """How far the time model is from measurements: mean relative errors."""
+
+    FIGURES = ("op_time", "transfer_time")
+
+    op_time: Residual
+    transfer_time: Residual
+
+
+class ProfileFile(Model):
+    """A whole file."""
+
+    description: Annotated[str, Field(min_length=1)]
+    notes: tuple[str, ...] = ()
+    devices: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
+    tiers: Annotated[dict[PartName, TierPart], Field(min_length=1)]
+    engines: Annotated[dict[PartName, EnginePart], Field(min_length=1)]
+    links: dict[PartName, LinkPart] = {}
+    pools: dict[PartName, PoolPart] = {}
+    fit: FitPart
+
+    def facts(self) -> Iterator[Fact]:
+        """Every figure with its path, as written, in the order of the schema."""
+        for group in ("tiers", "engines", "links", "pools"):
+            for name, part in getattr(self, group).items():
+                for path, figure in part.figures():
+                    yield Fact(f"{group}.{name}.{path}", figure.value.text, figure.source, figure.standing)
+        for path, figure in self.fit.figures():
+            yield Fact(f"fit.{path}", figure.value.text, figure.source, figure.standing)
+
+
+PARTS: Mapping[str, type[Sourced]] = {
+    "tiers": TierPart,
+    "engines": EnginePart,
+    "links": LinkPart,
+    "pools": PoolPart,
+    "fit": FitPart,
+}
+
+
+def keys(model: type[Model]) -> list[str]:
+    """The keys that a part may have, as written in the file."""
+    return [field.alias or name for name, field in model.model_fields.items()]

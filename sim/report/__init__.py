@@ -1,0 +1,1 @@
+"""Results for people: tables, figures, and timelines that a trace viewer opens."""

@@ -1,0 +1,221 @@
+"""What the tables say, before anyone lays it out: columns, their text, who is fastest, and who does not fit.
+
+A row is a mapping with `policy`, `fits`, `fidelity`, `manages` and the keys of a run's summary; a row that does not
+fit has `error`, `floor_bytes` and `holders` instead. `fits` None stands for a policy that was not run or failed
+otherwise, with its `error`. A key that is missing or None reads "–".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sim.units import format_bytes, format_time
+
+Row = Mapping[str, Any]
+
+NONE = "–"
+SAME = "≈"
+MODEL_ERROR = 0.1
+"""How far the model itself may be off, as a fraction of the time, where nobody says better."""
+
+INITIALS = {"activations": "A", "gradients": "G", "optimizer_state": "O", "weights": "W"}
+FRACTIONS = ("mfu", "hfu", "overlap", "saved_fraction", "overhead", "recompute_overhead")
+HOLDERS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. spare: a narrow terminal leaves out columns with a low number first, and never those with 0."""
+
+    title: str
+    text: Callable[[Row], str]
+    right: bool = True
+    spare: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a row stands by time. over: fraction above the fastest; same: within the model's error of it."""
+
+    over: float
+    same: bool
+    is_fastest: bool
+
+    def __str__(self) -> str:
+        if self.is_fastest:
+            return "fastest"
+        return f"{SAME if self.same else ''} {percent(self.over, sign=True)}".strip()
+
+
+def ordered(rows: Sequence[Row]) -> list[Row]:
+    """Those that fit by time, then those that do not by the budget that would do, then those that were not run."""
+
+    def key(row: Row) -> tuple[int, float, float, str]:
+        if row["fits"]:
+            return 0, row["makespan_ns"], row["peak_bytes"], row["policy"]
+        floor = row.get("floor_bytes")
+        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, row["policy"]
+
+    return sorted(rows, key=key)
+
+
+def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str, Standing]:
+    """By policy, for the rows that fit. Equal to the fastest is a row whose time is at most 1 + model_error of it.
+
+    Raises ValueError on a negative error.
+    """
+    if model_error < 0:
+        raise ValueError(f"model_error {model_error}: an error is not negative")
+    fitting = [row for row in ordered(rows) if row["fits"]]
+    if not fitting:
+        return {}
+    best = fitting[0]["makespan_ns"]
+    found = {}
+    for row in fitting:
+        over = row["makespan_ns"] / best - 1 if best else 0.0
+        found[row["policy"]] = Standing(over, over <= model_error, row is fitting[0])
+    return found
+
+
+def columns(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bool = False) -> tuple[Column, ...]:
+    """The columns of a comparison; a column that no row fills is left out."""
+    standing = standings(rows, model_error)
+
+    def share(row: Row, key: str) -> str:
+        """A time as a share of all that the row's devices spent: shares compare where times differ."""
+        spent, whole = row.get(key), device_ns(row)
+        return NONE if spent is None or not whole else percent(total(spent) / whole)
+
+    def moved(row: Row) -> str:
+        by_link = row.get("moved_bytes")
+        return NONE if by_link is None else size(total(by_link), binary)
+
+    every = (
+        Column("policy", lambda row: row["policy"], right=False),
+        Column("fits", lambda row: {True: "yes", False: "no", None: NONE}[row["fits"]], right=False),
+        Column("peak", lambda row: size(row.get("peak_bytes"), binary)),
+        Column("time", lambda row: clock(row.get("makespan_ns"))),
+        Column("vs fastest", lambda row: str(standing.get(row["policy"], NONE))),
+        Column("vs unlimited", lambda row: percent(row.get("overhead"), sign=True), spare=3),
+        Column("recompute", lambda row: share(row, "recompute_ns"), spare=4),
+        Column("stall", lambda row: share(row, "stall_ns"), spare=5),
+        Column("moved", moved, spare=2),
+        Column("saved", lambda row: percent(row.get("saved_fraction")), spare=1),
+        Column("manages", lambda row: manages(row.get("manages")), right=False),
+        Column("fidelity", lambda row: row.get("fidelity") or NONE, right=False),
+    )
+    return tuple(c for c in every if c.title in ("policy", "fits") or any(c.text(row) != NONE for row in rows))
+
+
+def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str]:
+    """What the signs in a comparison mean, for those that occur in it."""
+    lines = []
+    standing = standings(rows, model_error)
+    if any(s.same and not s.is_fastest for s in standing.values()):
+        fastest = next(policy for policy, s in standing.items() if s.is_fastest)
+        lines.append(
+            f"{SAME} not distinguishable from {fastest}, the fastest: within the model's own error of "
+            f"{percent(model_error)}"
+        )
+    meant = {
+        "overhead": "vs unlimited: against the time with unlimited memory",
+        "stall_ns": "recompute, stall: of the devices' time",
+        "moved_bytes": "moved: on all links together",
+        "saved_fraction": "saved: of the peak of keep_all",
+    }
+    if said := [text for key, text in meant.items() if any(row.get(key) is not None for row in rows)]:
+        lines.append("; ".join(said))
+    if any(row.get("manages") for row in rows):
+        lines.append("manages: " + ", ".join(f"{letter} {name_of(role)}" for role, letter in INITIALS.items()))
+    if any(row.get("fidelity") == "reconstruction" for row in rows):
+        lines.append("reconstruction: detail of the published system was not public, so its headline is not credited")
+    return lines
+
+
+def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
+    """One line for each row that does not fit: the smallest budget known to fit, and what holds the memory."""
+    lines = []
+    for row in ordered(rows):
+        if row["fits"]:
+            continue
+        if row["fits"] is None:
+            lines.append(f"{row['policy']}: not run: {row.get('error') or 'no reason given'}")
+            continue
+        floor = row.get("floor_bytes")
+        parts = ["no budget is known to fit" if floor is None else f"fits from {format_bytes(floor, binary=binary)}"]
+        holders = row.get("holders") or ()
+        if holders:
+            shown = ", ".join(f"{n} {size(b, binary)} ({why})" for n, b, why in holders[:HOLDERS_SHOWN])
+            more = f" and {len(holders) - HOLDERS_SHOWN} more" if len(holders) > HOLDERS_SHOWN else ""
+            parts.append(f"held by {shown}{more}")
+        elif row.get("error"):
+            parts.append(str(row["error"]))
+        lines.append(f"{row['policy']}: does not fit: {'; '.join(parts)}")
+    return lines
+
+
+# ---- text of one value -------------------------------------------------------------------------
+
+
+def size(bytes: int | None, binary: bool = False) -> str:
+    """Bytes to three digits."""
+    return NONE if bytes is None else format_bytes(bytes, binary=binary, digits=3)
+
+
+def clock(ns: int | None) -> str:
+    """Nanoseconds to three digits."""
+    return NONE if ns is None else format_time(ns, digits=3).replace(" us", " µs")
+
+
+def percent(fraction: float | None, *, sign: bool = False) -> str:
+    """A fraction in percent: one digit behind the point below 10 %, none above."""
+    if fraction is None:
+        return NONE
+    value = 100 * fraction
+    text = f"{value:{'+' if sign else ''}.{1 if abs(value) < 9.95 else 0}f}"
+    return ("0" if float(text) == 0 else text) + " %"
+
+
+def manages(roles: Sequence[str] | None) -> str:
+    """Initials of what a policy may drop or move: "A G O W"."""
+    if roles is None:
+        return NONE
+    return " ".join(letter for role, letter in INITIALS.items() if role in roles) or NONE
+
+
+def total(value: Mapping[str, int] | int) -> int:
+    """The sum of a figure that is kept by cause or by link."""
+    return sum(value.values()) if isinstance(value, Mapping) else value
+
+
+def device_ns(row: Row) -> int:
+    """The time that a run took of all its devices' main engines together."""
+    return (row.get("makespan_ns") or 0) * (row.get("devices") or 1)
+
+
+def name_of(key: str) -> str:
+    """A key as words."""
+    return key.replace("_", " ")
+
+
+def text_of(key: str, value: Any, *, binary: bool = False) -> str:
+    """The text of one figure of a summary, by the unit that its key names."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_ns"):
+        return format_time(round(value)).replace(" us", " µs")
+    if key.endswith("_bytes") or key == "peak_by_tier":
+        return format_bytes(round(value), binary=binary)
+    if key in FRACTIONS or key.endswith("_fraction"):
+        return percent(value, sign=key.endswith("overhead"))
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(str(item) for item in value) or NONE
+    return str(value)

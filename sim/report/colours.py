@@ -1,0 +1,70 @@
+"""One colour for one thing, in every figure.
+
+The hues are those of Okabe and Ito, "Color Universal Design", 2008: told apart by readers with any common kind of
+colour blindness. Where hue alone would have to do, figures add a second sign: a marker, a hatch, a name beside it.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+GREY = "#7F7F7F"
+INK = "#222222"
+FAINT = "#B8B8B8"
+
+ROLE_COLOURS = {
+    "weight": BLUE,
+    "optimizer_state": SKY,
+    "gradient": VERMILION,
+    "input": YELLOW,
+    "activation": GREEN,
+    "temporary": ORANGE,
+    "workspace": GREY,
+}
+"""By what bytes are for (`sim.analysis.peak_memory.CATEGORIES`), in the order in which they are stacked.
+
+What stays longest lies lowest. Neighbours differ in lightness, so that they stay apart in print without colour.
+"""
+
+WHY_COLOURS = {"run": BLUE, "recompute": ORANGE, "move": GREEN, "codec": PURPLE, "stall": VERMILION}
+"""By why a lane was busy."""
+
+POLICY_HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+POLICY_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+BASELINE_COLOURS = {"keep_all": BLACK}
+
+
+def role_colour(role: str) -> str:
+    """Colour of a role; "workspace" stands for bytes that belong to no tensor. Grey for an unknown one."""
+    return ROLE_COLOURS.get(role, GREY)
+
+
+def why_colour(why: str) -> str:
+    """Colour of a kind of interval. Raises KeyError for one that is not in `sim.log.WHYS`."""
+    return WHY_COLOURS[why]
+
+
+def policy_colour(policy: str) -> str:
+    """Colour of a policy, the same in every figure and process: from its name alone.
+
+    There are more policies than hues that stay apart, so two may share one: figures name each policy beside its
+    marker. Parameters in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
+    """
+    name = policy.partition("(")[0].strip()
+    return BASELINE_COLOURS.get(name) or POLICY_HUES[crc32(name.encode()) % len(POLICY_HUES)]
+
+
+def policy_marker(policy: str) -> str:
+    """Marker of a policy, from its name and parameters alone."""
+    if policy in BASELINE_COLOURS:
+        return POLICY_MARKERS[0]
+    # another part of the checksum than the hue's, so that two policies of one hue mostly differ here
+    return POLICY_MARKERS[crc32(policy.encode()) // len(POLICY_HUES) % len(POLICY_MARKERS)]

@@ -1,0 +1,180 @@
+"""What all figures share: scales with units, thinning of long curves, labels that do not overlap, saving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.report.colours import BLACK, FAINT, INK
+from sim.report.files import write_aside
+from sim.units import BYTES, TIMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Ints = NDArray[np.int64]
+Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
+
+DPI = 150
+COLUMNS = 900  # columns of pixels in which a curve is drawn
+FONT = 9
+SMALL = 7.5
+
+
+def byte_scale(largest: int, *, binary: bool) -> tuple[str, float]:
+    """The unit in which the largest of some sizes reads as 1 or more, and its bytes."""
+    units = {name: size for name, size in BYTES.items() if name == "B" or ("i" in name) == binary}
+    return _scale(largest, units)
+
+
+def time_scale(longest: int) -> tuple[str, float]:
+    """The unit of time in which a span reads as 10 or more, and its nanoseconds."""
+    return _scale(longest // 10, TIMES)
+
+
+def _scale(largest: int, units: Any) -> tuple[str, float]:
+    fitting = [(float(size), name) for name, size in units.items() if size <= max(largest, 1)]
+    size, name = max(fitting)
+    return name, size
+
+
+def clock_text(unit: str) -> str:
+    """A unit of time as it is written in a label."""
+    return "µs" if unit == "us" else unit
+
+
+def thin(level: Ints, times: Ints, start: int, end: int, bins: int = COLUMNS) -> NDArray[np.intp]:
+    """Positions of the points that draw a step curve as all of them would at `bins` columns of pixels.
+
+    Of each column the first, the lowest, the highest and the last point stay, in order: so do the peak and every
+    dip that can be seen (Jugel, Jerzak, Hackenbroich, Markl, "M4", VLDB 2014). All stay where there are few.
+    """
+    count = len(level)
+    if count <= 4 * bins:
+        return np.arange(count)
+    column = np.minimum((times - start) * bins // max(end - start, 1), bins - 1)
+    first = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
+    last = np.append(first[1:], count) - 1
+    by_level = np.lexsort((level, column))  # columns are in order already, so each keeps its range of positions
+    return np.unique(np.concatenate((first, last, by_level[first], by_level[last])))
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of its own, in inches; nothing of it is global."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy(axes: Axes, *, grid: str = "y") -> None:
+    """Plain axes: no box, small ticks, a faint grid behind."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.ticklabel_format(useOffset=False, style="plain")
+    axes.tick_params(labelsize=SMALL + 0.5, color=FAINT, labelcolor=INK, length=3)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=FAINT, linewidth=0.4, alpha=0.7)  # type: ignore[arg-type]
+
+
+def draw_limit(axes: Axes, level: float) -> None:
+    """A dashed line across the axes."""
+    axes.axhline(level, color=BLACK, linewidth=1, linestyle=(0, (5, 3)), zorder=2)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Save a figure under the format of the name's ending (`.png`, `.svg`, `.pdf`); equal figures, equal files.
+
+    Written aside and renamed. Raises ValueError on an unknown ending, OSError.
+    """
+    import matplotlib
+
+    ending = Path(path).suffix.lstrip(".").lower() or "png"
+    if ending not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"figure {str(path)!r}: no format {ending!r}; use .png, .svg or .pdf")
+    # no dates, and ids of an SVG drawn from the contents instead of at random
+    undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+    def write(file: IO[bytes]) -> None:
+        with matplotlib.rc_context({"svg.hashsalt": "tiersim"}):
+            figure.savefig(file, format=ending, dpi=DPI, metadata=undated.get(ending))
+
+    return write_aside(path, write)
+
+
+# ---- labels ------------------------------------------------------------------------------------
+
+
+def place_labels(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *, size: float) -> None:
+    """Write a text beside each point so that no text lies on another or on a point; a thin line leads to far ones.
+
+    Greedy: the most crowded points first, each at the nearest free place round it. The axes' limits must be set.
+    """
+    from matplotlib.patheffects import withStroke
+
+    figure = axes.figure
+    figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout, so that pixels are final
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    pixels = axes.transData.transform(np.array(points, float).reshape(-1, 2))
+    scale = figure.dpi / 72
+    frame = axes.get_window_extent(renderer)
+    taken: list[Box] = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in pixels.tolist()]
+    near = [int((np.hypot(*(pixels - here).T) < 60 * scale).sum()) for here in pixels]
+    for i in sorted(range(len(texts)), key=lambda k: (-near[k], texts[k])):
+        probe = axes.text(0, 0, texts[i], fontsize=size)
+        extent = probe.get_window_extent(renderer)
+        probe.remove()
+        x, y = pixels[i].tolist()
+        width, height = extent.width + 3 * scale, extent.height + 1 * scale  # some air between labels
+        box = _free_box(x, y, width, height, scale, taken, (frame.x0, frame.y0, frame.x1, frame.y1))
+        taken.append(box)
+        far = max(box[0] - x, x - box[2], box[1] - y, y - box[3]) > 8 * scale
+        middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+        axes.annotate(
+            texts[i],
+            points[i],
+            ((middle[0] - x) / scale, (middle[1] - y) / scale),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=INK,
+            zorder=6,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+            if far
+            else None,
+        )
+
+
+def _free_box(x: float, y: float, width: float, height: float, scale: float, taken: list[Box], frame: Box) -> Box:
+    best: tuple[float, Box] | None = None
+    for distance in (7, 14, 22, 32, 44, 58, 74, 92, 112, 136, 164):
+        for angle in (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202):
+            dx, dy = np.cos(np.radians(angle)), np.sin(np.radians(angle))
+            middle_x = x + dx * (distance * scale + width / 2)
+            middle_y = y + dy * (distance * scale + height / 2)
+            box = (middle_x - width / 2, middle_y - height / 2, middle_x + width / 2, middle_y + height / 2)
+            if box[0] < frame[0] or box[1] < frame[1] or box[2] > frame[2] or box[3] > frame[3]:
+                continue
+            covered = sum(_overlap(box, other) for other in taken)
+            if covered == 0:
+                return box
+            if best is None or covered < best[0]:
+                best = (covered, box)
+    return best[1] if best else (x, y, x + width, y + height)
+
+
+def _overlap(a: Box, b: Box) -> float:
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

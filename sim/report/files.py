@@ -1,0 +1,30 @@
+"""Writing a file so that no one ever sees half of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> Path:
+    """Let `write` fill a file beside `path`, then rename it to `path`; its folder is made where missing.
+
+    After an error nothing is left behind and an older file of that name is untouched. Raises OSError.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp makes files that only their owner can read
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return target

@@ -1,0 +1,41 @@
+"""The comparison as a Markdown table, for documents and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.report.cells import MODEL_ERROR, Row, columns, failure_lines, key_lines, ordered
+from sim.report.foot import Foot, foot_lines
+
+SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~$"})
+
+
+def comparison_markdown(
+    rows: Sequence[Row],
+    *,
+    foot: Foot | None = None,
+    model_error: float = MODEL_ERROR,
+    binary: bool = False,
+) -> str:
+    """The same columns, rows and lines as `sim.report.table.comparison_text`, as a table and two lists."""
+    shown = columns(rows, model_error=model_error, binary=binary)
+    lines = [
+        _line([column.title for column in shown]),
+        _line(["---:" if column.right else "---" for column in shown], escape=False),
+        *(_line([column.text(row) for column in shown]) for row in ordered(rows)),
+    ]
+    failing = failure_lines(rows, binary=binary)
+    below = [*key_lines(rows, model_error), *(foot_lines(foot, binary=binary) if foot else [])]
+    for block in (failing, below):
+        if block:
+            lines += ["", *(f"- {escaped(line)}" for line in block)]
+    return "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text that reads in Markdown as it is written here."""
+    return text.translate(SPECIAL).replace("\n", " ")
+
+
+def _line(cells: Sequence[str], *, escape: bool = True) -> str:
+    return f"| {' | '.join(escaped(cell) if escape else cell for cell in cells)} |"

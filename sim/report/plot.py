@@ -1,0 +1,211 @@
+"""Figures: memory over time, what each engine and link did (`lanes`), and policies against each other.
+
+Each is a `matplotlib.figure.Figure` of its own: nothing is global, and a notebook shows it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sim.analysis.pareto import pareto_front
+from sim.analysis.peak_memory import peak_memory, roles_over_time
+from sim.hardware.platform import Tier
+from sim.log import EventLog
+from sim.report.cells import clock, name_of
+from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_colour, policy_marker
+from sim.report.draw import (
+    COLUMNS,
+    FONT,
+    SMALL,
+    byte_scale,
+    clock_text,
+    draw_limit,
+    new_figure,
+    place_labels,
+    save_figure,
+    thin,
+    tidy,
+    time_scale,
+)
+from sim.report.lanes import plot_lanes
+from sim.report.tracks import level_points
+from sim.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_comparison", "plot_lanes", "plot_memory", "save_figure"]
+
+LISTED = 25  # policies named in the list of those that do not fit
+
+
+# ---- memory over time --------------------------------------------------------------------------
+
+
+def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False) -> Figure:
+    """Bytes in use of one tier over time, stacked by role, with its capacity and its peak.
+
+    tier: its name; None takes the home tier of device 0. binary: GiB instead of GB.
+    Raises ProfileError on an unknown tier.
+    """
+    platform = log.platform
+    shown = platform.home(0) if tier is None else platform.tier(tier)
+    top_of = peak_memory(log, shown.name, largest=0)
+    peak, at = top_of.bytes, top_of.time_ns
+    frame = roles_over_time(log, shown.name)
+    times = frame.pop("time_ns").to_numpy()
+    kept = level_points(times, frame.sum(axis=1).to_numpy())
+    frame, times = frame.iloc[kept], times[kept]
+    total = frame.sum(axis=1).to_numpy()
+    unit, size = byte_scale(max(peak, 1), binary=binary)
+    unit_ns, tick = time_scale(max(log.end, 1))
+    figure = new_figure(8, 3.6)
+    axes: Axes = figure.add_subplot()
+    tidy(axes)
+    keep = thin(total, times, 0, max(log.end, 1))
+    x = np.append(times[keep], log.end) / tick
+    floor = np.zeros(len(x))
+    for role, colour in ROLE_COLOURS.items():
+        if role not in frame:
+            continue
+        bytes = frame[role].to_numpy()[keep]
+        height = np.append(bytes, bytes[-1:]) / size
+        axes.fill_between(
+            x, floor, floor + height, step="post", color=colour, linewidth=0, label=name_of(role),
+            rasterized=len(x) > COLUMNS,  # keeps vector files of long runs small
+        )  # fmt: skip
+        floor = floor + height
+    axes.step(x, floor, where="post", color=INK, linewidth=0.5)
+    top = max(peak, 1)
+    limit = _limit_text(log, shown, binary)
+    if shown.capacity <= 3 * top:
+        top = max(top, shown.capacity)
+        draw_limit(axes, shown.capacity / size)
+        limit = f"– – {limit}"
+    else:
+        limit += ", above this figure"
+    axes.set_title(limit, fontsize=SMALL + 0.5, loc="right", color=INK)
+    axes.set_xlim(0, max(log.end, 1) / tick)
+    axes.set_ylim(0, top * 1.06 / size)
+    ended = "" if log.complete else "; the run did not end"
+    axes.set_xlabel(f"time ({clock_text(unit_ns)}){ended}", fontsize=FONT)
+    axes.set_ylabel(f"in use in {shown.name} ({unit})", fontsize=FONT)
+    # both figures stand in the line above: beside the curve they would lie on the limit, or on each other
+    title = f"▼ peak {format_bytes(peak, binary=binary)}" if peak else "nothing was held here"
+    if peak:
+        title += f" at {clock(at)}" + (f", {top_of.op}" if top_of.op else "")
+        axes.plot([at / tick], [peak / size], marker="v", markersize=6, color=BLACK, clip_on=False, zorder=5,
+                  markeredgecolor="white")  # fmt: skip
+    axes.set_title(title, fontsize=SMALL + 0.5, loc="left", color=BLACK, fontweight="bold")
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        # read from top to bottom as the layers lie
+        figure.legend(
+            handles[::-1],
+            labels[::-1],
+            loc="outside right upper",
+            fontsize=SMALL + 0.5,
+            frameon=False,
+            handlelength=1.2,
+        )
+    return figure
+
+
+def _limit_text(log: EventLog, tier: Tier, binary: bool) -> str:
+    homes = {engine.home for engine in log.platform.engines if engine.main}
+    word = "budget" if log.platform.budget is not None and tier.name in homes else "capacity"
+    text = f"{word} {format_bytes(tier.capacity, binary=binary)}"
+    if tier.nominal != tier.capacity:
+        text += f" (nominal {format_bytes(tier.nominal, binary=binary)})"
+    return text
+
+
+# ---- policies ----------------------------------------------------------------------------------
+
+
+def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = None, binary: bool = False) -> Figure:
+    """Time against peak memory, one marker a policy; those that do not fit are listed beside.
+
+    rows: as `sim.report.table.comparison_table` takes them. budget: bytes, drawn as a line. binary: GiB instead
+    of GB. A hollow marker is a reconstruction: its paper left details open. The staircase joins the rows that
+    none beats in both time and memory.
+    """
+    fitting = [row for row in rows if row["fits"]]
+    failing = [row for row in rows if not row["fits"]]
+    figure = new_figure(8, 5)
+    axes: Axes = figure.add_subplot()
+    tidy(axes, grid="both")
+    unit, size = byte_scale(max((row["peak_bytes"] for row in fitting), default=1), binary=binary)
+    unit_ns, tick = time_scale(max((row["makespan_ns"] for row in fitting), default=1))
+    points = [(row["makespan_ns"] / tick, row["peak_bytes"] / size) for row in fitting]
+    _limits(axes, points, None if budget is None else budget / size)
+    if budget is not None and budget / size <= axes.get_ylim()[1]:
+        draw_limit(axes, budget / size)
+        axes.set_title(f"– – budget {format_bytes(budget, binary=binary)}", fontsize=SMALL, loc="right", color=INK)
+    axes.set_xlabel(f"time of an iteration ({clock_text(unit_ns)})", fontsize=FONT)
+    axes.set_ylabel(f"peak memory ({unit})", fontsize=FONT)
+    for row, (x, y) in zip(fitting, points, strict=True):
+        colour, hollow = policy_colour(row["policy"]), row.get("fidelity") == "reconstruction"
+        axes.plot(
+            [x], [y], marker=policy_marker(row["policy"]), markersize=7, color=colour, linestyle="none", zorder=4,
+            markerfacecolor="white" if hollow else colour, markeredgecolor=colour, markeredgewidth=1.3,
+        )  # fmt: skip
+    _staircase(axes, points)
+    if any(row.get("fidelity") == "reconstruction" for row in fitting):
+        axes.set_title("hollow: reconstruction, detail was not public", fontsize=SMALL, loc="left", color=INK)
+    if failing:
+        _list_failing(figure, failing, binary)
+    place_labels(axes, *_joined(points, [row["policy"] for row in fitting]), size=SMALL + 0.5)
+    return figure
+
+
+def _limits(axes: Axes, points: Sequence[tuple[float, float]], budget: float | None) -> None:
+    """Room round all points; an axis starts at zero unless that would press them together."""
+    for values, line, set_limits in (
+        ([x for x, _ in points], [], axes.set_xlim),
+        ([y for _, y in points], [] if budget is None else [budget], axes.set_ylim),
+    ):
+        if not values:
+            continue
+        low, high = min(values), max(values)
+        if line and line[0] <= 1.5 * high:
+            high = max(high, line[0])
+        room = 0.12 * (high - low) or 0.1 * high
+        set_limits(0 if low - room < 0.2 * high else low - room, high + room)
+
+
+def _staircase(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    best = [points[i] for i in pareto_front(points)]
+    if len(best) > 1:
+        axes.step([x for x, _ in best], [y for _, y in best], where="post", color=FAINT, linewidth=1, zorder=1)
+
+
+def _joined(points: Sequence[tuple[float, float]], names: Sequence[str]) -> tuple[list[tuple[float, float]], list[str]]:
+    """One label for all policies that share a point."""
+    together: dict[tuple[float, float], list[str]] = {}
+    for point, name in zip(points, names, strict=True):
+        together.setdefault(point, []).append(name)
+    texts = [",\n".join(", ".join(group[i : i + 2]) for i in range(0, len(group), 2)) for group in together.values()]
+    return list(together), texts
+
+
+def _list_failing(figure: Figure, rows: Sequence[Mapping[str, Any]], binary: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = []
+    for row in rows[:LISTED]:
+        floor = row.get("floor_bytes")
+        lines.append(row["policy"] + (f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""))
+    if len(rows) > LISTED:
+        lines.append(f"… and {len(rows) - LISTED} more")
+    # a legend without signs: the layout keeps room for it beside the axes
+    legend = figure.legend(
+        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=lines, title="do not fit",
+        loc="outside right upper", fontsize=SMALL, title_fontsize=SMALL + 0.5, frameon=False, handlelength=0,
+        handletextpad=0, labelcolor=INK, alignment="left",
+    )  # fmt: skip
+    legend.get_title().set_fontweight("bold")

@@ -1,0 +1,80 @@
+"""Searches over runs: the smallest budget that a policy fits, the largest batch that fits a budget.
+
+Both bisect. An online policy need not be monotone in its budget (a smaller one may fit where a larger
+does not), so that what is found is *a* boundary between fitting and not: the search says so by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sim.analysis.bounds import bounds
+from sim.analysis.peak_memory import peak_bytes
+from sim.errors import Deadlock, Infeasible
+from sim.experiment import reference_run, simulate
+from sim.hardware.platform import Platform
+from sim.policies.base import Policy
+from sim.trace.graph import Trace
+
+
+def fits(trace: Trace, platform: Platform, policy: str | Policy, **options: Any) -> bool:
+    """Whether a policy completes; options as `simulate` takes them."""
+    try:
+        simulate(trace, platform, policy, **options)
+    except (Infeasible, Deadlock):
+        return False
+    return True
+
+
+def smallest_budget(
+    trace: Trace,
+    platform: Platform,
+    policy: str | Policy = "keep_all",
+    *,
+    tolerance: float = 0.005,
+    **options: Any,
+) -> int | None:
+    """Bytes of the smallest budget found to fit by bisection, within `tolerance` of it; None if none does.
+
+    The search runs from what one op needs at least to what keeping everything needs.
+    """
+    everything = reference_run(trace, platform)
+    homes = [platform.home(device).name for device in range(trace.devices)]
+    low = max(bounds(everything, home).memory_bytes for home in homes)
+    high = max(peak_bytes(everything)[home] for home in homes)
+    if not fits(trace, platform, policy, budget=high, **options):
+        return None
+    if fits(trace, platform, policy, budget=low, **options):
+        return low
+    while high - low > max(1, int(tolerance * high)):
+        middle = (low + high) // 2
+        if fits(trace, platform, policy, budget=middle, **options):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def largest_batch(
+    make_trace: Callable[[int], Trace],
+    platform: Platform,
+    policy: str | Policy = "keep_all",
+    *,
+    limit: int = 1 << 16,
+    **options: Any,
+) -> int:
+    """The largest batch found to fit, 0 if not even one sample does; doubling, then bisection.
+
+    make_trace: batch size -> trace, for example `lambda b: transformer("gpt2", batch=b, sequence=1024)`.
+    """
+    good, bad = 0, 1
+    while bad <= limit and fits(make_trace(bad), platform, policy, **options):
+        good, bad = bad, bad * 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(make_trace(middle), platform, policy, **options):
+            good = middle
+        else:
+            bad = middle
+    return good

@@ -1,0 +1,1 @@
+"""Algorithms that two or more policies need."""

@@ -1,0 +1,277 @@
+"""Orders of runs: what every offline recomputation plan comes down to.
+
+A plan that only drops and recomputes says which ops run again, and before which op of the trace. All
+else follows: a tensor goes after the last read before it is made again, and stays where nobody makes
+it again. So any such order is legal, and no other plan with the same runs holds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from sim.plan import Action, Drop, Recompute
+from sim.trace.graph import Trace
+
+NEVER, READ, MADE = 0, 1, 2
+
+Again = Mapping[int, Sequence[int]]
+"""Before which op (the anchor) which ops run again, in order."""
+
+
+class Ledger:
+    """A trace's reads and writes as lists, and which of its ops can run again, until when."""
+
+    def __init__(self, trace: Trace) -> None:
+        c = trace.op_columns
+        self.trace = trace
+        self.reads = [tuple(dict.fromkeys(row)) for row in _rows(c.read_start.tolist(), c.read_ids.tolist())]
+        self.writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
+        self.size: list[int] = trace.tensor_columns.bytes.tolist()
+        self.workspace: list[int] = c.workspace.tolist()
+        self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
+        self.producer: list[int] = trace.producer.tolist()
+        self.device: list[int] = c.device.tolist()
+        # the op that overwrites a tensor; later than all ops where none does
+        replaced = trace.replaced_by
+        self.gone_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
+
+    @cached_property
+    def until(self) -> list[int]:
+        """Per op the op from which on it can't run again: 0 for never, because it writes in place or receives."""
+        kinds, group = self.trace.ops, self.trace.op_columns.group
+        last = []
+        for op, reads in enumerate(self.reads):
+            at = min((self.gone_at[t] for t in reads), default=len(self.reads))
+            if any(self.replaces[t] >= 0 for t in self.writes[op]):
+                at = 0
+            elif op in group and kinds[op].kind != "collective":
+                at = 0
+            last.append(at)
+        return last
+
+    def can_run_again(self, op: int, anchor: int) -> bool:
+        """Whether an op may run again just before `anchor`: all that it read is still what it was."""
+        return op < anchor <= self.until[op]
+
+    @cached_property
+    def may_go(self) -> list[bool]:
+        """Per tensor whether a plan may drop it: made by an op, no output, and touched by one device alone."""
+        may = np.array(self.producer) >= 0
+        may[list(self.trace.outputs)] = False
+        may[self.trace.replaced_by >= 0] = False
+        if self.trace.devices > 1:
+            c = self.trace.op_columns
+            low = np.full(len(may), np.iinfo(np.int32).max, np.int32)
+            high = np.full(len(may), -1, np.int32)
+            for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
+                device = np.repeat(c.device, np.diff(start))
+                np.minimum.at(low, ids, device)
+                np.maximum.at(high, ids, device)
+            may &= low >= high
+        found: list[bool] = may.tolist()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A trace's ops in program order with some of them run again.
+
+    steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it runs
+    again. drops: per step the tensors that go after it.
+    """
+
+    ledger: Ledger
+    steps: Sequence[tuple[int, int]]
+    drops: Sequence[Sequence[int]]
+
+    def actions(self) -> tuple[Action, ...]:
+        """The drops and recomputations, anchored, in order."""
+        found: list[Action] = []
+        for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
+            if anchor < 0:
+                found += [Drop(t, after=op) for t in gone]
+            else:
+                found.append(Recompute(op, before=anchor))
+                found += [Drop(t, before=anchor) for t in gone]
+        return tuple(found)
+
+    def peak(self, device: int = 0) -> int:
+        """The most bytes that a device holds when its ops run one by one and nothing moves.
+
+        What is there from the start and any device touches counts where it is first touched.
+        """
+        ledger = self.ledger
+        size, replaces, producer = ledger.size, ledger.replaces, ledger.producer
+        uses = [0] * len(size)
+        for op, _ in self.steps:
+            for t in ledger.reads[op]:
+                uses[t] += 1
+        kept = set(self.ledger.trace.outputs)
+        here = self._starts_on(device)
+        live: set[int] = set(here)
+        held = peak = sum(size[t] for t in here)
+        for (op, _), gone in zip(self.steps, self.drops, strict=True):
+            if ledger.device[op] != device:
+                continue
+            scratch = ledger.workspace[op]
+            for t in ledger.writes[op]:
+                if t in live:
+                    scratch += size[t]
+                elif replaces[t] >= 0:
+                    live.discard(replaces[t])
+                    live.add(t)
+                else:
+                    live.add(t)
+                    held += size[t]
+            peak = max(peak, held + scratch)
+            for t in gone:
+                if t in live:
+                    live.discard(t)
+                    held -= size[t]
+            for t in ledger.reads[op]:
+                uses[t] -= 1
+            for t in (*ledger.reads[op], *ledger.writes[op]):
+                if uses[t] <= 0 and t in live and producer[t] >= 0 and t not in kept:
+                    live.discard(t)
+                    held -= size[t]
+        return peak
+
+    def _starts_on(self, device: int) -> list[int]:
+        first: dict[int, int] = {}
+        for op, where in enumerate(self.ledger.device):
+            for t in self.ledger.reads[op]:
+                if self.ledger.producer[t] < 0:
+                    first.setdefault(t, where)
+        return [t for t, maker in enumerate(self.ledger.producer) if maker < 0 and first.get(t, 0) == device]
+
+    def reruns(self) -> int:
+        """How many ops run again."""
+        return sum(anchor >= 0 for _, anchor in self.steps)
+
+
+def runs(ledger: Ledger, again: Again) -> Runs:
+    """The trace with ops run again before their anchors; ops that can't are left out, and what they make stays.
+
+    A collective runs again only where all members of its group do, in the same order on all devices.
+    """
+    legal = _meeting(ledger, {a: [op for op in ops if ledger.can_run_again(op, a)] for a, ops in again.items()})
+    steps: list[tuple[int, int]] = []
+    for op in range(len(ledger.reads)):
+        steps += [(one, op) for one in legal.get(op, ())]
+        steps.append((op, -1))
+    coming = [NEVER] * len(ledger.size)
+    wanted = [False] * len(ledger.size)  # whether it is read after that
+    may_go = ledger.may_go
+    drops: list[list[int]] = []
+    for op, _ in reversed(steps):
+        reads, writes = ledger.reads[op], ledger.writes[op]
+        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and wanted[t] and may_go[t]])
+        for t in writes:
+            coming[t] = MADE
+        for t in reads:
+            coming[t], wanted[t] = READ, True
+    return Runs(ledger, steps, drops[::-1])
+
+
+def _meeting(ledger: Ledger, again: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Without the collectives that not all members would join, or in another order."""
+    group = ledger.trace.op_columns.group
+    if not group or not any(op in group for ops in again.values() for op in ops):
+        return again
+    order: dict[int, list[str]] = {}
+    members: dict[str, set[int]] = {}
+    for op, name in group.items():
+        members.setdefault(name, set()).add(ledger.device[op])
+    for op in range(len(ledger.reads)):
+        for one in (*again.get(op, ()), op):
+            if one in group and ledger.trace.ops[one].kind == "collective":
+                order.setdefault(ledger.device[one], []).append(group[one])
+    for a in order:
+        for b in order:
+            shared = [[name for name in order[d] if {a, b} <= members[name]] for d in (a, b)]
+            if shared[0] != shared[1]:
+                return {anchor: [op for op in ops if op not in group] for anchor, ops in again.items()}
+    return again
+
+
+def backward_slice(ledger: Ledger, ops: Sequence[int], wanted: Iterable[int]) -> list[int]:
+    """Of some ops in order those that are needed, directly or not, to make the wanted tensors."""
+    missing, found = set(wanted), []
+    for op in reversed(ops):
+        if not missing.isdisjoint(ledger.writes[op]):
+            found.append(op)
+            missing.update(ledger.reads[op])
+    return found[::-1]
+
+
+# ---- regions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Forward ops of one device that are run again together, and the backward ops that undo them."""
+
+    forward: tuple[int, ...]
+    backward: Collection[int]
+
+
+def rerun_regions(
+    ledger: Ledger,
+    regions: Sequence[Region],
+    *,
+    early_stop: bool = True,
+    skip_last: bool = False,
+    keep: Collection[int] = (),
+) -> dict[int, list[int]]:
+    """Run each region again just before its first backward op that reads what the region made and kept inside.
+
+    What enters a region or is read by forward ops outside it stays. early_stop: run again only as far as
+    the last op whose results the region's backward reads. skip_last: leave alone a region whose
+    backward follows before any other region's forward. keep: ops that are not run again; their results
+    stay. Regions come in program order, and one that nothing is dropped of is not run again.
+    """
+    kept = set(keep)
+    again: dict[int, list[int]] = {}
+    for region, follower in pairwise((*regions, None)):
+        assert region is not None
+        anchor, last = _where(ledger, region, kept)
+        if anchor < 0 or (skip_last and (follower is None or follower.forward[0] > anchor)):
+            continue
+        stop = last if early_stop else region.forward[-1]
+        ops = [op for op in region.forward if op <= stop and op not in kept]
+        legal = [op for op in ops if ledger.can_run_again(op, anchor)]
+        if len(legal) < len(ops):
+            # some results stay after all: run no op again just for an op that does not run
+            legal = backward_slice(ledger, legal, _read_by(ledger, region.backward))
+        again.setdefault(anchor, []).extend(legal)
+    return again
+
+
+def _where(ledger: Ledger, region: Region, kept: set[int]) -> tuple[int, int]:
+    """The op before which a region runs again (-1 for none), and the last op that its backward needs of it."""
+    inside, undoing = set(region.forward), region.backward
+    anchor, last = -1, -1
+    for op in region.forward:
+        for t in ledger.writes[op]:
+            readers = ledger.trace.readers(t)
+            back = [r for r in readers if r in undoing]
+            if not back:
+                continue
+            last = max(last, op)
+            leaves = any(r not in inside and r not in undoing and r < back[0] for r in readers)
+            if op not in kept and not leaves and (anchor < 0 or back[0] < anchor):
+                anchor = back[0]
+    return anchor, last
+
+
+def _read_by(ledger: Ledger, ops: Collection[int]) -> set[int]:
+    return {t for op in ops for t in ledger.reads[op]}
+
+
+def _rows(start: list[int], ids: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(ids[a:b]) for a, b in pairwise(start)]

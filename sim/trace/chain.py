@@ -1,0 +1,422 @@
+"""Views of a trace that several policies share: phases, saved tensors, blocks by layer, and the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.errors import TraceError
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+Ints = NDArray[np.int64]
+FORWARD, BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
+
+
+def forward_ops(trace: Trace) -> Ints:
+    """Ids of the forward ops, in program order."""
+    return np.flatnonzero(trace.op_columns.phase == FORWARD)
+
+
+def backward_ops(trace: Trace) -> Ints:
+    """Ids of the backward ops, in program order."""
+    return np.flatnonzero(trace.op_columns.phase == BACKWARD)
+
+
+def saved_tensors(trace: Trace) -> Ints:
+    """Ids of the tensors that a forward op makes and a backward op reads, in the order of their making."""
+    phase, c = trace.op_columns.phase, trace.op_columns
+    by_backward = np.repeat(phase == BACKWARD, np.diff(c.read_start))
+    read = np.unique(c.read_ids[by_backward]).astype(np.int64)
+    maker = trace.producer[read]
+    found = read[(maker >= 0) & (phase[maker] == FORWARD)]
+    order: Ints = found[np.argsort(trace.producer[found], kind="stable")]
+    return order
+
+
+# ---- blocks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The ops of one layer, or a run of ops that belong to none (layer -1), with what crosses its border.
+
+    forward, backward: op ids. inputs: tensors that its forward reads and does not make, weights and
+    optimizer states aside. outputs: made here, read by another block's forward or kept to the end.
+    saved: made here and read by any backward op.
+    """
+
+    layer: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    saved: tuple[int, ...]
+
+
+def blocks(trace: Trace) -> tuple[Block, ...]:
+    """The forward ops in blocks, in order of their first op: one a layer, and one a run of ops of no layer.
+
+    Backward ops of no layer belong to the run whose results or weights they read, else to the block of
+    the op before them.
+    """
+    c = trace.op_columns
+    layer = c.layer.tolist()
+    block_of: dict[int, int] = {}
+    by_layer: dict[int, int] = {}
+    members: list[list[int]] = []
+    previous: int | None = None
+    for op in forward_ops(trace).tolist():
+        at = layer[op]
+        if at >= 0 and at in by_layer:
+            block = by_layer[at]
+        elif at < 0 and previous is not None and layer[previous] < 0:
+            block = block_of[previous]
+        else:
+            block = len(members)
+            members.append([])
+            if at >= 0:
+                by_layer[at] = block
+        members[block].append(op)
+        block_of[op], previous = block, op
+    backward: list[list[int]] = [[] for _ in members]
+    behind = len(members) - 1
+    for op in backward_ops(trace).tolist():
+        if layer[op] >= 0 and layer[op] in by_layer:
+            behind = by_layer[layer[op]]
+        elif members:
+            behind = _run_of(trace, op, block_of, layer, behind)
+        if members:
+            backward[behind].append(op)
+    return tuple(_block(trace, k, members[k], backward[k], block_of) for k in range(len(members)))
+
+
+def _run_of(trace: Trace, op: int, block_of: dict[int, int], layer: list[int], otherwise: int) -> int:
+    for t in trace.reads(op):
+        maker = int(trace.producer[t])
+        near = [maker] if maker >= 0 else [r for r in trace.readers(t) if r in block_of]
+        for one in near:
+            if one in block_of and layer[one] < 0:
+                return block_of[one]
+    return otherwise
+
+
+def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_of: dict[int, int]) -> Block:
+    role, producer, phase = trace.tensor_columns.role, trace.producer, trace.op_columns.phase
+    kept = set(trace.outputs)
+    inputs: dict[int, None] = {}
+    outputs, saved = [], []
+    for op in forward:
+        for t in trace.reads(op):
+            if role[t] not in PERSISTENT and block_of.get(int(producer[t])) != k:
+                inputs[t] = None
+        for t in trace.writes(op):
+            readers = trace.readers(t)
+            if t in kept or any(block_of.get(r, k) != k for r in readers):
+                outputs.append(t)
+            if any(phase[r] == BACKWARD for r in readers):
+                saved.append(t)
+    first = trace.op_columns.layer[forward[0]]
+    return Block(int(first), tuple(forward), tuple(backward), tuple(inputs), tuple(outputs), tuple(saved))
+
+
+# ---- the chain ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a chain. Times in ns, sizes in bytes; weights and their gradients are not counted.
+
+    forward, backward: op ids. inputs: what it reads from before (the one tensor of the cut; for stage 0
+    the trace's inputs). output: its last result. saved: what its backward needs and it makes, its
+    output included. uf, ub: time of its forward and backward. x: bytes of its inputs. xbar: bytes of
+    `saved`. forward_temp: bytes beyond x and the output while it runs and saves nothing; saving_temp:
+    bytes beyond x and xbar while it runs and saves; backward_temp: bytes beyond what was saved and the
+    gradient of its output while its backward runs, the gradient of its input included.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    inputs: tuple[int, ...]
+    output: int
+    saved: tuple[int, ...]
+    uf: int
+    ub: int
+    x: int
+    xbar: int
+    forward_temp: int
+    saving_temp: int
+    backward_temp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A trace as a chain of L stages. x: L + 1 sizes, the last that of the last stage's output.
+
+    weights: bytes of weights and optimizer states, gradients: bytes of weight gradients; a budget for
+    the chain is what they leave.
+    """
+
+    stages: tuple[Stage, ...]
+    x: tuple[int, ...]
+    weights: int
+    gradients: int
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+
+def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain:
+    """Cut the forward ops wherever exactly one activation is live between two of them.
+
+    Live at a position is what an op before it made and a forward op after it reads; weights, inputs, and
+    what is made of weights alone do not count. Backward ops follow their stage: each by what it reads of
+    a stage's inside, its weights and its layer, and the border between two stages where one gradient
+    alone is live. op_ns: time of every op, ns.
+    Raises TraceError if that gives fewer than `least` stages, naming the op that reads across, or if
+    backward ops do not come in the reverse order of the stages.
+    """
+    cuts, live_at = _cuts(trace)
+    ops = forward_ops(trace)
+    if len(cuts) + 1 < least:
+        raise TraceError(_breaks(trace, ops))
+    marks = [0, *(cut + 1 for cut in cuts), len(ops)]
+    stage_of = np.full(len(trace.ops) + 1, -1, np.int64)  # the last entry serves producer -1
+    for i in range(len(marks) - 1):
+        stage_of[ops[marks[i] : marks[i + 1]]] = i
+    _place_backward(trace, stage_of, live_at)
+    times = np.asarray(op_ns, np.int64)
+    count = len(marks) - 1
+    pricing = _Pricing(trace, stage_of, live_at, count)
+    stages = tuple(pricing.stage(i, times) for i in range(count))
+    size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
+    end = int(size[stages[-1].output])
+    there = (trace.producer < 0) & np.isin(role, PERSISTENT)
+    gradients = int(size[(role == ROLE_CODE["gradient"]) & (trace.producer >= 0)].sum())
+    return Chain(stages, (*(stage.x for stage in stages), end), int(size[there].sum()), gradients)
+
+
+def _counted(trace: Trace) -> NDArray[np.bool_]:
+    """Per tensor whether it is an activation: made in forward, and not of weights alone."""
+    role, c = trace.tensor_columns.role, trace.op_columns
+    alive = (trace.producer < 0) & ~np.isin(role, PERSISTENT)
+    for op in forward_ops(trace).tolist():
+        reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
+        if not len(reads) or alive[reads].any():
+            alive[c.write_ids[c.write_start[op] : c.write_start[op + 1]]] = True
+    return alive & (trace.producer >= 0)
+
+
+def _spans(trace: Trace, ops: Ints, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+    """Of the chosen tensors made by `ops` and read by a later one of them: id, maker's and last reader's place."""
+    place = np.full(len(trace.ops) + 1, -1, np.int64)
+    place[ops] = np.arange(len(ops))
+    last = np.full(len(trace.tensors), -1, np.int64)
+    c = trace.op_columns
+    np.maximum.at(last, c.read_ids, np.repeat(place[:-1], np.diff(c.read_start)))
+    made = place[trace.producer]
+    ids = np.flatnonzero(chosen & (made >= 0) & (last > made))
+    return ids, made[ids], last[ids]
+
+
+def _alone(ids: Ints, made: Ints, last: Ints, positions: int) -> Ints:
+    """Per position between two ops the one tensor that is live there, -1 where there is none or several."""
+    count, total = np.zeros(positions + 1, np.int64), np.zeros(positions + 1, np.int64)
+    np.add.at(count, made, 1)
+    np.add.at(count, last, -1)
+    np.add.at(total, made, ids)
+    np.add.at(total, last, -ids)
+    return np.where(np.cumsum(count) == 1, np.cumsum(total), -1)[:positions]
+
+
+def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
+    """Places in the forward order after which a stage ends, and the tensor live there."""
+    ops = forward_ops(trace)
+    alone = _alone(*_spans(trace, ops, _counted(trace)), max(len(ops) - 1, 0))
+    places = np.flatnonzero(alone >= 0)
+    # where the same tensor is alone for a while, the stage ends at once: what follows is of weights alone
+    keep = np.ones(len(places), np.bool_)
+    keep[1:] = alone[places[1:]] != alone[places[:-1]]
+    return places[keep].tolist(), alone[places[keep]].tolist()
+
+
+def _breaks(trace: Trace, ops: Ints) -> str:
+    """Which op makes it no chain: the one that reads over the longest distance."""
+    ids, made, last = _spans(trace, ops, _counted(trace))
+    if not len(ids):
+        return "this trace is no chain: no forward op reads what another made"
+    worst = int(np.argmax(last - made))
+    reader, maker = trace.op_columns.name[ops[last[worst]]], trace.op_columns.name[ops[made[worst]]]
+    tensor = trace.tensor_columns.name[ids[worst]]
+    return f"this trace is no chain: op {reader!r} reads {tensor!r} that {maker!r} made long before"
+
+
+def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
+    """Give each backward op the stage that it undoes: a run of ops a stage, from the last to the first."""
+    ops = backward_ops(trace)
+    count, top = len(ops), len(borders)
+    low, high = np.zeros(count, np.int64), np.full(count, top, np.int64)
+    layers: dict[int, tuple[int, int]] = {}
+    for op in forward_ops(trace).tolist():
+        layer, stage = int(trace.op_columns.layer[op]), int(stage_of[op])
+        a, b = layers.get(layer, (stage, stage))
+        layers[layer] = min(a, stage), max(b, stage)
+    layers.pop(-1, None)
+    border = {t: i for i, t in enumerate(borders)}
+    users: dict[int, tuple[int, int]] = {}
+    for k, op in enumerate(ops.tolist()):
+        for t in trace.reads(op):
+            maker = int(trace.producer[t])
+            stage = int(stage_of[maker])
+            if maker >= 0 and trace.op_columns.phase[maker] == FORWARD:
+                span = stage, stage + 1 if t in border else stage
+            elif maker < 0:
+                if t not in users:
+                    at = [int(stage_of[r]) for r in trace.readers(t) if trace.op_columns.phase[r] == FORWARD]
+                    users[t] = (min(at), max(at)) if at else (0, top)
+                span = users[t]
+            else:
+                continue
+            low[k], high[k] = max(low[k], span[0]), min(high[k], span[1])
+        a, b = layers.get(int(trace.op_columns.layer[op]), (0, top))
+        if a <= high[k] and b >= low[k]:
+            low[k], high[k] = max(low[k], a), min(high[k], b)
+    _label(trace, ops, stage_of, low, high, borders)
+
+
+def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borders: list[int]) -> None:
+    count, top = len(ops), len(borders)
+    passing = trace.tensor_columns.role != ROLE_CODE["gradient"]
+    alone = _alone(*_spans(trace, ops, passing), max(count - 1, 0))
+    size = trace.tensor_columns.bytes
+    # no stage may end before all ops that must lie in it, or above, have come; nor after one that lies below
+    after = np.zeros(top + 1, np.int64)
+    before = np.full(top + 1, count, np.int64)
+    for k in range(count):
+        after[low[k]] = max(after[low[k]], k + 1)
+        before[high[k]] = min(before[high[k]], k)
+    at_least = np.maximum.accumulate(after[::-1])[::-1]
+    at_most = np.minimum.accumulate(before)
+    start = 0
+    for i in range(top, 0, -1):  # the border between stage i and stage i - 1
+        least, most = max(int(at_least[i]), start), int(at_most[i - 1])
+        if least > most:
+            name = trace.op_columns.name[ops[most]]
+            raise TraceError(f"this trace is no chain: backward op {name!r} comes before that of a later stage")
+        earliest = max(least, start + 1) if start < most else least  # each stage gets an op while there are any
+        end = earliest
+        for place in range(max(earliest, 1), min(most, count - 1) + 1):
+            t = int(alone[place - 1])
+            if t >= 0 and size[t] == size[borders[i - 1]]:
+                end = place
+                break
+        stage_of[ops[start:end]] = i
+        start = end
+    stage_of[ops[start:]] = 0
+
+
+class _Pricing:
+    """Works out the bytes and times of all stages by walking over the ops of each once or twice."""
+
+    def __init__(self, trace: Trace, stage_of: Ints, borders: list[int], count: int) -> None:
+        self.trace, self.borders, self.count = trace, borders, count
+        self.size = trace.tensor_columns.bytes.tolist()
+        self.workspace = trace.op_columns.workspace.tolist()
+        self.replaces = trace.tensor_columns.replaces.tolist()
+        self.last_use = trace.last_use.tolist()
+        role = trace.tensor_columns.role
+        starts_outside = ~np.isin(role, PERSISTENT)
+        self.counts = np.where(trace.producer < 0, starts_outside, role != ROLE_CODE["gradient"]).tolist()
+        self.is_saved = np.zeros(len(self.size), np.bool_)
+        self.is_saved[saved_tensors(trace)] = True
+        self.forward: list[list[int]] = [[] for _ in range(count)]
+        self.backward: list[list[int]] = [[] for _ in range(count)]
+        for target, ops in ((self.forward, forward_ops(trace)), (self.backward, backward_ops(trace))):
+            for op in ops.tolist():
+                target[int(stage_of[op])].append(op)
+
+    def stage(self, i: int, times: Ints) -> Stage:
+        forward, backward = self.forward[i], self.backward[i]
+        output, inputs = self.output(i), self.inputs(i)
+        size, x = self.size, sum(self.size[t] for t in inputs)
+        made = [t for op in forward for t in self.trace.writes(op) if self.counts[t]]
+        saved = [t for t in made if self.is_saved[t] or t == output]
+        xbar = sum(size[t] for t in saved)
+        plain = self.forward_peak(forward, {output}) - size[output]
+        saving = self.forward_peak(forward, set(saved)) - xbar
+        undoing = self.backward_peak(backward, saved) - xbar - size[output]
+        return Stage(
+            forward=tuple(forward),
+            backward=tuple(backward),
+            inputs=inputs,
+            output=output,
+            saved=tuple(saved),
+            uf=int(times[forward].sum()),
+            ub=int(times[backward].sum()),
+            x=x,
+            xbar=xbar,
+            forward_temp=max(0, plain),
+            saving_temp=max(0, saving),
+            backward_temp=max(0, undoing),
+        )
+
+    def output(self, i: int) -> int:
+        """The tensor at a stage's end; of the last stage that result of its last op which backward reads first."""
+        if i < len(self.borders):
+            return self.borders[i]
+        writes = self.trace.writes(self.forward[i][-1])
+        if not writes:
+            name = self.trace.op_columns.name[self.forward[i][-1]]
+            raise TraceError(f"this trace is no chain: op {name!r} ends the forward, but makes nothing")
+        for op in self.backward[i]:
+            for t in self.trace.reads(op):
+                if t in writes:
+                    return t
+        return writes[0]
+
+    def inputs(self, i: int) -> tuple[int, ...]:
+        """The tensor of the cut before a stage; the trace's inputs that the first stage reads."""
+        if i:
+            return (self.borders[i - 1],)
+        read = dict.fromkeys(t for op in self.forward[0] for t in self.trace.reads(op))
+        return tuple(t for t in read if self.trace.producer[t] < 0 and self.counts[t])
+
+    def forward_peak(self, ops: list[int], keep: set[int]) -> int:
+        """Bytes that a stage's forward adds at most, if at its end only `keep` stays."""
+        last: dict[int, int] = {}
+        for op in ops:
+            for t in (*self.trace.writes(op), *self.trace.reads(op)):
+                last[t] = op
+        return self.walk(ops, {}, lambda t, op: last[t] == op and t not in keep)
+
+    def backward_peak(self, ops: list[int], saved: list[int]) -> int:
+        """Bytes that lie there at most while a stage's backward runs: saved, gradients and temporaries."""
+        if not ops:
+            return 0
+        came = {
+            t
+            for op in ops
+            for t in self.trace.reads(op)
+            if 0 <= self.trace.producer[t] < ops[0] and self.trace.op_columns.phase[self.trace.producer[t]] == BACKWARD
+        }
+        held = {t: self.size[t] for t in (*saved, *came) if self.counts[t] and self.last_use[t] >= ops[0]}
+        return self.walk(ops, held, lambda t, op: self.last_use[t] <= op)
+
+    def walk(self, ops: list[int], held: dict[int, int], ends: Callable[[int, int], bool]) -> int:
+        """Peak of a replay of some ops that starts with `held`; what is not held lies outside the count."""
+        live = peak = sum(held.values())
+        for op in ops:
+            for t in self.trace.writes(op):
+                if self.counts[t]:
+                    old = self.replaces[t]
+                    held[t] = self.size[t] if old < 0 else held.pop(old, 0)
+                    live += self.size[t] if old < 0 else 0
+            peak = max(peak, live + self.workspace[op])
+            for t in (*self.trace.reads(op), *self.trace.writes(op)):
+                if t in held and ends(t, op):
+                    live -= held.pop(t)
+        return peak

@@ -1,0 +1,201 @@
+"""What the tensors and ops of a rewritten trace stand for, in terms of the trace it was made from.
+
+A rewrite changes *what* is computed. So that it can be checked, each new tensor and op carries an
+expression over the ids of the base trace:
+
+    Same(id, iteration)               that very tensor, or op, of the base (in that iteration)
+    Part(of, first, stop, count)      the elements from first/count to stop/count of it
+    Microbatch(of, first, stop, n)    what it is for the microbatches first … stop-1 of n: those rows
+                                      where it has a batch, the sum over those rows where it was summed
+    Packed((a, b, None, …))           several tensors in one storage; None is space not yet filled
+    Encoded(of, codec, lossless)      what a codec made of it
+    Lossy(of, codec)                  what a lossy codec gives back
+    Glue()                            for an op: computes nothing of the base, only moves, joins, splits,
+                                      adds up or re-encodes values
+
+An iteration shift is `Same` with another iteration. `sim.trace.values` checks these claims: they are
+never taken on trust. A rewrite of a rewrite is expressed over the first base (`Origin.over`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sim.errors import TraceError
+
+if TYPE_CHECKING:
+    from sim.trace.graph import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """That tensor or op of the base trace, in that iteration of it."""
+
+    id: int
+    iteration: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements from `first / count` to `stop / count` of a tensor, or an op on them alone."""
+
+    of: Expr
+    first: int
+    stop: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A tensor or op restricted to microbatches `first` … `stop - 1` of `count`."""
+
+    of: Expr
+    first: int
+    stop: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Several tensors in one storage, in order; None where nothing lies yet."""
+
+    parts: tuple[Expr | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The code that `codec` makes of a tensor. lossless: decoding gives the very same values."""
+
+    of: Expr
+    codec: str
+    lossless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lossy:
+    """What comes back from a codec that loses something."""
+
+    of: Expr
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """An op that stands for none of the base: it moves, joins, splits, adds up or re-encodes values."""
+
+
+Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Glue
+Range = (Part, Microbatch)
+
+
+def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
+    """The expression with each `Same` in it replaced."""
+    if isinstance(expr, Same):
+        return change(expr)
+    if isinstance(expr, Part | Microbatch):
+        return type(expr)(map_leaves(expr.of, change), expr.first, expr.stop, expr.count)
+    if isinstance(expr, Packed):
+        return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
+    if isinstance(expr, Encoded):
+        return Encoded(map_leaves(expr.of, change), expr.codec, expr.lossless)
+    if isinstance(expr, Lossy):
+        return Lossy(map_leaves(expr.of, change), expr.codec)
+    return expr
+
+
+def leaves(expr: Expr | None) -> list[Same]:
+    """Every `Same` in an expression."""
+    if isinstance(expr, Same):
+        return [expr]
+    if isinstance(expr, Packed):
+        return [leaf for part in expr.parts for leaf in leaves(part)]
+    if expr is None or isinstance(expr, Glue):
+        return []
+    return leaves(expr.of)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every tensor and op of a trace stands for.
+
+    base: content hash of the trace that the expressions speak of. tensors, ops: one expression each, by
+    id. iterations: how many iterations of the base this trace holds.
+    """
+
+    base: str
+    tensors: Sequence[Expr]
+    ops: Sequence[Expr]
+    iterations: int = 1
+
+    @staticmethod
+    def identity(trace: Trace) -> Origin:
+        """A trace as a rewrite of itself; the origin it already has, if it has one."""
+        if trace.origin is not None:
+            return trace.origin
+        tensors = tuple(map(Same, range(len(trace.tensors))))
+        return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
+
+    def over(self, trace: Trace) -> Origin:
+        """This origin, which speaks of `trace`, in terms of the base that `trace` was made from."""
+        middle = trace.origin
+        if middle is None:
+            return self
+
+        def through(exprs: Sequence[Expr]) -> Callable[[Same], Expr]:
+            def change(leaf: Same) -> Expr:
+                shift = leaf.iteration * middle.iterations
+                expr = exprs[leaf.id]
+                if not shift:
+                    return expr
+                return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift))
+
+            return change
+
+        tensor, op = through(middle.tensors), through(middle.ops)
+        return Origin(
+            middle.base,
+            tuple(map_leaves(expr, tensor) for expr in self.tensors),
+            tuple(map_leaves(expr, op) for expr in self.ops),
+            self.iterations * middle.iterations,
+        )
+
+
+# ---- as JSON values ----------------------------------------------------------------------------
+
+
+def to_json(expr: Expr) -> Any:
+    """An expression as JSON values: an id, or a list that starts with a word."""
+    if isinstance(expr, Same):
+        return ["same", expr.id, expr.iteration] if expr.iteration else expr.id
+    if isinstance(expr, Part | Microbatch):
+        word = "part" if isinstance(expr, Part) else "microbatch"
+        return [word, to_json(expr.of), expr.first, expr.stop, expr.count]
+    if isinstance(expr, Packed):
+        return ["packed", *(None if part is None else to_json(part) for part in expr.parts)]
+    if isinstance(expr, Encoded):
+        return ["encoded", to_json(expr.of), expr.codec, expr.lossless]
+    if isinstance(expr, Lossy):
+        return ["lossy", to_json(expr.of), expr.codec]
+    return ["glue"]
+
+
+def from_json(value: Any) -> Expr:
+    """The expression that `to_json` wrote. Raises TraceError on anything else."""
+    match value:
+        case int(id) if id >= 0 and value is not True and value is not False:
+            return Same(id)
+        case ["same", int(id), int(iteration)] if id >= 0 and iteration >= 0:
+            return Same(id, iteration)
+        case ["part" | "microbatch" as word, of, int(first), int(stop), int(count)] if 0 <= first < stop <= count:
+            return (Part if word == "part" else Microbatch)(from_json(of), first, stop, count)
+        case ["packed", *parts]:
+            return Packed(tuple(None if part is None else from_json(part) for part in parts))
+        case ["encoded", of, str(codec), bool(lossless)]:
+            return Encoded(from_json(of), codec, lossless)
+        case ["lossy", of, str(codec)]:
+            return Lossy(from_json(of), codec)
+        case ["glue"]:
+            return Glue()
+    raise TraceError(f"stands_for: {str(value)[:60]!r} is no origin")

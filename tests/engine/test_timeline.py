@@ -1,0 +1,403 @@
+"""Timelines drawn by hand: every interval compared to the nanosecond."""
+
+from fractions import Fraction
+
+import pytest
+
+from sim.engine.replay import replay
+from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
+from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
+from sim.plan import Drop, Move, Plan, Recompute, Wait
+from sim.trace import Trace, TraceBuilder
+
+GB = 10**9  # at 1 GB/s one byte takes one nanosecond
+
+
+def machine(*, hbm=1000, host=10_000, devices=1, pools=(), rate=GB, fixed=0, copy_engines=1, cpu=False) -> Platform:
+    """`devices` accelerators with a tier each, one host tier, and a link each way at one byte a nanosecond."""
+    names = [f"@{d}" if devices > 1 else "" for d in range(devices)]
+    tiers = [Tier(f"hbm{n}", hbm, hbm, GB, device=d) for d, n in enumerate(names)]
+    engines = [Engine(f"npu{n}", d, f"hbm{n}", (f"hbm{n}",), {"fp32": GB}) for d, n in enumerate(names)]
+    links = []
+    for n in names:
+        links.append(Link(f"d2h{n}", f"hbm{n}", "host", rate, fixed, copy_engines))
+        links.append(Link(f"h2d{n}", "host", f"hbm{n}", rate, fixed, copy_engines))
+    if devices == 2:
+        links += [Link("a2b", "hbm@0", "hbm@1", rate, fixed), Link("b2a", "hbm@1", "hbm@0", rate, fixed)]
+    if cpu:
+        engines.append(Engine("cpu", -1, "host", ("host",), {"fp32": GB}, main=False))
+    return Platform("hand", (*tiers, Tier("host", host, host, GB)), tuple(engines), tuple(links), tuple(pools))
+
+
+def chain(*steps: tuple[str, int], size: int = 10) -> Trace:
+    """Ops in a row, each reading the result of the one before: (name, ns)."""
+    b = TraceBuilder()
+    last = b.tensor("x", size, "input")
+    for name, ns in steps:
+        made = b.tensor(f"{name}.out", size)
+        b.op(name, reads=[last], writes=[made], duration=ns)
+        last = made
+    return b.build()
+
+
+def spans(log, why=None):
+    """(lane, name, start, end) of the intervals, in order of start."""
+    rows = [
+        (e.lane, e.tensor if e.why == "move" and e.tensor else e.op, e.start_ns, e.end_ns)
+        for e in log.events.itertuples()
+        if why is None or e.why == why
+    ]
+    return sorted(rows, key=lambda row: (row[2], row[3], row[0]))
+
+
+def stalls(log):
+    return [(e.op, e.cause, e.start_ns, e.end_ns) for e in log.events.itertuples() if e.why == "stall"]
+
+
+def weights(*sizes: int, op_ns: int = 1000) -> TraceBuilder:
+    """One long op that reads nothing, and tensors that are there from the start."""
+    b = TraceBuilder()
+    for i, size in enumerate(sizes):
+        b.tensor(f"w{i}", size, "input")
+    b.op("compute", duration=op_ns)
+    return b
+
+
+def test_copies_of_one_direction_queue_first_come_first_served():
+    plan = Plan(weights(30, 20).build(), [Move("w0", "host", before="compute"), Move("w1", "host", before="compute")])
+    assert spans(replay(plan, machine()), "move") == [("d2h", "w0", 0, 30), ("d2h", "w1", 30, 50)]
+
+
+def test_lower_priority_value_goes_first_and_a_running_copy_is_not_interrupted():
+    b = weights(30, 20, 10)
+    moves = [
+        Move("w0", "host", before="compute", priority=5),
+        Move("w1", "host", before="compute", priority=5),
+        Move("w2", "host", before="compute", priority=0),
+    ]
+    log = replay(Plan(b.build(), moves), machine())
+    assert spans(log, "move") == [("d2h", "w2", 0, 10), ("d2h", "w0", 10, 40), ("d2h", "w1", 40, 60)]
+
+
+def test_each_transfer_pays_its_fixed_time():
+    plan = Plan(weights(30, 20).build(), [Move("w0", "host", before="compute"), Move("w1", "host", before="compute")])
+    log = replay(plan, machine(fixed=7))
+    assert spans(log, "move") == [("d2h", "w0", 0, 37), ("d2h", "w1", 37, 64)]
+
+
+def test_two_links_on_one_pool_share_it_equally_until_one_ends():
+    """Pool of 1 B/ns: both at 1/2; w0 (20 B) ends at 40; then w1 has 20 of its 40 B left at full rate."""
+    pool = Pool("bus", (Member("d2h@0"), Member("d2h@1")), GB)
+    b = TraceBuilder()
+    for d, size in enumerate((20, 40)):
+        b.tensor(f"w{d}", size, "input")
+        b.op(f"first{d}", reads=[d], duration=0, device=d)
+    for d in range(2):
+        b.op(f"compute{d}", duration=1000, device=d)
+    plan = Plan(b.build(), [Move(f"w{d}", "host", before=f"compute{d}") for d in range(2)])
+    log = replay(plan, machine(devices=2, pools=(pool,)))
+    assert spans(log, "move") == [("d2h@0", "w0", 0, 40), ("d2h@1", "w1", 0, 60)]
+
+
+def duplex_log(down: int, up: int):
+    """w0 goes down while w1, which starts on the host, comes up; factors 0.95 and 0.47 while both run."""
+    pool = Pool("pcie", (Member("d2h", factor=Fraction(95, 100)), Member("h2d", factor=Fraction(47, 100))))
+    plan = Plan(
+        weights(down, up).build(),
+        [Move("w0", "host", before="compute"), Move("w1", "hbm", before="compute")],
+        place={1: "host"},
+    )
+    return spans(replay(plan, machine(hbm=10_000, pools=(pool,))), "move")
+
+
+def test_both_directions_at_once_slow_each_other_by_the_duplex_factors():
+    """Down: 950 B at 0.95 B/ns end at 1000. Up: 470 B by then; the other 530 B at full rate end at 1530."""
+    assert duplex_log(950, 1000) == [("d2h", "w0", 0, 1000), ("h2d", "w1", 0, 1530)]
+
+
+def test_a_duplex_link_alone_keeps_its_whole_rate():
+    pool = Pool("pcie", (Member("d2h", factor=Fraction(95, 100)), Member("h2d", factor=Fraction(47, 100))))
+    plan = Plan(weights(950).build(), [Move("w0", "host", before="compute")])
+    assert spans(replay(plan, machine(pools=(pool,))), "move") == [("d2h", "w0", 0, 950)]
+
+
+def test_pageable_copy_beside_cpu_adam_shares_host_memory_in_charged_bytes():
+    """Host DRAM 2 B/ns; the copy charges 3 a byte at most 1 B/ns, CPU Adam 1 a byte at most 2 B/ns.
+
+    Alone the copy would take 2/3 B/ns. Together each gets 1 charged B/ns: the copy 1/3 B/ns, Adam 1 B/ns.
+    Adam's 90 B end at 90; by then the copy has moved 30 of 60 B; the rest at 2/3 B/ns takes 45: it ends at 135.
+    """
+    pool = Pool("dram", (Member("d2h", charge=Fraction(3)), Member("cpu")), 2 * GB)
+    platform = machine(cpu=True, pools=(pool,))
+    host = Tier("host", 10_000, 10_000, 2 * GB)
+    platform = Platform("hand", (platform.tiers[0], host), platform.engines, platform.links, platform.pools)
+    b = weights(60)
+    state = b.tensor("m", 45, "optimizer_state")
+    new = b.tensor("m'", 45, "optimizer_state", replaces=state)
+    b.op("adam", "optimizer", reads=[state], writes=[new], bytes=90, engine="cpu", phase="update")
+    plan = Plan(b.build(), [Move("w0", "host", before="compute")])
+    # "compute" lasts 1000; put adam first by making it start at once
+    log = replay(plan, platform)
+    adam = next(row for row in spans(log) if row[1] == "adam")
+    copy = next(row for row in spans(log, "move"))
+    assert copy[2:] == (0, 90)  # alone: 60 B at 2/3 B/ns
+    assert adam[2:] == (1000, 1045)  # alone: 90 B at 2 B/ns
+
+    b = TraceBuilder()
+    b.tensor("w0", 60, "input")
+    state = b.tensor("m", 45, "optimizer_state")
+    new = b.tensor("m'", 45, "optimizer_state", replaces=state)
+    b.op("adam", "optimizer", reads=[state], writes=[new], bytes=90, engine="cpu", phase="update")
+    b.op("compute", duration=1000)
+    log = replay(Plan(b.build(), [Move("w0", "host", before="compute")]), platform)
+    assert ("cpu", "adam", 0, 90) in spans(log)
+    assert spans(log, "move") == [("d2h", "w0", 0, 135)]
+
+
+def test_a_collective_starts_when_its_last_member_has_come_and_devices_go_on():
+    """Device 0 reaches the all-reduce at 10, device 1 at 50; 40 B over the ring take 40: both results at 90.
+
+    Device 0 computes on until 30 and then waits for the result it reads.
+    """
+    b = TraceBuilder()
+    grads, sums = [], []
+    for d in range(2):
+        grads.append(b.tensor(f"g{d}", 40, "gradient"))
+        sums.append(b.tensor(f"sum{d}", 40, "gradient", replaces=grads[d]))
+        b.op(f"backward{d}", writes=[grads[d]], duration=(10, 50)[d], device=d)
+    for d in range(2):
+        b.op(f"reduce{d}", "collective", reads=[grads[d]], writes=[sums[d]], bytes=40, group="all", device=d)
+    b.op("more0", duration=20, device=0)
+    for d in range(2):
+        b.op(f"update{d}", reads=[sums[d]], duration=5, device=d)
+    log = replay(Plan(b.build()), machine(devices=2))
+    assert [row for row in spans(log, "move")] == [("a2b", "reduce1", 50, 90), ("b2a", "reduce1", 50, 90)]
+    assert ("npu@0", "update0", 90, 95) in spans(log, "run")
+    assert ("npu@1", "update1", 90, 95) in spans(log, "run")
+    assert stalls(log) == [("update0", "peer", 30, 90), ("update1", "peer", 50, 90)]
+
+
+def pipeline_1f1b() -> Trace:
+    """Two stages, two micro-batches; forward 10, backward 20; 5 B between the stages."""
+    b = TraceBuilder()
+    acts, grads = {}, {}
+    arriving = [b.tensor(f"in{m}", 5) for m in range(2)]
+    for m in range(2):  # receives are posted ahead, as irecv is
+        b.op(f"recv_a{m}", "recv", writes=[arriving[m]], group=f"a{m}", device=1)
+    steps = [("f", 0, 0), ("f", 0, 1), ("f", 1, 0), ("b", 1, 0), ("b", 0, 0), ("f", 1, 1), ("b", 1, 1), ("b", 0, 1)]
+    for kind, stage, m in steps:
+        if kind == "f":
+            reads = [arriving[m]] if stage else []
+            acts[stage, m] = b.tensor(f"act{stage}{m}", 5)
+            b.op(f"f{stage}{m}", reads=reads, writes=[acts[stage, m]], duration=10, device=stage)
+            if not stage:
+                b.op(f"send_a{m}", "send", reads=[acts[0, m]], group=f"a{m}", device=0)
+        else:
+            reads = [acts[stage, m]]
+            if not stage:
+                reads.append(b.tensor(f"gin{m}", 5, "temporary"))
+                b.op(f"recv_g{m}", "recv", writes=reads[1:], group=f"g{m}", device=0)
+            grads[stage, m] = b.tensor(f"grad{stage}{m}", 5, "temporary")
+            b.op(f"b{stage}{m}", reads=reads, writes=[grads[stage, m]], duration=20, device=stage, phase="backward")
+            if stage:
+                b.op(f"send_g{m}", "send", reads=[grads[1, m]], group=f"g{m}", device=1)
+    return b.build()
+
+
+def test_a_two_stage_1f1b_pipeline():
+    """Drawn by hand. Stage 0: F0 0-10, F1 10-20, B0 50-70, B1 80-100. Stage 1: F0 15-25, B0 25-45, F1 45-55, B1 55-75.
+
+    Copies of 5 ns: a0 10-15, a1 20-25, g0 45-50, g1 75-80. The bubble of stage 0 is 30 + 10.
+    """
+    log = replay(Plan(pipeline_1f1b()), machine(devices=2))
+    assert [row[1:] for row in spans(log, "run") if row[0] == "npu@0"] == [
+        ("f00", 0, 10),
+        ("f01", 10, 20),
+        ("b00", 50, 70),
+        ("b01", 80, 100),
+    ]
+    assert [row[1:] for row in spans(log, "run") if row[0] == "npu@1"] == [
+        ("f10", 15, 25),
+        ("b10", 25, 45),
+        ("f11", 45, 55),
+        ("b11", 55, 75),
+    ]
+    assert [row[2:] for row in spans(log, "move")] == [(10, 15), (20, 25), (45, 50), (75, 80)]
+    assert [(op, start, end) for op, _, start, end in stalls(log)] == [("f10", 0, 15), ("b00", 20, 50), ("b01", 70, 80)]
+    assert log.end == 100
+
+
+def test_vdnn_layers_take_the_longer_of_compute_and_copy():
+    """F = 4,4,4,4 with copies of 3,6,2,5: 4 + 6 + 4 + 5 = 19, not 16."""
+    b = TraceBuilder()
+    xs = [b.tensor(f"x{i}", size, "input") for i, size in enumerate((3, 6, 2, 5))]
+    for i, x in enumerate(xs):
+        b.op(f"f{i}", "conv", reads=[x], duration=4)
+    actions = []
+    for i in range(4):
+        actions += [Move(f"x{i}", "host", keep=True, before=f"f{i}")]
+        actions += [Wait(f"x{i}", after=f"f{i}"), Drop(f"x{i}", after=f"f{i}")]
+    log = replay(Plan(b.build(), actions), machine())
+    assert [row[2:] for row in spans(log, "run")] == [(0, 4), (4, 8), (10, 14), (14, 18)]
+    assert log.end == 19
+    assert stalls(log) == [("f1", "wait", 8, 10), ("f3", "wait", 18, 19)]
+
+
+def test_dropped_tensor_is_recomputed_with_what_it_needs():
+    trace = chain(("a", 10), ("b", 10), ("c", 10), ("d", 10))
+    b = TraceBuilder.of(trace)
+    for op in trace.ops:
+        b.copy_op(op)
+    end = b.tensor("end", 10)
+    b.op("late", reads=[trace.tensor_id("b.out")], writes=[end], duration=5, phase="backward")
+    log = replay(Plan(b.build(), [Drop("b.out", after="c")]), machine())
+    assert [(row[1], row[2]) for row in spans(log, "recompute")] == [("a", 40), ("b", 50)]
+    assert log.end == 65
+    assert log.counters["implicit_recomputes"] == 2
+
+
+def test_a_planned_recompute_keeps_its_reads_alive():
+    trace = chain(("a", 10), ("b", 10), ("c", 10), ("d", 10))
+    b = TraceBuilder.of(trace)
+    for op in trace.ops:
+        b.copy_op(op)
+    b.op("late", reads=[trace.tensor_id("b.out")], writes=[b.tensor("end", 10)], duration=5, phase="backward")
+    log = replay(Plan(b.build(), [Drop("b.out", after="c"), Recompute("b", before="late")]), machine())
+    assert [(row[1], row[2]) for row in spans(log, "recompute")] == [("b", 40)]
+    assert log.counters["implicit_recomputes"] == 0
+
+
+def test_a_tensor_wanted_back_while_leaving_stays():
+    """The copy of a.out runs 10-20; b reads it from 10 on, so its release is cancelled."""
+    log = replay(Plan(chain(("a", 10), ("b", 30), ("c", 5)), [Move("a.out", "host", after="a")]), machine())
+    assert spans(log, "run") == [("npu", "a", 0, 10), ("npu", "b", 10, 40), ("npu", "c", 40, 45)]
+    gone = log.memory.query("tensor == 'a.out' and delta_bytes < 0")
+    assert list(gone.time_ns) == [40, 40]  # both copies, when b, the last reader, has ended
+    assert set(gone.cause) == {"freed"}
+
+
+def test_an_op_waits_for_space_that_a_copy_releases():
+    """30 B of room: x, a.out, b.out. c needs 10 more, which the copy of a.out (from 20 to 30) frees."""
+    trace = chain(("a", 10), ("b", 10), ("c", 10))
+    b = TraceBuilder.of(trace)
+    for op in trace.ops:
+        b.copy_op(op)
+    b.op("late", reads=[trace.tensor_id("a.out"), trace.tensor_id("c.out")], duration=5)
+    plan = Plan(b.build(), [Move("a.out", "host", after="b")])
+    log = replay(plan, machine(hbm=40))
+    assert stalls(log) == [("late", "transfer", 40, 40)] or ("npu", "c", 20, 30) in spans(log, "run")
+    log = replay(plan, machine(hbm=30))
+    assert stalls(log)[0] == ("c", "space", 20, 30)
+    assert ("npu", "c", 30, 40) in spans(log, "run")
+
+
+def test_an_in_place_write_waits_for_a_copy_of_the_old_value():
+    b = TraceBuilder()
+    old = b.tensor("w", 50, "weight")
+    new = b.tensor("w'", 50, "weight", replaces=old)
+    b.op("read", reads=[old], duration=10)
+    b.op("step", "optimizer", reads=[old], writes=[new], duration=5, phase="update")
+    log = replay(Plan(b.build(), [Move("w", "host", keep=True, after="read")]), machine())
+    assert stalls(log) == [("step", "hazard", 10, 60)]
+    assert spans(log, "run")[-1] == ("npu", "step", 60, 65)
+    final = log.memory.groupby(["tier", "tensor"]).delta_bytes.sum()
+    assert final["hbm", "w'"] == 50
+    assert final["host", "w"] == 0  # the copy of the old value goes with it
+
+
+def test_an_op_on_another_engine_runs_beside_the_device():
+    b = TraceBuilder()
+    g = b.tensor("g", 10, "gradient")
+    s = b.tensor("s", 10, "optimizer_state")
+    s2 = b.tensor("s'", 10, "optimizer_state", replaces=s)
+    b.op("backward", writes=[g], duration=10)
+    b.op("adam", "optimizer", reads=[g, s], writes=[s2], duration=100, engine="cpu", phase="update")
+    b.op("next", duration=30)
+    b.op("last", reads=[s2], duration=1, engine="cpu", phase="update")
+    log = replay(Plan(b.build()), machine(cpu=True))
+    assert ("h2d", "s", 0, 0) not in spans(log)
+    assert spans(log, "move")[0] == ("d2h", "g", 10, 20)  # an implicit fetch: the CPU can't read hbm
+    assert ("cpu", "adam", 20, 120) in spans(log, "run")
+    assert ("npu", "next", 20, 50) in spans(log, "run")
+    assert stalls(log)[-2:] == [("last", "engine", 50, 120), ("last", "drain", 120, 121)]
+
+
+def test_carried_tensors_come_home_at_the_end():
+    b = TraceBuilder()
+    w = b.tensor("w", 40, "weight")
+    b.op("use", reads=[w], duration=10)
+    log = replay(Plan(b.build(), [Move("w", "host", after="use")]), machine())
+    assert log.counters["returned_moves"] == 1
+    assert spans(log, "move") == [("d2h", "w", 10, 50), ("h2d", "w", 50, 90)]
+    assert log.end == 90
+    final = log.memory.groupby("tier").delta_bytes.sum()
+    assert final["hbm"] == 40
+    assert final["host"] == 0
+
+
+def test_out_of_memory_names_who_holds_what():
+    with pytest.raises(OutOfMemory, match=r"op 'b' needs 10 B in 'hbm'.*x \(10 B\)") as caught:
+        replay(Plan(chain(("a", 10), ("b", 10), ("c", 10))), machine(hbm=25))
+    assert caught.value.need_bytes == 10
+    assert caught.value.log is not None
+    assert not caught.value.log.complete
+
+
+def test_a_read_that_nothing_can_restore_is_illegal():
+    trace = chain(("a", 10), ("b", 10))
+    b = TraceBuilder.of(trace)
+    for op in trace.ops:
+        b.copy_op(op)
+    b.op("late", reads=[0], duration=1)
+    with pytest.raises(IllegalPlan, match="op 'late': tensor 'x' was dropped, and no op makes it"):
+        replay(Plan(b.build(), [Drop("x", after="a")]), machine())
+
+
+def test_recompute_after_the_update_is_illegal_and_names_the_overwriting_op():
+    b = TraceBuilder()
+    w = b.tensor("w", 10, "weight")
+    y = b.tensor("y", 10)
+    w2 = b.tensor("w'", 10, "weight", replaces=w)
+    b.op("forward", reads=[w], writes=[y], duration=1)
+    b.op("step", "optimizer", reads=[w], writes=[w2], duration=1, phase="update")
+    b.op("late", reads=[y], duration=1)
+    with pytest.raises(IllegalPlan, match="'w' was overwritten by 'step' and no copy was kept"):
+        replay(Plan(b.build(), [Drop("y", after="forward")]), machine())
+
+
+def test_two_copies_that_wait_for_each_others_space_are_a_deadlock():
+    b = weights(600, 600)
+    plan = Plan(
+        b.build(),
+        [Move("w0", "host", before="compute"), Move("w1", "hbm", before="compute")],
+        place={1: "host"},
+    )
+    with pytest.raises((Deadlock, OutOfMemory), match="w0|w1"):
+        replay(plan, machine(hbm=1000, host=1000))
+
+
+def test_a_group_without_its_partner_is_refused():
+    b = TraceBuilder()
+    b.op("send", "send", reads=[b.tensor("x", 4, "input")], group="lonely")
+    with pytest.raises(TraceError, match="group 'lonely' lacks a member"):
+        replay(Plan(b.build()), machine(devices=2))
+
+
+def test_a_later_move_replaces_one_that_has_not_started():
+    b = weights(50, 20)
+    moves = [
+        Move("w0", "host", before="compute"),
+        Move("w1", "host", before="compute"),
+        Move("w1", "hbm", before="compute"),
+    ]
+    log = replay(Plan(b.build(), moves), machine())
+    assert [row for row in spans(log, "move") if row[2] < 1000] == [("d2h", "w0", 0, 50)]
+
+
+def test_moving_where_a_clean_copy_lies_is_free():
+    b = weights(50)
+    b.op("more", reads=[0], duration=1000)
+    moves = [Move("w0", "host", keep=True, before="compute"), Move("w0", "host", before="more")]
+    log = replay(Plan(b.build(), moves), machine())
+    assert [row[1:] for row in spans(log, "move")] == [("w0", 0, 50), ("w0", 1000, 1050)]  # out once; back once
+    assert [row[0] for row in spans(log, "move")] == ["d2h", "h2d"]
