@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.engine.prepare import Prepared
 from sim.engine.state import DROPPED, State
@@ -14,8 +13,7 @@ from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move, Online, Plan, Recompute, Wait
 
 
-@dataclass(slots=True)
-class Act:
+class Act(NamedTuple):
     """An action with ids. target: a tensor, or the op to run again; tier: where to drop, or to move to."""
 
     kind: str
@@ -31,6 +29,7 @@ class Actions:
         self._platform = platform
         self._prepared = prepared
         self._tier_ids: Mapping[str, int] = platform.tier_ids
+        self._ops, self._tensors = len(prepared.reads), len(prepared.size)
         self._state = state
         self._transfers = transfers
         self.before: dict[int, list[Act]] = {}
@@ -50,28 +49,37 @@ class Actions:
     # ---- names -------------------------------------------------------------------------------
 
     def _anchor(self, action: Action) -> None:
-        trace = self._prepared.trace
-        if (action.before is None) == (action.after is None):
+        before, after = action.before, action.after
+        if (before is None) == (after is None):
             raise IllegalPlan(f"{action}: a planned action stands either before or after one op")
+        at = after if before is None else before
         try:
-            anchor = trace.op_id(action.before if action.before is not None else action.after)  # type: ignore[arg-type]
+            anchor = at if type(at) is int and 0 <= at < self._ops else self._prepared.trace.op_id(at)  # type: ignore[arg-type]
             act = self._resolve(action, self._prepared.device[anchor])
         except TraceError as error:
             raise IllegalPlan(f"{action}: {error}") from None
-        if act.kind == "recompute":
-            self.recomputed.append(act.target)
-        apart = anchor in self._prepared.group_of or (
-            self._prepared.engine[anchor] != self._prepared.main[self._prepared.device[anchor]]
-        )
-        if act.kind in ("wait", "recompute") and action.after is not None and apart:
-            raise IllegalPlan(f"{action}: no device is there to wait when that op ends beside it")
-        side, slow = (self.before, self.slow_before) if action.before is not None else (self.after, self.slow_after)
-        side.setdefault(anchor, []).append(act)
+        side = self.after if before is None else self.before
+        if anchor in side:
+            side[anchor].append(act)
+        else:
+            side[anchor] = [act]
         if act.kind in ("wait", "recompute"):
-            slow.add(anchor)
+            (self.slow_after if before is None else self.slow_before).add(anchor)
+            if act.kind == "recompute":
+                self.recomputed.append(act.target)
+            if before is None and not self._is_here(anchor):
+                raise IllegalPlan(f"{action}: no device is there to wait when that op ends beside it")
+
+    def _is_here(self, op: int) -> bool:
+        """Whether an op runs on its device's main engine, so that the device is there when it ends."""
+        prepared = self._prepared
+        return op not in prepared.group_of and prepared.engine[op] == prepared.main[prepared.device[op]]
 
     def _resolve(self, action: Action, device: int) -> Act:
         trace = self._prepared.trace
+        if type(action) is Move and type(action.tensor) is int and 0 <= action.tensor < self._tensors:
+            if action.to in self._tier_ids and (action.wire is None or action.wire >= 0):
+                return Act("move", action.tensor, self._tier_ids[action.to], action)
         if isinstance(action, Recompute):
             op = trace.op_id(action.op)
             if any(self._prepared.replaces[t] >= 0 for t in self._prepared.writes[op]):

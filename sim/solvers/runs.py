@@ -7,7 +7,7 @@ it again. So any such order is legal, and no other plan with the same runs holds
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -207,70 +207,6 @@ def backward_slice(ledger: Ledger, ops: Sequence[int], wanted: Iterable[int]) ->
             found.append(op)
             missing.update(ledger.reads[op])
     return found[::-1]
-
-
-# ---- regions -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Forward ops of one device that are run again together, and the backward ops that undo them."""
-
-    forward: tuple[int, ...]
-    backward: Collection[int]
-
-
-def rerun_regions(
-    ledger: Ledger,
-    regions: Sequence[Region],
-    *,
-    early_stop: bool = True,
-    skip_last: bool = False,
-    keep: Collection[int] = (),
-) -> dict[int, list[int]]:
-    """Run each region again just before its first backward op that reads what the region made and kept inside.
-
-    What enters a region or is read by forward ops outside it stays. early_stop: run again only as far as
-    the last op whose results the region's backward reads. skip_last: leave alone a region whose
-    backward follows before any other region's forward. keep: ops that are not run again; their results
-    stay. Regions come in program order, and one that nothing is dropped of is not run again.
-    """
-    kept = set(keep)
-    again: dict[int, list[int]] = {}
-    for region, follower in pairwise((*regions, None)):
-        assert region is not None
-        anchor, last = _where(ledger, region, kept)
-        if anchor < 0 or (skip_last and (follower is None or follower.forward[0] > anchor)):
-            continue
-        stop = last if early_stop else region.forward[-1]
-        ops = [op for op in region.forward if op <= stop and op not in kept]
-        legal = [op for op in ops if ledger.can_run_again(op, anchor)]
-        if len(legal) < len(ops):
-            # some results stay after all: run no op again just for an op that does not run
-            legal = backward_slice(ledger, legal, _read_by(ledger, region.backward))
-        again.setdefault(anchor, []).extend(legal)
-    return again
-
-
-def _where(ledger: Ledger, region: Region, kept: set[int]) -> tuple[int, int]:
-    """The op before which a region runs again (-1 for none), and the last op that its backward needs of it."""
-    inside, undoing = set(region.forward), region.backward
-    anchor, last = -1, -1
-    for op in region.forward:
-        for t in ledger.writes[op]:
-            readers = ledger.trace.readers(t)
-            back = [r for r in readers if r in undoing]
-            if not back:
-                continue
-            last = max(last, op)
-            leaves = any(r not in inside and r not in undoing and r < back[0] for r in readers)
-            if op not in kept and not leaves and (anchor < 0 or back[0] < anchor):
-                anchor = back[0]
-    return anchor, last
-
-
-def _read_by(ledger: Ledger, ops: Collection[int]) -> set[int]:
-    return {t for op in ops for t in ledger.reads[op]}
 
 
 def _rows(start: list[int], ids: list[int]) -> list[tuple[int, ...]]:

@@ -21,20 +21,17 @@ import gc
 import gzip
 import json
 import os
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from sim.errors import TraceError, near
 from sim.trace.graph import Trace, TraceBuilder
-from sim.trace.op import KIND_CODE, KINDS, PHASE_CODE, PHASES, SPLITS, Implementation
+from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
-from sim.trace.tensor import ROLE_CODE, ROLES
+from sim.trace.tensor import ROLES
 
 FORMAT, VERSION = "tiersim trace", 1
 MAX_BYTES = 4 << 30
@@ -42,28 +39,38 @@ MAX_BYTES = 4 << 30
 MAX_LINE = 64 << 20
 """Longest line; a header with a million outputs is about 10 MB."""
 
-_INT, _STR, _LIST, _BOOL, _FRACTION = "a whole number", "a text", "a list", "true or false", "a number from 0 to 1"
-_OBJECT, _TENSOR_KEY, _ORIGIN = "an object", "a tensor", "an origin"
+_Rule = tuple[type, int, int]
+_ANY_OF = {int: "a whole number", str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+_TEXT: _Rule = (str, 0, 0)
+_LIST: _Rule = (list, 0, 0)
+_OBJECT: _Rule = (dict, 0, 0)
+_EITHER: _Rule = (object, 0, 0)  # checked where it is used
+_SIZE: _Rule = (int, 0, 2**62)
+_LAYER: _Rule = (int, -1, 2**31 - 1)
 _HEADER = {
-    **dict.fromkeys(("tensors", "ops", "version"), _INT),
+    **dict.fromkeys(("tensors", "ops"), _SIZE),
     **dict.fromkeys(("outputs", "carry"), _LIST),
     **dict.fromkeys(("meta", "origin"), _OBJECT),
-    "format": _STR,
+    "format": _TEXT,
+    "version": _SIZE,
 }
+_ORIGIN = {"base": _TEXT, "iterations": (int, 1, 2**31 - 1)}
 _TENSOR = {
-    **dict.fromkeys(("tensor", "role", "dtype", "saved_for"), _STR),
-    **dict.fromkeys(("bytes", "layer"), _INT),
+    **dict.fromkeys(("tensor", "role", "dtype", "saved_for"), _TEXT),
+    **dict.fromkeys(("zeros", "replaces", "stands_for"), _EITHER),
+    "bytes": _SIZE,
+    "layer": _LAYER,
     "shape": _LIST,
-    "zeros": _FRACTION,
-    "replaces": _TENSOR_KEY,
-    "stands_for": _ORIGIN,
 }
 _OP = {
-    **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype"), _STR),
-    **dict.fromkeys(("layer", "flops", "bytes", "workspace", "device", "priority", "duration"), _INT),
+    **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype"), _TEXT),
+    **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
     **dict.fromkeys(("reads", "writes", "alternatives", "splits"), _LIST),
-    "random": _BOOL,
-    "stands_for": _ORIGIN,
+    "layer": _LAYER,
+    "device": (int, 0, 2**16),
+    "priority": (int, -(2**31), 2**31 - 1),
+    "random": (bool, 0, 1),
+    "stands_for": _EITHER,
 }
 
 
@@ -188,7 +195,7 @@ class _Reader:
 
     def __init__(self, path: str) -> None:
         self.path, self.line = path, 0
-        self.decode = json.JSONDecoder(parse_constant=self._no_constant).decode
+        self.decode = json.JSONDecoder(parse_constant=self._no_constant).raw_decode
         strict = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_double)
         self.decode_strictly = strict.decode
         self.header: dict[str, Any] | None = None
@@ -200,6 +207,7 @@ class _Reader:
         self.late: list[tuple[int, Any, int]] = []
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.splits: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.texts: dict[str, str] = {}
         self.made: set[int] = set()
 
     def error(self, text: str) -> TraceError:
@@ -209,17 +217,9 @@ class _Reader:
         if text.isspace():
             return
         try:
-            row = self.decode(text.decode())
-            # as many keys as there are signs of one: none can stand twice; else look again, slowly
-            if self.header is None or text.count(b'":') != len(row):
-                row = self.decode_strictly(text.decode())
-        except RecursionError:
-            raise self.error("values are nested too deeply") from None
-        except ValueError as problem:
-            raise self.error(f"no JSON ({problem})".replace("\n", " ")) from None
-        if not isinstance(row, dict):
-            raise self.error("a line must be an object, {…}")
-        try:
+            row = self._parse(text)
+            if not isinstance(row, dict):
+                raise TraceError("a line must be an object, {…}")
             if self.header is None:
                 self._take_header(row)
             elif "tensor" in row:
@@ -228,10 +228,21 @@ class _Reader:
                 self._take_op(row)
             else:
                 raise TraceError("neither a tensor nor an op: the line needs a 'tensor' or an 'op' with its name")
-        except TraceError as problem:
-            raise self.error(str(problem)) from None
         except RecursionError:
             raise self.error("values are nested too deeply") from None
+        except TraceError as problem:
+            raise self.error(str(problem)) from None
+        except ValueError as problem:
+            raise self.error(f"no JSON ({problem})".replace("\n", " ")) from None
+
+    def _parse(self, text: bytes) -> Any:
+        string = text.decode().strip()
+        if self.header is not None and string[0] == "{":
+            row, end = self.decode(string)
+            # as many keys as there are signs of one: none stands twice; else look again, slowly
+            if end == len(string) and text.count(b'":') == len(row):
+                return row
+        return self.decode_strictly(string)
 
     def _no_constant(self, word: str) -> Any:
         if self.header is None:  # meta data may say NaN
@@ -252,85 +263,62 @@ class _Reader:
             raise TraceError(f'no trace: the first line must say "format": "{FORMAT}"')
         if row.get("version") != VERSION:
             raise TraceError(f"version {row.get('version')!r} is not known; this program reads version {VERSION}")
-        _check_keys(row, _HEADER, "the header", ("format", "version"))
+        _check(row, _HEADER, "the header", ("format", "version"))
         if "origin" in row:
-            origin = row["origin"]
-            _check_keys(origin, {"base": _STR, "iterations": _INT}, "the header: origin", ("base",))
-            if origin.get("iterations", 1) < 1:
-                raise TraceError("the header: origin: iterations must be at least 1")
+            _check(row["origin"], _ORIGIN, "the header: origin", ("base",))
         self.header = row
         self.builder.meta = row.get("meta", {})
 
     def _take_tensor(self, row: dict[str, Any]) -> None:
-        name = row["tensor"]
-        _check_keys(row, _TENSOR, f"tensor {name!r}", ("tensor", "bytes"))
+        what = f"tensor {row['tensor']!r}"
+        _check(row, _TENSOR, what, ("bytes",))
+        name = row.pop("tensor")
         if name in self.tensor_ids:
-            raise TraceError(f"tensor {name!r} stands twice")
-        what = f"tensor {name!r}"
-        role, shape, replaces = row.get("role", "activation"), row.get("shape"), row.get("replaces")
-        if role not in ROLE_CODE:
-            raise TraceError(f"{what}: role {role!r} is unknown{near(role, ROLES)}")
-        zeros = row.get("zeros")
-        if zeros is not None and not 0 <= zeros <= 1:
-            raise TraceError(f"{what}: zeros: {zeros} is not {_FRACTION}")
-        if shape is not None:
-            sizes = tuple(_number(s, what, "shape", 0) for s in shape)
-            shape = self.shapes.setdefault(sizes, sizes)
-        self.tensor_ids[name] = tensor = self.builder.tensor(
-            name,
-            _number(row["bytes"], what, "bytes", 0),
-            role,
-            layer=_number(row.get("layer", -1), what, "layer", -1, 2**31 - 1),
-            shape=shape,
-            dtype=sys.intern(row.get("dtype", "")),
-            zeros=zeros,
-            saved_for=sys.intern(row.get("saved_for", "")),
-        )
-        if replaces is not None:  # it may stand below
-            self.late.append((tensor, replaces, self.line))
+            raise TraceError(f"{what} stands twice")
         self._stands_for(row, self.tensor_exprs, what)
+        self._share(row, "dtype", "saved_for", "role")
+        if "shape" in row:
+            sizes = tuple(row["shape"])
+            row["shape"] = self.shapes.get(sizes) or self._shape(sizes, what)
+        zeros = row.get("zeros", 0)
+        if type(zeros) not in (int, float) or not 0 <= zeros <= 1:
+            raise TraceError(f"{what}: zeros: {str(zeros)[:60]!r} is not a number from 0 to 1")
+        replaces = row.pop("replaces", None)
+        self.tensor_ids[name] = tensor = self.builder.tensor(name, **row)
+        if replaces is not None:  # that one may stand below
+            self.late.append((tensor, replaces, self.line))
 
     def _take_op(self, row: dict[str, Any]) -> None:
-        name = row["op"]
-        what = f"op {name!r}"
-        _check_keys(row, _OP, what, ("op",))
+        what = f"op {row['op']!r}"
+        _check(row, _OP, what, ())
+        name = row.pop("op")
         if name in self.op_ids:
             raise TraceError(f"{what} stands twice")
         self.op_ids.add(name)
-        kind, phase = row.get("kind", "other"), row.get("phase", "forward")
-        if kind not in KIND_CODE:
-            raise TraceError(f"{what}: kind {kind!r} is unknown{near(kind, KINDS)}")
-        if phase not in PHASE_CODE:
-            raise TraceError(f"{what}: phase {phase!r} is unknown{near(phase, PHASES)}")
-        splits = self._splits(row["splits"], what) if "splits" in row else ()
-        reads = [self._tensor(t, what) for t in row.get("reads", ())]
-        writes = [self._tensor(t, what) for t in row.get("writes", ())]
-        for t in writes:
+        self._stands_for(row, self.op_exprs, what)
+        self._share(row, "dtype", "engine", "kind", "phase")
+        if "splits" in row:
+            row["splits"] = self._splits(row["splits"], what)
+        if "alternatives" in row:
+            row["alternatives"] = [_implementation(a, what) for a in row["alternatives"]]
+        for key in ("reads", "writes"):
+            if key in row:
+                row[key] = [self._tensor(t, what) for t in row[key]]
+        for t in row.get("writes", ()):
             if t in self.made:
                 raise TraceError(f"{what}: tensor {self._name(t)!r} has another producer already")
             self.made.add(t)
-        bytes, duration = row.get("bytes"), row.get("duration")
-        self.builder.op(
-            name,
-            kind,
-            reads=reads,
-            writes=writes,
-            phase=phase,
-            layer=_number(row.get("layer", -1), what, "layer", -1, 2**31 - 1),
-            flops=_number(row.get("flops", 0), what, "flops", 0),
-            bytes=None if bytes is None else _number(bytes, what, "bytes", 0),
-            workspace=_number(row.get("workspace", 0), what, "workspace", 0),
-            device=_number(row.get("device", 0), what, "device", 0, 2**16),
-            engine=sys.intern(row.get("engine", "")),
-            priority=_number(row.get("priority", 0), what, "priority", -(2**31), 2**31 - 1),
-            group=row.get("group", ""),
-            random=row.get("random", False),
-            duration=None if duration is None else _number(duration, what, "duration", 0),
-            dtype=sys.intern(row.get("dtype", "")),
-            alternatives=[_implementation(a, what) for a in row.get("alternatives", ())],
-            splits=splits,
-        )
-        self._stands_for(row, self.op_exprs, what)
+        self.builder.op(name, **row)
+
+    def _share(self, row: dict[str, Any], *keys: str) -> None:
+        """One object for each of the few texts that stand in a million lines."""
+        for key in keys:
+            if key in row:
+                row[key] = self.texts.setdefault(row[key], row[key])
+
+    def _shape(self, sizes: tuple[Any, ...], what: str) -> tuple[int, ...]:
+        self.shapes[sizes] = tuple(_number(size, what, "shape") for size in sizes)
+        return self.shapes[sizes]
 
     def _splits(self, ways: list[Any], what: str) -> tuple[str, ...]:
         for way in ways:
@@ -344,21 +332,21 @@ class _Reader:
             missing = "says what it stands for, but the header has no origin"
             raise TraceError(f"{what} {missing if 'stands_for' in row else 'does not say what it stands for'}")
         if "stands_for" in row:
-            target.append(from_json(row["stands_for"]))
+            target.append(from_json(row.pop("stands_for")))
 
     def _name(self, tensor: int) -> str:
         return next(name for name, i in self.tensor_ids.items() if i == tensor)
 
     def _tensor(self, key: Any, what: str) -> int:
+        if type(key) is int:
+            if not 0 <= key < len(self.tensor_ids):
+                raise TraceError(f"{what}: tensor {key} is out of range 0..{len(self.tensor_ids) - 1}")
+            return key
         if isinstance(key, str):
             if key not in self.tensor_ids:
                 some = list(self.tensor_ids)[-2000:]  # looking for the nearest spelling is slow
                 raise TraceError(f"{what}: no tensor {key!r} stands above{near(key, some)}")
             return self.tensor_ids[key]
-        if isinstance(key, int) and not isinstance(key, bool):
-            if not 0 <= key < len(self.tensor_ids):
-                raise TraceError(f"{what}: tensor {key} is out of range 0..{len(self.tensor_ids) - 1}")
-            return key
         raise TraceError(f"{what}: {str(key)[:60]!r} is no tensor: give its name or its id")
 
     # ---- the end -----------------------------------------------------------------------------
@@ -409,40 +397,36 @@ class _Reader:
 
 # ---- single values -----------------------------------------------------------------------------
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    _INT: (int,),
-    _STR: (str,),
-    _LIST: (list,),
-    _BOOL: (bool,),
-    _FRACTION: (int, float),
-    _OBJECT: (dict,),
-    _TENSOR_KEY: (int, str),
-    _ORIGIN: (int, list),
-}
 
-
-def _check_keys(row: dict[str, Any], known: dict[str, str], what: str, needed: tuple[str, ...]) -> None:
+def _check(row: dict[str, Any], rules: dict[str, _Rule], what: str, needed: tuple[str, ...]) -> None:
+    """Raise TraceError for an unknown key, a value of another type or out of range, or a missing key."""
     for key, value in row.items():
-        if key not in known:
-            raise TraceError(f"{what}: key {key!r} is unknown{near(key, known)}")
-        if type(value) not in _TYPES[known[key]]:  # a bool is no int here
-            raise TraceError(f"{what}: {key}: {str(value)[:60]!r} is not {known[key]}")
+        if key not in rules:
+            raise TraceError(f"{what}: key {key!r} is unknown{near(key, rules)}")
+        kind, least, most = rules[key]
+        if type(value) is not kind and kind is not object:  # a bool is no int here
+            raise TraceError(f"{what}: {key}: {str(value)[:60]!r} is not {_ANY_OF[kind]}")
+        if kind is int and not least <= value <= most:
+            raise TraceError(f"{what}: {key}: {_shown(value)} is out of range {least}..{most}")
     for key in needed:
         if key not in row:
             raise TraceError(f"{what}: {key!r} is missing")
 
 
-def _number(value: Any, what: str, key: str, least: int, most: int = 2**62) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TraceError(f"{what}: {key}: {str(value)[:60]!r} is not {_INT}")
-    if not least <= value <= most:
-        shown = value if abs(value) < 10**30 else "a number of many digits"
-        raise TraceError(f"{what}: {key}: {shown} is out of range {least}..{most}")
+def _number(value: Any, what: str, key: str) -> int:
+    if type(value) is not int or not 0 <= value <= 2**62:
+        raise TraceError(f"{what}: {key}: {_shown(value)} is not a whole number from 0 to {2**62}")
     return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of many digits"
+    return str(value)[:60]
 
 
 def _implementation(value: Any, what: str) -> Implementation:
     match value:
-        case [str(name), int() | float() as factor, int(workspace)] if np.isfinite(factor) and factor > 0:
-            return Implementation(name, float(factor), _number(workspace, what, "alternatives", 0))
-    raise TraceError(f"{what}: alternatives: {str(value)[:60]!r} is not [name, time factor, workspace]")
+        case [str(name), int() | float() as factor, int(workspace)] if 0 < factor < 1e9:
+            return Implementation(name, float(factor), _number(workspace, what, "alternatives"))
+    raise TraceError(f"{what}: alternatives: {_shown(value)!r} is not [name, time factor, workspace]")
