@@ -78,7 +78,7 @@ def compare(
             result = simulate(trace, platform, policy, budget=budget, seed=seed, iterations=iterations)
         except (Infeasible, Deadlock) as error:
             rows.append({**traits, **_refusal(error)})
-            if find_floor and budget is not None:
+            if find_floor:
                 floor = smallest_budget(trace, platform, policy, seed=seed, iterations=iterations, tolerance=0.02)
                 rows[-1] = {**rows[-1], "floor_bytes": floor}
         except PolicyError as error:

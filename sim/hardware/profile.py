@@ -221,9 +221,9 @@ def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
         figure = _find(raw, loc[:-1])
         shown = figure.get("value") if isinstance(figure, Mapping) else figure
         return f"{_path(loc[:-1])}: value {_text(shown)}: no {loc[-1]}; give it here, or for all of {part}"
-    loc = _written(raw, loc)
     if kind == "missing":
         return f"{_path(loc)}: this key is missing"
+    loc = _written(raw, loc)
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         return f"{_path(loc)}: {'key' + text.removeprefix('value') if loc[-1] == '[key]' else text}"
@@ -232,8 +232,8 @@ def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
 
 
 def _written(raw: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where the file says what is read as `loc`: a figure without a table, or a default further up."""
-    if loc[-1:] == ("value",) and not isinstance(_find(raw, loc[:-1]), Mapping):
+    """Where the file says what is read as `loc`: the figure itself, or a default further up."""
+    if loc[-1:] == ("value",):
         return loc[:-1]
     if loc[-1:] in (("source",), ("standing",)):
         for depth in range(len(loc) - 1, 0, -1):

@@ -102,7 +102,9 @@ class Trace:
         self.origin = origin
         self._check()
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
-        self.carry = self._default_carry() if carry is None else tuple((int(a), int(b)) for a, b in carry)
+        named = tuple((int(a), int(b)) for a, b in carry or ())
+        self._check_range([*self.outputs, *(t for pair in named for t in pair)])
+        self.carry = self._default_carry() if carry is None else named
         self._check_ends()
         for column in (*vars(tensors).values(), *vars(ops).values()):
             if isinstance(column, np.ndarray):
@@ -336,12 +338,14 @@ class Trace:
                 f"read after {c.name[int(gone_at[tensor])]!r} overwrote it"
             )
 
+    def _check_range(self, ids: Sequence[int]) -> None:
+        count = len(self.tensor_columns.name)
+        if ids and (min(ids) < 0 or max(ids) >= count):
+            raise TraceError(f"outputs or carry: a tensor id is out of range 0..{count - 1}")
+
     def _check_ends(self) -> None:
         """Outputs must be there at the end, and what is carried must be able to start the next iteration."""
-        name, count = self.tensor_columns.name, len(self.tensor_columns.name)
-        ids = np.array([*self.outputs, *(t for pair in self.carry for t in pair)], np.int64)
-        if len(ids) and (ids.min() < 0 or ids.max() >= count):
-            raise TraceError(f"outputs or carry: a tensor id is out of range 0..{count - 1}")
+        name = self.tensor_columns.name
         for what, once in (
             ("is an output twice", self.outputs),
             ("is carried twice", [a for a, _ in self.carry]),
@@ -447,6 +451,7 @@ class TraceBuilder:
         self._ops: dict[str, Any] = {"name": [], "dtype": []}
         numbers = ("kind", "phase", "layer", "flops", "bytes", "workspace", "device", "priority", "duration", "random")
         self._ops.update({k: array("q") for k in numbers})
+        self._add_op = tuple(column.append for column in self._ops.values())
         self._reads, self._writes = array("q"), array("q")
         self._read_start, self._write_start = array("q", (0,)), array("q", (0,))
         self._sparse: dict[str, dict[int, Any]] = {
@@ -542,19 +547,12 @@ class TraceBuilder:
             raise TraceError(f"op {name!r}: duration is negative ({duration})")
         if bytes is not None and bytes < 0:
             raise TraceError(f"op {name!r}: bytes is negative ({bytes})")
-        o, row = self._ops, len(self._ops["name"])
-        o["name"].append(name)
-        o["kind"].append(KIND_CODE[kind])
-        o["phase"].append(PHASE_CODE[phase])
-        o["layer"].append(layer)
-        o["flops"].append(int(flops))
-        o["bytes"].append(-1 if bytes is None else int(bytes))
-        o["workspace"].append(int(workspace))
-        o["device"].append(device)
-        o["priority"].append(priority)
-        o["duration"].append(-1 if duration is None else int(duration))
-        o["random"].append(random)
-        o["dtype"].append(dtype)
+        row = len(self._ops["name"])
+        touched, took = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
+        values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, int(flops), touched)
+        more = (int(workspace), device, priority, took, random)
+        for add, value in zip(self._add_op, values + more):
+            add(value)
         self._reads.extend(reads)
         self._writes.extend(writes)
         self._read_start.append(len(self._reads))

@@ -11,7 +11,7 @@ and tensors are named either by their name or by their id, their place among the
 
 Header: `format`, `version`; optionally `meta`, `outputs`, `carry` (pairs), `tensors` and `ops` (how many
 there are: a file that was cut short is then noticed), and `origin` (`base`, `iterations`). The other
-keys are the fields of `Tensor` and `Op`, and `stands_for` where the header has an origin. Nothing in a
+keys are the row of `Tensor` and `Op`, and `stands_for` where the header has an origin. Nothing in a
 file is executed, and sizes are bounded before memory is taken.
 """
 
@@ -168,8 +168,8 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
         collecting = gc.isenabled()
         gc.disable()  # nothing made here refers to itself, and looking for that takes half the time
         try:
-            for text in _read_lines(plain, reader, max_bytes):
-                reader.take(text)
+            for lines in _read_lines(plain, reader, max_bytes):
+                reader.take(lines)
             return reader.trace()
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise reader.error(f"the compressed data is damaged or cut short ({problem})") from None
@@ -178,16 +178,27 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
                 gc.enable()
 
 
-def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[bytes]:
-    total = 0
-    while text := file.readline(min(MAX_LINE, max_bytes) + 1):
-        reader.line += 1
+def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[list[bytes]]:
+    """The lines of a file, some at a time, none longer than `MAX_LINE`."""
+    batch: list[bytes] = []
+    total = held = 0
+    longest = min(MAX_LINE, max_bytes) + 1
+    while text := file.readline(longest):
         total += len(text)
-        if len(text) > MAX_LINE:
-            raise reader.error(f"the line is longer than {MAX_LINE} bytes")
-        if total > max_bytes:
-            raise reader.error(f"the file holds more than {max_bytes} bytes")
-        yield text
+        if len(text) > MAX_LINE or total > max_bytes:
+            reader.line += len(batch) + 1
+            limit = (
+                f"the line is longer than {MAX_LINE}"
+                if len(text) > MAX_LINE
+                else f"the file holds more than {max_bytes}"
+            )
+            raise reader.error(f"{limit} bytes")
+        batch.append(text)
+        held += len(text)
+        if held > 1 << 18:
+            yield batch
+            batch, held = [], 0
+    yield batch
 
 
 class _Reader:
@@ -195,10 +206,11 @@ class _Reader:
 
     def __init__(self, path: str) -> None:
         self.path, self.line = path, 0
-        self.decode = json.JSONDecoder(parse_constant=self._no_constant).raw_decode
+        self.decode = json.JSONDecoder(parse_constant=self._no_constant).decode
         strict = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_double)
         self.decode_strictly = strict.decode
         self.header: dict[str, Any] | None = None
+        self.has_origin, self.what = False, ""
         self.builder = TraceBuilder()
         self.tensor_ids: dict[str, int] = {}
         self.op_ids: set[str] = set()
@@ -208,41 +220,61 @@ class _Reader:
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.splits: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.texts: dict[str, str] = {}
-        self.made: set[int] = set()
+        self.made = bytearray()
 
     def error(self, text: str) -> TraceError:
         return TraceError(f"{self.path}: line {max(self.line, 1)}: {text}")
 
-    def take(self, text: bytes) -> None:
-        if text.isspace():
-            return
+    def take(self, lines: list[bytes]) -> None:
+        """Read some lines."""
+        for row in self._parse_all(lines) or map(self._parse, lines):
+            self.line += 1
+            if row is None:
+                continue
+            try:
+                if self.header is None:
+                    self._take_header(row)
+                elif "tensor" in row:
+                    self._take_tensor(row)
+                elif "op" in row:
+                    self._take_op(row)
+                else:
+                    raise TraceError("neither a tensor nor an op: the line needs a 'tensor' or an 'op' with its name")
+            except TraceError as problem:
+                which = next((f"{key} {row[key]!r}: " for key in ("tensor", "op") if key in row), self.what)
+                raise self.error(f"{which}{problem}") from None
+            except RecursionError:
+                raise self.error("values are nested too deeply") from None
+
+    def _parse_all(self, lines: list[bytes]) -> list[dict[str, Any]] | None:
+        """What plain lines say, parsed at once; None where any needs a closer look."""
+        if self.header is None or not all(line[0] == 123 and line.endswith(b"}\n") for line in lines):
+            return None
+        text = b",".join(lines)
         try:
-            row = self._parse(text)
-            if not isinstance(row, dict):
-                raise TraceError("a line must be an object, {…}")
-            if self.header is None:
-                self._take_header(row)
-            elif "tensor" in row:
-                self._take_tensor(row)
-            elif "op" in row:
-                self._take_op(row)
-            else:
-                raise TraceError("neither a tensor nor an op: the line needs a 'tensor' or an 'op' with its name")
+            rows = self.decode(f"[{text.decode()}]")
+        except (ValueError, RecursionError):
+            return None
+        # as many keys as there are signs of one: no key stands twice in a line
+        if len(rows) != len(lines) or text.count(b'":') != sum(map(len, rows)):
+            return None
+        return rows  # type: ignore[no-any-return]
+
+    def _parse(self, text: bytes) -> dict[str, Any] | None:
+        """What one line says; None for an empty one."""
+        if text.isspace():
+            return None
+        self.line += 1  # a complaint here is about the line that is not counted yet
+        try:
+            row = self.decode_strictly(text.decode())
         except RecursionError:
             raise self.error("values are nested too deeply") from None
-        except TraceError as problem:
-            raise self.error(str(problem)) from None
         except ValueError as problem:
             raise self.error(f"no JSON ({problem})".replace("\n", " ")) from None
-
-    def _parse(self, text: bytes) -> Any:
-        string = text.decode().strip()
-        if self.header is not None and string[0] == "{":
-            row, end = self.decode(string)
-            # as many keys as there are signs of one: none stands twice; else look again, slowly
-            if end == len(string) and text.count(b'":') == len(row):
-                return row
-        return self.decode_strictly(string)
+        if not isinstance(row, dict):
+            raise self.error("a line must be an object, {…}")
+        self.line -= 1
+        return row
 
     def _no_constant(self, word: str) -> Any:
         if self.header is None:  # meta data may say NaN
@@ -263,91 +295,94 @@ class _Reader:
             raise TraceError(f'no trace: the first line must say "format": "{FORMAT}"')
         if row.get("version") != VERSION:
             raise TraceError(f"version {row.get('version')!r} is not known; this program reads version {VERSION}")
-        _check(row, _HEADER, "the header", ("format", "version"))
+        _check(row, _HEADER, ("format", "version"))
         if "origin" in row:
-            _check(row["origin"], _ORIGIN, "the header: origin", ("base",))
-        self.header = row
+            _check(row["origin"], _ORIGIN, ("base",))
+        self.header, self.has_origin = row, "origin" in row
         self.builder.meta = row.get("meta", {})
 
     def _take_tensor(self, row: dict[str, Any]) -> None:
-        what = f"tensor {row['tensor']!r}"
-        _check(row, _TENSOR, what, ("bytes",))
+        _check(row, _TENSOR, ("bytes",))
         name = row.pop("tensor")
+        self.what = f"tensor {name!r}: "
         if name in self.tensor_ids:
-            raise TraceError(f"{what} stands twice")
-        self._stands_for(row, self.tensor_exprs, what)
-        self._share(row, "dtype", "saved_for", "role")
+            raise TraceError("it stands twice")
+        self._stands_for(row, self.tensor_exprs)
+        self._share(row, ("dtype", "saved_for", "role"))
         if "shape" in row:
             sizes = tuple(row["shape"])
-            row["shape"] = self.shapes.get(sizes) or self._shape(sizes, what)
-        zeros = row.get("zeros", 0)
-        if type(zeros) not in (int, float) or not 0 <= zeros <= 1:
-            raise TraceError(f"{what}: zeros: {str(zeros)[:60]!r} is not a number from 0 to 1")
+            row["shape"] = self.shapes.get(sizes) or self._shape(sizes)
+        if "zeros" in row:
+            zeros = row["zeros"]
+            if type(zeros) not in (int, float) or not 0 <= zeros <= 1:
+                raise TraceError(f"zeros: {_shown(zeros)!r} is not a number from 0 to 1")
         replaces = row.pop("replaces", None)
         self.tensor_ids[name] = tensor = self.builder.tensor(name, **row)
+        self.made.append(0)
         if replaces is not None:  # that one may stand below
             self.late.append((tensor, replaces, self.line))
 
     def _take_op(self, row: dict[str, Any]) -> None:
-        what = f"op {row['op']!r}"
-        _check(row, _OP, what, ())
+        _check(row, _OP, ())
         name = row.pop("op")
+        self.what = f"op {name!r}: "
         if name in self.op_ids:
-            raise TraceError(f"{what} stands twice")
+            raise TraceError("it stands twice")
         self.op_ids.add(name)
-        self._stands_for(row, self.op_exprs, what)
-        self._share(row, "dtype", "engine", "kind", "phase")
+        self._stands_for(row, self.op_exprs)
+        self._share(row, ("dtype", "engine", "kind", "phase"))
         if "splits" in row:
-            row["splits"] = self._splits(row["splits"], what)
+            row["splits"] = self._splits(row["splits"])
         if "alternatives" in row:
-            row["alternatives"] = [_implementation(a, what) for a in row["alternatives"]]
+            row["alternatives"] = [_implementation(a) for a in row["alternatives"]]
         for key in ("reads", "writes"):
             if key in row:
-                row[key] = [self._tensor(t, what) for t in row[key]]
+                row[key] = [self._tensor(t) for t in row[key]]
         for t in row.get("writes", ()):
-            if t in self.made:
-                raise TraceError(f"{what}: tensor {self._name(t)!r} has another producer already")
-            self.made.add(t)
+            if self.made[t]:
+                raise TraceError(f"tensor {self._name(t)!r} has another producer already")
+            self.made[t] = 1
         self.builder.op(name, **row)
 
-    def _share(self, row: dict[str, Any], *keys: str) -> None:
+    def _share(self, row: dict[str, Any], keys: tuple[str, ...]) -> None:
         """One object for each of the few texts that stand in a million lines."""
         for key in keys:
             if key in row:
                 row[key] = self.texts.setdefault(row[key], row[key])
 
-    def _shape(self, sizes: tuple[Any, ...], what: str) -> tuple[int, ...]:
-        self.shapes[sizes] = tuple(_number(size, what, "shape") for size in sizes)
-        return self.shapes[sizes]
+    def _shape(self, sizes: tuple[Any, ...]) -> tuple[int, ...]:
+        for size in sizes:
+            if type(size) is not int or not 0 <= size <= 2**62:
+                raise TraceError(f"shape: {_shown(size)!r} is not a whole number from 0 to {2**62}")
+        return self.shapes.setdefault(sizes, sizes)
 
-    def _splits(self, ways: list[Any], what: str) -> tuple[str, ...]:
+    def _splits(self, ways: list[Any]) -> tuple[str, ...]:
         for way in ways:
             if way not in SPLITS:
-                raise TraceError(f"{what}: splits: {way!r} is unknown{near(str(way), SPLITS)}")
+                raise TraceError(f"splits: {_shown(way)!r} is unknown{near(str(way), SPLITS)}")
         return self.splits.setdefault(tuple(ways), tuple(ways))
 
-    def _stands_for(self, row: dict[str, Any], target: list[Expr], what: str) -> None:
-        assert self.header is not None
-        if ("stands_for" in row) != ("origin" in self.header):
+    def _stands_for(self, row: dict[str, Any], target: list[Expr]) -> None:
+        if ("stands_for" in row) != self.has_origin:
             missing = "says what it stands for, but the header has no origin"
-            raise TraceError(f"{what} {missing if 'stands_for' in row else 'does not say what it stands for'}")
-        if "stands_for" in row:
+            raise TraceError("does not say what it stands for" if self.has_origin else missing)
+        if self.has_origin:
             target.append(from_json(row.pop("stands_for")))
 
     def _name(self, tensor: int) -> str:
         return next(name for name, i in self.tensor_ids.items() if i == tensor)
 
-    def _tensor(self, key: Any, what: str) -> int:
+    def _tensor(self, key: Any) -> int:
         if type(key) is int:
             if not 0 <= key < len(self.tensor_ids):
-                raise TraceError(f"{what}: tensor {key} is out of range 0..{len(self.tensor_ids) - 1}")
+                raise TraceError(f"tensor {_shown(key)} is out of range 0..{len(self.tensor_ids) - 1}")
             return key
-        if isinstance(key, str):
+        if type(key) is str:
             if key not in self.tensor_ids:
                 some = list(self.tensor_ids)[-2000:]  # looking for the nearest spelling is slow
-                raise TraceError(f"{what}: no tensor {key!r} stands above{near(key, some)}")
+                raise TraceError(f"no tensor {key!r} stands above{near(key, some)}")
             return self.tensor_ids[key]
-        raise TraceError(f"{what}: {str(key)[:60]!r} is no tensor: give its name or its id")
+        raise TraceError(f"{_shown(key)!r} is no tensor: give its name or its id")
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -362,25 +397,25 @@ class _Reader:
         for tensor, old, line in self.late:
             self.line = line
             try:
-                self.builder.take_over(tensor, self._tensor(old, f"tensor {self._name(tensor)!r}: replaces"))
+                self.builder.take_over(tensor, self._tensor(old))
             except TraceError as problem:
-                raise self.error(str(problem)) from None
+                raise self.error(f"tensor {self._name(tensor)!r}: replaces: {problem}") from None
         self.line = 1
         try:
             outputs, carry = self._ends()
             return self.builder.build(outputs=outputs, carry=carry, origin=self._origin())
         except TraceError as problem:
-            raise TraceError(f"{self.path}: {problem}") from None
+            raise self.error(str(problem)) from None
 
     def _ends(self) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
         assert self.header is not None
         outputs, carry = self.header.get("outputs"), self.header.get("carry")
         if outputs is not None:
-            outputs = [self._tensor(t, "outputs") for t in outputs]
+            outputs = [self._tensor(t) for t in outputs]
         if carry is not None:
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in carry):
                 raise TraceError("carry must be a list of pairs: [at the end, at the next start]")
-            carry = [(self._tensor(a, "carry"), self._tensor(b, "carry")) for a, b in carry]
+            carry = [(self._tensor(a), self._tensor(b)) for a, b in carry]
         return outputs, carry
 
     def _origin(self) -> Origin | None:
@@ -398,25 +433,20 @@ class _Reader:
 # ---- single values -----------------------------------------------------------------------------
 
 
-def _check(row: dict[str, Any], rules: dict[str, _Rule], what: str, needed: tuple[str, ...]) -> None:
+def _check(row: dict[str, Any], rules: dict[str, _Rule], needed: tuple[str, ...]) -> None:
     """Raise TraceError for an unknown key, a value of another type or out of range, or a missing key."""
     for key, value in row.items():
-        if key not in rules:
-            raise TraceError(f"{what}: key {key!r} is unknown{near(key, rules)}")
-        kind, least, most = rules[key]
+        rule = rules.get(key)
+        if rule is None:
+            raise TraceError(f"key {key!r} is unknown{near(key, rules)}")
+        kind, least, most = rule
         if type(value) is not kind and kind is not object:  # a bool is no int here
-            raise TraceError(f"{what}: {key}: {str(value)[:60]!r} is not {_ANY_OF[kind]}")
+            raise TraceError(f"{key}: {_shown(value)!r} is not {_ANY_OF[kind]}")
         if kind is int and not least <= value <= most:
-            raise TraceError(f"{what}: {key}: {_shown(value)} is out of range {least}..{most}")
+            raise TraceError(f"{key}: {_shown(value)} is out of range {least}..{most}")
     for key in needed:
         if key not in row:
-            raise TraceError(f"{what}: {key!r} is missing")
-
-
-def _number(value: Any, what: str, key: str) -> int:
-    if type(value) is not int or not 0 <= value <= 2**62:
-        raise TraceError(f"{what}: {key}: {_shown(value)} is not a whole number from 0 to {2**62}")
-    return value
+            raise TraceError(f"{key!r} is missing")
 
 
 def _shown(value: Any) -> str:
@@ -425,8 +455,8 @@ def _shown(value: Any) -> str:
     return str(value)[:60]
 
 
-def _implementation(value: Any, what: str) -> Implementation:
+def _implementation(value: Any) -> Implementation:
     match value:
-        case [str(name), int() | float() as factor, int(workspace)] if 0 < factor < 1e9:
-            return Implementation(name, float(factor), _number(workspace, what, "alternatives"))
-    raise TraceError(f"{what}: alternatives: {_shown(value)!r} is not [name, time factor, workspace]")
+        case [str(name), int() | float() as factor, int(workspace)] if 0 < factor < 1e9 and 0 <= workspace < 2**62:
+            return Implementation(name, float(factor), workspace)
+    raise TraceError(f"alternatives: {_shown(value)!r} is not [name, time factor, workspace]")

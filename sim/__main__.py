@@ -1,0 +1,5 @@
+"""`python -m sim` is `tiersim`."""
+
+from sim.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""The files that a run or a comparison leaves in a folder, each written aside and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from sim.comparison import Comparison
+from sim.experiment import Result
+from sim.report.files import write_aside
+
+LARGE_TIMELINE = 200_000
+"""Intervals above which a timeline is compressed."""
+
+
+def open_folder(path: str | os.PathLike[str]) -> Path:
+    """Make an output folder and see that it can be written, before any work is done. Raises OSError."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".writable-{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+    return folder
+
+
+def to_json(value: Any) -> str:
+    """JSON text of figures, keys in the order given."""
+    return json.dumps(value, indent=2, default=_plain, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file aside and rename it."""
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode())
+
+    return write_aside(path, write)
+
+
+def write_run(result: Result, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
+    """summary.json, memory.png, lanes.png and the timeline of one run."""
+    from sim.report.draw import save_figure
+    from sim.report.lanes import plot_lanes
+    from sim.report.plot import plot_memory
+    from sim.report.timeline import write_timeline
+
+    name = "timeline.pftrace.gz" if len(result.log.intervals) > LARGE_TIMELINE else "timeline.pftrace"
+    return [
+        write_text(folder / "summary.json", to_json({**about, **result.summary()}) + "\n"),
+        save_figure(plot_memory(result.log), folder / "memory.png"),
+        save_figure(plot_lanes(result.log), folder / "lanes.png"),
+        write_timeline(result.log, folder / name),
+    ]
+
+
+def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str) -> list[Path]:
+    """summary.json, comparison.csv, comparison.txt, comparison.png, and the pictures of the fastest run."""
+    from sim.report.draw import save_figure
+    from sim.report.plot import plot_comparison
+    from sim.report.table import comparison_csv
+
+    written = [
+        write_text(folder / "comparison.csv", comparison_csv(comparison.rows)),
+        write_text(folder / "comparison.txt", text),
+    ]
+    record = {**about, "rows": [dict(row) for row in comparison.rows], "left_out": dict(comparison.left_out)}
+    written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
+    budget = next((result.platform.budget for result in comparison.results.values()), None)
+    written.append(save_figure(plot_comparison(comparison.rows, budget=budget), folder / "comparison.png"))
+    if comparison.results:
+        fastest = min(comparison.results, key=lambda name: comparison.results[name].log.end)
+        best = comparison.results[fastest]
+        written += write_run(best, folder, about={**about, "policy": fastest})
+    return written

@@ -1,0 +1,145 @@
+"""Two zones of memory under least-recently-used replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from sim.errors import PolicyError, near
+from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
+from sim.policies.base import Policy
+from sim.trace.tensor import ROLE_CODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LruTiering(Policy):
+    """Results start in the fast zone; under pressure the least recently used one goes to the slow zone.
+
+    Under pressure, move the unlocked result that was read or made longest ago from the device's memory
+    to the host tier; an op that reads what is not there waits while the engine copies it back. The slow
+    copy stays until the tensor dies, so that sending the tensor away again costs nothing.
+    Source: the layered scheme for the MT-3000 (an 8 GB acceleration zone beside 64 GB of DDR) that a
+        survey of memory optimisation for training sketches, parts 1, 2 and 4; no figures were published.
+    Bounds: moves nothing where everything fits. A step is O(1) for `lru`; `score` looks at all residents
+        each time memory is short, as DTR does.
+    Departs: of the scheme's other parts, checkpoints at the borders of zone residency groups, the
+        instruction mapping table (a platform's engines and efficiencies play that role), low precision
+        on the way (a codec, a rewrite) and the choice between recomputation and DDR are policies of
+        their own. `score` picks what to move with DTR's local index; it does not recompute.
+
+    hits: tensors read at least that many times go only after all others; 0 treats all alike.
+    pin_flops_per_byte: never send away the result of an op of more FLOPs per byte touched; None for no
+        pinning. What is pinned can be too much for the budget.
+    choice: `lru`, or `score` for the smallest (time to recompute) / (bytes * time since its last use).
+    Raises PolicyError for an unknown choice or a platform without a host tier.
+    """
+
+    online = True
+    moves = True
+    needs = frozenset({"host"})
+    fidelity = "reconstruction"
+
+    hits: int = 0
+    pin_flops_per_byte: float | None = None
+    choice: str = "lru"
+
+    def __post_init__(self) -> None:
+        if self.choice not in ("lru", "score"):
+            raise PolicyError(f"lru_tiering: choice {self.choice!r} is unknown{near(self.choice, ('lru', 'score'))}")
+        if self.hits < 0:
+            raise PolicyError(f"lru_tiering: hits is {self.hits}, less than 0")
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace as it is, with an online part that answers pressure."""
+        trace, platform = problem.trace, problem.platform
+        if platform.host is None:
+            raise PolicyError(f"lru_tiering: {platform.name} has no host tier to move to")
+        role, size, producer = trace.tensor_columns.role, trace.tensor_columns.bytes, trace.producer
+        movable = np.isin(role, (ROLE_CODE["activation"], ROLE_CODE["temporary"])) & (producer >= 0) & (size > 0)
+        if self.pin_flops_per_byte is not None:
+            intense = trace.op_columns.flops > self.pin_flops_per_byte * np.maximum(trace.touched, 1)
+            movable &= ~intense[producer]
+        weight: list[float] = []
+        if self.choice == "score":
+            # the part of the index that does not change: time to recompute per byte
+            weight = [problem.cost.op_ns(int(p)) / max(int(b), 1) if p >= 0 else 0.0 for p, b in zip(producer, size)]
+        online = partial(
+            _Replacement,
+            host=platform.host.name,
+            homes=tuple(platform.home(device).name for device in range(trace.devices)),
+            movable=movable.tolist(),
+            size=size.tolist(),
+            hits=self.hits,
+            weight=weight,
+        )
+        return Plan(trace, online=online)
+
+
+class _Replacement(Online):
+    """Per fast tier the movable residents in order of last use: those seldom read, and those read often."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        homes: Sequence[str],
+        movable: Sequence[bool],
+        size: Sequence[int],
+        hits: int,
+        weight: Sequence[float],
+    ) -> None:
+        self._host = host
+        self._movable = movable
+        self._size = size
+        self._hits = hits
+        self._weight = weight
+        # a dict keeps the order in which its keys were last put in
+        self._seldom: dict[str, dict[int, int]] = {home: {} for home in homes}
+        self._often: dict[str, dict[int, int]] = {home: {} for home in homes}
+        self._reads: dict[int, int] = {}
+
+    def notice(self, change: Change) -> None:
+        """Keep the order of last use, with its times."""
+        tensor = change.tensor
+        if change.tier not in self._seldom or not self._movable[tensor]:
+            return
+        if change.what == "read":
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+        was = self._seldom[change.tier].pop(tensor, None)
+        was = self._often[change.tier].pop(tensor, was)
+        if change.what == "came" or (change.what == "read" and was is not None):
+            often = self._hits and self._reads.get(tensor, 0) >= self._hits
+            (self._often if often else self._seldom)[change.tier][tensor] = change.now
+
+    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
+        """The first in order that can go, until their bytes are enough."""
+        if need.tier not in self._seldom:
+            return ()
+        answer: list[Action] = []
+        freed, room = 0, memory.free(self._host)
+        for tensor in self._order(need.tier, memory.now):
+            if freed >= need.short:
+                break
+            if memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+                continue
+            if self._host not in memory.where(tensor):
+                if self._size[tensor] > room:
+                    continue
+                room -= self._size[tensor]
+            answer.append(Move(tensor, self._host))
+            freed += self._size[tensor]
+        return answer
+
+    def _order(self, tier: str, now: int) -> Iterator[int]:
+        seldom, often = self._seldom[tier], self._often[tier]
+        if not self._weight:
+            return chain(seldom, often)
+        # what was used this very instant counts as used 1 ns ago: the index divides by the time since
+        ranked = (
+            sorted(group, key=lambda t: (self._weight[t] / max(now - group[t], 1), t)) for group in (seldom, often)
+        )
+        return chain.from_iterable(ranked)

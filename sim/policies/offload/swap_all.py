@@ -1,0 +1,89 @@
+"""Offload everything that backward needs, and bring it back a little before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import PolicyError, near
+from sim.plan import Action, Move, Plan, Problem
+from sim.policies.base import Policy
+from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
+from sim.trace.graph import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapAll(Policy):
+    """Offload every saved activation after its last forward use; prefetch it one block ahead in backward.
+
+    Source: the naive plan that swapping papers measure themselves against (vDNN_all without its
+        layer-end synchronisation, arXiv 1602.08124; TFLMS's lower anchor, arXiv 1807.02037).
+    Bounds: each saved byte crosses the link twice; no device ever waits for a copy out, except for its
+        space. Time O(ops + tensors).
+    Departs: what would have to come back before any other op ran is never sent. A copy out that has not
+        ended when the tensor is to be prefetched is called back: it stays, and nothing comes in.
+
+    ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the
+        first backward op at the earliest.
+    unit: `block` for the backward ops of one layer (of no layer: a run of them; each op alone where the
+        trace knows no layers), or `op`.
+    Raises PolicyError for an unknown unit, a negative `ahead`, or a platform without a host tier.
+    """
+
+    moves = True
+    needs = frozenset({"host"})
+
+    ahead: int = 1
+    unit: str = "block"
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("block", "op"):
+            raise PolicyError(f"swap_all: unit {self.unit!r} is unknown{near(self.unit, ('block', 'op'))}")
+        if self.ahead < 0:
+            raise PolicyError(f"swap_all: ahead is {self.ahead}, less than 0")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Two moves for each tensor that leaves."""
+        trace, platform = problem.trace, problem.platform
+        if platform.host is None:
+            raise PolicyError(f"swap_all: {platform.name} has no host tier to offload to")
+        host = platform.host.name
+        prefetch_at, place = _prefetch_points(trace, self.ahead, self.unit == "op"), _places(trace)
+        phase, device = trace.op_columns.phase, trace.op_columns.device
+        kept = set(trace.outputs)
+        actions: list[Action] = []
+        for t in saved_tensors(trace).tolist():
+            readers = trace.readers(t)
+            needed = next(op for op in readers if phase[op] == BACKWARD)
+            last = max((op for op in readers if op < needed), default=int(trace.producer[t]))
+            back = prefetch_at[needed]
+            apart = device[last] != device[back] or place[back] > place[last] + 1
+            if t in kept or not trace.tensor_columns.bytes[t] or back <= last or not apart:
+                continue
+            actions.append(Move(t, host, after=last))
+            actions.append(Move(t, platform.home(int(device[needed])).name, before=back))
+        return Plan(trace, tuple(actions))
+
+
+def _places(trace: Trace) -> dict[int, int]:
+    """Per op its position among the ops of its device."""
+    counts: dict[int, int] = {}
+    places = {}
+    for op, device in enumerate(trace.op_columns.device.tolist()):
+        places[op] = counts[device] = counts.get(device, -1) + 1
+    return places
+
+
+def _prefetch_points(trace: Trace, ahead: int, by_op: bool) -> dict[int, int]:
+    """Per backward op the op before which a prefetch for it starts: the first of the unit `ahead` units back."""
+    layer, device = trace.op_columns.layer.tolist(), trace.op_columns.device.tolist()
+    layered = not by_op and any(at >= 0 for at in layer)
+    starts: dict[int, list[int]] = {}
+    before: dict[int, int] = {}
+    points = {}
+    for op in backward_ops(trace).tolist():
+        here = starts.setdefault(device[op], [])
+        if not here or not layered or layer[before[device[op]]] != layer[op]:
+            here.append(op)
+        before[device[op]] = op
+        points[op] = here[max(len(here) - 1 - ahead, 0)]
+    return points

@@ -1,0 +1,103 @@
+"""Sublinear memory: keep the inputs of about sqrt(n) segments of a chain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.errors import PolicyError, near
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+from sim.solvers.regions import chain_of, rerun_regions, stage_regions
+from sim.solvers.runs import Ledger, runs
+from sim.trace.chain import Chain
+
+METHODS = ("search", "threshold", "sqrt")
+GRID = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chen(Policy):
+    """Keep one activation a segment of the forward chain; run each segment again once, before its backward.
+
+    Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
+        arXiv:1604.06174: the O(sqrt n) plan of section 4.2, and Algorithm 3 (memory planning with a
+        threshold) with its search over the threshold.
+    Bounds: on n equal stages the peak is about 2 sqrt(n) activations; at most one more forward, because
+        no op runs more than twice. Plans in O(stages) for each of 8 thresholds.
+    Departs: candidates for a cut are the stage borders of the trace's chain. The last segment is still
+        there when backward begins and does not run again. The platform's budget plays no part. The
+        recursive scheme of section 4.3 is `vlad`.
+
+    method: "search" tries thresholds and keeps the least estimated peak; "threshold" takes `threshold`;
+    "sqrt" makes `segments` of equal numbers of stages.
+    threshold: bytes that a segment may make before it is cut, for "threshold".
+    segments: how many for "sqrt"; None takes the integer square root of the number of stages.
+    Raises PolicyError where the trace is no chain, naming the op.
+    """
+
+    recomputes = True
+    needs = frozenset({"chain"})
+
+    method: str = "search"
+    threshold: int | None = None
+    segments: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise PolicyError(f"policy 'chen': method is {self.method!r}{near(self.method, METHODS)}")
+        if (self.method == "threshold") != (self.threshold is not None) or (self.threshold or 0) < 0:
+            raise PolicyError("policy 'chen': threshold, 0 or more bytes, goes with method='threshold'")
+        if self.segments is not None and (self.method != "sqrt" or self.segments < 1):
+            raise PolicyError("policy 'chen': segments, 1 or more, goes with method='sqrt'")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations, segment by segment."""
+        line = chain_of(problem, "chen")
+        if self.method == "sqrt":
+            ends = equal_segments(len(line), self.segments or math.isqrt(len(line)))
+        elif self.threshold is not None:
+            ends = threshold_segments(line, self.threshold)[0]
+        else:
+            ends = searched_segments(line)
+        ledger = Ledger(problem.trace)
+        again = rerun_regions(ledger, stage_regions(line, ends), skip_last=True)
+        return Plan(problem.trace, runs(ledger, again).actions(), notes={"segment_ends": tuple(ends)})
+
+
+def equal_segments(stages: int, count: int) -> list[int]:
+    """The last stage of each of `count` segments, the first ones longest where they can't be equal."""
+    length = math.ceil(stages / min(count, stages))
+    return [*range(length - 1, stages - 1, length), stages - 1]
+
+
+def threshold_segments(line: Chain, threshold: int) -> tuple[list[int], int, int]:
+    """Algorithm 3: cut where more than `threshold` bytes have been made since the last cut.
+
+    Returns the last stage of each segment; x, the bytes kept; y, the most bytes that a segment makes.
+    The estimated peak is x + y.
+    """
+    ends: list[int] = []
+    made = kept = most = 0
+    for i, stage in enumerate(line.stages):
+        made += stage.xbar
+        most = max(most, made)
+        if made > threshold and i < len(line) - 1:
+            ends.append(i)
+            kept += line.x[i + 1]
+            made = 0
+    return [*ends, len(line) - 1], kept, most
+
+
+def searched_segments(line: Chain) -> Sequence[int]:
+    """The segments of least estimated peak among thresholds round sqrt(x y) of the cut everywhere."""
+    ends, kept, most = threshold_segments(line, 0)
+    middle = math.sqrt(kept * most)
+    best, found = kept + most, ends
+    for step in range(GRID):
+        factor = 2.0 ** (step / (GRID - 1) - 0.5)  # from 1 / sqrt(2) to sqrt(2)
+        ends, kept, most = threshold_segments(line, int(middle * factor))
+        if kept + most < best:
+            best, found = kept + most, ends
+    return found

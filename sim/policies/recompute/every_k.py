@@ -1,0 +1,50 @@
+"""Uniform checkpointing: keep the input of every k-th layer or chain stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import PolicyError
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+from sim.solvers.regions import chain_of, layer_regions, rerun_regions, stage_regions
+from sim.solvers.runs import Ledger, runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryK(Policy):
+    """Keep what enters every k-th layer; run k layers again together before their backward.
+
+    A trace whose forward ops have no layers is cut into a chain, and `k` counts its stages.
+    Source: Megatron-LM's `--recompute-method uniform --recompute-num-layers k`;
+        `torch.utils.checkpoint.checkpoint_sequential` with n/k segments.
+    Bounds: on n equal layers n/k inputs and the activations of k layers; at most one more forward.
+    Departs: the last ops run again only as far as backward needs them (see `full_recompute`).
+
+    k: layers or stages that are run again together, at least 1.
+    skip_last: leave the last k alone, whose backward follows their forward at once, as
+    `checkpoint_sequential` does.
+    Raises PolicyError where the trace has no layers and is no chain.
+    """
+
+    recomputes = True
+    fidelity = "code"
+
+    k: int = 2
+    skip_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise PolicyError(f"policy 'every_k': k is {self.k}; it must be at least 1")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations, k layers at a time."""
+        trace = problem.trace
+        ledger = Ledger(trace)
+        c = trace.op_columns
+        if (c.layer[c.phase == 0] >= 0).any():
+            regions = layer_regions(ledger, "every_k", self.k)
+        else:
+            line = chain_of(problem, "every_k")
+            regions = stage_regions(line, range(self.k - 1, len(line), self.k))
+        return Plan(trace, runs(ledger, rerun_regions(ledger, regions, skip_last=self.skip_last)).actions())

@@ -1,0 +1,44 @@
+"""Full recomputation: keep the input of every layer, run the layer again before its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+from sim.solvers.regions import layer_regions, rerun_regions
+from sim.solvers.runs import Ledger, runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullRecompute(Policy):
+    """Checkpoint every layer: what enters or leaves it stays, all else goes and is made again in backward.
+
+    A layer is a run of forward ops with the same layer index, on one device, for one microbatch. What it
+    makes inside goes after its last forward read. Just before the first backward op that reads any of it
+    the layer's forward ops run again, in order. Random ops draw the same numbers again.
+    Source: the practice of every framework (`torch.utils.checkpoint` round each layer); Chen, Xu, Zhang,
+        Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174, with a segment
+        a layer.
+    Bounds: activations of one layer and one tensor a layer; at most one more forward. Plans in O(ops).
+    Departs: an op that writes in place does not run again; its result stays, and so does what it needs.
+
+    early_stop: run again only as far as the last op whose result backward reads, as PyTorch's
+    non-reentrant checkpoint does; else the whole layer, as its reentrant one.
+    skip_last: leave a layer alone whose backward follows its forward at once.
+    Raises PolicyError where no forward op has a layer.
+    """
+
+    recomputes = True
+    needs = frozenset({"layers"})
+    fidelity = "code"
+
+    early_stop: bool = True
+    skip_last: bool = False
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations, layer by layer."""
+        ledger = Ledger(problem.trace)
+        regions = layer_regions(ledger, "full_recompute")
+        again = rerun_regions(ledger, regions, early_stop=self.early_stop, skip_last=self.skip_last)
+        return Plan(problem.trace, runs(ledger, again).actions())

@@ -1,0 +1,81 @@
+"""Divide-and-conquer checkpointing of any program, not only of chains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import PolicyError
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+from sim.solvers.reversal import Schedule, again_of, binomial_reversal, bisection_reversal
+from sim.solvers.runs import Ledger, Runs, runs
+from sim.trace.chain import backward_ops, forward_ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vlad(Policy):
+    """Reverse the forward ops half by half: run to the middle, reverse the second half, then the first.
+
+    A step is one forward op, and a snapshot the set of tensors that are live between two ops, so the
+    trace may be any graph.
+    Source: Siskind, Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user
+        annotation", Optimization Methods and Software 33(4-6), 2018, arXiv:1708.06799 (checkpointVLAD).
+    Bounds: bisection holds ceil(log2 l) snapshots and runs (l/2) log2 l steps again for l a power of two.
+    Departs: steps are ops, not interpreter steps. A backward op belongs to the last step whose result it
+        reads. The stop rules of the paper (snapshots, or a time factor) become `base` and `snapshots`.
+
+    base: ops that are reversed as one, with all they save; None takes the fewest halvings that fit the
+    budget, and the finest where none does.
+    snapshots: split binomially with this many snapshots instead (the order of `revolve`), op by op.
+    Raises PolicyError on several devices or without backward.
+    """
+
+    recomputes = True
+    needs = frozenset({"backward"})
+
+    base: int | None = None
+    snapshots: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("base", self.base), ("snapshots", self.snapshots)):
+            if value is not None and value < 1:
+                raise PolicyError(f"policy 'vlad': {key} is {value}; it must be at least 1")
+        if self.base is not None and self.snapshots is not None:
+            raise PolicyError("policy 'vlad': base and snapshots exclude each other")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations."""
+        trace = problem.trace
+        if trace.devices > 1:
+            raise PolicyError(f"policy 'vlad' needs a trace on one device; this one has {trace.devices}")
+        ledger = Ledger(trace)
+        steps = forward_ops(trace).tolist()
+        anchors = self._anchors(ledger, steps)
+        if max(anchors, default=-1) < 0:
+            raise PolicyError("policy 'vlad' needs a trace with a backward phase that reads what forward makes")
+
+        def along(schedule: Schedule) -> Runs:
+            return runs(ledger, again_of(ledger, schedule, [(op,) for op in steps], anchors))
+
+        if self.snapshots is not None:
+            return Plan(trace, along(binomial_reversal(len(steps), self.snapshots)).actions())
+        base = self.base or len(steps)
+        found = along(bisection_reversal(len(steps), base))
+        while self.base is None and base > 1 and found.peak() > problem.budget:
+            base = -(-base // 2)
+            found = along(bisection_reversal(len(steps), base))
+        return Plan(trace, found.actions(), notes={"base": base})
+
+    def _anchors(self, ledger: Ledger, steps: list[int]) -> list[int]:
+        """Per forward op the backward op before which its results must be there; these fall with the steps."""
+        place = {op: i for i, op in enumerate(steps)}
+        anchors = [-1] * len(steps)
+        for op in reversed(backward_ops(ledger.trace).tolist()):
+            made = [place[ledger.producer[t]] for t in ledger.reads[op] if ledger.producer[t] in place]
+            if made:
+                anchors[max(made)] = op
+        latest = -1
+        for i in reversed(range(len(steps))):
+            if anchors[i] >= 0:
+                anchors[i] = latest = max(anchors[i], latest)
+        return anchors

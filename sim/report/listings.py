@@ -1,0 +1,202 @@
+"""What there is: profiles, policies, models and traces, as pages of text or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sim.units import format_bytes, format_flops, format_rate
+
+if TYPE_CHECKING:
+    from sim.trace.graph import Trace
+
+GAP = "  "
+
+
+def aligned(rows: Sequence[Sequence[str]], *, header: bool = True) -> str:
+    """Rows of text in aligned columns; the first row is underlined as a header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if header:
+        lines.insert(1, GAP.join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, default=lambda item: sorted(item) if isinstance(item, frozenset) else str(item))
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def profile_listing(as_json: bool = False) -> str:
+    """One line a shipped profile."""
+    from sim.hardware.profile import load_profile, profile_names
+
+    platforms = [load_profile(name) for name in profile_names()]
+    if as_json:
+        return _json([{"name": p.name, "description": p.description, "devices": p.devices} for p in platforms])
+    rows = [("profile", "devices", "home tier", "peak", "host link", "assumed", "what it is")]
+    for platform in platforms:
+        home, engine = platform.home(0), platform.main_engine(0)
+        dtype, peak = max(engine.peak.items(), key=lambda item: item[1])
+        route = platform.route(home.name, platform.host.name) if platform.host else ()
+        rate = format_rate(min(platform.links[i].rate for i in route)) if route else "none"
+        rows.append(
+            (
+                platform.name,
+                str(platform.devices),
+                f"{format_bytes(home.capacity)} {home.name}",
+                f"{format_flops(peak)} {dtype}",
+                rate,
+                str(len(platform.assumed)),
+                platform.description,
+            )
+        )
+    return aligned(rows)
+
+
+def profile_page(name: str, as_json: bool = False) -> str:
+    """Every figure of a profile with its source and standing, its fit, and what to know of it."""
+    from sim.hardware.profile import fit_error, load_profile, profile_table
+
+    platform = load_profile(name)
+    facts = profile_table(platform)
+    keys = ("path", "value", "source", "standing")
+    fits = {what: fit_error(platform, what) for what in ("op_time", "transfer_time")}
+    if as_json:
+        figures = [dict(zip(keys, fact, strict=True)) for fact in facts]
+        about = {"name": platform.name, "description": platform.description, "notes": list(platform.notes)}
+        return _json({**about, "fit": fits, "figures": figures})
+    lines = [f"{platform.name}: {platform.description}", ""]
+    lines.append(aligned([("figure", "value", "standing", "source"), *((p, v, st, so) for p, v, so, st in facts)]))
+    lines.append("")
+    for what, error in fits.items():
+        said = "no measurement" if error is None else f"mean error {error:.1%} against measurements"
+        lines.append(f"fit of {what.replace('_', ' ')}: {said}")
+    return "\n".join([*lines, *(f"note: {note}" for note in platform.notes)])
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+TRAITS = ("online", "recomputes", "moves", "rewrites", "lossless", "optimal", "needs", "solver", "warm_up", "manages")
+
+
+def policy_record(name: str) -> dict[str, Any]:
+    """Family, traits and parameters of a policy."""
+    from sim.policies import family, policy_class
+
+    found = policy_class(name)
+    parameters = [
+        {"name": field.name, "type": str(field.type), "default": repr(field.default)}
+        for field in dataclasses.fields(found)
+    ]
+    traits = {trait: getattr(found, trait) for trait in TRAITS if not isinstance(getattr(found, trait), property)}
+    record = {"name": name, "family": family(name), "fidelity": found.fidelity, "slow": found.slow}
+    return {**record, **traits, "parameters": parameters, "doc": inspect.getdoc(found) or ""}
+
+
+def policy_listing(as_json: bool = False) -> str:
+    """One line a policy."""
+    from sim.policies import names
+
+    records = [policy_record(name) for name in names()]
+    if as_json:
+        return _json(records)
+    rows = [("policy", "family", "fidelity", "manages", "does", "what it decides")]
+    for record in records:
+        verbs = ("online", "recomputes", "moves", "rewrites", "optimal")
+        does = ", ".join(verb for verb in verbs if record.get(verb) is True)
+        manages = ", ".join(record["manages"]) if isinstance(record.get("manages"), tuple) else "see its page"
+        rows.append(
+            (record["name"], record["family"], record["fidelity"], manages or "nothing", does or "-", _first(record))
+        )
+    return aligned(rows)
+
+
+def policy_page(name: str, as_json: bool = False) -> str:
+    """What a policy decides, its source, its parameters and its traits."""
+    record = policy_record(name)
+    if as_json:
+        return _json(record)
+    lines = [f"{name} ({record['family']}, fidelity: {record['fidelity']})", "", record["doc"], "", "Parameters:"]
+    if record["parameters"]:
+        lines.append(
+            aligned(
+                [(f"  {p['name']}", p["type"], f"default {p['default']}") for p in record["parameters"]], header=False
+            )
+        )
+    else:
+        lines.append("  none")
+    shown = {trait: record[trait] for trait in TRAITS if record.get(trait)}
+    said = [
+        f"{trait} = {', '.join(sorted(v)) if isinstance(v, (tuple, frozenset)) else v}" for trait, v in shown.items()
+    ]
+    return "\n".join([*lines, "", "Traits: " + "; ".join(said)])
+
+
+def _first(record: dict[str, Any]) -> str:
+    return str(record["doc"]).split("\n", 1)[0]
+
+
+# ---- models and traces ---------------------------------------------------------------------------
+
+
+def model_listing(as_json: bool = False) -> str:
+    """One line a model."""
+    from workloads.models import model_names, read_config
+
+    configs = [read_config(name) for name in model_names()]
+    if as_json:
+        return _json([dataclasses.asdict(config) for config in configs])
+    rows = [("model", "family", "layers", "hidden", "heads", "vocabulary", "parameters", "source")]
+    for c in configs:
+        sizes = (str(c.layers), str(c.hidden), str(c.heads), f"{c.vocabulary:,}")
+        rows.append((c.name, c.family, *sizes, f"{c.published:,}" if c.published else "", c.source))
+    return aligned(rows)
+
+
+def model_page(name: str, as_json: bool = False) -> str:
+    """One model's configuration and its source."""
+    from workloads.models import read_config
+
+    config = dataclasses.asdict(read_config(name))
+    if as_json:
+        return _json(config)
+    return aligned([(key, str(value)) for key, value in config.items()], header=False)
+
+
+def trace_page(trace: Trace, as_json: bool = False) -> str:
+    """What is in a trace: ops by phase and kind, bytes by role, FLOPs, and what it stands for."""
+    ops, tensors = trace.ops, trace.tensors
+    by_phase: dict[str, int] = {}
+    by_kind: dict[str, int] = {}
+    for op in ops:
+        by_phase[op.phase] = by_phase.get(op.phase, 0) + 1
+        by_kind[op.kind] = by_kind.get(op.kind, 0) + 1
+    by_role: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.replaces is None:
+            by_role[tensor.role] = by_role.get(tensor.role, 0) + tensor.bytes
+    flops = int(trace.op_columns.flops.sum())
+    record = {
+        "ops": len(ops),
+        "tensors": len(tensors),
+        "devices": trace.devices,
+        "flops": flops,
+        "ops_by_phase": by_phase,
+        "ops_by_kind": by_kind,
+        "bytes_by_role": by_role,
+        "hash": trace.content_hash,
+        "meta": dict(trace.meta),
+    }
+    if as_json:
+        return _json(record)
+    rows = [(key, str(value)) for key, value in record.items() if not isinstance(value, dict)]
+    rows += [(f"ops {phase}", str(count)) for phase, count in by_phase.items()]
+    rows += [(f"bytes {role}", format_bytes(size)) for role, size in by_role.items()]
+    rows += [(str(key), str(value)) for key, value in trace.meta.items()]
+    return aligned(rows, header=False)

@@ -1,0 +1,163 @@
+"""Checkpointing a heterogeneous chain by dynamic programming over memory slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.solvers.reversal import Schedule
+
+INF = 1 << 60
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """A chain of L stages. Times in ns, sizes in bytes.
+
+    uf, ub: forward and backward time, L entries. x: L + 1 sizes of stage inputs, the last one that of
+    the last output. xbar: what stage i saves for its own backward, its output included, L entries.
+    of: bytes beyond input and output while a stage runs and saves nothing; of_saving: beyond input and
+    xbar while it saves; ob: beyond all that and the incoming gradient while it runs backward.
+    """
+
+    uf: Sequence[int]
+    ub: Sequence[int]
+    x: Sequence[int]
+    xbar: Sequence[int]
+    of: Sequence[int]
+    of_saving: Sequence[int]
+    ob: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.uf)
+
+
+@dataclass(frozen=True, eq=False)
+class ChainTable:
+    """Least times of all parts of a chain for all numbers of free slots.
+
+    best[i][j - i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
+    outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
+    (slots + 1,); INF where it cannot be. slot: bytes of one.
+    """
+
+    costs: ChainCosts
+    slots: int
+    slot: Fraction
+    x: Sequence[int]
+    xbar: Sequence[int]
+    best: Sequence[NDArray[np.int64]]
+
+    @property
+    def time(self) -> int:
+        """Nanoseconds of the whole chain with all slots; INF where it does not fit."""
+        free = self.slots - self.x[0]
+        return int(self.best[0][len(self.costs), free]) if free >= 0 else INF
+
+    def least_bytes(self) -> int | None:
+        """The fewest bytes, to the slot, that some schedule fits in; None if more than there are."""
+        fits = np.flatnonzero(self.best[0][len(self.costs)] < INF)
+        least = int(fits[0]) + self.x[0] if len(fits) else self.slots + 1
+        return math.ceil(least * self.slot) if least <= self.slots else None
+
+    def schedule(self) -> Schedule:
+        """The steps of a schedule of that least time; see `sim.solvers.reversal`."""
+        end, uf = len(self.costs), (*self.costs.uf, 0)
+        found: Schedule = []
+        # entries to expand (first, last, free slots), or steps to append as they are
+        stack: list[tuple[int, int, int] | tuple[str, int]] = [(0, end, self.slots - self.x[0])]
+        while stack:
+            top = stack.pop()
+            if isinstance(top[0], str):
+                if top[1] < end:
+                    found.append(top)  # type: ignore[arg-type]
+                continue
+            i, j, m = top  # type: ignore[misc]
+            if i == j:
+                stack += [("B", i), ("F", i)]
+                continue
+            best, at = int(self.best[i][j - i, m]), -1
+            passed = 0
+            for k in range(i + 1, min(j, end - 1) + 1):
+                passed += uf[k - 1]
+                if m >= self.x[k]:
+                    time = passed + int(self.best[k][j - k, m - self.x[k]] + self.best[i][k - 1 - i, m])
+                    if time == best:
+                        at = k
+                        break
+            chained = INF
+            if m >= self.xbar[i]:
+                chained = int(self.best[i][0, m] + self.best[i + 1][j - i - 1, m - self.xbar[i]])
+            if chained == best:
+                stack += [("B", i), (i + 1, j, m - self.xbar[i]), ("F", i)]
+            else:
+                stack += [(i, at - 1, m), (at, j, m - self.x[at])]
+                stack += [("F", s) for s in reversed(range(i, at))]
+        return found
+
+
+def slots_for(costs: ChainCosts, budget: int, slots: int) -> tuple[Fraction, list[list[int]]]:
+    """Bytes of a slot, and x, xbar, of, of_saving and ob in whole slots, rounded up.
+
+    Exact where the budget holds no more than `slots` multiples of the sizes' greatest common divisor;
+    else a slot is the budget's `slots`-th part.
+    """
+    lists = (costs.x, costs.xbar, costs.of, costs.of_saving, costs.ob)
+    unit = math.gcd(*(size for sizes in lists for size in sizes)) or max(budget, 1)
+    if budget // unit <= slots:
+        return Fraction(unit), [[size // unit for size in sizes] for sizes in lists]
+    return Fraction(budget, slots), [[-(-size * slots // budget) for size in sizes] for sizes in lists]
+
+
+def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
+    """Fill the table of a chain for `budget` bytes.
+
+    The recurrence of Rotor (Herrmann et al., arXiv 1911.13214): either stage i saves all it needs and the
+    rest goes on behind it, or the chain runs forward to some stage k that holds its input, and is reversed
+    from there, then before there. Time O(L^3 slots), one vector operation over k and slots together.
+    Cutting just before the loss never pays: the plan for what lies before it, with the loss at its turning
+    point, does the same without the first forward. So such cuts are left out.
+    """
+    count = len(costs)
+    slot, (x, xbar, of, of_saving, ob) = slots_for(costs, budget, slots)
+    total = int(budget / slot)
+    x, xbar, of = [*x, 0], [*xbar, 0], [*of, 0]
+    uf, ub = [*costs.uf, 0], [*costs.ub, 0]
+    hold = [x[i + 1] + xbar[i] + max(of_saving[i], ob[i]) for i in range(count)] + [x[count]]
+    width = total + 1
+    best = [np.full((count + 1 - i, width), INF, np.int64) for i in range(count + 1)]
+    # per j the rows of best[k][j - k] moved right by x[k], for k = 0 … j: what is left beside checkpoint k
+    beside = [np.full((j + 1, width), INF, np.int64) for j in range(count + 1)]
+    passed = np.concatenate(([0], np.cumsum(np.array(uf, np.int64))))
+
+    def put(i: int, j: int, row: NDArray[np.int64]) -> None:
+        best[i][j - i] = row
+        if x[i] < width:
+            beside[j][i, x[i] :] = row[: width - x[i]]
+
+    for i in range(count + 1):
+        row = np.full(width, INF, np.int64)
+        row[min(hold[i], width) :] = uf[i] + ub[i]
+        put(i, i, row)
+    for span in range(1, count + 1):
+        for i in range(count + 1 - span):
+            j = i + span
+            row = np.full(width, INF, np.int64)
+            if xbar[i] < width:
+                row[xbar[i] :] = best[i][0, xbar[i] :] + best[i + 1][j - i - 1, : width - xbar[i]]
+            last = min(j, count - 1)
+            if last > i:
+                leaf = beside[j][i + 1 : last + 1] + best[i][: last - i]
+                leaf += (passed[i + 1 : last + 1] - passed[i])[:, None]
+                np.minimum(row, leaf.min(axis=0), out=row)
+            np.minimum(row, INF, out=row)
+            # the forward sweep must fit: each stage's input and output beside the gradient to come
+            least = x[j + 1] + max(x[i + 1] + of[i], max((x[k] + x[k + 1] + of[k] for k in range(i + 1, j)), default=0))
+            row[: min(least, width)] = INF
+            put(i, j, row)
+    return ChainTable(costs, total, slot, x, xbar, best)

@@ -1,0 +1,170 @@
+"""Regions of the forward that are run again together: layers, groups of layers, stages of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.errors import PolicyError, TraceError
+from sim.plan import Problem
+from sim.solvers.runs import Ledger, backward_slice
+from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Forward ops of one device that are run again together, and the backward ops that undo them."""
+
+    forward: tuple[int, ...]
+    backward: Collection[int]
+
+
+def rerun_regions(
+    ledger: Ledger,
+    regions: Sequence[Region],
+    *,
+    early_stop: bool = True,
+    skip_last: bool = False,
+    keep: Collection[int] = (),
+) -> dict[int, list[int]]:
+    """Run each region again just before its first backward op that reads what the region keeps inside.
+
+    What enters a region, or is read by forward ops outside it, stays. early_stop: run again only as far
+    as the last op whose results the region's backward reads. skip_last: leave alone a region whose
+    backward begins before any later region's forward. keep: ops that are not run again, so that their
+    results stay. A region of which nothing would go is not run again. The result is for `runs`.
+    """
+    kept = set(keep)
+    next_on: dict[int, int] = {}  # per device the first op of the region that follows
+    found: list[tuple[int, list[int]]] = []
+    for region in sorted(regions, key=lambda one: one.forward[0], reverse=True):
+        device = ledger.device[region.forward[0]]
+        anchor, last = _where(ledger, region, kept)
+        follower = next_on.get(device, len(ledger.reads))
+        next_on[device] = region.forward[0]
+        if anchor < 0 or (skip_last and anchor < follower):
+            continue
+        stop = last if early_stop else region.forward[-1]
+        ops = [op for op in region.forward if op <= stop and op not in kept]
+        legal = [op for op in ops if ledger.can_run_again(op, anchor)]
+        if len(legal) < len(ops):
+            # some results stay after all: no op runs again just for one that does not
+            legal = backward_slice(ledger, legal, (t for op in region.backward for t in ledger.reads[op]))
+        found.append((anchor, legal))
+    again: dict[int, list[int]] = {}
+    for anchor, legal in reversed(found):
+        again.setdefault(anchor, []).extend(legal)
+    return again
+
+
+def _where(ledger: Ledger, region: Region, kept: set[int]) -> tuple[int, int]:
+    """The op before which a region runs again (-1 for none), and the last op whose results its backward reads."""
+    inside, undoing = set(region.forward), region.backward
+    anchor, last = -1, -1
+    for op in region.forward:
+        for t in ledger.writes[op]:
+            readers = ledger.trace.readers(t)
+            first = next((r for r in readers if r in undoing), -1)
+            if first < 0:
+                continue
+            last = op
+            leaves = any(r < first and r not in inside for r in readers)
+            if op not in kept and not leaves and (anchor < 0 or first < anchor):
+                anchor = first
+    return anchor, last
+
+
+# ---- by layer ----------------------------------------------------------------------------------
+
+
+def layer_regions(ledger: Ledger, policy: str, every: int = 1) -> list[Region]:
+    """One region a run of forward ops of the same `every` layers, on each device and for each microbatch.
+
+    Raises PolicyError where no forward op has a layer.
+    """
+    c = ledger.trace.op_columns
+    layer, phase = c.layer.tolist(), c.phase.tolist()
+    backward: dict[int, set[int]] = {}
+    for op in np.flatnonzero((c.phase == BACKWARD) & (c.layer >= 0)).tolist():
+        backward.setdefault(layer[op] // every, set()).add(op)
+    found: list[Region] = []
+    for device in range(ledger.trace.devices):
+        run: list[int] = []
+        for op in np.flatnonzero((c.device == device) & (c.phase <= BACKWARD)).tolist():
+            if phase[op] == BACKWARD or layer[op] < 0:
+                if phase[op] == BACKWARD or every == 1:
+                    found += _regions_of(ledger, run, backward, layer, every)
+                    run = []
+                continue
+            if run and (layer[op] // every != layer[run[-1]] // every or layer[op] < layer[run[-1]]):
+                found += _regions_of(ledger, run, backward, layer, every)
+                run = []
+            run.append(op)
+        found += _regions_of(ledger, run, backward, layer, every)
+    if not found:
+        forward = np.flatnonzero(c.phase == FORWARD)
+        what = f"{c.name[int(forward[0])]!r} and all others have none" if len(forward) else "there is no such op"
+        raise PolicyError(f"policy {policy!r} needs forward ops with a layer; {what}")
+    return sorted(found, key=lambda region: region.forward[0])
+
+
+def _regions_of(
+    ledger: Ledger, run: list[int], backward: dict[int, set[int]], layer: list[int], every: int
+) -> list[Region]:
+    if not run:
+        return []
+    undoing = backward.get(layer[run[0]] // every, set())
+    return [Region(tuple(part), undoing) for part in _separate(ledger, run)]
+
+
+def _separate(ledger: Ledger, ops: list[int]) -> list[list[int]]:
+    """A run of ops, cut where no result crosses: two microbatches of one layer may follow each other."""
+    at = {op: i for i, op in enumerate(ops)}
+    reach = list(range(len(ops)))  # per op the last one that reads a result of it or of one before
+    for i, op in enumerate(ops):
+        for t in ledger.reads[op]:
+            maker = at.get(ledger.producer[t])
+            if maker is not None:
+                reach[maker] = max(reach[maker], i)
+    parts, start, furthest = [], 0, 0
+    for i in range(len(ops)):
+        furthest = max(furthest, reach[i])
+        if furthest == i:
+            parts.append(ops[start : i + 1])
+            start = i + 1
+    return parts
+
+
+# ---- by stage ----------------------------------------------------------------------------------
+
+
+def chain_of(problem: Problem, policy: str) -> Chain:
+    """The trace as a chain of two stages or more. Raises PolicyError where it is none, or of several devices."""
+    trace = problem.trace
+    if trace.devices > 1:
+        raise PolicyError(f"policy {policy!r} needs a chain on one device; this trace has {trace.devices}")
+    try:
+        return chain(trace, [problem.cost.op_ns(op) for op in range(len(trace.ops))])
+    except TraceError as error:
+        raise PolicyError(f"policy {policy!r}: {error}") from None
+
+
+def stage_regions(line: Chain, ends: Sequence[int]) -> list[Region]:
+    """Regions that end with the given stages (positions in the chain); the last one ends the chain."""
+    found, start = [], 0
+    for end in sorted({*ends, len(line) - 1}):
+        stages = line.stages[start : end + 1]
+        forward = tuple(op for stage in stages for op in stage.forward)
+        found.append(Region(forward, {op for stage in stages for op in stage.backward}))
+        start = end + 1
+    return found
+
+
+def first_backward(line: Chain, policy: str) -> list[int]:
+    """Per stage the op with which its backward begins, -1 for none. Raises PolicyError if there is no backward."""
+    found = [stage.backward[0] if stage.backward else -1 for stage in line.stages]
+    if max(found) < 0:
+        raise PolicyError(f"policy {policy!r} needs a trace with a backward phase")
+    return found

@@ -1,0 +1,99 @@
+"""Op times: launch, plus FLOPs over what the engine sustains, plus bytes over the share of bandwidth."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sim.errors import ProfileError
+from sim.hardware import Engine, Platform, Tier
+from sim.hardware.cost import flops_per_second, op_times, slow_operand_ns
+from sim.trace import TraceBuilder
+
+GB = 10**9
+
+
+def machine(*, bandwidth=GB, launch=0, efficiency=None, share=None, peak=None, cpu=False):
+    engines = [
+        Engine("npu", 0, "hbm", ("hbm",), peak or {"fp16": 10**12}, efficiency or {}, share or {}, launch),
+    ]
+    if cpu:
+        engines.append(Engine("cpu", -1, "host", ("host",), {"fp32": GB}, main=False))
+    tiers = (Tier("hbm", GB, GB, bandwidth, device=0), Tier("host", GB, GB, GB // 10, latency=100))
+    return Platform("m", tiers, tuple(engines))
+
+
+def times(platform, *ops):
+    b = TraceBuilder()
+    for i, op in enumerate(ops):
+        b.op(f"op{i}", **{"kind": "matmul", "bytes": 0, **op})
+    return op_times(b.build(), platform).total.tolist()
+
+
+def test_the_three_parts_add_up():
+    p = machine(launch=500, efficiency={"matmul": 0.5}, share={"matmul": 0.25})
+    # 500 ns + 1e6 / (0.5 * 1e12) s + 1000 / (0.25 * 1e9) s
+    assert times(p, {"flops": 10**6, "bytes": 1000}) == [500 + 2000 + 4000]
+
+
+def test_each_kind_has_its_own_efficiency_and_the_empty_key_is_for_all_others():
+    p = machine(efficiency={"matmul": 0.5, "": 0.1}, share={"norm": 0.5})
+    ops = [{"kind": k, "flops": 10**6, "bytes": 1000} for k in ("matmul", "norm", "conv")]
+    assert times(p, *ops) == [2000 + 1000, 10_000 + 2000, 10_000 + 1000]
+
+
+def test_an_efficiency_in_one_type_goes_before_that_of_the_kind():
+    p = machine(peak={"fp16": 10**12, "fp32": 10**11}, efficiency={"matmul": 0.5, "matmul_fp32": 1.0})
+    assert times(p, {"flops": 10**6, "dtype": "fp16"}, {"flops": 10**6, "dtype": "fp32"}) == [2000, 10_000]
+
+
+def test_a_type_without_a_peak_is_priced_as_the_next_wider_and_keeps_its_efficiency():
+    engine = machine(peak={"fp32": 10**11}, efficiency={"matmul_fp32": 0.5}).engines[0]
+    assert flops_per_second(engine, "matmul", "bf16") == 0.5 * 10**11
+    with pytest.raises(ProfileError, match="engine 'npu' has no peak for 'fp64'; it has fp32"):
+        flops_per_second(engine, "matmul", "fp64")
+
+
+def test_a_measured_duration_is_all_of_the_time():
+    assert times(machine(launch=500), {"flops": 10**9, "bytes": 10**6, "duration": 7}) == [7]
+
+
+def test_an_op_on_another_engine_is_priced_there():
+    p = machine(cpu=True)
+    assert times(p, {"engine": "cpu", "bytes": 1000, "kind": "optimizer"}) == [10_000]
+
+
+def test_bytes_default_to_the_operands():
+    b = TraceBuilder()
+    x, y = b.tensor("x", 300, "input"), b.tensor("y", 700)
+    b.op("op", reads=[x], writes=[y])
+    assert op_times(b.build(), machine()).total.tolist() == [1000]
+
+
+@given(flops=st.integers(0, 10**15), peak=st.sampled_from([10**9, 10**12, 312 * 10**12]))
+def test_compute_time_is_the_exact_quotient_rounded_up(flops, peak):
+    exact = Fraction(flops * 10**9, peak)
+    (ns,) = times(machine(peak={"fp16": peak}), {"flops": flops})
+    assert abs(ns - exact) < 1 + exact / 10**14
+    if exact.denominator == 1 and exact < 10**13:
+        assert ns == exact
+
+
+@given(ns=st.integers(0, 10**11), peak_per_ns=st.integers(1, 10**6))
+@example(ns=10**10 + 1, peak_per_ns=989_000)
+def test_a_whole_number_of_nanoseconds_of_compute_stays_one(ns, peak_per_ns):
+    assert times(machine(peak={"fp16": peak_per_ns * 10**9}), {"flops": peak_per_ns * ns}) == [ns]
+
+
+@given(bytes=st.integers(0, 10**13), rate=st.integers(1, 10**13))
+def test_byte_time_is_the_exact_quotient_rounded_up_whatever_the_size(bytes, rate):
+    if bytes * 10**9 // rate < 2**62:
+        assert times(machine(bandwidth=rate), {"bytes": bytes}) == [-(-bytes * 10**9 // rate)]
+
+
+def test_an_operand_in_a_slower_tier_is_charged_at_that_tiers_rate():
+    p = machine()
+    # 1000 bytes at 0.1 GB/s instead of 1 GB/s, and one access
+    assert slow_operand_ns(p, 0, {"host": 1000}) == 10_000 - 1000 + 100
+    assert slow_operand_ns(p, 0, {"hbm": 1000}) == 0

@@ -1,0 +1,161 @@
+"""The attention core: from queries, keys and values to the result that is projected.
+
+`eager` composes it of single kernels, whose names contain `.attn.core.`; `sdpa` takes the kernel that
+PyTorch's scaled_dot_product_attention takes on CUDA: flash attention in 16 bits, memory-efficient
+attention in fp32, and the composed "math" form in fp32 where several queries share a key (grouped-query
+attention), which the memory-efficient kernel cannot do. `flash` insists on flash attention.
+
+Fused kernels keep queries, keys, values, their result and one fp32 number a query (the log of the sum of
+exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward
+kernel takes for itself are not modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import WorkloadError
+from workloads.costs import attention_backward_flops, attention_flops, element_flops
+from workloads.precision import promoted
+from workloads.primitives import (
+    Gradients,
+    batched_matmul,
+    copy,
+    dropout,
+    elementwise,
+    scale,
+    softmax,
+)
+from workloads.tape import Tape, Value
+
+
+@dataclass(frozen=True)
+class Core:
+    """The shape of an attention core and how it is computed.
+
+    implementation: eager, sdpa or flash. softmax_fp32: softmax in fp32 whatever the type (Llama).
+    mask: the additive mask of the eager form, (batch, 1, sequence, sequence), or none.
+    """
+
+    implementation: str
+    batch: int
+    sequence: int
+    heads: int
+    kv_heads: int
+    head: int
+    dropout: float
+    softmax_fp32: bool
+    mask: Value | None
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """(batch, heads, sequence, head)."""
+        return (self.batch, self.heads, self.sequence, self.head)
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """(batch, kv_heads, sequence, head)."""
+        return (self.batch, self.kv_heads, self.sequence, self.head)
+
+
+def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value) -> Value:
+    """The result, (batch, sequence, heads * head), of q, k and v as they were projected (and rotated)."""
+    q, k, v = q.viewed(*core.query_shape), k.viewed(*core.key_shape), v.viewed(*core.key_shape)
+    q, k, v = (tape.to_compute(x, f"{name}.{part}.cast") for x, part in ((q, "q"), (k, "k"), (v, "v")))
+    if core.implementation == "eager":
+        return _composed(tape, f"{name}.core", core, q, k, v, math=False)
+    if q.dtype != "fp32":
+        return _fused(tape, f"{name}.core", core, q, k, v, kernel="flash")
+    if core.implementation == "flash":
+        raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
+    if core.kv_heads != core.heads:
+        return _composed(tape, f"{name}.core", core, q, k, v, math=True)
+    return _fused(tape, f"{name}.core", core, q, k, v, kernel="efficient")
+
+
+def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, kernel: str) -> Value:
+    rows = core.sequence if kernel == "flash" else -(-core.sequence // 32) * 32  # padded to the kernel's tile
+    out = tape.result(f"{name}.out", core.query_shape, q.dtype)
+    lse = tape.constant(f"{name}.logsumexp", (core.batch, core.heads, rows), "fp32")
+    # flash keeps a seed of two words, the other kernel one; both an offset
+    seed = tape.constant(f"{name}.seed", (2 if kernel == "flash" else 1,), "int64")
+    offset = tape.constant(f"{name}.offset", (1,), "int64")
+    size = (core.batch * core.heads, core.sequence, core.head)
+    flops = attention_flops(*size)
+    tape.op(name, "attention", [q, k, v], [out, lse, seed, offset], flops=flops, random=core.dropout > 0)
+    for value, reason in (
+        (q, "queries"),
+        (k, "keys"),
+        (v, "values"),
+        (out, "result of attention"),
+        (lse, "scale of each row of probabilities, which are computed again"),
+        (seed, "random state of dropout"),
+        (offset, "random state of dropout"),
+    ):
+        tape.save(value, reason)
+
+    def rule(g: Value) -> Gradients:
+        made = [tape.gradient(x) for x in (q, k, v)]
+        flops = attention_backward_flops(*size)
+        tape.op(f"{name}.bwd", "attention", [g, q, k, v, out, lse, seed, offset], made, flops=flops)
+        return made
+
+    tape.record([q, k, v], [out], rule)
+    return out.viewed(core.batch, core.sequence, core.heads * core.head)
+
+
+def _composed(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, math: bool) -> Value:
+    """Single kernels. math: scale queries and keys instead of scores, and mask in place (sdpa's math form)."""
+    batch, heads, sequence, head = core.query_shape
+    if math:
+        q, k = scale(tape, f"{name}.q.scale", q), scale(tape, f"{name}.k.scale", k)
+    else:
+        q = copy(tape, f"{name}.q.copy", q, *core.query_shape)  # bmm wants (batch * heads, …) in one piece
+    if core.kv_heads != heads:
+        k, v = (_repeat(tape, f"{name}.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
+    elif not math:
+        k = copy(tape, f"{name}.k.copy", k, batch, heads, head, sequence, backward=False)
+    scores = batched_matmul(tape, f"{name}.qk", q, k, (batch, heads, sequence, sequence), head)
+    if not math:
+        scores = scale(tape, f"{name}.scale", scores)
+    if core.mask is not None:
+        scores = _masked(tape, f"{name}.mask", scores, core.mask)
+    if core.softmax_fp32:
+        weights = softmax(tape, f"{name}.softmax", tape.cast(scores, "fp32", f"{name}.softmax.up"))
+        weights = tape.cast(weights, q.dtype, f"{name}.softmax.down")
+    else:
+        weights = tape.cast(softmax(tape, f"{name}.softmax", scores), v.dtype, f"{name}.softmax.down")
+    weights = dropout(tape, f"{name}.dropout", weights, core.dropout)
+    if core.kv_heads == heads:
+        v = copy(tape, f"{name}.v.copy", v, *core.query_shape)
+    mixed = batched_matmul(tape, f"{name}.av", weights, v, core.query_shape, sequence)
+    return copy(tape, f"{name}.merge", mixed, batch, sequence, heads * head)
+
+
+def _masked(tape: Tape, name: str, scores: Value, mask: Value) -> Value:
+    """Scores plus the additive mask, in the wider of their types."""
+    dtype = promoted(scores.dtype, mask.dtype)
+    out = elementwise(tape, name, "add", [scores, mask], tape.result(f"{name}.out", scores.shape, dtype))
+    tape.record([scores], [out], lambda g: [tape.gradient_cast(g, scores, f"{name}.bwd")])
+    return out
+
+
+def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
+    """Keys or values once for each query head; backward sums over the heads of a group."""
+    out = tape.result(f"{name}.out", core.query_shape, x.dtype)
+    elementwise(tape, name, "copy", [x], out)
+
+    def rule(g: Value) -> Gradients:
+        gradient = tape.gradient(x)
+        tape.op(f"{name}.bwd", "reduce", [g], [gradient], flops=element_flops("sum", g.elements))
+        return [gradient]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def causal_mask(tape: Tape, batch: int, sequence: int) -> Value:
+    """The additive mask of the eager form: whole, one a sequence, in the type of the weights."""
+    mask = tape.constant("mask.out", (batch, 1, sequence, sequence), tape.precision.weight)
+    tape.op("mask", "elementwise", [], [mask])
+    return mask

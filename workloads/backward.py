@@ -1,0 +1,67 @@
+"""From the tape of a forward pass to its backward ops.
+
+Autograd runs the node that was recorded last first; that is the reverse of the forward order wherever
+gradients are ready, and here they always are. When a second gradient arrives for a value the two are added
+out of place, into a new tensor (autograd's InputBuffer), and both parts die. A weight used twice (tied
+embeddings) thus holds three copies for a moment. With several microbatches the gradient of a weight stays,
+and later ones are added to it in place (AccumulateGrad).
+"""
+
+from __future__ import annotations
+
+from workloads.costs import element_flops
+from workloads.tape import Tape, Value
+
+
+def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
+    """Append the backward ops of all nodes on `tape`, newest first, and take the nodes off it.
+
+    gradients: the gradient of each weight so far, by the weight's slot; brought up to date.
+    """
+    tape.phase, tape.layer = "backward", -1
+    tape.accumulating = bool(gradients)
+    seed = tape.gradient(loss)
+    tape.op("loss.bwd", "elementwise", [loss], [seed])
+    tape.finish_node()
+    waiting: dict[int, Value] = {loss.slot: seed}
+    left, tape.left = tape.left, {}
+    tape.shared = {slot for slot, uses in left.items() if uses > 1}
+    while tape.nodes:
+        node = tape.nodes.pop()
+        tape.layer = node.layer
+        arrived = [waiting.pop(out.slot, None) for out in node.outputs]
+        if all(gradient is None for gradient in arrived):
+            continue
+        made = node.rule(*arrived)
+        tape.finish_node()
+        for value, gradient in zip(node.inputs, made, strict=True):
+            if gradient is None or value.slot < 0:
+                continue
+            left[value.slot] -= 1
+            if value.slot in waiting:
+                gradient = _sum(tape, value, waiting.pop(value.slot), gradient, last=not left[value.slot])
+            if not value.parameter or left[value.slot]:
+                waiting[value.slot] = gradient
+            elif not tape.accumulating:
+                gradients[value.slot] = gradient
+            else:
+                gradients[value.slot] = _accumulate(tape, value, gradients[value.slot], gradient)
+    tape.phase, tape.layer = "forward", -1
+
+
+def _sum(tape: Tape, value: Value, a: Value, b: Value, *, last: bool) -> Value:
+    if value.parameter and last:
+        tape.shared.discard(value.slot)  # this is the sum: the gradient itself
+    out = tape.gradient(value)
+    name = value.name.removeprefix(tape.prefix)
+    tape.op(f"{name}.grad.add", "elementwise", [a, b], [out], flops=element_flops("add", value.elements))
+    tape.finish_node()
+    return out
+
+
+def _accumulate(tape: Tape, value: Value, total: Value, gradient: Value) -> Value:
+    out = tape.overwrite(total, f"{value.name}.grad", "gradient")
+    name = f"{value.name}.grad.accumulate"
+    tape.op(name, "elementwise", [total, gradient], [out], flops=element_flops("add", value.elements))
+    tape.finish_node()
+    return out

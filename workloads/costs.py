@@ -1,0 +1,74 @@
+"""FLOPs and bytes of every kind of op, one rule each.
+
+Matrix products and attention count 2 FLOPs a multiply-add, as `torch.utils.flop_counter` does, so that
+sums can be compared with it; a causal mask does not halve them there, nor here. The elementwise figures
+count arithmetic instructions of a plain implementation. They matter little: such ops are bound by bytes.
+Bytes are the sum of an op's operands unless a rule below says otherwise.
+"""
+
+from __future__ import annotations
+
+ELEMENT_FLOPS = {
+    # kernel: (FLOPs an element, what is counted)
+    "copy": (0, "a cast or a copy computes nothing"),
+    "add": (1, "one addition"),
+    "mul": (1, "one multiplication"),
+    "div": (1, "one division"),
+    "neg": (1, "one sign change"),
+    "pow": (2, "two multiplications for a cube"),
+    "mean": (1, "one addition"),
+    "sum": (1, "one addition"),
+    "tanh": (6, "exponential, two additions, one division, sign"),
+    "tanh_backward": (3, "g (1 - y^2)"),
+    "gelu": (8, "error function or tanh of a polynomial, and its product"),
+    "gelu_backward": (14, "the same, its derivative, and the product"),
+    "relu": (1, "one comparison"),
+    "silu": (5, "sigmoid and product"),
+    "silu_backward": (9, "g s (1 + x (1 - s)), with the sigmoid recomputed"),
+    "dropout": (3, "random number, comparison, product"),
+    "dropout_backward": (2, "two products"),
+    "softmax": (5, "maximum, subtraction, exponential, sum, division"),
+    "softmax_backward": (4, "product, sum, subtraction, product"),
+    "layer_norm": (8, "mean, variance, normalisation, affine map"),
+    "layer_norm_backward": (14, "three reductions and the input's gradient"),
+    "log_softmax": (5, "maximum, subtraction, exponential, sum, subtraction"),
+    "log_softmax_backward": (4, "exponential, product, sum, subtraction"),
+    "cross_entropy": (6, "log-softmax and the choice of one element"),
+    "cross_entropy_backward": (3, "softmax minus one-hot, scaled"),
+}
+"""Arithmetic of elementwise and row-wise kernels."""
+
+
+def element_flops(kernel: str, elements: int) -> int:
+    """FLOPs of an elementwise or row-wise kernel over that many elements."""
+    return ELEMENT_FLOPS[kernel][0] * elements
+
+
+def matmul_flops(rows: int, inner: int, columns: int) -> int:
+    """(rows, inner) times (inner, columns): one multiply-add, 2 FLOPs, for each triple."""
+    return 2 * rows * inner * columns
+
+
+def attention_flops(batch_heads: int, sequence: int, head: int) -> int:
+    """QK^T and PV, two products, for every query and key (torch.utils.flop_counter: sdpa_flop_count)."""
+    return 2 * matmul_flops(batch_heads * sequence, head, sequence)
+
+
+def attention_backward_flops(batch_heads: int, sequence: int, head: int) -> int:
+    """Five products: QK^T once more, dP, dV, dQ, dK (FlashAttention-2, section 3.1; sdpa_backward_flop_count)."""
+    return 5 * matmul_flops(batch_heads * sequence, head, sequence)
+
+
+def embedding_bytes(rows: int, width_bytes: int) -> int:
+    """A lookup reads the rows that it needs, not the table, and writes as many."""
+    return 2 * rows * width_bytes
+
+
+# Accesses of the optimizers to arrays of the size of the parameters, read off their kernels.
+FOREACH_MOMENTS = 8  # lerp_(m, g): 3; mul_(v): 2; addcmul_(v, g, g): 3
+FOREACH_SQRT = 2  # sqrt(v): 2
+FOREACH_STEP = 10  # mul_(p) for the weight decay: 2; div_, add_ on the denominator: 4; addcdiv_(p, m, d): 4
+FUSED_ADAM = 7  # reads p, g, m, v; writes p, m, v: 28 bytes a parameter in fp32
+SGD_MOMENTUM = 8  # mul_(b): 2; add_(b, g): 3; add_(p, b): 3
+ADAM_FLOPS = 14  # decay 1; two moments 2 + 3; root, division, sum 3; quotient, step 3; corrections 2
+SGD_FLOPS = 4  # decayed momentum 2, step 2

@@ -1,0 +1,132 @@
+"""The head and the loss, where a step with a large vocabulary has its peak.
+
+`torch`: PyTorch's cross_entropy as Hugging Face calls it. Causal models copy 16-bit logits to fp32 first;
+log-softmax makes a second fp32 tensor of that size (kept for backward), and backward two more, one after
+the other. The caller holds the logits until the forward pass returns.
+`fused`: one kernel that reads logits of any type, keeps them and one fp32 number a token, and writes the
+gradient over them (as Megatron-LM's and Apex's kernels do).
+`chunked`: head and loss together, over a slice of the tokens at a time; the gradients of the head's input
+and weight are made in the forward pass and only scaled in backward, so no logits are kept (as Liger's
+fused linear cross-entropy does). Slices are of `CHUNK` tokens.
+"""
+
+from __future__ import annotations
+
+from sim.errors import WorkloadError, near
+from workloads.costs import element_flops, matmul_flops
+from workloads.primitives import Gradients, elementwise, linear
+from workloads.tape import Tape, Value
+
+LOSSES = ("torch", "fused", "chunked")
+CHUNK = 1024
+
+
+def check_loss(name: str) -> None:
+    """Raises WorkloadError with the nearest known loss."""
+    if name not in LOSSES:
+        raise WorkloadError(f"loss {name!r} is unknown{near(str(name), LOSSES)}")
+
+
+def head_loss(
+    tape: Tape, kind: str, name: str, x: Value, head: Value, labels: Value, *, bias: Value | None = None, upcast: bool
+) -> Value:
+    """The mean cross-entropy of a linear head over x against labels, one a row.
+
+    upcast: whether 16-bit logits are copied to fp32 without autocast, too (causal models).
+    """
+    if kind == "chunked":
+        return _chunked(tape, name, x, head, labels, bias)
+    logits = linear(tape, name, x, head, bias)
+    rows = logits.viewed(labels.elements, logits.shape[-1])
+    if kind == "fused":
+        return _fused(tape, "loss", rows, labels)
+    wide = tape.cast(rows, "fp32", "loss.up") if upcast else tape.to_full(rows, "loss.up")
+    return cross_entropy(tape, "loss", wide, labels, held=(x, rows, wide))
+
+
+def cross_entropy(tape: Tape, name: str, x: Value, labels: Value, *, held: tuple[Value, ...] = ()) -> Value:
+    """log_softmax and nll_loss. held: what the caller of the model still refers to when the loss is made."""
+    targets = tape.constant(f"{name}.targets", labels.shape, "int64")
+    tape.op(f"{name}.targets", "copy", [labels], [targets])  # causal models shift the labels by one
+    logs = tape.result(f"{name}.log_softmax.out", x.shape, x.dtype)
+    flops = element_flops("log_softmax", x.elements)
+    tape.op(f"{name}.log_softmax", "loss", [x], [logs], flops=flops)
+    tape.save(logs, "result of log-softmax")
+    tape.save(targets, "which logarithm of each row is the loss")
+
+    def logs_rule(g: Value) -> Gradients:
+        flops = element_flops("log_softmax_backward", x.elements)
+        tape.op(f"{name}.log_softmax.bwd", "loss", [g, logs], [gradient := tape.gradient(x)], flops=flops)
+        return [gradient]
+
+    tape.record([x], [logs], logs_rule)
+    out = tape.result(f"{name}.out", (1,), x.dtype)
+    count = tape.constant(f"{name}.total_weight", (1,), x.dtype)
+    tape.save(count, "by what the mean divides")
+    # it touches one logarithm a row; the rest of what it reads is only held
+    touched = labels.elements * (8 + tape.builder.bytes_of(logs.tensor) // logs.elements)
+    tape.op(name, "loss", [logs, targets, *held], [out, count], flops=labels.elements, bytes=touched)
+
+    def rule(g: Value) -> Gradients:
+        return [elementwise(tape, f"{name}.bwd.scatter", "copy", [g, targets, count], tape.gradient(logs))]
+
+    tape.record([logs], [out], rule)
+    return out
+
+
+def _fused(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    out = tape.result(f"{name}.out", (1,), "fp32")
+    lse = tape.constant(f"{name}.logsumexp", labels.shape, "fp32")
+    flops = element_flops("cross_entropy", logits.elements)
+    tape.op(name, "loss", [logits, labels], [out, lse], flops=flops)
+    tape.save(logits, "the softmax is computed again")
+    tape.save(lse, "scale of each row's softmax")
+
+    def rule(g: Value) -> Gradients:
+        gradient = tape.gradient(logits, over=logits)
+        flops = element_flops("cross_entropy_backward", logits.elements)
+        tape.op(f"{name}.bwd.logits", "loss", [g, logits, labels, lse], [gradient], flops=flops)
+        return [gradient]
+
+    tape.record([logits], [out], rule)
+    return out
+
+
+def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: Value | None) -> Value:
+    w, a = tape.to_compute(head, f"{name}.weight.cast"), tape.to_compute(x, f"{name}.input.cast")
+    tokens, inner, columns = labels.elements, a.shape[-1], head.elements // a.shape[-1]
+    # gradients are made here, as results of the forward pass that backward scales
+    kept = [tape.constant(f"{name}.{what}", v.shape, v.dtype) for what, v in (("dx", a), ("dw", w))]
+    kept += [tape.constant(f"{name}.db", bias.shape, bias.dtype)] if bias else []
+    zeros = kept
+    tape.op(f"{name}.zero", "elementwise", [], kept)
+    for start in range(0, tokens, CHUNK):
+        rows = min(CHUNK, tokens - start)
+        logits = tape.constant(f"{name}.logits", (rows, columns), a.dtype)
+        flops = matmul_flops(rows, inner, columns)
+        tape.op(f"{name}.chunk", "matmul", [a, w], [logits], flops=flops)
+        slope = tape.overwrite(logits, f"{tape.prefix}{name}.dlogits", "activation")
+        tape.op(
+            f"{name}.chunk.loss",
+            "loss",
+            [logits, labels],
+            [slope],
+            flops=element_flops("cross_entropy", slope.elements),
+        )
+        made = [tape.overwrite(v, f"{first.name}.sum", "activation") for v, first in zip(kept, zeros, strict=True)]
+        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], made, flops=2 * flops)
+        tape.product_flops -= 2 * flops  # they belong to the backward pass
+        kept = made
+    out = tape.result("loss.out", (1,), "fp32")
+    tape.op("loss", "loss", [labels], [out], flops=tokens)
+    for value in kept:
+        tape.save(value, "gradient made in the forward pass")
+
+    def rule(g: Value) -> Gradients:
+        made = []
+        for value, target in zip(kept, (a, w, bias) if bias else (a, w), strict=True):
+            made.append(elementwise(tape, f"{name}.bwd.scale", "mul", [value, g], tape.gradient(target, over=value)))
+        return made
+
+    tape.record([a, w, *([bias] if bias else [])], [out], rule)
+    return out

@@ -1,0 +1,256 @@
+"""Model configurations: named models with published sizes, dicts, and Hugging Face's `config.json`.
+
+One reader serves all three: a named model is a table in `workloads/configs/*.toml` with the keys that its
+`config.json` has, its source and the size that was published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sim.errors import WorkloadError, near
+
+FAMILIES = {
+    # model_type of a config.json: the family whose ops it runs
+    "gpt2": "gpt2",
+    "bert": "bert",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "mixtral": "mixtral",
+    "deepseek": "mixtral",
+}
+"""Supported `model_type`s."""
+
+ALIASES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
+    "activation": ("hidden_act", "activation_function"),
+    "tied": ("tie_word_embeddings",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "token_types": ("type_vocab_size",),
+    "embedding_dropout": ("embd_pdrop", "hidden_dropout_prob"),
+    "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout"),
+    "residual_dropout": ("resid_pdrop", "hidden_dropout_prob"),
+    "experts_form": ("experts_implementation",),
+}
+"""The keys under which different models store the same figure, in the order in which they are tried."""
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_new",
+    "gelu": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+"""Known activations and the kernel or composition that computes them."""
+
+FORMS = {"grouped": "grouped", "grouped_mm": "grouped", "loop": "loop", "eager": "loop"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a transformer.
+
+    family: gpt2, bert, llama or mixtral. hidden, ffn, head, expert_ffn: widths in elements. positions:
+    longest sequence (the size of the table where positions are learned). tied: head and embedding are one
+    matrix. biases: which linear layers have one: "all", "qkv" or "none". experts, experts_per_token,
+    shared_experts, dense_layers (the first layers, without experts), experts_form ("grouped", "loop").
+    published: parameters as published, 0 if unknown. source: where the sizes were published.
+    """
+
+    name: str
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocabulary: int
+    positions: int
+    activation: str
+    tied: bool
+    biases: str
+    embedding_dropout: float
+    attention_dropout: float
+    residual_dropout: float
+    token_types: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    experts_form: str = "grouped"
+    published: int = 0
+    source: str = ""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of that layer is a mixture of experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the models that ship with the package, sorted."""
+    return tuple(sorted(_tables()))
+
+
+@cache
+def _tables() -> dict[str, Mapping[str, Any]]:
+    import tomllib  # these two only where a named model is asked for
+    from importlib.resources import files
+
+    tables: dict[str, Mapping[str, Any]] = {}
+    for file in sorted((files("workloads") / "configs").iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".toml"):
+            tables.update(tomllib.loads(file.read_text(encoding="utf-8")))
+    return tables
+
+
+def read_config(config: str | Path | Mapping[str, Any]) -> Config:
+    """The configuration of a named model, of a dict in Hugging Face's keys, or of a `config.json`.
+
+    A string is a name unless it ends in .json or is a path that exists; a folder stands for the
+    `config.json` in it. Raises WorkloadError: an unknown name or model_type, a missing or impossible key, a
+    file that is not there or no JSON object.
+    """
+    if isinstance(config, Mapping):
+        name = next((config[k] for k in ("name", "_name_or_path", "model_type") if config.get(k)), "dict")
+        return parse_config(config, str(name))
+    text = str(config)
+    if isinstance(config, str) and text in _tables():
+        return parse_config(_tables()[text], text)
+    path = Path(config)
+    if path.is_dir():
+        path = path / "config.json"
+    if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
+        raise WorkloadError(f"model {text!r} is unknown{near(text, _tables())}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'no UTF-8 text'})"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{path}: line {error.lineno}: no valid JSON ({error.msg})") from error
+    if not isinstance(values, dict):
+        raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return parse_config(values, name or path.stem, str(path))
+
+
+def parse_config(values: Mapping[str, Any], name: str, where: str = "") -> Config:
+    """A configuration from the keys of a `config.json`; `where` names it in errors (default: the name)."""
+    return _Reader(values, where or name).config(name)
+
+
+class _Reader:
+    """Looks keys up under all their aliases, and complains by file and key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        text = values.get("text_config")  # multimodal models keep the language model's figures there
+        self.values = {**values, **text} if isinstance(text, Mapping) else dict(values)
+        self.where = where
+
+    def config(self, name: str) -> Config:
+        kind = self.values.get("model_type")
+        supported = ", ".join(sorted(FAMILIES))
+        if kind is None:
+            raise WorkloadError(f"{self.where}: key 'model_type' is missing (supported: {supported})")
+        if kind not in FAMILIES:
+            raise WorkloadError(f"{self.where}: model_type {kind!r} is not supported (supported: {supported})")
+        family = FAMILIES[kind]
+        modern = family in ("llama", "mixtral")
+        hidden, heads = self.size("hidden"), self.size("heads")
+        kv_heads = self.size("kv_heads", heads) if modern else heads
+        if not self.raw("head") and hidden % heads:
+            raise WorkloadError(f"{self.where}: {self.key('hidden')} {hidden} is no multiple of {heads} heads")
+        if heads % kv_heads:
+            raise WorkloadError(f"{self.where}: {self.key('kv_heads')} {kv_heads} does not divide {heads} heads")
+        ffn = self.size("ffn", None if modern else 4 * hidden)
+        experts = self.size("experts") if family == "mixtral" else 0
+        chosen = self.size("experts_per_token") if experts else 0
+        if chosen > experts:
+            raise WorkloadError(f"{self.where}: {self.key('experts_per_token')} {chosen} of {experts} experts")
+        dropout = 0.0 if modern else 0.1  # the defaults of the configuration classes
+        return Config(
+            name=name,
+            family=family,
+            hidden=hidden,
+            layers=self.size("layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head=self.size("head", hidden // heads),
+            ffn=ffn,
+            vocabulary=self.size("vocabulary"),
+            positions=self.size("positions", 2048 if modern else None),
+            activation=self.choice("activation", ACTIVATIONS, {"gpt2": "gelu_new", "bert": "gelu"}.get(family, "silu")),
+            tied=self.flag("tied", not modern),
+            biases={"qwen2": "qkv"}.get(kind, "none" if modern else "all"),
+            embedding_dropout=0.0 if modern else self.share("embedding_dropout", dropout),
+            attention_dropout=self.share("attention_dropout", dropout),
+            residual_dropout=0.0 if modern else self.share("residual_dropout", dropout),
+            token_types=self.size("token_types", 2) if family == "bert" else 0,
+            experts=experts,
+            experts_per_token=chosen,
+            expert_ffn=self.size("expert_ffn", ffn) if experts else 0,
+            shared_experts=self.size("shared_experts", 0, least=0) if experts else 0,
+            dense_layers=self.size("dense_layers", 0, least=0) if experts else 0,
+            experts_form=self.choice("experts_form", FORMS, "grouped"),
+            published=int(self.values.get("published_parameters", 0)),
+            source=str(self.values.get("source", "")),
+        )
+
+    def key(self, field: str) -> str:
+        """The name under which the file has a field, or its usual one."""
+        return next((k for k in ALIASES[field] if self.values.get(k) is not None), ALIASES[field][0])
+
+    def raw(self, field: str) -> Any:
+        return next((self.values[k] for k in ALIASES[field] if self.values.get(k) is not None), None)
+
+    def size(self, field: str, default: int | None = None, least: int = 1) -> int:
+        value = self.raw(field)
+        if value is None:
+            if default is None:
+                raise WorkloadError(f"{self.where}: key {' or '.join(map(repr, ALIASES[field]))} is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WorkloadError(f"{self.where}: {self.key(field)}: needs an integer of at least {least}, has {value!r}")
+        return value
+
+    def share(self, field: str, default: float) -> float:
+        value = self.raw(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise WorkloadError(f"{self.where}: {self.key(field)}: needs a number from 0 up to 1, has {value!r}")
+        return float(value)
+
+    def flag(self, field: str, default: bool) -> bool:
+        value = self.raw(field)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise WorkloadError(f"{self.where}: {self.key(field)}: needs true or false, has {value!r}")
+        return value
+
+    def choice(self, field: str, known: Mapping[str, str], default: str) -> str:
+        value = self.raw(field) or default
+        if value not in known:
+            raise WorkloadError(f"{self.where}: {self.key(field)}: {value!r} is unknown{near(str(value), known)}")
+        return known[value]

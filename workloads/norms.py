@@ -1,0 +1,76 @@
+"""LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+from workloads.costs import element_flops
+from workloads.precision import promoted
+from workloads.primitives import Gradients, elementwise, multiply, power
+from workloads.tape import Tape, Value
+
+
+def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> Value:
+    """One kernel each way, in fp32 under autocast. Saves its input, and mean and 1/deviation a row in fp32."""
+    x = tape.to_full(x, f"{name}.cast")
+    rows = (*x.shape[:-1], 1)
+    out = tape.result(f"{name}.out", x.shape, x.dtype)
+    mean, rstd = (tape.constant(f"{name}.{what}", rows, "fp32") for what in ("mean", "rstd"))
+    flops = element_flops("layer_norm", x.elements)
+    tape.op(name, "norm", [x, weight, bias], [out, mean, rstd], flops=flops)
+    tape.save(x, "input of a norm")
+    tape.save(mean, "mean of each row")
+    tape.save(rstd, "1 / deviation of each row")
+
+    def rule(g: Value) -> Gradients:
+        made = [tape.gradient(v) for v in (x, weight, bias)]
+        flops = element_flops("layer_norm_backward", x.elements)
+        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], made, flops=flops)
+        return made
+
+    tape.record([x, weight, bias], [out], rule)
+    return out
+
+
+def rms_norm(tape: Tape, name: str, x: Value, weight: Value) -> Value:
+    """Composed as Hugging Face's Llama does it: in fp32, then back, then times the weight.
+
+    A 16-bit input thus leaves an fp32 copy (kept for the square and the product) and a 16-bit normalised
+    tensor (kept for the weight's gradient).
+    """
+    wide = tape.cast(x, "fp32", f"{name}.up")
+    rows = (*x.shape[:-1], 1)
+    square = power(tape, f"{name}.square", wide)
+    mean = tape.result(f"{name}.mean.out", rows, "fp32")
+    tape.op(f"{name}.mean", "reduce", [square], [mean], flops=element_flops("mean", x.elements))
+    tape.record([square], [mean], lambda g: [_spread(tape, f"{name}.mean.bwd", g, square)])
+    rstd = elementwise(tape, f"{name}.rstd", "div", [mean], tape.result(f"{name}.rstd.out", rows, "fp32"))
+    tape.save(rstd, "1 / root mean square of each row")
+
+    def rstd_rule(g: Value) -> Gradients:  # three kernels over one number a row
+        return [elementwise(tape, f"{name}.rstd.bwd", "pow", [g, rstd], tape.gradient(mean))]
+
+    tape.record([mean], [rstd], rstd_rule)
+    normal = multiply(tape, f"{name}.normalise", wide, rstd)
+    return scaled_rows(tape, name, tape.cast(normal, x.dtype, f"{name}.down"), weight)
+
+
+def _spread(tape: Tape, name: str, g: Value, target: Value) -> Value:
+    """The gradient of a mean over each row: one number, written to every element."""
+    return elementwise(tape, name, "div", [g], tape.gradient(target))
+
+
+def scaled_rows(tape: Tape, name: str, x: Value, weight: Value) -> Value:
+    """x times one weight a column. Saves x: the weight's gradient is the sum over rows of g * x."""
+    dtype = promoted(x.dtype, weight.dtype)
+    out = elementwise(tape, name, "mul", [x, weight], tape.result(f"{name}.out", x.shape, dtype))
+    tape.save(x, "normalised input: the weight's gradient")
+
+    def rule(g: Value) -> Gradients:
+        gradient = elementwise(tape, f"{name}.bwd", "mul", [g, weight], tape.gradient(x))
+        product = tape.temporary(f"{name}.bwd.product", x.shape, x.dtype)
+        elementwise(tape, f"{name}.bwd.weight.mul", "mul", [g, x], product)
+        flops = element_flops("sum", x.elements)
+        tape.op(f"{name}.bwd.weight", "reduce", [product], [total := tape.gradient(weight)], flops=flops)
+        return [gradient, total]
+
+    tape.record([x, weight], [out], rule)
+    return out

@@ -1,0 +1,94 @@
+"""The weights of each family, in the order in which the model lists them."""
+
+from __future__ import annotations
+
+from workloads.models import Config
+from workloads.tape import Tape, Value
+
+
+def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
+    """Add all weights of a model to the trace; returns them by name. Tied weights are one tensor."""
+    weights: dict[str, Value] = {}
+
+    def weight(name: str, *shape: int) -> None:
+        weights[name] = tape.parameter(name, *shape)
+
+    def linear(name: str, inner: int, columns: int, *, bias: bool) -> None:
+        weight(f"{name}.weight", inner, columns)
+        if bias:
+            weight(f"{name}.bias", columns)
+
+    def layer_norm(name: str) -> None:
+        weight(f"{name}.weight", c.hidden)
+        weight(f"{name}.bias", c.hidden)
+
+    def mlp(name: str, width: int) -> None:
+        for part, inner, columns in (("gate", c.hidden, width), ("up", c.hidden, width), ("down", width, c.hidden)):
+            linear(f"{name}.{part}", inner, columns, bias=False)
+
+    def experts(name: str) -> None:
+        weight(f"{name}.router.weight", c.experts, c.hidden)
+        if c.experts_form == "loop":
+            for expert in range(c.experts):
+                mlp(f"{name}.expert{expert}", c.expert_ffn)
+        else:
+            weight(f"{name}.gate_up.weight", c.experts, 2 * c.expert_ffn, c.hidden)
+            weight(f"{name}.down.weight", c.experts, c.hidden, c.expert_ffn)
+        if c.shared_experts:
+            mlp(f"{name}.shared", c.shared_experts * c.expert_ffn)
+
+    def modern(h: str, layer: int) -> None:
+        bias = c.biases == "qkv"
+        linear(f"{h}.attn.q", c.hidden, c.heads * c.head, bias=bias)
+        linear(f"{h}.attn.k", c.hidden, c.kv_heads * c.head, bias=bias)
+        linear(f"{h}.attn.v", c.hidden, c.kv_heads * c.head, bias=bias)
+        linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias=False)
+        if c.has_experts(layer):
+            experts(f"{h}.mlp")
+        else:
+            mlp(f"{h}.mlp", c.ffn)
+        weight(f"{h}.norm1.weight", c.hidden)
+        weight(f"{h}.norm2.weight", c.hidden)
+
+    def gpt2(h: str, layer: int) -> None:
+        layer_norm(f"{h}.ln1")
+        linear(f"{h}.attn.qkv", c.hidden, 3 * c.hidden, bias=True)
+        linear(f"{h}.attn.proj", c.hidden, c.hidden, bias=True)
+        layer_norm(f"{h}.ln2")
+        linear(f"{h}.mlp.fc", c.hidden, c.ffn, bias=True)
+        linear(f"{h}.mlp.proj", c.ffn, c.hidden, bias=True)
+
+    def bert(h: str, layer: int) -> None:
+        for part in ("q", "k", "v", "proj"):
+            linear(f"{h}.attn.{part}", c.hidden, c.hidden, bias=True)
+        layer_norm(f"{h}.ln1")
+        linear(f"{h}.mlp.fc", c.hidden, c.ffn, bias=True)
+        linear(f"{h}.mlp.proj", c.ffn, c.hidden, bias=True)
+        layer_norm(f"{h}.ln2")
+
+    if c.family in ("llama", "mixtral"):
+        weight("embed.weight", c.vocabulary, c.hidden)
+    else:
+        weight("wte.weight", c.vocabulary, c.hidden)
+        weight("wpe.weight", c.positions, c.hidden)
+    if c.family == "bert":
+        weight("wtt.weight", c.token_types, c.hidden)
+        layer_norm("embed.ln")
+    layer_of = {"gpt2": gpt2, "bert": bert}.get(c.family, modern)
+    for i in range(c.layers):
+        tape.layer = i
+        layer_of(f"h{i}", i)
+    tape.layer = -1
+    if c.family == "gpt2":
+        layer_norm("ln_f")
+    elif c.family == "bert":
+        linear("pooler", c.hidden, c.hidden, bias=True)
+        linear("transform", c.hidden, c.hidden, bias=True)
+        layer_norm("transform.ln")
+        weight("head.bias", c.vocabulary)
+        linear("next_sentence", c.hidden, 2, bias=True)
+    else:
+        weight("norm.weight", c.hidden)
+        if not c.tied:
+            weight("head.weight", c.vocabulary, c.hidden)
+    return weights

@@ -1,0 +1,61 @@
+"""In which number types a model is trained, and how autocast chooses between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import WorkloadError, near
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1}
+"""Bytes of one element of each type."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a training run uses number types.
+
+    weight: type of weights and gradients. compute: type of matrix products and attention. autocast:
+    whether PyTorch's autocast chooses the type per op; without it every op computes in `weight`.
+    master: whether the optimizer keeps an fp32 copy of 16-bit weights, as Megatron-LM and DeepSpeed do
+    (2 + 2 + 12 bytes a parameter with Adam).
+    """
+
+    name: str
+    weight: str
+    compute: str
+    autocast: bool = False
+    master: bool = False
+
+    @property
+    def state(self) -> str:
+        """Type of the optimizer's state: that of the weights it updates, as `zeros_like` makes it."""
+        return "fp32" if self.master else self.weight
+
+
+PRECISIONS = {
+    p.name: p
+    for p in (
+        Precision("fp32", "fp32", "fp32"),
+        Precision("bf16", "bf16", "bf16"),
+        Precision("fp16", "fp16", "fp16"),
+        Precision("amp_bf16", "fp32", "bf16", autocast=True),
+        Precision("amp_fp16", "fp32", "fp16", autocast=True),
+        Precision("mixed_bf16", "bf16", "bf16", master=True),
+        Precision("mixed_fp16", "fp16", "fp16", master=True),
+    )
+}
+"""The precisions by name. fp16 needs loss scaling, which takes no memory of its own: it is not modelled."""
+
+
+def precision_of(name: str) -> Precision:
+    """The precision of that name. Raises WorkloadError with the nearest one."""
+    if name not in PRECISIONS:
+        raise WorkloadError(f"precision {name!r} is unknown{near(str(name), PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def promoted(*dtypes: str) -> str:
+    """The type of a result of mixed operands: the widest floating type (PyTorch, "type promotion")."""
+    if "fp32" in dtypes:
+        return "fp32"
+    return next(d for d in dtypes if d in ("bf16", "fp16"))

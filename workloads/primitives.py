@@ -1,0 +1,258 @@
+"""Elementary differentiable ops: what each runs forward, what autograd keeps, what it runs backward.
+
+Kernels and their order follow PyTorch's CUDA path (`derivatives.yaml`, `FunctionsManual.cpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workloads.costs import element_flops, embedding_bytes, matmul_flops
+from workloads.precision import BYTES, promoted
+from workloads.tape import Tape, Value
+
+Gradients = Sequence[Value | None]
+
+
+def elementwise(tape: Tape, name: str, kernel: str, reads: Sequence[Value], out: Value) -> Value:
+    """A kernel over all elements of its result."""
+    kind = "copy" if kernel == "copy" else "elementwise"
+    tape.op(name, kind, reads, [out], flops=element_flops(kernel, out.elements))
+    return out
+
+
+def add(tape: Tape, name: str, a: Value, b: Value) -> Value:
+    """a + b, of one shape. Saves nothing; the gradient passes on as it is, cast where types were promoted."""
+    out = elementwise(tape, name, "add", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
+
+    def rule(g: Value) -> Gradients:
+        return [tape.gradient_cast(g, v, f"{name}.bwd") for v in (a, b)]
+
+    tape.record([a, b], [out], rule)
+    return out
+
+
+def shift(tape: Tape, name: str, x: Value) -> Value:
+    """x plus a number, or a mask without a gradient: backward has nothing to do."""
+    out = elementwise(tape, name, "add", [x], tape.result(f"{name}.out", x.shape, x.dtype))
+    tape.record([x], [out], lambda g: [g])
+    return out
+
+
+def scale(tape: Tape, name: str, x: Value) -> Value:
+    """x times a number, which is no tensor: nothing is saved."""
+    out = elementwise(tape, name, "mul", [x], tape.result(f"{name}.out", x.shape, x.dtype))
+    tape.record([x], [out], lambda g: [elementwise(tape, f"{name}.bwd", "mul", [g], tape.gradient(x))])
+    return out
+
+
+def multiply(tape: Tape, name: str, a: Value, b: Value) -> Value:
+    """a * b, of one shape or b broadcast. Each that has a gradient keeps the other."""
+    out = elementwise(tape, name, "mul", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
+    if b.slot >= 0:
+        tape.save(a, "factor of a product")
+    tape.save(b, "factor of a product")
+
+    def rule(g: Value) -> Gradients:
+        return [
+            _times(tape, f"{name}.bwd.{side}", g, other, v) if v.slot >= 0 else None
+            for side, v, other in (("a", a, b), ("b", b, a))
+        ]
+
+    tape.record([a, b], [out], rule)
+    return out
+
+
+def _times(tape: Tape, name: str, g: Value, factor: Value, target: Value) -> Value:
+    """The gradient of one factor: a product, a sum over what was broadcast, a cast where types differ."""
+    wide = promoted(g.dtype, factor.dtype)
+    if target.elements == g.elements and target.dtype == wide:
+        return elementwise(tape, name, "mul", [g, factor], tape.gradient(target))
+    product = tape.temporary(f"{name}.product", g.shape, wide)
+    elementwise(tape, name, "mul", [g, factor], product)
+    if target.elements != g.elements:
+        total = tape.gradient(target) if target.dtype == wide else tape.temporary(f"{name}.sum.out", target.shape, wide)
+        tape.op(f"{name}.sum", "reduce", [product], [total], flops=element_flops("sum", g.elements))
+        product = total
+    return tape.gradient_cast(product, target, f"{name}.cast")
+
+
+def power(tape: Tape, name: str, x: Value) -> Value:
+    """x to a constant power, in fp32 under autocast. Saves x; backward makes x^(n-1), n x^(n-1), and the product."""
+    x = tape.to_full(x, f"{name}.cast")
+    out = elementwise(tape, name, "pow", [x], tape.result(f"{name}.out", x.shape, x.dtype))
+    tape.save(x, "base of a power")
+
+    def rule(g: Value) -> Gradients:
+        root, slope = (tape.temporary(f"{name}.bwd.{what}.out", x.shape, x.dtype) for what in ("root", "slope"))
+        elementwise(tape, f"{name}.bwd.root", "pow", [x], root)
+        elementwise(tape, f"{name}.bwd.slope", "mul", [root], slope)
+        return [elementwise(tape, f"{name}.bwd", "mul", [g, slope], tape.gradient(x))]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def tanh(tape: Tape, name: str, x: Value) -> Value:
+    """Saves its result."""
+    out = elementwise(tape, name, "tanh", [x], tape.result(f"{name}.out", x.shape, x.dtype))
+    tape.save(out, "result of tanh")
+
+    def rule(g: Value) -> Gradients:
+        return [elementwise(tape, f"{name}.bwd", "tanh_backward", [g, out], tape.gradient(x))]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def unary(tape: Tape, name: str, kernel: str, x: Value) -> Value:
+    """A fused activation (gelu, silu, relu). Saves its input; relu its result, which is read next anyway."""
+    out = elementwise(tape, name, kernel, [x], tape.result(f"{name}.out", x.shape, x.dtype))
+    kept = out if kernel == "relu" else x
+    tape.save(kept, f"{'result' if kernel == 'relu' else 'input'} of {kernel}")
+    backward = "mul" if kernel == "relu" else f"{kernel}_backward"
+
+    def rule(g: Value) -> Gradients:
+        return [elementwise(tape, f"{name}.bwd", backward, [g, kept], tape.gradient(x))]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
+    """Saves a mask of one byte an element (native_dropout). With probability 0 it is no op."""
+    if not probability:
+        return x
+    out = tape.result(f"{name}.out", x.shape, x.dtype)
+    mask = tape.constant(f"{name}.mask", x.shape, "bool")
+    tape.op(name, "elementwise", [x], [out, mask], flops=element_flops("dropout", x.elements), random=True)
+    tape.save(mask, "mask of dropout")
+
+    def rule(g: Value) -> Gradients:
+        return [elementwise(tape, f"{name}.bwd", "dropout_backward", [g, mask], tape.gradient(x))]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def copy(tape: Tape, name: str, x: Value, *shape: int, backward: bool = True) -> Value:
+    """x in another memory layout. backward: whether the gradient has to be laid out anew, too."""
+    out = elementwise(tape, name, "copy", [x], tape.result(f"{name}.out", shape, x.dtype))
+
+    def rule(g: Value) -> Gradients:
+        return [elementwise(tape, f"{name}.bwd", "copy", [g], tape.gradient(x)) if backward else g]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def split(tape: Tape, name: str, x: Value, parts: dict[str, tuple[int, ...]]) -> list[Value]:
+    """Views of parts of x, one storage; backward joins their gradients in a new tensor."""
+    views = [tape.slice_of(x, f"{name}.{part}", *shape) for part, shape in parts.items()]
+
+    def rule(*gs: Value | None) -> Gradients:
+        return [elementwise(tape, f"{name}.split.bwd", "copy", [g for g in gs if g], tape.gradient(x))]
+
+    tape.record([x], views, rule)
+    return views
+
+
+def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = None) -> Value:
+    """x @ weight + bias over the last axis of x; the weight is (inner, columns) or its transpose.
+
+    Saves the operands of the product in the type in which it is computed.
+    """
+    columns = bias.shape[0] if bias else weight.elements // x.shape[-1]
+    w = tape.to_compute(weight, f"{name}.weight.cast")
+    a = tape.to_compute(x, f"{name}.input.cast")
+    b = tape.to_compute(bias, f"{name}.bias.cast") if bias else None
+    inner, rows = x.shape[-1], x.elements // x.shape[-1]
+    out = tape.result(f"{name}.out", (*x.shape[:-1], columns), a.dtype)
+    flops = matmul_flops(rows, inner, columns)
+    tape.op(name, "matmul", [a, w, *([b] if b else [])], [out], flops=flops)
+    tape.save(a, "operand of a matrix product: the weight's gradient")
+    tape.save(w, "copy of the weight that was multiplied")
+
+    def rule(g: Value) -> Gradients:
+        made: dict[str, Value] = {}
+        # addmm differentiates its input first, mm its weight
+        for what in ("input", "weight") if b else ("weight", "input"):
+            if what == "input" and a.slot >= 0:
+                made[what] = tape.gradient(a)
+                tape.op(f"{name}.bwd", "matmul", [g, w], [made[what]], flops=flops)
+            elif what == "weight":
+                made[what] = tape.gradient(w)
+                tape.op(f"{name}.bwd.weight", "matmul", [a, g], [made[what]], flops=flops)
+        if b:
+            made["bias"] = tape.gradient(b)
+            tape.op(f"{name}.bwd.bias", "reduce", [g], [made["bias"]], flops=element_flops("sum", g.elements))
+        return [made.get("input"), made["weight"], *([made["bias"]] if b else [])]
+
+    tape.record([a, w, *([b] if b else [])], [out], rule)
+    return out
+
+
+def batched_matmul(tape: Tape, name: str, a: Value, b: Value, shape: tuple[int, ...], inner: int) -> Value:
+    """A batch of products with a result of `shape`. Saves both operands; differentiates b first."""
+    out = tape.result(f"{name}.out", shape, a.dtype)
+    flops = matmul_flops(out.elements // shape[-1], inner, shape[-1])
+    tape.op(name, "matmul", [a, b], [out], flops=flops)
+    tape.save(a, "left operand of a product")
+    tape.save(b, "right operand of a product")
+
+    def rule(g: Value) -> Gradients:
+        tape.op(f"{name}.bwd.right", "matmul", [a, g], [right := tape.gradient(b)], flops=flops)
+        tape.op(f"{name}.bwd.left", "matmul", [g, b], [left := tape.gradient(a)], flops=flops)
+        return [left, right]
+
+    tape.record([a, b], [out], rule)
+    return out
+
+
+def softmax(tape: Tape, name: str, x: Value) -> Value:
+    """Over the last axis, in fp32 under autocast. Saves its result."""
+    x = tape.to_full(x, f"{name}.cast")
+    out = tape.result(f"{name}.out", x.shape, x.dtype)
+    tape.op(name, "softmax", [x], [out], flops=element_flops("softmax", x.elements))
+    tape.save(out, "result of softmax")
+
+    def rule(g: Value) -> Gradients:
+        gradient, flops = tape.gradient(x), element_flops("softmax_backward", x.elements)
+        tape.op(f"{name}.bwd", "softmax", [g, out], [gradient], flops=flops)
+        return [gradient]
+
+    tape.record([x], [out], rule)
+    return out
+
+
+def embedding(tape: Tape, name: str, ids: Value, table: Value) -> Value:
+    """Rows of a table. Saves the ids; backward makes a dense gradient of the whole table."""
+    width = table.shape[1]
+    out = tape.result(f"{name}.out", (*ids.shape, width), table.dtype)
+    moved = embedding_bytes(ids.elements, width * BYTES[table.dtype])
+    tape.op(name, "embedding", [ids, table], [out], bytes=moved + ids.elements * 8)
+    tape.save(ids, "rows whose gradients are scattered")
+
+    def rule(g: Value) -> Gradients:
+        gradient = tape.gradient(table)
+        tape.op(f"{name}.bwd", "embedding", [g, ids], [gradient], flops=element_flops("sum", g.elements))
+        return [gradient]
+
+    tape.record([table], [out], rule)
+    return out
+
+
+def gather(tape: Tape, name: str, x: Value, index: Value, shape: tuple[int, ...]) -> Value:
+    """Rows of x in another order, or several times. Saves the index; backward adds into zeros."""
+    out = tape.result(f"{name}.out", shape, x.dtype)
+    moved = 2 * out.elements * BYTES[x.dtype] + index.elements * 8
+    tape.op(name, "embedding", [x, index], [out], bytes=moved)
+    tape.save(index, "rows whose gradients are scattered")
+
+    def rule(g: Value) -> Gradients:
+        gradient = tape.gradient(x)
+        tape.op(f"{name}.bwd", "embedding", [g, index], [gradient], flops=element_flops("sum", g.elements))
+        return [gradient]
+
+    tape.record([x], [out], rule)
+    return out

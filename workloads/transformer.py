@@ -1,0 +1,226 @@
+"""One training iteration of a transformer, as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sim.errors import WorkloadError, near
+from sim.trace.graph import Trace, TraceBuilder
+from workloads.attention import Core, causal_mask
+from workloads.backward import backward
+from workloads.experts import routing
+from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
+from workloads.losses import check_loss, cross_entropy, head_loss
+from workloads.models import Config, read_config
+from workloads.optimizers import check_optimizer, update
+from workloads.parameters import make_parameters
+from workloads.precision import Precision, precision_of
+from workloads.primitives import add, dropout, embedding, linear, split, tanh
+from workloads.tape import Tape, Value
+
+ATTENTIONS = ("eager", "sdpa", "flash")
+
+
+def transformer(
+    config: str | Path | Mapping[str, Any],
+    *,
+    batch: int,
+    sequence: int,
+    precision: str = "fp32",
+    attention: str = "sdpa",
+    dropout: float | None = None,
+    optimizer: str = "adamw_foreach",
+    loss: str = "torch",
+    micro_batches: int = 1,
+    routing_seed: int = 0,
+    routing_skew: float = 0.0,
+) -> Trace:
+    """One iteration, forward, loss, backward and optimizer step, in its steady state.
+
+    config: name of a model (`model_names()`), path of a Hugging Face `config.json`, or a dict with its keys.
+    batch: samples an iteration; sequence: tokens a sample. precision: fp32, bf16, fp16 (everything in that
+    type, the optimizer's state too), amp_bf16, amp_fp16 (fp32 weights under autocast), mixed_bf16,
+    mixed_fp16 (16-bit weights and gradients, fp32 master weights and state). attention: eager, sdpa or
+    flash, see `workloads.attention`. dropout: replaces all probabilities of the config. optimizer:
+    adamw_foreach, adamw_fused, adamw_loop or sgd_momentum. loss: torch, fused or chunked, see
+    `workloads.losses`. micro_batches: gradients are accumulated over that many parts of the batch.
+    routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
+
+    The memory that a keep-all replay of this trace takes is that of PyTorch running Hugging Face's model.
+    Not modelled: padding and attention masks of batches with it, sliding windows, loss scaling,
+    workspaces inside kernels, and what the allocator rounds.
+
+    Raises WorkloadError naming what is wrong and the nearest valid value.
+    """
+    c = read_config(config)
+    kind = precision_of(precision)
+    check_loss(loss)
+    check_optimizer(optimizer)
+    if attention not in ATTENTIONS:
+        raise WorkloadError(f"attention {attention!r} is unknown{near(str(attention), ATTENTIONS)}")
+    for what, value in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+    if batch % micro_batches:
+        raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
+    if c.family in ("gpt2", "bert") and sequence > c.positions:
+        raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
+    if routing_skew < 0:
+        raise WorkloadError(f"routing_skew: needs a number of at least 0, has {routing_skew!r}")
+    if dropout is not None:
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {dropout!r}")
+        c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
+    return _build(c, kind, batch, sequence, attention, optimizer, loss, micro_batches, (routing_seed, routing_skew))
+
+
+def _build(
+    c: Config,
+    precision: Precision,
+    batch: int,
+    sequence: int,
+    attention: str,
+    optimizer: str,
+    loss: str,
+    micro_batches: int,
+    route: tuple[int, float],
+) -> Trace:
+    builder = TraceBuilder()
+    tape = Tape(builder, precision)
+    weights = make_parameters(tape, c)
+    samples = batch // micro_batches
+    gradients: dict[int, Value] = {}
+    loads = []
+    forward_flops = 0
+    for i in range(micro_batches):
+        tape.prefix = f"mb{i}." if micro_batches > 1 else ""
+        core = Core(
+            implementation=attention,
+            batch=samples,
+            sequence=sequence,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head=c.head,
+            dropout=c.attention_dropout,
+            softmax_fp32=c.family in ("llama", "mixtral"),
+            mask=None,
+        )
+        load = routing(c, samples * sequence, seed=route[0] + i, skew=route[1]) if c.experts else {}
+        loads.append(load)
+        tape.product_flops = 0
+        result = PASSES[c.family](tape, Model(c, weights, core, load), loss)
+        forward_flops += tape.product_flops
+        tape.leave_autocast()
+        backward(tape, result, gradients)
+    tape.prefix = ""
+    update(builder, precision, optimizer, tape.parameters, gradients)
+    builder.meta.update(
+        model=c.name,
+        family=c.family,
+        batch=batch,
+        sequence=sequence,
+        tokens=batch * sequence,
+        samples=batch,
+        micro_batches=micro_batches,
+        precision=precision.name,
+        attention=attention,
+        optimizer=optimizer,
+        loss=loss,
+        layers=c.layers,
+        parameters=sum(value.elements for value, _ in tape.parameters),
+        # each product of the forward pass has two in the backward pass
+        model_flops=3 * forward_flops,
+        source=c.source,
+    )
+    if c.experts:
+        builder.meta["expert_loads"] = [{str(layer): list(load) for layer, load in part.items()} for part in loads]
+    return builder.build()
+
+
+def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
+    """The loss of GPT-2: learned positions, pre-norm layers, a norm, and the embedding as head."""
+    c, w, core = model.config, model.weights, model.core
+    ids, labels = _inputs(tape, core)
+    x = embedding(tape, "wte", ids, w["wte.weight"])
+    x = _positions(tape, "wpe", x, w["wpe.weight"])
+    if core.implementation == "eager":
+        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence))
+    x = dropout(tape, "dropout", x, c.embedding_dropout)
+    for i in range(c.layers):
+        tape.layer = i
+        x = gpt2_layer(tape, model, f"h{i}", x)
+    tape.layer = -1
+    x = model.norm(tape, "ln_f", x)
+    return head_loss(tape, loss, "head", x, w["wte.weight"], labels, upcast=True)
+
+
+def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
+    """The loss of Llama and of mixtures of experts: rotary positions, a norm, and a head, tied or not."""
+    c, w, core = model.config, model.weights, model.core
+    ids, labels = _inputs(tape, core)
+    x = embedding(tape, "embed", ids, w["embed.weight"])
+    rotary = rotary_tables(tape, core.sequence, core.head)
+    if core.implementation == "eager":
+        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence))
+    for i in range(c.layers):
+        tape.layer = i
+        x = llama_layer(tape, model, f"h{i}", x, rotary)
+    tape.layer = -1
+    x = model.norm(tape, "norm", x)
+    head = w["embed.weight" if c.tied else "head.weight"]
+    return head_loss(tape, loss, "head", x, head, labels, upcast=True)
+
+
+def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
+    """The loss of BERT's pre-training: masked tokens over the whole sequence, and next sentence."""
+    c, w, core = model.config, model.weights, model.core
+    ids, labels = _inputs(tape, core)
+    types = tape.constant("token_types", (core.batch, core.sequence), "int64", "input")
+    following = tape.constant("next_sentence.labels", (core.batch,), "int64", "input")
+    x = add(
+        tape, "embed.add", embedding(tape, "wte", ids, w["wte.weight"]), embedding(tape, "wtt", types, w["wtt.weight"])
+    )
+    x = _positions(tape, "wpe", x, w["wpe.weight"])
+    x = dropout(tape, "dropout", model.norm(tape, "embed.ln", x), c.embedding_dropout)
+    for i in range(c.layers):
+        tape.layer = i
+        x = bert_layer(tape, model, f"h{i}", x)
+    tape.layer = -1
+    (first,) = split(tape, "pooler.first", x, {"token": (core.batch, c.hidden)})
+    pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
+    y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
+    y = model.norm(tape, "transform.ln", y)
+    tokens = head_loss(tape, loss, "head", y, w["wte.weight"], labels, bias=w["head.bias"], upcast=False)
+    two = linear(tape, "next_sentence", pooled, w["next_sentence.weight"], w["next_sentence.bias"])
+    sentence = cross_entropy(tape, "next_sentence.loss", tape.to_full(two, "next_sentence.up"), following)
+    return add(tape, "loss.add", tokens, sentence)
+
+
+PASSES = {"gpt2": gpt2_pass, "bert": bert_pass, "llama": llama_pass, "mixtral": llama_pass}
+
+
+def _inputs(tape: Tape, core: Core) -> tuple[Value, Value]:
+    shape = (core.batch, core.sequence)
+    return tape.constant("ids", shape, "int64", "input"), tape.constant("labels", shape, "int64", "input")
+
+
+def _positions(tape: Tape, name: str, x: Value, table: Value) -> Value:
+    """x plus one learned vector a position, broadcast over the batch; its gradient is summed over the batch."""
+    positions = tape.constant("positions", (1, x.shape[1]), "int64")
+    tape.op("positions", "other", [], [positions])
+    vectors = embedding(tape, name, positions, table)
+    out = tape.result(f"{name}.add.out", x.shape, x.dtype)
+    tape.op(f"{name}.add", "elementwise", [x, vectors], [out], flops=x.elements)
+
+    def rule(g: Value) -> list[Value | None]:
+        if x.shape[0] == 1:
+            return [g, g]
+        gradient = tape.gradient(vectors)
+        tape.op(f"{name}.add.bwd", "reduce", [g], [gradient], flops=g.elements)
+        return [g, gradient]
+
+    tape.record([x, vectors], [out], rule)
+    return out
