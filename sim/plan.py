@@ -126,7 +126,7 @@ class Memory(Protocol):
         """When what is queued on that route now will have ended, at present rates."""
 
     def residents(self, tier: str) -> Iterator[int]:
-        """The tensors with a complete copy in a tier, in the order in which they came."""
+        """The tensors with a complete copy in a tier, by id."""
 
 
 class Online:

@@ -28,26 +28,40 @@ def check_loss(name: str) -> None:
 
 
 def head_loss(
-    tape: Tape, kind: str, name: str, x: Value, head: Value, labels: Value, *, bias: Value | None = None, upcast: bool
+    tape: Tape, kind: str, name: str, x: Value, head: Value, labels: Value, *, bias: Value | None = None, causal: bool
 ) -> Value:
     """The mean cross-entropy of a linear head over x against labels, one a row.
 
-    upcast: whether 16-bit logits are copied to fp32 without autocast, too (causal models).
+    causal: whether labels are shifted by one and 16-bit logits copied to fp32 without autocast, too.
     """
     if kind == "chunked":
         return _chunked(tape, name, x, head, labels, bias)
+    targets, *padded = shifted(tape, labels) if causal else (labels,)
     logits = linear(tape, name, x, head, bias)
     rows = logits.viewed(labels.elements, logits.shape[-1])
     if kind == "fused":
-        return _fused(tape, "loss", rows, labels)
-    wide = tape.cast(rows, "fp32", "loss.up") if upcast else tape.to_full(rows, "loss.up")
-    return cross_entropy(tape, "loss", wide, labels, held=(x, rows, wide))
+        return _fused(tape, "loss", rows, targets)
+    wide = tape.cast(rows, "fp32", "loss.up") if causal else tape.to_full(rows, "loss.up")
+    return cross_entropy(tape, "loss", wide, targets, held=(x, rows, wide, *padded))
 
 
-def cross_entropy(tape: Tape, name: str, x: Value, labels: Value, *, held: tuple[Value, ...] = ()) -> Value:
+def shifted(tape: Tape, labels: Value) -> tuple[Value, ...]:
+    """Labels moved by one token, and the padded copy that they are cut from.
+
+    The cut is a copy, too, unless there is one sample only, where it is a view of the padded labels.
+    """
+    batch, sequence = labels.shape
+    padded = tape.constant("loss.padded", (batch, sequence + 1), "int64")
+    tape.op("loss.pad", "copy", [labels], [padded])
+    if batch == 1:
+        return (padded, padded)
+    targets = tape.constant("loss.targets", labels.shape, "int64")
+    tape.op("loss.shift", "copy", [padded], [targets])
+    return (targets, padded)
+
+
+def cross_entropy(tape: Tape, name: str, x: Value, targets: Value, *, held: tuple[Value, ...] = ()) -> Value:
     """log_softmax and nll_loss. held: what the caller of the model still refers to when the loss is made."""
-    targets = tape.constant(f"{name}.targets", labels.shape, "int64")
-    tape.op(f"{name}.targets", "copy", [labels], [targets])  # causal models shift the labels by one
     logs = tape.result(f"{name}.log_softmax.out", x.shape, x.dtype)
     flops = element_flops("log_softmax", x.elements)
     tape.op(f"{name}.log_softmax", "loss", [x], [logs], flops=flops)
@@ -64,8 +78,9 @@ def cross_entropy(tape: Tape, name: str, x: Value, labels: Value, *, held: tuple
     count = tape.constant(f"{name}.total_weight", (1,), x.dtype)
     tape.save(count, "by what the mean divides")
     # it touches one logarithm a row; the rest of what it reads is only held
-    touched = labels.elements * (8 + tape.builder.bytes_of(logs.tensor) // logs.elements)
-    tape.op(name, "loss", [logs, targets, *held], [out, count], flops=labels.elements, bytes=touched)
+    rows = targets.elements
+    touched = rows * (8 + tape.builder.bytes_of(logs.tensor) // logs.elements)
+    tape.op(name, "loss", [logs, targets, *held], [out, count], flops=rows, bytes=touched)
 
     def rule(g: Value) -> Gradients:
         return [elementwise(tape, f"{name}.bwd.scatter", "copy", [g, targets, count], tape.gradient(logs))]
@@ -81,6 +96,7 @@ def _fused(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     tape.op(name, "loss", [logits, labels], [out, lse], flops=flops)
     tape.save(logits, "the softmax is computed again")
     tape.save(lse, "scale of each row's softmax")
+    tape.save(labels, "where the softmax has one taken off")
 
     def rule(g: Value) -> Gradients:
         gradient = tape.gradient(logits, over=logits)

@@ -135,9 +135,12 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
     return out
 
 
-def copy(tape: Tape, name: str, x: Value, *shape: int, backward: bool = True) -> Value:
-    """x in another memory layout. backward: whether the gradient has to be laid out anew, too."""
-    out = elementwise(tape, name, "copy", [x], tape.result(f"{name}.out", shape, x.dtype))
+def copy(tape: Tape, name: str, x: Value, *shape: int, forward: bool = True, backward: bool = True) -> Value:
+    """x in another memory layout. forward, backward: whether x and its gradient have to be moved for that."""
+    if forward:
+        out = elementwise(tape, name, "copy", [x], tape.result(f"{name}.out", shape, x.dtype))
+    else:
+        out = tape.slice_of(x, f"{name}.out", *shape)
 
     def rule(g: Value) -> Gradients:
         return [elementwise(tape, f"{name}.bwd", "copy", [g], tape.gradient(x)) if backward else g]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from sim.errors import WorkloadError, near
 from sim.trace.graph import Trace, TraceBuilder
@@ -61,9 +62,8 @@ def transformer(
     check_optimizer(optimizer)
     if attention not in ATTENTIONS:
         raise WorkloadError(f"attention {attention!r} is unknown{near(str(attention), ATTENTIONS)}")
-    for what, value in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+    batch, sequence = _count("batch", batch), _count("sequence", sequence)
+    micro_batches = _count("micro_batches", micro_batches)
     if batch % micro_batches:
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     if c.family in ("gpt2", "bert") and sequence > c.positions:
@@ -75,6 +75,13 @@ def transformer(
             raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {dropout!r}")
         c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
     return _build(c, kind, batch, sequence, attention, optimizer, loss, micro_batches, (routing_seed, routing_skew))
+
+
+def _count(what: str, value: object) -> int:
+    """A positive integer, NumPy's included. Raises WorkloadError."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
+        raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+    return index(value)
 
 
 def _build(
@@ -154,7 +161,7 @@ def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
         x = gpt2_layer(tape, model, f"h{i}", x)
     tape.layer = -1
     x = model.norm(tape, "ln_f", x)
-    return head_loss(tape, loss, "head", x, w["wte.weight"], labels, upcast=True)
+    return head_loss(tape, loss, "head", x, w["wte.weight"], labels, causal=True)
 
 
 def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
@@ -171,7 +178,7 @@ def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
     tape.layer = -1
     x = model.norm(tape, "norm", x)
     head = w["embed.weight" if c.tied else "head.weight"]
-    return head_loss(tape, loss, "head", x, head, labels, upcast=True)
+    return head_loss(tape, loss, "head", x, head, labels, causal=True)
 
 
 def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
@@ -193,7 +200,7 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
     y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
     y = model.norm(tape, "transform.ln", y)
-    tokens = head_loss(tape, loss, "head", y, w["wte.weight"], labels, bias=w["head.bias"], upcast=False)
+    tokens = head_loss(tape, loss, "head", y, w["wte.weight"], labels, bias=w["head.bias"], causal=False)
     two = linear(tape, "next_sentence", pooled, w["next_sentence.weight"], w["next_sentence.bias"])
     sentence = cross_entropy(tape, "next_sentence.loss", tape.to_full(two, "next_sentence.up"), following)
     return add(tape, "loss.add", tokens, sentence)

@@ -312,6 +312,7 @@ class Device:
             if old >= 0 and work.why == "run" and state.copies[old] & prepared.reach[engine]:
                 tier = next(t for t in prepared.reach_order[engine] if state.copies[old] & 1 << t)
                 work.takeovers.append((old, tensor, tier))
+                state.overwriting.add(old)
                 continue
             tier, offset = self._actions.born.get(tensor, (home, None))
             if not prepared.reach[engine] & 1 << tier:
@@ -334,7 +335,8 @@ class Device:
                 yield from self._room(tier, sum(bytes for _, bytes, _ in blocks), op, "its results")
             for tensor, bytes, offset in blocks:
                 if state.blocks[tier] is not None:
-                    yield from self._room(tier, bytes, op, "its results" if tensor >= 0 else "its workspace")
+                    reason = "its results" if tensor >= 0 else "its workspace"
+                    yield from self._room(tier, bytes, op, reason, offset)
                 handle = state.take(tensor, tier, bytes, op, MADE if tensor >= 0 else WORKSPACE, offset)
                 if tensor < 0:
                     work.scratch.append((tier, bytes, handle))
@@ -364,21 +366,22 @@ class Device:
 
     # ---- waiting -----------------------------------------------------------------------------
 
-    def _room(self, tier: int, bytes: int, op: int, reason: str) -> Steps:
+    def _room(self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None) -> Steps:
         """Return once a request fits and no device came before; ask the policy, then wait."""
         state = self._state
         queue = state.space_waiters[tier]
         mine: Event | None = None
         while True:
-            if state.fits(tier, bytes) and (mine is not None or not queue):
+            if state.fits(tier, bytes, offset) and (mine is not None or not queue):
                 if queue:
                     state.stale_tiers.add(tier)
                     state.poke()
                 return
-            if not state.fits_later(tier, bytes) and not state.fits(tier, bytes):
-                if state.keep_dead and state.free_the_dead(tier):
-                    continue
-                if state.online is not None and self._ask(tier, bytes, op, reason):
+            if not state.fits_later(tier, bytes, offset) and not state.fits(tier, bytes, offset):
+                if state.online is not None:  # where it keeps the dead, they are its to drop
+                    if self._ask(tier, bytes, op, reason):
+                        continue
+                elif state.keep_dead and state.free_the_dead(tier):
                     continue
             if state.env.peek() == float("inf"):
                 raise state.out_of_memory(tier, bytes, op, reason)

@@ -85,7 +85,7 @@ def _place(state: State, prepared: Prepared, actions: Actions) -> None:
         if producer >= 0:
             continue
         tier, offset = actions.born.get(tensor, (prepared.first_tier[tensor], None))
-        if not state.fits(tier, state.size[tensor]):
+        if not state.fits(tier, state.size[tensor], offset):
             name = prepared.trace.tensor_columns.name[tensor]
             raise state.out_of_memory(tier, state.size[tensor], -1, f"{name!r}, which is there from the start")
         state.take(tensor, tier, state.size[tensor], -1, PLACED, offset)

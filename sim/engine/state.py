@@ -99,6 +99,7 @@ class State:
         self.wanted = False
         self.queued_for_space = 0  # devices and transfers that wait for space somewhere
         self.running = 0  # ops under way on other engines, and groups
+        self.overwriting: set[int] = set()  # old values that an op under way overwrites in place
         self.idle_waiters: list[Event] = []
         self.awaited: dict[int, str] = {}  # results under way on another engine or device: why one waits for them
         self.stale_tiers: set[int] = set()
@@ -158,14 +159,14 @@ class State:
 
     # ---- space -------------------------------------------------------------------------------
 
-    def fits(self, tier: int, bytes: int) -> bool:
+    def fits(self, tier: int, bytes: int, offset: int | None = None) -> bool:
         """Whether a request would be granted now."""
         blocks = self.blocks[tier]
         if blocks is None:
             return self.used[tier] + bytes <= self.capacity[tier]
-        return bytes == 0 or blocks.fits(bytes)
+        return bytes == 0 or blocks.fits(bytes, offset)
 
-    def fits_later(self, tier: int, bytes: int) -> bool:
+    def fits_later(self, tier: int, bytes: int, offset: int | None = None) -> bool:
         """Whether it would be granted once all that is leaving has left (as far as sizes tell)."""
         free = self.capacity[tier] - self.used[tier]
         blocks = self.blocks[tier]
@@ -177,7 +178,7 @@ class State:
             for (tensor, where), handle in self._handles.items()
             if where == tier and self.copies[tensor] & bit == bit
         ]
-        return blocks.would_fit_after(going, bytes)
+        return blocks.would_fit_after(going, bytes, offset)
 
     def hole(self, tier: int) -> int:
         """The largest contiguous free range."""
@@ -194,7 +195,8 @@ class State:
         blocks = self.blocks[tier]
         handle = -1
         if blocks is not None:
-            got = blocks.take(bytes, offset)
+            # in a pool with two ends what lives shortest comes from the far one
+            got = blocks.take(bytes, offset, "high" if tensor < 0 else "low")
             if got is None:
                 raise self.out_of_memory(tier, bytes, op, "a block that was free is not")
             handle = got

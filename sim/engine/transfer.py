@@ -91,6 +91,9 @@ class Transfers:
     def move(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
         """Begin, replace, turn round or follow a transfer, as the contract says."""
         state = self._state
+        if state.overwriting and tensor in state.overwriting:
+            state.counters["ignored_actions"] += 1  # the value is about to be gone
+            return
         now = state.transfers.get(tensor)
         if now is not None:
             if now.stage != RUNS:

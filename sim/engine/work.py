@@ -146,6 +146,7 @@ class Works:
         for tier, bytes, handle in work.scratch:
             state.give(-1, tier, bytes, work.op, WORKSPACE, handle)
         for old, new, tier in work.takeovers:
+            state.overwriting.discard(old)
             state.overwrite(old, new, tier, work.op)
             state.awaited.pop(new, None)
             state.arrive(new, tier)

@@ -19,13 +19,15 @@ INF = 1 << 60
 class ChainCosts:
     """A chain of L stages. Times in ns, sizes in bytes.
 
-    uf, ub: forward and backward time, L entries. x: L + 1 sizes of stage inputs, the last one that of
+    uf, ub: forward and backward time, L entries. turn: forward time where the backward follows at once, so
+    that the output need not be made unless that backward reads it. x: L + 1 sizes of stage inputs, the last one that of
     the last output. xbar: what stage i saves for its own backward, its output included, L entries.
     of: bytes beyond input and output while a stage runs and saves nothing; of_saving: beyond input and
     xbar while it saves; ob: beyond all that and the incoming gradient while it runs backward.
     """
 
     uf: Sequence[int]
+    turn: Sequence[int]
     ub: Sequence[int]
     x: Sequence[int]
     xbar: Sequence[int]
@@ -43,7 +45,8 @@ class ChainTable:
 
     best[i][j - i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
     outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
-    (slots + 1,); INF where it cannot be. slot: bytes of one.
+    (slots + 1,); INF where it cannot be. slot: bytes of one. saving, hold: slots that stage i needs to run
+    forward and save, beside the gradient that lies there, and to run backward.
     """
 
     costs: ChainCosts
@@ -51,6 +54,8 @@ class ChainTable:
     slot: Fraction
     x: Sequence[int]
     xbar: Sequence[int]
+    saving: Sequence[int]
+    hold: Sequence[int]
     best: Sequence[NDArray[np.int64]]
 
     @property
@@ -81,24 +86,25 @@ class ChainTable:
             if i == j:
                 stack += [("B", i), ("F", i)]
                 continue
-            best, at = int(self.best[i][j - i, m]), -1
-            passed = 0
-            for k in range(i + 1, min(j, end - 1) + 1):
-                passed += uf[k - 1]
-                if m >= self.x[k]:
-                    time = passed + int(self.best[k][j - k, m - self.x[k]] + self.best[i][k - 1 - i, m])
-                    if time == best:
-                        at = k
-                        break
-            chained = INF
-            if m >= self.xbar[i]:
-                chained = int(self.best[i][0, m] + self.best[i + 1][j - i - 1, m - self.xbar[i]])
-            if chained == best:
-                stack += [("B", i), (i + 1, j, m - self.xbar[i]), ("F", i)]
-            else:
-                stack += [(i, at - 1, m), (at, j, m - self.x[at])]
-                stack += [("F", s) for s in reversed(range(i, at))]
+            best = int(self.best[i][j - i, m])
+            if m >= max(self.hold[i], self.x[j + 1] + self.saving[i]):
+                time = uf[i] + self.costs.ub[i] + int(self.best[i + 1][j - i - 1, m - self.xbar[i]])
+                if time == best:
+                    stack += [("B", i), (i + 1, j, m - self.xbar[i]), ("F", i)]
+                    continue
+            stack += self._cut(i, j, m, best)
         return found
+
+    def _cut(self, i: int, j: int, m: int, best: int) -> list[tuple[int, int, int] | tuple[str, int]]:
+        """The parts, last first, of a schedule of that time which keeps the input of a stage k."""
+        passed = 0
+        for k in range(i + 1, min(j, len(self.costs) - 1) + 1):
+            passed += self.costs.uf[k - 1]
+            if m < self.x[k]:
+                continue
+            if passed + int(self.best[k][j - k, m - self.x[k]] + self.best[i][k - 1 - i, m]) == best:
+                return [(i, k - 1, m), (k, j, m - self.x[k]), *(("F", s) for s in reversed(range(i, k)))]
+        raise AssertionError("a table whose entry comes from nowhere")
 
 
 def slots_for(costs: ChainCosts, budget: int, slots: int) -> tuple[Fraction, list[list[int]]]:
@@ -122,13 +128,17 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
     from there, then before there. Time O(L^3 slots), one vector operation over k and slots together.
     Cutting just before the loss never pays: the plan for what lies before it, with the loss at its turning
     point, does the same without the first forward. So such cuts are left out.
+    Departs: what a saving stage needs is checked beside the gradient that lies there while it runs forward,
+    none before the loss, where the paper's code counts that of its own output; `turn` is `uf` in the paper.
     """
     count = len(costs)
     slot, (x, xbar, of, of_saving, ob) = slots_for(costs, budget, slots)
     total = int(budget / slot)
     x, xbar, of = [*x, 0], [*xbar, 0], [*of, 0]
-    uf, ub = [*costs.uf, 0], [*costs.ub, 0]
-    hold = [x[i + 1] + xbar[i] + max(of_saving[i], ob[i]) for i in range(count)] + [x[count]]
+    uf, turn, ub = [*costs.uf, 0], [*costs.turn, 0], [*costs.ub, 0]
+    # what stage i needs inside to run backward, the gradient of its output beside it
+    hold = [x[i + 1] + xbar[i] + ob[i] for i in range(count)] + [x[count]]
+    saving = [xbar[i] + of_saving[i] for i in range(count)] + [0]
     width = total + 1
     best = [np.full((count + 1 - i, width), INF, np.int64) for i in range(count + 1)]
     # per j the rows of best[k][j - k] moved right by x[k], for k = 0 … j: what is left beside checkpoint k
@@ -142,22 +152,24 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
 
     for i in range(count + 1):
         row = np.full(width, INF, np.int64)
-        row[min(hold[i], width) :] = uf[i] + ub[i]
+        need = max(hold[i], x[i + 1] + saving[i])
+        row[min(need, width) :] = turn[i] + ub[i]
         put(i, i, row)
     for span in range(1, count + 1):
         for i in range(count + 1 - span):
             j = i + span
             row = np.full(width, INF, np.int64)
-            if xbar[i] < width:
-                row[xbar[i] :] = best[i][0, xbar[i] :] + best[i + 1][j - i - 1, : width - xbar[i]]
             last = min(j, count - 1)
             if last > i:
                 leaf = beside[j][i + 1 : last + 1] + best[i][: last - i]
                 leaf += (passed[i + 1 : last + 1] - passed[i])[:, None]
-                np.minimum(row, leaf.min(axis=0), out=row)
+                sweep = max(x[i + 1] + of[i], max((x[k] + x[k + 1] + of[k] for k in range(i + 1, j)), default=0))
+                least = min(x[j + 1] + sweep, width)
+                row[least:] = leaf[:, least:].min(axis=0)
+            least = min(max(hold[i], x[j + 1] + saving[i]), width)
+            if least < width:
+                chained = best[i + 1][j - i - 1, least - xbar[i] : width - xbar[i]] + (uf[i] + ub[i])
+                row[least:] = np.minimum(row[least:], chained)
             np.minimum(row, INF, out=row)
-            # the forward sweep must fit: each stage's input and output beside the gradient to come
-            least = x[j + 1] + max(x[i + 1] + of[i], max((x[k] + x[k + 1] + of[k] for k in range(i + 1, j)), default=0))
-            row[: min(least, width)] = INF
             put(i, j, row)
-    return ChainTable(costs, total, slot, x, xbar, best)
+    return ChainTable(costs, total, slot, x, xbar, saving, hold, best)

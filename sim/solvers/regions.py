@@ -6,11 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import PolicyError, TraceError
 from sim.plan import Problem
 from sim.solvers.runs import Ledger, backward_slice
 from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
+from sim.trace.graph import PERSISTENT
+from sim.trace.op import KIND_CODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,31 @@ def _where(ledger: Ledger, region: Region, kept: set[int]) -> tuple[int, int]:
             if op not in kept and not leaves and (anchor < 0 or first < anchor):
                 anchor = first
     return anchor, last
+
+
+def cached_casts(ledger: Ledger, regions: Sequence[Region]) -> dict[int, int]:
+    """Copies of weights that a region makes, and the last forward op before the next backward: for `runs`' `hold`.
+
+    PyTorch's autocast casts each weight once and keeps the copy until its context is left, which is after
+    the forward pass and the loss.
+    """
+    c = ledger.trace.op_columns
+    weight = np.isin(ledger.trace.tensor_columns.role, PERSISTENT)
+    ends: dict[int, NDArray[np.int64]] = {}
+    for device in range(ledger.trace.devices):
+        ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
+    copy, forward = KIND_CODE["copy"], np.flatnonzero(c.phase == FORWARD)
+    held: dict[int, int] = {}
+    for region in regions:
+        later = ends[ledger.device[region.forward[0]]]
+        after = later[np.searchsorted(later, region.forward[-1]) :]
+        stop = int(after[0]) if len(after) else len(ledger.reads)
+        last = int(forward[np.searchsorted(forward, stop) - 1])
+        for op in region.forward:
+            reads = ledger.reads[op]
+            if c.kind[op] == copy and reads and weight[list(reads)].all():
+                held.update(dict.fromkeys(ledger.writes[op], last))
+    return held
 
 
 # ---- by layer ----------------------------------------------------------------------------------

@@ -154,10 +154,12 @@ class Runs:
         return sum(anchor >= 0 for _, anchor in self.steps)
 
 
-def runs(ledger: Ledger, again: Again) -> Runs:
+def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int, int] | None = None) -> Runs:
     """The trace with ops run again before their anchors; ops that can't are left out, and what they make stays.
 
     A collective runs again only where all members of its group do, in the same order on all devices.
+    prune: leave out, too, what nobody would read before it is made once more, or at all. hold: tensors
+    that, once made in their place, do not go before the end of a later op.
     """
     legal = _meeting(ledger, {a: [op for op in ops if ledger.can_run_again(op, a)] for a, ops in again.items()})
     steps: list[tuple[int, int]] = []
@@ -166,16 +168,30 @@ def runs(ledger: Ledger, again: Again) -> Runs:
         steps.append((op, -1))
     coming = [NEVER] * len(ledger.size)
     wanted = [False] * len(ledger.size)  # whether it is read after that
-    may_go = ledger.may_go
+    may_go, group = ledger.may_go, ledger.trace.op_columns.group
+    kept: list[tuple[int, int]] = []
     drops: list[list[int]] = []
-    for op, _ in reversed(steps):
+    for op, anchor in reversed(steps):
         reads, writes = ledger.reads[op], ledger.writes[op]
+        if prune and anchor >= 0 and op not in group and all(coming[t] != READ for t in writes):
+            continue
+        kept.append((op, anchor))
         drops.append([t for t in (*reads, *writes) if coming[t] == MADE and wanted[t] and may_go[t]])
         for t in writes:
             coming[t] = MADE
         for t in reads:
             coming[t], wanted[t] = READ, True
-    return Runs(ledger, steps, drops[::-1])
+    kept.reverse()
+    drops.reverse()
+    late: dict[int, list[int]] = {}
+    for (op, anchor), gone in zip(kept, drops, strict=True):
+        if anchor >= 0:
+            continue
+        for t in [t for t in gone if hold and hold.get(t, -1) > op]:
+            gone.remove(t)
+            late.setdefault(hold[t], []).append(t)  # type: ignore[index]
+        gone += late.pop(op, ())
+    return Runs(ledger, kept, drops)
 
 
 def _meeting(ledger: Ledger, again: dict[int, list[int]]) -> dict[int, list[int]]:

@@ -291,7 +291,13 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
 def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borders: list[int]) -> None:
     count, top = len(ops), len(borders)
     passing = trace.tensor_columns.role != ROLE_CODE["gradient"]
-    alone = _alone(*_spans(trace, ops, passing), max(count - 1, 0))
+    ids, made, last = _spans(trace, ops, passing)
+    if count:
+        # what passes two borders or more (half of a tied weight's gradient) says nothing of either
+        highest, lowest = np.minimum.accumulate(high), np.maximum.accumulate(low[::-1])[::-1]
+        near = lowest[made] - highest[last] < 2
+        ids, made, last = ids[near], made[near], last[near]
+    alone = _alone(ids, made, last, max(count - 1, 0))
     size = trace.tensor_columns.bytes
     # no stage may end before all ops that must lie in it, or above, have come; nor after one that lies below
     after = np.zeros(top + 1, np.int64)

@@ -48,7 +48,7 @@ def op_values(op: int, reads: Sequence[Value], count: int) -> list[Value]:
     Every op is a function of its own. A random op replays its seed, so it is no exception.
     """
     inner = hashlib.blake2b(b"op %d " % op + b"".join(reads), digest_size=16).digest()
-    return [inner] + [hashlib.blake2b(inner + b"%d" % k, digest_size=16).digest() for k in range(1, count)]
+    return [hashlib.blake2b(inner + b"%d" % k, digest_size=16).digest() if k else inner for k in range(count)]
 
 
 def plain_values(trace: Trace) -> list[Value]:

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from sim.errors import TraceError
 from sim.trace import Trace, TraceBuilder
@@ -120,6 +120,7 @@ def test_columns_cannot_be_written() -> None:
         two_ops().op_columns.flops[0] = 1
 
 
+@settings(max_examples=50, deadline=None)
 @given(traces())
 def test_derived_columns_agree_with_counting(trace: Trace) -> None:
     ops, count = list(trace.ops), len(trace.tensors)
@@ -132,6 +133,7 @@ def test_derived_columns_agree_with_counting(trace: Trace) -> None:
         assert trace.last_use[t] == max(readers + makers, default=-1)
 
 
+@settings(max_examples=50, deadline=None)
 @given(traces())
 def test_equal_traces_have_equal_hashes_and_any_change_shows(trace: Trace) -> None:
     def rebuilt(**changes: int) -> Trace:

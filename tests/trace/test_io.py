@@ -23,7 +23,7 @@ Y = '{"tensor": "y", "bytes": 8}'
 F = '{"op": "f", "reads": ["x"], "writes": ["y"]}'
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(trace=traces(), packed=st.booleans(), rewritten=st.booleans())
 def test_a_trace_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, trace: Trace, packed: bool, rewritten: bool
@@ -42,11 +42,12 @@ def test_a_trace_comes_back_as_it_was(
 
 def test_every_kind_of_origin_and_every_field_comes_back(tmp_path: Path) -> None:
     b = TraceBuilder({"model": "é ∑", "list": [1, 2.5, None], "batch": 4})
-    x = b.tensor("a\"b\\c\n:", 8, "input", shape=(2, 4), dtype="bf16", zeros=0.25)
+    x = b.tensor('a"b\\c\n:', 8, "input", shape=(2, 4), dtype="bf16", zeros=0.25)
     y = b.tensor("y", 8, layer=3, saved_for="because", shape=())
     fast = Implementation("fast", 0.1, 77)
-    b.op("f", "conv", reads=[x], writes=[y], layer=3, flops=2**61, bytes=0, workspace=5, device=2, engine="dma",
-         priority=-4, group="g", random=True, duration=0, dtype="fp8", alternatives=[fast], splits=["rows", "heads"])  # fmt: skip
+    fields = {"flops": 2**61, "bytes": 0, "workspace": 5, "device": 2, "engine": "dma", "priority": -4, "group": "g"}
+    more = {"random": True, "duration": 0, "dtype": "fp8", "alternatives": [fast], "splits": ["rows", "heads"]}
+    b.op("f", "conv", reads=[x], writes=[y], layer=3, **fields, **more)
     trace = b.build(outputs=[y])
     save(trace, tmp_path / "t.jsonl")
     again = load(tmp_path / "t.jsonl")
@@ -127,7 +128,7 @@ def bad(tmp_path: Path, *lines: str, name: str = "bad.jsonl") -> str:
         (1, "carry must be a list of pairs", [HEAD[:-1] + ', "carry": [1]}', X]),
         (2, "the header has no origin", [HEAD, X[:-1] + ', "stands_for": 0}']),
         (2, "does not say what it stands for", [HEAD[:-1] + ', "origin": {"base": "b"}}', X]),
-        (2, "is no origin", [HEAD[:-1] + ', "origin": {"base": "b"}}', X[:-1] + ', "stands_for": ["part", 0, 2, 1, 2]}']),
+        (2, "is no origin", [HEAD[:-1] + ', "origin": {"base": "b"}}', X[:-1] + ', "stands_for": ["part", 0, 2, 1]}']),
         (2, "nested too deeply", [HEAD, X[:-1] + ', "shape": ' + "[" * 100_000 + "]" * 100_000 + "}"]),
     ],
 )  # fmt: skip
@@ -158,6 +159,7 @@ def test_a_damaged_or_cut_archive_is_refused(tmp_path: Path) -> None:
             load(path)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3000))
 def test_every_prefix_of_a_file_is_refused(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
     path = tmp_path_factory.getbasetemp() / "prefix.jsonl"
@@ -168,17 +170,16 @@ def test_every_prefix_of_a_file_is_refused(tmp_path_factory: pytest.TempPathFact
         load(path)
 
 
-def test_a_bomb_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+def test_a_bomb_is_refused_before_it_takes_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bomb.jsonl.gz"
-    with gzip.open(path, "wb") as out:
+    with gzip.open(path, "wb", compresslevel=1) as out:
         out.write(HEAD.encode() + b"\n")
-        for _ in range(40):
+        for _ in range(12):
             out.write(b" " * 1_000_000 + b"\n")
     with pytest.raises(TraceError, match="holds more than 10000000 bytes"):
         load(path, max_bytes=10_000_000)
-    with gzip.open(path, "wb") as out:
-        out.write(b" " * 70_000_000)
-    with pytest.raises(TraceError, match="longer than"):
+    monkeypatch.setattr("sim.trace.io.MAX_LINE", 500_000)
+    with pytest.raises(TraceError, match="line 2: the line is longer than 500000 bytes"):
         load(path)
 
 

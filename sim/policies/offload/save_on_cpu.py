@@ -125,8 +125,9 @@ class SaveOnCpu(Policy):
                 nodes.setdefault(own if self.duplicates and own in early else last, []).append(op)
             saves = [_Save(t, at, tuple(ops)) for at, ops in nodes.items()]
             k = max(range(len(saves)), key=lambda i: saves[i].at)
-            at = saves[k].at
-            if role[t] != ROLE_CODE["weight"] and not c.engine.get(at) and not c.group.get(at):
+            # the device must be there when those ops end: to wait for the copy, and before it comes back
+            plain = not any(c.engine.get(op) or c.group.get(op) for op in (saves[k].at, last))
+            if role[t] != ROLE_CODE["weight"] and plain:
                 saves[k] = saves[k]._replace(used_until=last)
             found += saves
         return found

@@ -19,7 +19,8 @@ class SwapAll(Policy):
         layer-end synchronisation, arXiv 1602.08124; TFLMS's lower anchor, arXiv 1807.02037).
     Bounds: each saved byte crosses the link twice; no device ever waits for a copy out, except for its
         space. Time O(ops + tensors).
-    Departs: what would have to come back before any other op ran is never sent. A copy out that has not
+    Departs: what would have to come back before any other op ran is never sent, nor what is last used on
+        another engine or in a group, whose ends the device does not see. A copy out that has not
         ended when the tensor is to be prefetched is called back: it stays, and nothing comes in.
 
     ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the
@@ -49,6 +50,7 @@ class SwapAll(Policy):
         host = platform.host.name
         prefetch_at, place = _prefetch_points(trace, self.ahead, self.unit == "op"), _places(trace)
         phase, device = trace.op_columns.phase, trace.op_columns.device
+        engine, group = trace.op_columns.engine, trace.op_columns.group
         kept = set(trace.outputs)
         actions: list[Action] = []
         for t in saved_tensors(trace).tolist():
@@ -56,8 +58,9 @@ class SwapAll(Policy):
             needed = next(op for op in readers if phase[op] == BACKWARD)
             last = max((op for op in readers if op < needed), default=int(trace.producer[t]))
             back = prefetch_at[needed]
-            apart = device[last] != device[back] or place[back] > place[last] + 1
-            if t in kept or not trace.tensor_columns.bytes[t] or back <= last or not apart:
+            if t in kept or not trace.tensor_columns.bytes[t] or device[last] != device[back]:
+                continue
+            if place[back] <= place[last] + 1 or last in engine or last in group:
                 continue
             actions.append(Move(t, host, after=last))
             actions.append(Move(t, platform.home(int(device[needed])).name, before=back))

@@ -183,8 +183,10 @@ class _Layers:
                 readers = trace.readers(t)
                 late = [op for op in readers if phase[op] == BACKWARD]
                 last = max((op for op in readers if op not in late), default=-1)
+                maker = int(trace.producer[t])
                 if (
                     late
+                    and (maker < 0 or self.plain(maker))  # else it may not be there when its copy is to begin
                     and late[0] > self.ops[n][-1] >= last
                     and self._layer_of.get(last) == n
                     and trace.tensor_columns.role[t] in FEATURE_MAPS

@@ -94,9 +94,7 @@ class _Split:
         self.trace = trace
         c = trace.op_columns
         self.updates = {
-            op
-            for op in range(len(trace.ops))
-            if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)
+            op for op in range(len(trace.ops)) if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)
         }
         self.last_use: dict[int, int] = {}
         used: dict[int, None] = {}
@@ -106,9 +104,7 @@ class _Split:
                     self.last_use[t] = op
                 elif int(trace.producer[t]) not in self.updates:
                     used[t] = None
-        overwritten = [
-            int(trace.tensor_columns.replaces[t]) for op in self.updates for t in trace.writes(op)
-        ]
+        overwritten = [int(trace.tensor_columns.replaces[t]) for op in self.updates for t in trace.writes(op)]
         used.update(dict.fromkeys(t for t in overwritten if t >= 0 and int(trace.producer[t]) not in self.updates))
         self.gradients = [t for t in used if trace.producer[t] >= 0]
         self.weights = {t: self._end(t) for t in used if trace.producer[t] < 0 and t in self.last_use}

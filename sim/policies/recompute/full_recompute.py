@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.regions import layer_regions, rerun_regions
+from sim.solvers.regions import cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
 
 
@@ -26,6 +26,8 @@ class FullRecompute(Policy):
     early_stop: run again only as far as the last op whose result backward reads, as PyTorch's
     non-reentrant checkpoint does; else the whole layer, as its reentrant one.
     skip_last: leave a layer alone whose backward follows its forward at once.
+    autocast_cache: copies of weights in a narrower type stay until the forward pass ends, as PyTorch's
+    autocast keeps them; else they go like all else.
     Raises PolicyError where no forward op has a layer.
     """
 
@@ -35,10 +37,12 @@ class FullRecompute(Policy):
 
     early_stop: bool = True
     skip_last: bool = False
+    autocast_cache: bool = True
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
         ledger = Ledger(problem.trace)
         regions = layer_regions(ledger, "full_recompute")
         again = rerun_regions(ledger, regions, early_stop=self.early_stop, skip_last=self.skip_last)
-        return Plan(problem.trace, runs(ledger, again).actions())
+        hold = cached_casts(ledger, regions) if self.autocast_cache else None
+        return Plan(problem.trace, runs(ledger, again, hold=hold).actions())

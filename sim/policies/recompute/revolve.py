@@ -22,7 +22,7 @@ class Revolve(Policy):
         l <= C(c+r, c): optimal for equal stages; no stage runs more than r + 1 times. Planning is linear
         in the number of runs.
     Departs: stages are those of the trace's chain view, taken as equal although they are not. An input is
-        freed as soon as no later run reads it.
+        freed as soon as no later run reads it, and an op runs again only where its results are read.
 
     slots: stage inputs kept at once, the first stage's included, at least 1; None takes the most that
     fit the budget, found by bisection over the plans' exact peaks.
@@ -46,7 +46,7 @@ class Revolve(Policy):
         forward = [stage.forward for stage in line.stages]
 
         def with_slots(slots: int) -> Runs:
-            return runs(ledger, again_of(ledger, binomial_reversal(len(line), slots), forward, anchors))
+            return runs(ledger, again_of(ledger, binomial_reversal(len(line), slots), forward, anchors), prune=True)
 
         slots = self.slots
         if slots is None:

@@ -10,7 +10,7 @@ from sim.policies.base import Policy
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.runs import Ledger, backward_slice, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
@@ -31,7 +31,8 @@ class Rotor(Policy):
         Weight gradients, and what else the chain does not count (an activation that a later stage's
         backward reads, say), are found afterwards, from the plan's exact peak: a plan that would pass the
         budget is made again for that much less. Sizes are exact, not rounded, where the budget is at most
-        `slots` multiples of their greatest common divisor. Because rounding depends on the budget, a
+        `slots` multiples of their greatest common divisor. An op that runs again runs only where its
+        results are read, so the plan may take less time than the model's. Because rounding depends on the budget, a
         little more of it may cost a little time: hence not `optimal`.
 
     slots: parts into which the budget is divided, at least 2.
@@ -54,7 +55,7 @@ class Rotor(Policy):
         ledger = Ledger(problem.trace)
         anchors = first_backward(line, "rotor")
         forward = [stage.forward for stage in line.stages]
-        costs = costs_of(line)
+        costs = costs_of(problem, ledger, line)
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
@@ -65,7 +66,7 @@ class Rotor(Policy):
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 break
-            found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors))
+            found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors), prune=True)
             excess = found.peak() - problem.budget
             if excess <= 0:
                 return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
@@ -83,11 +84,17 @@ class Rotor(Policy):
         )
 
 
-def costs_of(line: Chain) -> ChainCosts:
+def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
     """What the dynamic program needs of a chain."""
     stages = line.stages
+    turn = []
+    for stage in stages:
+        by_own = {t for op in stage.backward for t in ledger.reads[op]}
+        wanted = [t for t in stage.saved if t in by_own or t != stage.output]
+        turn.append(sum(problem.cost.op_ns(op) for op in backward_slice(ledger, stage.forward, wanted)))
     return ChainCosts(
         uf=[stage.uf for stage in stages],
+        turn=turn,
         ub=[stage.ub for stage in stages],
         x=line.x,
         xbar=[stage.xbar for stage in stages],

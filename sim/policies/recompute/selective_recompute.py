@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+
+import numpy as np
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.regions import Region, layer_regions, rerun_regions
+from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
+from sim.trace import Trace
+from sim.trace.rewriter import with_columns
 
 MODES = ("attention_core", "all_but_matmul")
 CORE = ".attn.core"
@@ -22,27 +27,30 @@ class SelectiveRecompute(Policy):
 
     recompute="attention_core": the products with K and V, the softmax and its dropout run again, and the
         matrices of sequence x sequence entries go. Source: Korthikanti et al., "Reducing Activation
-        Recomputation in Large Transformer Models", MLSys 2023, arXiv:2205.05198, section 4.2. Bounds: on
-        their model the activations of a layer fall from sbh (34 + 5as/h) to 34 sbh bytes, for
-        4 B s^2 h more FLOPs a layer; that is s/(18h) of an iteration's, where the paper counts s/(6h).
+        Recomputation in Large Transformer Models", MLSys 2023, arXiv:2205.05198. Bounds: on their model
+        the activations of a layer fall from sbh (34 + 5as/h) to 34 sbh bytes, for 4 b s^2 h FLOPs more a
+        layer: s/(18h) of an iteration's, where the paper's formula counts s/(6h).
     recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, all
         else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
-        list round every layer.
-    Departs: PyTorch's cache also holds a product that nobody reads again, until the layer's backward
-        begins; here it goes after its last read.
+        list round every layer. Its cache also holds a product that nobody reads again until the layer's
+        backward ends: here the trace's last backward op of the layer reads it, too, at no cost in time.
+    Departs: an op that writes in place does not run again (see `full_recompute`).
 
-    recompute: one of the two. early_stop: run again only as far as backward needs it, as PyTorch does;
-    None takes each source's way: the whole core (Megatron), or early (PyTorch).
+    recompute: one of the two. early_stop: run again only as far as backward needs it; None takes each
+    source's way: the whole core (Megatron), or early (PyTorch). autocast_cache: copies of weights in a
+    narrower type stay until the forward pass ends, as PyTorch's autocast keeps them.
     Raises PolicyError where the trace has no layers or, for "attention_core", no op named
     `….attn.core.…`: fused attention keeps no matrices, so there is nothing to run again.
     """
 
     recomputes = True
+    rewrites = True
     needs = frozenset({"layers"})
     fidelity = "code"
 
     recompute: str = "attention_core"
     early_stop: bool | None = None
+    autocast_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute not in MODES:
@@ -51,27 +59,72 @@ class SelectiveRecompute(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
-        ledger = Ledger(problem.trace)
+        trace = problem.trace
+        ledger = Ledger(trace)
         layers = layer_regions(ledger, "selective_recompute")
-        core = self.recompute == "attention_core"
-        stop = not core if self.early_stop is None else self.early_stop
-        if core:
-            again = rerun_regions(ledger, self._cores(ledger, layers), early_stop=stop)
+        if self.recompute == "attention_core":
+            again = rerun_regions(ledger, _cores(ledger, layers), early_stop=bool(self.early_stop))
         else:
-            ops = problem.trace.ops
+            ops = trace.ops
             keep = {op for layer in layers for op in layer.forward if ops[op].kind in EXPENSIVE}
-            again = rerun_regions(ledger, layers, early_stop=stop, keep=keep)
-        return Plan(problem.trace, runs(ledger, again).actions())
+            again = rerun_regions(ledger, layers, early_stop=self.early_stop is not False, keep=keep)
+            trace = with_reads(trace, _cached(ledger, layers, keep, again))
+            ledger = Ledger(trace)
+        hold = cached_casts(ledger, layers) if self.autocast_cache else None
+        return Plan(trace, runs(ledger, again, hold=hold).actions())
 
-    def _cores(self, ledger: Ledger, layers: list[Region]) -> list[Region]:
-        names = ledger.trace.op_columns.name
-        found, fused = [], ""
-        for layer in layers:
-            for is_core, group in groupby(layer.forward, key=lambda op: CORE + "." in names[op]):
-                if is_core:
-                    found.append(Region(tuple(group), layer.backward))
-            fused = fused or next((names[op] for op in layer.forward if names[op].endswith(CORE)), "")
-        if not found:
-            why = f"{fused!r} is fused and keeps no matrices" if fused else f"no op is named '…{CORE}.…'"
-            raise PolicyError(f"policy 'selective_recompute' finds no attention core to run again: {why}")
-        return found
+
+def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
+    """The ops of each layer's attention core, a region a run of them."""
+    names = ledger.trace.op_columns.name
+    found, fused = [], ""
+    for layer in layers:
+        for is_core, group in groupby(layer.forward, key=lambda op: CORE + "." in names[op]):
+            if is_core:
+                found.append(Region(tuple(group), layer.backward))
+        fused = fused or next((names[op] for op in layer.forward if names[op].endswith(CORE)), "")
+    if not found:
+        why = f"{fused!r} is fused and keeps no matrices" if fused else f"no op is named '…{CORE}.…'"
+        raise PolicyError(f"policy 'selective_recompute' finds no attention core to run again: {why}")
+    return found
+
+
+def _cached(
+    ledger: Ledger, layers: list[Region], keep: Collection[int], again: Mapping[int, list[int]]
+) -> dict[int, list[int]]:
+    """Per layer's last backward op the kept results that would go before the layer's backward begins."""
+    read_again = {t for ops in again.values() for op in ops for t in ledger.reads[op]}
+    found: dict[int, list[int]] = {}
+    for layer, follower in pairwise((*layers, None)):
+        assert layer is not None
+        first = layer.forward[-1]
+        stop = len(ledger.reads)
+        if follower is not None and set(follower.backward) == set(layer.backward):
+            continue  # microbatches share a layer's index: which op ends which is not known
+        later = [op for op in layer.backward if first < op < stop]
+        if not later:
+            continue
+        for op in layer.forward:
+            if op in keep:
+                gone = [t for t in ledger.writes[op] if t not in read_again and ledger.trace.last_use[t] < min(later)]
+                found.setdefault(max(later), []).extend(gone)
+    return found
+
+
+def with_reads(trace: Trace, more: Mapping[int, list[int]]) -> Trace:
+    """The same trace with ops that read further tensors, in the same time."""
+    more = {op: extra for op, extra in more.items() if extra}
+    if not more:
+        return trace
+    c = trace.op_columns
+    touched = c.bytes.copy()
+    rows = []
+    for op in range(len(c.name)):
+        reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
+        extra = more.get(op)
+        if extra:
+            touched[op] = trace.touched[op]
+            reads = np.concatenate((reads, np.array(extra, np.int32)))
+        rows.append(reads)
+    start = np.concatenate(([0], np.cumsum([len(row) for row in rows], dtype=np.int64)))
+    return with_columns(trace, read_start=start, read_ids=np.concatenate(rows), bytes=touched)

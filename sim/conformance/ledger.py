@@ -1,0 +1,211 @@
+"""The suite's own ledger: who held what where and when, read from a log and from nothing else.
+
+It shares no code with the engine. A `Stay` is one copy of a tensor in one tier, from the row that took its
+space to the row that gave it back; a `Work` is one run of an op; a `Copy` is one transfer of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sim.log import CAUSE, WHY, EventLog
+from sim.trace.graph import Trace
+
+FOREVER = 1 << 62
+MADE, MOVED_IN, PLACED = CAUSE["made"], CAUSE["moved in"], CAUSE["placed"]
+OVERWRITTEN, FREED = CAUSE["overwritten"], CAUSE["freed"]
+RUN, RECOMPUTE, MOVE, CODEC, STALL = (WHY[name] for name in ("run", "recompute", "move", "codec", "stall"))
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A tensor's copy in a tier. Times in ns; `release` is FOREVER for one that remains.
+
+    row: of the change that took its space. come: when its value is there, FOREVER if it never was.
+    work, copy: the run that made it, or the copy that brought it. heir: what took over its storage.
+    """
+
+    row: int
+    tensor: int
+    tier: int
+    bytes: int
+    cause: int
+    take: int
+    come: int = FOREVER
+    release: int = FOREVER
+    gone_by: int = -1
+    work: Work | None = None
+    copy: Copy | None = None
+    heir: Stay | None = None
+    forebear: Stay | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One run of an op: from start to end (ns) on a lane, -1 for a member of a group, which runs on links."""
+
+    op: int
+    start: int
+    end: int
+    device: int
+    lane: int
+    why: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One transfer over the links `route` from tier to tier (positions); `bytes` are those on the wire."""
+
+    tensor: int
+    op: int
+    start: int
+    end: int
+    route: tuple[int, ...]
+    source: int
+    target: int
+    bytes: int
+
+
+class Ledger:
+    """A log's rows as stays, works and copies. `faults`: what no bookkeeping could make sense of."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.trace: Trace = log.trace
+        self.engines = len(log.platform.engines)
+        self.faults: list[str] = []
+        self.tier_names = [tier.name for tier in log.platform.tiers]
+        self.names = self.trace.tensor_columns.name
+        self.op_names = self.trace.op_columns.name
+        self.works, self.group_moves, self.copies = self._intervals()
+        self.works_of: dict[int, list[Work]] = defaultdict(list)
+        for work in sorted(self.works, key=lambda work: (work.start, work.end)):
+            self.works_of[work.op].append(work)
+        self.stays = self._stays()
+        self.of: dict[int, list[Stay]] = defaultdict(list)
+        for stay in self.stays:
+            self.of[stay.tensor].append(stay)
+        self._complete()
+
+    # ---- intervals ---------------------------------------------------------------------------
+
+    def _intervals(self) -> tuple[list[Work], list[Copy], list[Copy]]:
+        group, members = self.trace.op_columns.group, defaultdict(list)
+        for op, name in sorted(group.items()):
+            members[name].append(op)
+        works: list[Work] = []
+        groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        hops: list[tuple[int, int, int, int, int, int]] = []
+        for start, end, device, lane, why, op, tensor, _, size in self.log.intervals.tolist():
+            if end < start or start < 0 or end > self.log.end:
+                self.faults.append(f"an interval from {start} to {end} ns in a log that ends at {self.log.end}")
+            if why in (RUN, RECOMPUTE, CODEC):
+                works.append(Work(op, start, end, device, lane, why))
+            elif why == MOVE and tensor < 0:
+                groups.setdefault((op, start, end), []).append((lane - self.engines, size))
+            elif why == MOVE:
+                hops.append((tensor, op, start, end, lane - self.engines, size))
+        links, tier = self.log.platform.links, self.log.platform.tier_ids
+        moves = []
+        for (op, start, end), rows in groups.items():
+            for link, size in rows:
+                ends = tier[links[link].source], tier[links[link].target]
+                moves.append(Copy(-1, op, start, end, (link,), *ends, size))
+            device = self.trace.op_columns.device
+            works += [Work(m, start, end, int(device[m]), -1, RUN) for m in members.get(group.get(op, ""), ())]
+        copies: list[Copy] = []
+        for tensor, op, start, end, link, size in hops:
+            ends = tier[links[link].source], tier[links[link].target]
+            last = copies[-1] if copies else None
+            # the rows of one route follow each other
+            same = last is not None and (last.tensor, last.op, last.start, last.end) == (tensor, op, start, end)
+            if last is not None and same and last.target == ends[0] and start < end:
+                copies[-1] = Copy(tensor, op, start, end, (*last.route, link), last.source, ends[1], size)
+            else:
+                copies.append(Copy(tensor, op, start, end, (link,), *ends, size))
+        return works, moves, copies
+
+    # ---- stays -------------------------------------------------------------------------------
+
+    def _stays(self) -> list[Stay]:
+        replaces = self.trace.tensor_columns.replaces
+        held: dict[tuple[int, int], Stay] = {}
+        stays: list[Stay] = []
+        overwritten: Stay | None = None
+        clock = 0
+        for row, (time, tier, delta, tensor, _, cause) in enumerate(self.log.changes.tolist()):
+            if time < clock:
+                self.faults.append(f"row {row} of the changes goes back in time, from {clock} to {time} ns")
+            clock = time
+            if tensor < 0:
+                continue
+            key, where = (tensor, tier), f"{self.names[tensor]!r} in {self.tier_names[tier]!r} at {time} ns"
+            if cause in (MADE, MOVED_IN, PLACED):
+                if key in held:
+                    self.faults.append(f"{where}: space is taken for a copy that is already there")
+                stay = Stay(row, tensor, tier, delta, cause, time)
+                if overwritten is not None and overwritten.tensor == replaces[tensor] and cause == MADE:
+                    overwritten.heir, stay.forebear = stay, overwritten
+                overwritten = None
+                held[key] = stay
+                stays.append(stay)
+                continue
+            stay_there = held.pop(key, None)
+            if stay_there is None:
+                self.faults.append(f"{where}: space is given back that was not held")
+                continue
+            if stay_there.bytes != -delta:
+                self.faults.append(f"{where}: {stay_there.bytes} B were taken and {-delta} B are given back")
+            stay_there.release, stay_there.gone_by = time, cause
+            overwritten = stay_there if cause == OVERWRITTEN else None
+        return stays
+
+    def _complete(self) -> None:
+        """When the value of each stay was there, and what brought it."""
+        producer = self.trace.producer
+        arrivals: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+        for copy in sorted(self.copies, key=lambda copy: (copy.start, copy.end)):
+            arrivals[copy.tensor, copy.target].append(copy)
+        for stay in self.stays:
+            if stay.cause == PLACED:
+                stay.come = stay.take
+            elif stay.cause == MOVED_IN:
+                for copy in arrivals[stay.tensor, stay.tier]:
+                    if copy.start >= stay.take and copy.end <= stay.release:
+                        stay.copy, stay.come = copy, copy.end
+                        arrivals[stay.tensor, stay.tier].remove(copy)
+                        break
+            else:
+                works = self.works_of.get(int(producer[stay.tensor]), [])
+                if stay.forebear is not None:
+                    found = next((work for work in works if work.end == stay.take), None)
+                else:
+                    found = next((work for work in works if work.start >= stay.take), None)
+                if found is not None and found.end <= stay.release:
+                    stay.work, stay.come = found, found.end
+        self.unmatched = [copy for left in arrivals.values() for copy in left]
+
+    @cached_property
+    def reach(self) -> list[set[int]]:
+        """Per engine the tiers that it reads in place."""
+        ids = self.log.platform.tier_ids
+        return [{ids[engine.home], *(ids[name] for name in engine.reaches)} for engine in self.log.platform.engines]
+
+    def engine_of(self, work: Work) -> int:
+        """The engine whose reach decides what a run can read."""
+        if work.lane >= 0:
+            return work.lane
+        return self.log.platform.engine_for(work.device, self.trace.op_columns.engine.get(work.op, ""))
+
+    def remaining(self) -> list[Stay]:
+        """What is still held when the log ends."""
+        return [stay for stay in self.stays if stay.release == FOREVER]
+
+    def use(self, tier: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+        """Times of the changes of a tier and the bytes in use after each."""
+        rows = self.log.changes[self.log.changes[:, 1] == tier]
+        return rows[:, 0], np.cumsum(rows[:, 2])

@@ -1,0 +1,138 @@
+"""Random machines for the suite: small profiles, so that a failing one can be handed on as a TOML file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from hypothesis import strategies as st
+
+from sim.conformance.networks import Digits
+from sim.hardware.assemble import assemble
+from sim.hardware.platform import Platform
+from sim.hardware.schema import ProfileFile
+
+Document = Mapping[str, Any]
+"""A profile as the nested tables of its TOML file."""
+
+AMPLE = 1 << 40
+RATES = ("1 GB/s", "2 GB/s", "500 MB/s", "3 GB/s", "7 GB/s", "333 MB/s")
+FIXED = ("0 ns", "1 ns", "7 ns", "100 ns")
+ALLOCATORS: tuple[Any, ...] = ("exact", "exact", "exact", {"name": "pool", "fit": "best"}, "caching")
+STYLES = ("none", "none", "half", "factors", "bus", "memory")
+"""What is shared: nothing, one rate for both directions, measured factors, a bus, or the host's memory."""
+
+
+@st.composite
+def machines(
+    draw: st.DrawFn,
+    *,
+    devices: int = 1,
+    host: bool = True,
+    cpu: bool = False,
+    exact: bool = False,
+) -> Document:
+    """A device with its memory `hbm`; if asked for, a `host` behind links both ways, and a `cpu` engine there.
+
+    By chance a third tier behind the host, links that are slower or wait before each copy, several copy
+    engines, shared bandwidth of every kind, a device that reads the host's memory in place, and memory handed
+    out by an allocator with addresses unless it is to be `exact`. At 1 GB/s a byte takes a nanosecond.
+    """
+    sourced = {"source": "drawn at random", "standing": "assumed"}
+    sizes = {"nominal": f"{AMPLE} B", "capacity": f"{AMPLE} B"}
+    digits = Digits(draw(st.integers(0, 2**6 * len(ALLOCATORS) * len(RATES) ** 4 * len(FIXED) * len(STYLES) - 1)))
+    flags = digits.pick(range(64))
+    allocator = digits.pick(ALLOCATORS)
+    tiers: dict[str, Any] = {
+        "hbm": {"kind": "hbm", "per_device": True, **sourced, **sizes, "bandwidth": "10 GB/s", "allocator": "exact" if exact else allocator}
+    }
+    engines: dict[str, Any] = {
+        "npu": {
+            "home": "hbm",
+            "main": True,
+            **sourced,
+            "launch": ("0 ns", "3 ns")[flags & 1],
+            "peak": {"fp32": "10 GFLOP/s"},
+        }
+    }
+    links: dict[str, Any] = {}
+    pools: dict[str, Any] = {}
+    if host:
+        rate, fixed = (digits.pick(RATES), digits.pick(RATES)), digits.pick(FIXED)
+        copies = 2 if flags & 2 else 1
+        tiers["host"] = {"kind": "ddr", **sourced, **sizes, "bandwidth": "2 GB/s"}
+        common = {**sourced, "fixed": fixed, "copy_engines": copies}
+        links["d2h"] = {"from": "hbm", "to": "host", "rate": rate[0], **common}
+        links["h2d"] = {"from": "host", "to": "hbm", "rate": rate[1], **common}
+        if flags & 12 == 12:
+            tiers["nvme"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
+            links["h2n"] = {"from": "host", "to": "nvme", "rate": "400 MB/s", "fixed": "1 ns", **sourced}
+            links["n2h"] = {"from": "nvme", "to": "host", "rate": "600 MB/s", "fixed": "2 ns", **sourced}
+        if flags & 48 == 48:
+            engines["npu"]["reaches"] = ["host"]
+        pools.update(_pools(digits.pick(STYLES), digits.pick(RATES), cpu, devices > 1))
+        for pool in pools.values():
+            pool.update(sourced)
+    if cpu:
+        home = "host" if host else "hbm"
+        engines["cpu"] = {"home": home, "main": False, **sourced, "launch": "2 ns", "peak": {"fp32": "1 GFLOP/s"}}
+    if devices > 1:
+        links["peer"] = {"from": "hbm", "to": "hbm", "peer": True, "rate": digits.pick(RATES)}
+        links["peer"] |= {"fixed": "0 ns", **sourced}
+    found = {"description": "a machine drawn at random", "devices": devices, "tiers": tiers, "engines": engines}
+    fit = {"op_time": "no measurement", "transfer_time": "no measurement", **sourced}
+    return {**found, "links": links, "pools": pools, "fit": fit}
+
+
+def _pools(style: str, rate: str, cpu: bool, per_device: bool) -> dict[str, Any]:
+    """Bandwidth that is shared."""
+    if style == "half":
+        return {"pcie": {"per_device": per_device, "duplex": "half", "charges": {"d2h": 1, "h2d": 1}}}
+    if style == "factors":
+        factors = {"d2h": Decimal("0.8"), "h2d": Decimal("0.5")}
+        return {"pcie": {"per_device": per_device, "duplex": "factors", "factors": factors}}
+    if style == "bus":
+        return {"pcie": {"rate": rate, "charges": {"d2h": 1, "h2d": 3}}}
+    if style == "memory":
+        charges = {"d2h": 1, "h2d": 2, **({"cpu": 1} if cpu else {})}
+        return {"dram": {"rate": rate, "charges": charges}}
+    return {}
+
+
+def platform_of(document: Document, budget: int | None = None) -> Platform:
+    """The machine that a document describes, with `budget` bytes in each device's memory."""
+    platform = _assembled(toml_of(document))
+    return platform if budget is None else platform.with_budget(budget)
+
+
+@lru_cache(256)
+def _assembled(text: str) -> Platform:
+    import tomllib
+
+    raw = tomllib.loads(text, parse_float=Decimal)
+    names = {group: list(raw.get(group, {})) for group in ("tiers", "engines", "links", "pools")}
+    return assemble("random", ProfileFile.model_validate(raw, context=names))
+
+
+def toml_of(document: Document) -> str:
+    """The document as the text of a profile that `load_profile` reads."""
+    lines: list[str] = []
+    _table(lines, (), document)
+    return "\n".join(lines) + "\n"
+
+
+def _table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    if path and (plain or not table):
+        lines += ["", f"[{'.'.join(path)}]"]
+    lines += [f"{key} = {_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _table(lines, (*path, key), value)
+
+
+def _value(value: Any) -> str:
+    return str(value) if isinstance(value, Decimal) else json.dumps(value)

@@ -1,0 +1,271 @@
+"""Random traces for the suite: small nets with backward and update, and what a policy needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from sim.trace.graph import Trace, TraceBuilder
+
+T = TypeVar("T")
+SIZES = (16, 1, 40, 64, 7, 100, 0)
+TIMES = (10, 1, 30, 100, 0)
+WORK = (0, 0, 0, 8, 30)
+
+
+class Digits:
+    """Choices written as one number: 0 is the first choice everywhere."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def pick(self, choices: Sequence[T]) -> T:
+        """The next choice."""
+        self.code, digit = divmod(self.code, len(choices))
+        return choices[digit]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward op. back: how far back it reads, beside the result before it; others: indices and flags."""
+
+    back: tuple[int, ...]
+    size: int
+    took: int
+    work: int
+    weight: bool
+    mask: bool
+    saves_input: bool
+    saves_output: bool
+    overwrites: bool
+
+
+_BACKS = ((), (0,), (1,), (2,), (3,), (0, 2), (1, 3), (2, 3))
+
+
+def steps(chain: bool) -> st.SearchStrategy[Step]:
+    """Forward ops; of a chain each reads the result before it alone, writes anew, and makes something.
+
+    A step is one number, digit by digit, because numbers are drawn and shrunk faster than structures.
+    """
+    sizes = [size for size in SIZES if size] if chain else list(SIZES)
+    count = len(sizes) * len(TIMES) * len(WORK) * len(_BACKS) * 2**5
+
+    def step(code: int) -> Step:
+        digits = Digits(code)
+        size, took, work = (digits.pick(choice) for choice in (sizes, TIMES, WORK))
+        back = digits.pick(_BACKS)
+        flags = [digits.pick((False, True)) for _ in range(5)]
+        if chain:
+            return Step((), size, took, work, flags[0], flags[1], True, flags[3], False)
+        return Step(back, size, took, work, *flags)
+
+    return st.integers(0, count - 1).map(step)
+
+
+@st.composite
+def networks(
+    draw: st.DrawFn,
+    *,
+    needs: frozenset[str] = frozenset(),
+    devices: int = 1,
+    cpu: bool = False,
+    unit: int = 1,
+    longest: int = 7,
+) -> Trace:
+    """Forward ops in order, a backward that reads what was saved, and in-place updates of the weights.
+
+    needs: of `sim.policies.base.NEEDS`, those that are of the trace: `chain`, `layers`, `backward`. With
+    two devices each runs its copy of the net and the weight gradients are summed by a collective, or the
+    first half of the ops is on device 0 and results go to the other half by send and receive, or unsent.
+    cpu: the optimizer may run on the engine `cpu`. unit: bytes of the smallest tensor. Shrinks to an op.
+    """
+    chain = "chain" in needs
+    least = 2 if chain or "layers" in needs else 1
+    line = draw(st.lists(steps(chain), min_size=least, max_size=longest))
+    digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 2 * 3 * 2 - 1)))
+    backward = digits.pick((True,) * 7 + (False,)) or bool(needs & {"chain", "layers", "backward", "history", "cpu"})
+    update = (digits.pick((False, True)) or "cpu" in needs) and backward
+    layers = digits.pick((0, 1, 2, 3))
+    per_layer = layers or int("layers" in needs or chain)
+    measured = digits.pick((True, True, True, False)) or chain
+    on_cpu = digits.pick((False, True)) and cpu and "cpu" not in needs
+    style = digits.pick(("data", "pipeline", "unsent")) if devices > 1 else "one"
+    states = digits.pick((False, True))
+    b = TraceBuilder({"model": "random", "batch": 4, "samples": 4})
+    nets = []
+    for device in range(devices if style == "data" else 1):
+        nets.append(_Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, chain))
+    for net in nets:
+        net.split = len(line) // 2 if devices > 1 and style != "data" else len(line)
+        for step in line:
+            net.forward(step, cut=len(net.tape) == net.split)
+        if backward:
+            net.backward()
+    if style == "data" and backward:
+        _reduce(b, nets)
+    for net in nets:
+        if update:
+            net.update("cpu" if on_cpu else "", states=states)
+    if backward and not update:
+        kept = [grad for net in nets for _, grad in net.gradients] or [nets[-1].last]
+        return b.build(outputs=kept, carry=())
+    return b.build()
+
+
+def _reduce(b: TraceBuilder, nets: list[_Net]) -> None:
+    """Sum the weight gradients of all devices, in place."""
+    for k in range(len(nets[0].gradients)):
+        for net in nets:
+            weight, grad = net.gradients[k]
+            total = b.tensor(f"{net.name}sum{k}", b.bytes_of(grad), "gradient", replaces=grad)
+            fields = {"phase": "backward", "device": net.device, "group": f"all{k}"}
+            b.op(f"{net.name}reduce{k}", "collective", reads=[grad], writes=[total], **fields)  # type: ignore[arg-type]
+            net.gradients[k] = weight, total
+
+
+@dataclass
+class _Net:
+    """One net as it grows."""
+
+    b: TraceBuilder
+    name: str
+    device: int
+    style: str
+    unit: int
+    per_layer: int
+    measured: bool
+    chain: bool
+    split: int = 0
+    tape: list[tuple[Step, list[int], list[int], int | None, list[int]]] = field(default_factory=list)
+    gradients: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.last = self.b.tensor(f"{self.name}x", 16 * self.unit, "input")
+        self.constant = {self.last}
+        self.alive = [self.last]
+        self.saved: set[int] = set()
+        self.sent: dict[int, int] = {}
+        self.home: dict[int, int] = {}  # weight -> the device that has it
+
+    # ---- forward -----------------------------------------------------------------------------
+
+    def forward(self, step: Step, cut: bool) -> None:
+        b, i = self.b, len(self.tape)
+        if cut and i:
+            self.device = 1
+        reads = [self.alive[-1]] + [self.alive[-1 - d % len(self.alive)] for d in step.back]
+        reads = [self.here(t) for t in dict.fromkeys(reads)]
+        old = reads[0]
+        overwrites = step.overwrites and old in self.alive and old not in self.saved and old not in self.constant
+        saved = [t for t in reads if step.saves_input and not (overwrites and t == old)]
+        size = b.bytes_of(old) if overwrites else step.size * self.unit
+        made = [b.tensor(f"{self.name}y{i}", size, layer=self.layer(i), replaces=old if overwrites else None)]
+        weight = None
+        if step.weight:
+            weight = b.tensor(f"{self.name}w{i}", (1 + step.size // 2) * self.unit, "weight", layer=self.layer(i))
+            self.home[weight] = self.device
+        if step.mask:
+            made.append(b.tensor(f"{self.name}m{i}", (1 + step.size // 4) * self.unit, layer=self.layer(i)))
+        inputs = [*reads, weight] if weight is not None else reads
+        kind = "matmul" if step.weight else "elementwise"
+        fields = {"layer": self.layer(i), "random": step.mask, "workspace": step.work * self.unit}
+        self.op(f"f{i}", kind, inputs, made, step.took, **fields)
+        if step.saves_output or not saved:
+            saved.append(made[0])
+        saved += made[1:]
+        self.saved.update(saved)
+        if overwrites:
+            self.alive.remove(old)
+        self.alive.append(made[0])
+        self.last = made[0]
+        self.tape.append((step, reads, made, weight, saved))
+
+    def here(self, tensor: int) -> int:
+        """A tensor as this device reads it: sent to it once if it was made on the other one."""
+        if self.style != "pipeline" or not self.device or tensor in self.sent.values() or not self.foreign(tensor):
+            return tensor
+        if tensor not in self.sent:
+            self.sent[tensor] = self.send(tensor, 0, 1, "forward")
+        return self.sent[tensor]
+
+    def foreign(self, tensor: int) -> bool:
+        return tensor in self.constant or any(tensor in made for _, _, made, _, _ in self.tape[: self.split])
+
+    def send(self, tensor: int, start: int, end: int, phase: str) -> int:
+        b = self.b
+        role = "activation" if phase == "forward" else "temporary"
+        got = b.tensor(f"{self.name}got{tensor}", b.bytes_of(tensor), role)
+        group = f"send{tensor}"
+        b.op(f"{self.name}send{tensor}", "send", reads=[tensor], phase=phase, device=start, group=group)
+        b.op(f"{self.name}recv{tensor}", "recv", writes=[got], phase=phase, device=end, group=group)
+        return got
+
+    # ---- backward ----------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        b = self.b
+        top = self.last
+        gradient = {top: b.tensor(f"{self.name}loss.d", b.bytes_of(top), "temporary", layer=self.layer(len(self.tape) - 1))}
+        self.op("loss", "loss", [top], [gradient[top]], 1, phase="backward", layer=self.layer(len(self.tape) - 1))
+        back = {got: origin for origin, got in self.sent.items()}
+        for i, (step, reads, made, weight, saved) in reversed(list(enumerate(self.tape))):
+            if self.style != "data" and i == self.split - 1 and self.split < len(self.tape):
+                self.device = 0
+                if self.style == "pipeline":
+                    for t in list(gradient):
+                        if t in back:
+                            come = self.send(gradient.pop(t), 1, 0, "backward")
+                            self.take(gradient, back[t], come, i)
+            come = [gradient[t] for t in made if t in gradient]
+            targets = [t for t in reads if t not in self.constant and back.get(t) not in self.constant]
+            if not come or not (targets or weight is not None):
+                continue
+            layer = self.layer(i)
+            fresh = [b.tensor(f"{self.name}d{i}.{k}", b.bytes_of(t), "temporary", layer=layer) for k, t in enumerate(targets)]
+            writes = list(fresh)
+            if weight is not None:
+                writes.append(b.tensor(f"{self.name}dw{i}", b.bytes_of(weight), "gradient", layer=layer))
+                self.gradients.append((weight, writes[-1]))
+            inputs = [*come, *saved, *([weight] if weight is not None else [])]
+            self.op(f"b{i}", "matmul", inputs, writes, (step.took * 2), phase="backward", layer=layer)
+            for t, new in zip(targets, fresh, strict=True):
+                self.take(gradient, t, new, i)
+
+    def take(self, gradient: dict[int, int], tensor: int, new: int, i: int) -> None:
+        """A tensor's first gradient, or one more that is added to it in place."""
+        if tensor not in gradient:
+            gradient[tensor] = new
+            return
+        b, old = self.b, gradient[tensor]
+        total = b.tensor(f"{self.name}sum{new}", b.bytes_of(old), "temporary", layer=self.layer(i), replaces=old)
+        self.op(f"add{new}", "elementwise", [old, new], [total], 1, phase="backward", layer=self.layer(i))
+        gradient[tensor] = total
+
+    # ---- update ------------------------------------------------------------------------------
+
+    def update(self, engine: str, *, states: bool) -> None:
+        b = self.b
+        for weight, grad in self.gradients:
+            size = b.bytes_of(weight)
+            new = b.tensor(f"{self.name}w{weight}.new", size, "weight", replaces=weight)
+            reads, writes = [weight, grad], [new]
+            if states:
+                state = b.tensor(f"{self.name}w{weight}.m", 2 * size, "optimizer_state")
+                reads.append(state)
+                writes.append(b.tensor(f"{self.name}w{weight}.m.new", 2 * size, "optimizer_state", replaces=state))
+            self.device = self.home[weight]
+            self.op(f"step{weight}", "optimizer", reads, writes, 10, phase="update", engine=engine)
+
+    def op(self, name: str, kind: str, reads: list[int], writes: list[int], took: int, **fields: object) -> None:
+        cost = {"duration": took} if self.measured else {"flops": 20 * took}
+        self.b.op(
+            f"{self.name}{name}", kind, reads=list(dict.fromkeys(reads)), writes=writes, device=self.device,
+            splits=("batch",) if kind != "optimizer" else (), **cost, **fields,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def layer(self, i: int) -> int:
+        return i // self.per_layer if self.per_layer else -1

@@ -1,0 +1,79 @@
+"""One example: a policy asked once, its plan replayed once. All laws look at this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sim.conformance.ledger import Ledger
+from sim.engine.replay import replay
+from sim.errors import TiersimError
+from sim.experiment import problem_for
+from sim.hardware.platform import Platform
+from sim.log import EventLog
+from sim.plan import Plan, Run
+from sim.policies.base import Policy
+from sim.trace.graph import Trace
+
+
+class LawBroken(AssertionError):
+    """A law that a run does not keep; the text says where."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What was asked, what the policy planned, and what came of it.
+
+    trace: the one asked for; `plan.trace` is the one that ran. platform: with the budget in its home tiers.
+    log: whole, or the partial one that an OutOfMemory carries; None where nothing ran. error: what was
+    raised, by the policy or by the engine. crash: an exception that is no answer of this package.
+    """
+
+    policy: Policy
+    trace: Trace
+    platform: Platform
+    seed: int = 0
+    plan: Plan | None = None
+    log: EventLog | None = None
+    error: TiersimError | None = None
+    crash: BaseException | None = None
+    history: tuple[Run, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ran to its end."""
+        return self.error is None and self.crash is None and self.log is not None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Who held what when, from the log; there must be one."""
+        assert self.log is not None
+        return Ledger(self.log)
+
+
+def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
+    """Ask a policy and replay its plan, after as many warm-up iterations as it declares."""
+    history: tuple[Run, ...] = ()
+    plan: Plan | None = None
+    try:
+        for _ in range(policy.warm_up):
+            plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
+            history = (*history, Run(trace, plan, replay(plan, platform)))
+        plan = None
+        plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
+        log = replay(plan, platform)
+    except TiersimError as error:
+        partial = getattr(error, "log", None) if plan is not None else None
+        return Replayed(policy, trace, platform, seed, plan, partial, error, None, history)
+    except Exception as crash:
+        return Replayed(policy, trace, platform, seed, plan, None, None, crash, history)
+    return Replayed(policy, trace, platform, seed, plan, log, None, None, history)
+
+
+def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
+    """Replay a plan that is already there, as if the policy had made it."""
+    try:
+        log = replay(plan, platform)
+    except TiersimError as error:
+        return Replayed(policy, trace, platform, seed, plan, getattr(error, "log", None), error)
+    return Replayed(policy, trace, platform, seed, plan, log)

@@ -1,0 +1,155 @@
+"""What an online policy may evict: the lineage of every tensor, and the pools of candidates.
+
+A tensor may be evicted if its producer can run again: not a member of a group, not an op of the update or
+one that overwrites. What cannot be brought back (a received tensor, an updated weight) is freed for good
+only when no tensor that is evicted and still needed would have to be made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.hardware.cost import op_times
+from sim.plan import Problem
+from sim.trace.op import KIND_CODE, PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+EVICTED_ROLES = ("activation", "temporary")
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """Flat lists of a trace, an entry an op or a tensor; picklable.
+
+    reads: per op without doubles, in the order in which the last mention of each ends. children: per tensor
+    the results of the ops that can run again and read it. cost: ns of a run of its producer, 0 without one.
+    counts: whether it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody reads
+    it. makes: per op the bytes of its results and workspace. readers: how many ops read it. overwrites: per op what it overwrites in place and cannot come back.
+    """
+
+    reads: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
+    makes: list[int]
+    device: list[int]
+    forward: list[bool]
+    producer: list[int]
+    children: list[tuple[int, ...]]
+    size: list[int]
+    cost: list[int]
+    evictable: list[bool]
+    counts: list[bool]
+    freeable: list[bool]
+    readers: list[int]
+    overwrites: dict[int, tuple[int, ...]]
+
+    def parents(self, tensor: int) -> tuple[int, ...]:
+        """What its producer reads."""
+        producer = self.producer[tensor]
+        return self.reads[producer] if producer >= 0 else ()
+
+
+def lineage_of(problem: Problem) -> Lineage:
+    """The lineage of a problem's trace. An op's cost is its time with nothing else running."""
+    trace = problem.trace
+    c, t = trace.op_columns, trace.tensor_columns
+    count, size = len(c.name), t.bytes.tolist()
+    writes = [trace.writes(i) for i in range(count)]
+    reads = [_last_mention(trace.reads(i)) for i in range(count)]
+    again = (c.phase != PHASE_CODE["update"]) & ~np.isin(c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")])
+    again[list(c.group)] = False
+    again[trace.producer[np.flatnonzero(t.replaces >= 0)]] = False
+    made = trace.producer >= 0
+    counts = made & again[trace.producer] if count else made
+    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in EVICTED_ROLES]) & (t.bytes > 0)
+    freeable = made.copy()
+    freeable[list(trace.outputs)] = False
+    children: list[list[int]] = [[] for _ in range(len(t.name))]
+    for i in np.flatnonzero(again).tolist():
+        for tensor in reads[i]:
+            children[tensor] += writes[i]
+    overwrites: dict[int, tuple[int, ...]] = {}
+    for old, new in enumerate(trace.replaced_by.tolist()):
+        if new >= 0 and not evictable[old]:
+            op = int(trace.producer[new])
+            overwrites[op] = (*overwrites.get(op, ()), old)
+    times = op_times(trace, problem.platform).total
+    cost = np.where(made, times[trace.producer], 0) if count else np.zeros(len(t.name), np.int64)
+    return Lineage(
+        reads=reads,
+        writes=writes,
+        makes=[sum(size[w] for w in row) + space for row, space in zip(writes, c.workspace.tolist(), strict=True)],
+        device=c.device.tolist(),
+        forward=(c.phase == PHASE_CODE["forward"]).tolist(),
+        producer=trace.producer.tolist(),
+        children=[tuple(row) for row in children],
+        size=size,
+        cost=cost.tolist(),
+        evictable=evictable.tolist(),
+        counts=counts.tolist(),
+        freeable=freeable.tolist(),
+        readers=trace.read_counts.tolist(),
+        overwrites=overwrites,
+    )
+
+
+def _last_mention(row: tuple[int, ...]) -> tuple[int, ...]:
+    return row if len(set(row)) == len(row) else tuple(dict.fromkeys(reversed(row)))[::-1]
+
+
+class Table:
+    """Per tensor, as arrays to score many at once: bytes, last access (ns), and since when it is evictable.
+
+    order: a count that grows; `weight`: the numerator of its score, or a lower bound of it (ns).
+    """
+
+    def __init__(self, lineage: Lineage) -> None:
+        count = len(lineage.size)
+        self.size = np.array(lineage.size, np.float64)
+        self.access = np.zeros(count)
+        self.order = np.zeros(count, np.int64)
+        self.weight = np.array(lineage.cost, np.float64)
+
+
+class Pool:
+    """The candidates in one tier, packed."""
+
+    def __init__(self) -> None:
+        self._ids = np.zeros(64, np.int64)
+        self._slot: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot)
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._slot
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The candidates, in no order that means anything."""
+        return self._ids[: len(self._slot)]
+
+    def slot(self, tensor: int) -> int:
+        """Where it stands in `ids`, -1 if it does not."""
+        return self._slot.get(tensor, -1)
+
+    def add(self, tensor: int) -> None:
+        """Put a tensor in; nothing if it is there."""
+        if tensor in self._slot:
+            return
+        at = len(self._slot)
+        if at == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros(at, np.int64)))
+        self._ids[at] = tensor
+        self._slot[tensor] = at
+
+    def remove(self, tensor: int) -> None:
+        """Take a tensor out; the last one takes its place. Nothing if it is not there."""
+        at = self._slot.pop(tensor, -1)
+        last = len(self._slot)
+        if at >= 0 and at != last:
+            moved = int(self._ids[last])
+            self._ids[at] = moved
+            self._slot[moved] = at

@@ -1,0 +1,246 @@
+"""DELTA: under pressure pick by size and staleness, then decide between the link and recomputing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from sim.errors import PolicyError, near
+from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
+from sim.policies.base import Policy
+from sim.policies.evictable import Lineage, Pool, Table, lineage_of
+from sim.policies.evictor import Evictor, Rules, evictable_tiers
+from sim.policies.neighbourhood import CostClasses
+from sim.units import parse_rate
+
+CHOICES = {
+    "filter": ("stale_size", "cost_adjacent"),
+    "recompute_cost": ("classes", "own"),
+    "prefetch": ("fifo", "lifo", "none"),
+    "ties": ("last", "first"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta(Policy):
+    """Evict the largest and stalest tensor: over the link if that is not dearer than recomputing it, else drop it.
+
+    Three parts. The filter takes the candidate of least 1 / (bytes * ns since its last access). The
+    director divides the time of a copy out and back by the time to recompute: above 1 the tensor is
+    dropped, else moved to the host. Once a tensor has made the trip, the time that took, waiting in
+    queues included, stands for the copies; a copy that still lies in the host makes leaving free. The
+    prefetcher keeps the tensors that lie in the host alone in a queue and, before each op, copies back
+    those at its front as far as memory is free beyond what that op makes. What is read before that is
+    copied while the device waits; what was dropped is made again. A dead tensor is freed at once.
+
+    Source: Tang, Li, Wang, Jia et al., "DELTA: Dynamically Optimizing GPU Memory beyond Tensor
+        Recomputation", 2022, arXiv:2203.15980; ACM TACO 2024. The steps are those of a public
+        annotated copy of its PyTorch code.
+    Bounds: each choice is greedy; the problem is a 0-1 knapsack. A choice takes vector operations over the
+        pool of candidates.
+    Departs: the code takes the link at 0.35 * 32 GiB/s whatever the machine; here the platform's route
+        decides unless `bandwidth` is given. It divides the director's quotient by size and staleness
+        too, which changes what "above 1" means: left out. It reloads in the forward pass as well: see
+        `prefetch_forward`. The copy in the host stays after a reload until the tensor is dead. Without
+        room in the host a tensor is dropped. Op times are those with nothing else running.
+
+    filter: `stale_size` as above, or `cost_adjacent`, least min(recompute, copy) / ((bytes + free bytes
+        beside it) * staleness), which scores each candidate one by one.
+    recompute_cost: `classes`, with the evicted neighbours' classes as in `dtr_eq`, or `own`, the producer's.
+    bandwidth: bytes/s of both directions in the director's eyes, or text such as "11 GB/s"; None: the platform's.
+    prefetch: take the queue from the oldest (`fifo`) or the youngest (`lifo`, the order in which backward
+        wants them), or `none`. prefetch_depth: how many from that end are looked at before an op.
+    prefetch_forward: also reload while the ops reached are forward ones.
+    ties: of equal scores the tensor that became evictable `last` or `first` goes.
+    Raises PolicyError for an unknown choice, a depth below 0 or a bandwidth below 1, and UnitError for one
+    without its unit.
+    """
+
+    online = True
+    recomputes = True
+    moves = True
+    fidelity = "equations"
+
+    filter: str = "stale_size"
+    recompute_cost: str = "classes"
+    bandwidth: int | str | None = None
+    prefetch: str = "fifo"
+    prefetch_depth: int = 5
+    prefetch_forward: bool = False
+    ties: str = "last"
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            given = getattr(self, name)
+            if given not in known:
+                raise PolicyError(f"delta: {name}: {given!r} is unknown{near(str(given), known)}")
+        if self.prefetch_depth < 0:
+            raise PolicyError(f"delta: prefetch_depth is {self.prefetch_depth}, less than 0")
+        if self.rate is not None and self.rate < 1:
+            raise PolicyError(f"delta: bandwidth is {self.bandwidth}, less than 1 byte/s")
+
+    @property
+    def rate(self) -> int | None:
+        """The bandwidth in bytes/s, None for the platform's."""
+        return parse_rate(self.bandwidth) if isinstance(self.bandwidth, str) else self.bandwidth
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace as it is, with an online part that drops and moves."""
+        platform, trace = problem.platform, problem.trace
+        host = platform.host.name if platform.host else None
+        online = partial(
+            _Director,
+            lineage_of(problem),
+            self,
+            tiers=tuple(tier.name for tier in platform.tiers),
+            evicts=tuple(tier for tier in evictable_tiers(problem) if tier != host),
+            seed=problem.seed,
+            host=host,
+            trips=_trips(problem, host, self.rate),
+            homes=tuple(platform.home(device).name for device in range(trace.devices)),
+        )
+        return Plan(trace, online=online, keep_dead=True)
+
+
+def _trips(problem: Problem, host: str | None, rate: int | None) -> dict[str, dict[int, tuple[int, int]]]:
+    """Per tier that has a route to the host and back, per size in bytes: ns out, ns back."""
+    platform = problem.platform
+    sizes = sorted(set(problem.trace.tensor_columns.bytes.tolist()))
+    trips: dict[str, dict[int, tuple[int, int]]] = {}
+    for tier in evictable_tiers(problem):
+        if host is None or tier == host or not (platform.route(tier, host) and platform.route(host, tier)):
+            continue
+        if rate is None:
+            trips[tier] = {b: (platform.move_ns(b, tier, host), platform.move_ns(b, host, tier)) for b in sizes}
+        else:
+            trips[tier] = {b: (-(-b * 10**9 // rate),) * 2 for b in sizes}
+    return trips
+
+
+class _Director(Evictor):
+    """An evictor that moves instead of dropping where that costs no more, and reloads when memory is free."""
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        policy: Delta,
+        *,
+        tiers: tuple[str, ...],
+        evicts: tuple[str, ...],
+        seed: int,
+        host: str | None,
+        trips: dict[str, dict[int, tuple[int, int]]],
+        homes: tuple[str, ...],
+    ) -> None:
+        rules = Rules(heuristic="none", ties=policy.ties, reload_is_access=True)
+        super().__init__(lineage, rules, tiers=tiers, evicts=evicts, seed=seed)
+        self._policy = policy
+        self._host = host
+        self._trips = trips
+        self._homes = homes
+        self._classes = CostClasses(lineage, Table(lineage), self.gone)
+        self.price = self._classes
+        self._away: dict[int, str] = {}  # in the host alone, oldest first: the tier it left
+        self._began: dict[int, tuple[str, int]] = {}  # copies under way: where to, since when
+        self._took: dict[tuple[int, str], int] = {}  # ns that the last copy of a tensor to a tier took
+        self._room = 0
+
+    # ---- what happens ------------------------------------------------------------------------
+
+    def notice(self, change: Change) -> None:
+        """Keep the ledger, the queue of what is away, and the times of copies."""
+        what, tensor, tier, now = change
+        there = self.copies[tensor]
+        super().notice(change)
+        if what == "read":
+            if tensor in self._away and tensor not in self._began:
+                self._began[tensor] = (self._away[tensor], now)  # the device fetches it
+        elif what == "came":
+            if there and tensor in self._began and self._began[tensor][0] == tier:
+                self._took[tensor, tier] = now - self._began.pop(tensor)[1]
+            if there and self.released(tensor):
+                self.free_later(tensor)  # it died on the way
+            if tier != self._host:
+                self._away.pop(tensor, None)
+        elif self._host is not None and tier != self._host and self.copies[tensor] == self.bit[self._host]:
+            self._away[tensor] = tier
+        elif tier == self._host:
+            self._away.pop(tensor, None)
+
+    # ---- the director ------------------------------------------------------------------------
+
+    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
+        """What the filter picks, dropped or moved, until the bytes are enough."""
+        self._room = memory.free(self._host) if self._host else 0
+        return super().on_pressure(need, memory)
+
+    def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:
+        """A move to the host if there is room and d <= 1, else a drop; see `Delta`."""
+        under_way, host = memory.in_flight(tensor), self._host
+        if under_way is not None:
+            # still a candidate here, so that it is on its way out and was kept; now it may go after all
+            return Move(tensor, under_way) if under_way == host else None
+        if host is None or need.tier not in self._trips:
+            return Drop(tensor, need.tier)
+        if self.copies[tensor] & self.bit[host]:
+            return Move(tensor, host)  # a clean copy lies there: nothing is copied
+        size = self.line.size[tensor]
+        if size > self._room or self.copy_ns(tensor, need.tier) > self.recompute_ns(tensor):
+            return Drop(tensor, need.tier)
+        self._room -= size
+        self._began[tensor] = (host, memory.now)
+        return Move(tensor, host)
+
+    def copy_ns(self, tensor: int, tier: str) -> int:
+        """Out and back: as measured for this tensor where it has been, else as the route says."""
+        out, back = self._trips[tier][self.line.size[tensor]]
+        return self._took.get((tensor, str(self._host)), out) + self._took.get((tensor, tier), back)
+
+    def recompute_ns(self, tensor: int) -> int:
+        """To make it again, with its evicted neighbours if the policy says so."""
+        if self._policy.recompute_cost == "own":
+            return self.line.cost[tensor]
+        return self._classes.cost(tensor)
+
+    # ---- the filter --------------------------------------------------------------------------
+
+    def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:
+        """The candidate that the filter picks, -1 for none."""
+        if self._policy.filter == "stale_size":
+            return super().choose(pool, tier, memory, barred)
+        found, least, first = -1, 0.0, self._policy.ties == "first"
+        candidates = [tensor for tensor in pool.ids.tolist() if tensor not in barred]
+        for tensor in sorted(candidates, key=lambda t: int(self.table.order[t]), reverse=not first):
+            cost = self.recompute_ns(tensor)
+            if tier in self._trips:
+                cost = min(cost, self.copy_ns(tensor, tier))
+            below, above = memory.neighbours(tensor, tier)
+            bottom = (self.line.size[tensor] + below + above) * (memory.now - int(self.table.access[tensor]))
+            score = cost / bottom if bottom else float("inf")
+            if found < 0 or score < least:
+                found, least = tensor, score
+        return found
+
+    # ---- the prefetcher ----------------------------------------------------------------------
+
+    def before(self, op: int, memory: Memory) -> Iterable[Action]:
+        """What the dead and the update ask for, then reloads."""
+        answer = list(super().before(op, memory))
+        policy = self._policy
+        if not self._away or policy.prefetch == "none" or (self.line.forward[op] and not policy.prefetch_forward):
+            return answer
+        tier = self._homes[self.line.device[op]]
+        room = memory.free(tier) - self.line.makes[op]
+        queue = reversed(self._away) if policy.prefetch == "lifo" else iter(self._away)
+        for tensor in list(islice(queue, policy.prefetch_depth)):
+            size = self.line.size[tensor]
+            if size > room:
+                break
+            if self._away[tensor] != tier or tensor in self._began or self.released(tensor):
+                continue
+            room -= size
+            self._began[tensor] = (tier, memory.now)
+            answer.append(Move(tensor, tier, keep=True))
+        return answer

@@ -1,0 +1,196 @@
+"""A trace as solvers see it: nodes that run in order, values that lie between them, and what may run again.
+
+A node is one op, or several that follow each other and run again together; a value is what a node makes
+and a later one reads. Stage t of a plan runs some earlier nodes again, in order and each at most once,
+and then node t for the first time. Weights, inputs and the ops of the update are outside: a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sim.errors import PolicyError
+from sim.plan import Problem
+from sim.solvers.runs import Ledger
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Tensors that one node makes, that the same nodes read, and that come and go together.
+
+    size: bytes. maker: node. readers: nodes, rising. end: whether it must lie there after the last node.
+    held_until: the last stage at whose start it must lie there, at least -1: a plan may not drop it.
+    gone: the node that overwrites it, or the number of nodes. fresh: whether it needs new bytes.
+    """
+
+    size: int
+    maker: int
+    readers: tuple[int, ...]
+    end: bool
+    held_until: int
+    gone: int
+    fresh: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """What has to be run. Times in ns, sizes in bytes.
+
+    members: per node its ops. cost: per node. makes: per node the bytes it takes while it runs, beyond
+    what lay there before: results and workspace. last_again: per node the last stage in which it may run
+    again, at most itself for never. values: see `Value`. outside: bytes that lie there throughout.
+    """
+
+    members: Sequence[Sequence[int]]
+    cost: Sequence[int]
+    makes: Sequence[int]
+    last_again: Sequence[int]
+    values: Sequence[Value]
+    outside: int
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def made_by(self) -> list[list[int]]:
+        """Per node the values that it makes."""
+        found: list[list[int]] = [[] for _ in self.members]
+        for v, value in enumerate(self.values):
+            found[value.maker].append(v)
+        return found
+
+    @cached_property
+    def read_by(self) -> list[list[int]]:
+        """Per node the values that it reads."""
+        found: list[list[int]] = [[] for _ in self.members]
+        for v, value in enumerate(self.values):
+            for reader in value.readers:
+                found[reader].append(v)
+        return found
+
+    @cached_property
+    def useful(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Per stage the earlier nodes that it may be worth running again, and the values worth having at its start.
+
+        The second list has one more entry: what must lie there at the end.
+        """
+        count = len(self)
+        wanted = [value.end for value in self.values]
+        runs: list[list[int]] = [[] for _ in range(count)]
+        there: list[list[int]] = [[] for _ in range(count + 1)]
+        there[count] = [v for v, want in enumerate(wanted) if want]
+        for t in reversed(range(count)):
+            again = {t}
+            for i in reversed(range(t)):
+                if t <= self.last_again[i] and any(
+                    wanted[v] or not again.isdisjoint(self.values[v].readers) for v in self.made_by[i]
+                ):
+                    again.add(i)
+            for v, value in enumerate(self.values):
+                wanted[v] = value.maker < t <= value.gone and (
+                    wanted[v] or t <= value.held_until or not again.isdisjoint(value.readers)
+                )
+            runs[t] = sorted(again - {t})
+            there[t] = [v for v, want in enumerate(wanted) if want]
+        return runs, there
+
+    def again(self, stages: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Which ops run again before which, for `sim.solvers.runs.runs`, given the nodes of each stage."""
+        return {
+            self.members[t][0]: [op for node in nodes for op in self.members[node]]
+            for t, nodes in enumerate(stages)
+            if nodes
+        }
+
+
+def body(problem: Problem, policy: str) -> int:
+    """How many ops come before the last run of update ops. Raises PolicyError on several devices or engines."""
+    trace = problem.trace
+    c = trace.op_columns
+    if trace.devices > 1:
+        raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
+    inside = np.flatnonzero(c.phase != PHASE_CODE["update"])
+    count = int(inside[-1]) + 1 if len(inside) else 0
+    main = problem.platform.engine_for(0)
+    for op, engine in sorted(c.engine.items()):
+        if op < count and problem.platform.engine_for(0, engine) != main:
+            raise PolicyError(f"policy {policy!r} plans for one engine; op {c.name[op]!r} runs on {engine!r}")
+    return count
+
+
+def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -> Nodes:
+    """The nodes of a trace, given their ops: every op before the update once, in program order.
+
+    Exact where each part is one op. Where it is more, all that leaves a part, and all that it reads, is
+    taken to lie there until the part ends, so that a plan may hold less than is reckoned here.
+    """
+    trace = problem.trace
+    ops = len(ledger.reads)
+    count = len(parts)
+    node_of = {op: i for i, part in enumerate(parts) for op in part}
+    role = trace.tensor_columns.role
+    kept = set(trace.outputs)
+    grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool], int] = {}
+    crossing: set[int] = set()
+    overwritten = trace.replaced_by >= 0
+    for t, maker in enumerate(ledger.producer):
+        if maker < 0 or maker not in node_of:
+            continue
+        read = trace.readers(t)
+        at = node_of[maker]
+        gone_by = ledger.gone_at[t] if overwritten[t] else ops
+        gone = node_of.get(gone_by, count)
+        readers = {node_of[r] for r in read if r in node_of} | ({gone} if gone < count else set())
+        readers.discard(at)
+        end = t in kept or (gone == count and any(r not in node_of for r in read))
+        if gone == at or not (readers or end):
+            continue
+        held = -1
+        if not ledger.may_go[t] or role[t] == ROLE_CODE["gradient"]:
+            held = count if end else gone if gone < count else max(readers)
+        crossing.add(t)
+        key = (at, tuple(sorted(readers)), end, held, gone, ledger.replaces[t] < 0)
+        grouped[key] = grouped.get(key, 0) + ledger.size[t]
+    values = [
+        Value(size, maker, readers, end, held, gone, fresh)
+        for (maker, readers, end, held, gone, fresh), size in sorted(grouped.items())
+    ]
+    last_again = []
+    for i, part in enumerate(parts):
+        last = min(ledger.until[op] for op in part)  # an anchor may not lie behind it
+        stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
+        last_again.append(max(stages, default=i))
+    there = trace.producer < 0
+    return Nodes(
+        members=parts,
+        cost=[sum(problem.cost.op_ns(op) for op in part) for part in parts],
+        makes=[_taken(ledger, trace.readers, part, crossing) for part in parts],
+        last_again=last_again,
+        values=values,
+        outside=int(trace.tensor_columns.bytes[there].sum()),
+    )
+
+
+def _taken(ledger: Ledger, readers: object, part: Sequence[int], crossing: set[int]) -> int:
+    """The most bytes that a part takes while its ops run one by one and what leaves it stays."""
+    last: Mapping[int, int] = {t: op for op in part for t in (*ledger.writes[op], *ledger.reads[op])}
+    mine: set[int] = set()
+    live = most = 0
+    for op in part:
+        for t in ledger.writes[op]:
+            live += ledger.size[t] if ledger.replaces[t] < 0 else 0
+            mine.add(t)
+            if ledger.replaces[t] >= 0:
+                mine.discard(ledger.replaces[t])
+        most = max(most, live + ledger.workspace[op])
+        for t in (*ledger.reads[op], *ledger.writes[op]):
+            if t in mine and last[t] == op and t not in crossing:
+                mine.discard(t)
+                live -= ledger.size[t]
+    return most

@@ -1,0 +1,28 @@
+"""The engine's speed, as ratios to a bare SimPy loop in this process, with a margin for a busy machine."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from workloads import w1
+
+SPEC = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "benchmarks" / "speed.py")
+speed = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(speed)
+
+LIMITS = {"keep_all": 6, "swap_all": 15, "dtr_eq at 0.6": 96, "dtr at 0.6": 500}
+MARGIN = 1.3
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_run_stays_within_its_ratio_to_a_bare_loop(case):
+    found = speed.measure(w1(96), [case], repeats=3 if "dtr" in case else 9)
+    assert found[case]["ratio"] < LIMITS[case] * MARGIN, found
+
+
+@pytest.mark.parametrize("case", ["keep_all", "swap_all"])
+def test_cost_per_op_hardly_grows_with_the_trace(case):
+    small = speed.measure(w1(12), [case], repeats=25)[case]["us_per_op"]
+    large = speed.measure(w1(96), [case], repeats=9)[case]["us_per_op"]
+    assert large < 1.2 * MARGIN * small

@@ -1,0 +1,254 @@
+"""The command line: what it prints, its exit status, and one line for each mistake."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sim import cli
+
+JOB = ["--model", "gpt2", "--batch", "1", "--seq", "128"]
+
+
+def tiersim(*words, capsys):
+    """(exit status, standard output, standard error) of a command, run in this process."""
+    old, sys.argv = sys.argv, ["tiersim", *map(str, words)]
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    finally:
+        sys.argv = old
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+def test_run_prints_the_summary_as_json_and_nothing_else(capsys):
+    code, out, err = tiersim("run", "--profile", "a100_40_pcie", *JOB, "--json", capsys=capsys)
+    assert code == 0
+    assert err == ""
+    record = json.loads(out)
+    needed = {"peak_bytes", "makespan_ns", "compute_ns", "recompute_ns", "stall_ns", "moved_bytes", "overlap", "fits"}
+    needed |= {"samples_per_s", "tokens_per_s", "mfu", "saved_fraction", "overhead"}
+    assert needed <= record.keys()
+    assert record["fits"] is True
+    assert record["stall_ns"] == {} or all(isinstance(ns, int) for ns in record["stall_ns"].values())
+
+
+def test_compare_gives_a_row_for_each_policy_that_was_named(capsys):
+    words = ["compare", "--profile", "mt3000_survey", *JOB, "--policies", "keep_all,full_recompute", "--json"]
+    code, out, _ = tiersim(*words, capsys=capsys)
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["policy"] for row in rows] == ["keep_all", "full_recompute"]
+    assert rows[1]["recompute_ns"] > rows[0]["recompute_ns"] == 0
+
+
+def test_an_infeasible_row_is_an_answer_and_names_its_floor(capsys):
+    words = ["compare", "--profile", "mt3000_survey", *JOB, "--policies", "keep_all", "--budget", "1.5 GB", "--json"]
+    code, out, _ = tiersim(*words, capsys=capsys)
+    (row,) = json.loads(out)
+    assert code == 0
+    assert row["fits"] is False
+    assert row["floor_bytes"] > 1_500_000_000
+    assert row["holders"]
+
+
+def test_run_of_what_does_not_fit_exits_1_with_one_line(capsys):
+    code, out, err = tiersim("run", "--profile", "mt3000_survey", *JOB, "--budget", "1.5 GB", capsys=capsys)
+    assert code == 1
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "largest holders" in err
+
+
+def test_files_are_written_to_the_folder(capsys, tmp_path):
+    code, *_ = tiersim("compare", "--profile", "a100_40_pcie", *JOB, "-o", tmp_path / "out", capsys=capsys)
+    assert code == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"comparison.csv", "comparison.json", "comparison.png", "memory.png", "summary.json"} <= names
+    assert any(name.startswith("timeline.") for name in names)
+    assert not any(name.startswith(".") for name in names)
+
+
+def test_a_policy_from_a_file_works_wherever_a_name_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = tiersim("policies", "--new", "mine", capsys=capsys)
+    assert code == 0
+    assert out.split() == ["mine.py", "test_mine.py"]
+    words = ["run", "--profile", "a100_40_pcie", *JOB, "--policy", "mine.py:Mine", "-p", "at_least=1000", "--json"]
+    code, out, _ = tiersim(*words, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["recompute_ns"] > 0
+
+
+def test_the_new_policys_own_test_passes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiersim("policies", "--new", "mine", capsys=capsys)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_trace_is_built_shown_and_run_from_its_file(capsys, tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    code, *_ = tiersim("trace", "build", *JOB, "-o", path, capsys=capsys)
+    assert code == 0
+    code, out, _ = tiersim("trace", "show", path, "--json", capsys=capsys)
+    assert json.loads(out)["meta"]["batch"] == 1
+    code, out, _ = tiersim("run", "--profile", "a100_40_pcie", "--trace", path, "--json", capsys=capsys)
+    assert code == 0
+    code, direct, _ = tiersim("run", "--profile", "a100_40_pcie", *JOB, "--json", capsys=capsys)
+    assert json.loads(out) == json.loads(direct)
+
+
+def test_set_changes_one_figure(capsys):
+    words = ["run", "--profile", "mt3000_survey", *JOB, "--policy", "save_on_cpu", "--json"]
+    _, slow, _ = tiersim(*words, "--set", "links.d2h.rate=4 GB/s", capsys=capsys)
+    _, fast, _ = tiersim(*words, capsys=capsys)
+    assert json.loads(slow)["makespan_ns"] > json.loads(fast)["makespan_ns"]
+
+
+@pytest.mark.parametrize("command", ["profiles", "policies", "models"])
+def test_listings_name_everything_and_are_json_on_request(command, capsys):
+    code, out, _ = tiersim(command, capsys=capsys)
+    assert code == 0
+    code, as_json, _ = tiersim(command, "--json", capsys=capsys)
+    for record in json.loads(as_json):
+        assert record["name"] in out
+
+
+def test_a_profile_page_gives_source_and_standing_of_every_figure(capsys):
+    _, page, _ = tiersim("profiles", "mt3000_survey", capsys=capsys)
+    assert "assumed" in page
+    assert "as the survey states" in page
+    _, out, _ = tiersim("profiles", "mt3000_survey", "--json", capsys=capsys)
+    for figure in json.loads(out)["figures"]:
+        assert figure["source"], figure
+        assert figure["standing"], figure
+
+
+def test_a_profile_printed_as_toml_loads_again(capsys, tmp_path):
+    from sim import load_profile
+
+    _, out, _ = tiersim("profiles", "ascend_910b", "--toml", capsys=capsys)
+    path = tmp_path / "ascend_910b.toml"
+    path.write_text(out)
+    assert load_profile(str(path)).content_hash == load_profile("ascend_910b").content_hash
+
+
+MISTAKES = {
+    "unknown profile": (["run", "--profile", "mt3000", *JOB], "mt3000_survey"),
+    "unknown model": (["run", "--profile", "h100", "--model", "gtp2"], "gpt2"),
+    "unknown policy": (["run", "--profile", "h100", *JOB, "--policy", "dtrr"], "'dtr'"),
+    "unknown policy in a list": (["compare", "--profile", "h100", *JOB, "--policies", "keep_al"], "keep_all"),
+    "unknown parameter": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "heuristc=lru"], "heuristic"),
+    "unknown precision": (["run", "--profile", "h100", *JOB, "--precision", "amp_bf61"], "amp_bf16"),
+    "unknown option": (["run", "--profil", "h100"], "--profile"),
+    "unknown command": (["rum"], "run"),
+    "bare budget": (["run", "--profile", "h100", *JOB, "--budget", "7"], "7"),
+    "wrong unit": (["run", "--profile", "h100", *JOB, "--budget", "7 Gb"], "GB"),
+    "negative budget": (["run", "--profile", "h100", *JOB, "--budget=-7 GB"], "-7 GB"),
+    "negative batch": (["run", "--profile", "h100", "--model", "gpt2", "--batch", "-1"], "batch"),
+    "no workload": (["run", "--profile", "h100"], "--model"),
+    "wrong figure": (["run", "--profile", "h100", *JOB, "--set", "tiers.hbm.bandwith=1 GB/s"], "bandwidth"),
+    "figure without a value": (["run", "--profile", "h100", *JOB, "--set", "tiers.hbm.bandwidth"], "PATH=VALUE"),
+    "missing trace": (["run", "--profile", "h100", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    "missing policy file": (["run", "--profile", "h100", *JOB, "--policy", "nowhere.py:X"], "nowhere.py"),
+    "unknown profile to show": (["profiles", "h1000"], "h100"),
+    "bad name for a policy": (["policies", "--new", "my policy"], "my policy"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_line_that_names_it_and_status_2(mistake, capsys):
+    words, hint = MISTAKES[mistake]
+    code, out, err = tiersim(*words, capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("tiersim: ")
+    assert err.count("\n") == 1, err
+    assert hint in err
+
+
+def test_a_malformed_config_is_named(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", ')
+    code, _, err = tiersim("run", "--profile", "h100", "--model", path, capsys=capsys)
+    assert code == 2
+    assert "config.json" in err
+    path.write_text('{"model_type": "llama", "hidden_size": 64}')
+    code, _, err = tiersim("run", "--profile", "h100", "--model", path, capsys=capsys)
+    assert code == 2
+    assert "num_hidden_layers" in err
+
+
+def test_every_mistake_in_a_profile_gets_its_line(capsys, tmp_path):
+    from sim.hardware.profile import profile_text
+
+    text = profile_text("h100").replace('"80 GB"', '"80 Gb"', 1).replace("[links", "[linkz", 1)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    code, _, err = tiersim("run", "--profile", path, *JOB, capsys=capsys)
+    assert code == 2
+    assert all(line.startswith("tiersim: ") for line in err.splitlines())
+    assert "mine.toml" in err
+
+
+def test_a_policy_that_asks_for_the_impossible_exits_1(capsys, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "from sim import Move, Plan, Policy\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Broken(Policy):\n"
+        "    moves = True\n"
+        "    def plan(self, problem):\n"
+        "        return Plan(problem.trace, (Move(0, 'hots', before=0),))\n"
+    )
+    code, _, err = tiersim("run", "--profile", "h100", *JOB, "--policy", f"{path}:Broken", capsys=capsys)
+    assert code == 1
+    assert "'host'" in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    code, out, err = tiersim("run", "--profile", "h100", *JOB, "-o", blocker / "out", capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(blocker) in err
+
+
+def test_help_starts_in_three_tenths_of_a_second():
+    import time
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "sim", "--help"], capture_output=True, cwd=root, check=True)
+        times.append(time.perf_counter() - began)
+    bare = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "pass"], capture_output=True, cwd=root, check=True)
+        bare.append(time.perf_counter() - began)
+    # 0.3 s on a quiet machine, where a bare interpreter takes about 0.02 s
+    assert min(times) < max(0.3, 15 * min(bare))
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, sim.cli; print([m for m in ('numpy', 'pandas', 'matplotlib', 'scipy') if m in sys.modules])"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,62 @@
+"""A million ops: loaded in 20 s, replayed under keep_all in 10 s, within 1.5 GB, in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+BUILD = """
+import sys
+from sim.trace import TraceBuilder
+from sim.trace.io import save
+b = TraceBuilder()
+last = b.tensor("x", 4096, "input")
+held = []
+for i in range({ops}):
+    made = b.tensor(f"t{{i}}", 4096 + i % 7 * 512)
+    reads = [last] if i % 3 else [last, held[-1] if held else last]
+    b.op(f"op{{i}}", "matmul", reads=list(dict.fromkeys(reads)), writes=[made], flops=1000 * (i % 11), layer=i // 1000)
+    if i % 5 == 0:
+        held.append(made)
+    last = made
+save(b.build(), sys.argv[1])
+"""
+
+MEASURE = """
+import json, resource, sys, time
+import simpy
+from sim.engine.replay import replay
+from sim.hardware.profile import load_profile
+from sim.plan import Plan
+from sim.trace.io import load
+began = time.process_time()
+trace = load(sys.argv[1])
+loaded = time.process_time()
+log = replay(Plan(trace), load_profile("a100_80_sxm"))
+done = time.process_time()
+env = simpy.Environment()
+def bare():
+    for _ in range(100_000):
+        yield env.timeout(1)
+env.process(bare())
+env.run()
+bare_us = (time.process_time() - done) * 10
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(dict(ops=len(trace.ops), load_s=loaded - began, replay_s=done - loaded, peak=peak, bare_us=bare_us)))
+"""
+
+
+@pytest.mark.parametrize("ops", [200_000, pytest.param(10**6, marks=pytest.mark.slow)])
+def test_a_large_trace_loads_and_replays_within_its_limits(ops, tmp_path):
+    path = tmp_path / "big.jsonl"
+    subprocess.run([sys.executable, "-c", BUILD.format(ops=ops), str(path)], check=True)
+    run = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    # the limits are for a machine where SimPy's bare timeout takes 0.47 us; a slower or busier one gets more
+    slower = max(1.0, found["bare_us"] / 0.47)
+    part = ops / 10**6
+    assert found["ops"] == ops
+    assert found["load_s"] < 20 * part * slower, found
+    assert found["replay_s"] < 10 * part * slower, found
+    assert found["peak"] < 0.2e9 + 1.3e9 * part, found

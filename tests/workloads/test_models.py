@@ -1,0 +1,211 @@
+"""Named models have the sizes that were published; config.json is read under all its spellings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.errors import WorkloadError
+from workloads import model_names, read_config, transformer
+from workloads.models import parse_config
+from workloads.parameters import make_parameters
+from workloads.precision import precision_of
+from workloads.tape import Tape
+
+
+def parameter_count(config):
+    from sim.trace import TraceBuilder
+
+    tape = Tape(TraceBuilder(), precision_of("fp32"))
+    make_parameters(tape, config)
+    return sum(value.elements for value, _ in tape.parameters)
+
+
+def test_at_least_twenty_models_are_named():
+    assert len(model_names()) >= 20
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_parameters_are_those_published(name):
+    config = read_config(name)
+    assert config.published > 0
+    assert len(config.source) > 20
+    count = parameter_count(config)
+    if name == "pangu-2.6b":  # printed with two digits only: 2.62 billion is within 0.9 %, and rounds to it
+        assert round(count, -8) == config.published
+    else:
+        assert count == pytest.approx(config.published, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-small", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("bert-base", 109_482_240 + 590_592 + 1_536 + 30_522 + 1_538),  # the encoder, and the two heads
+        ("llama-1b", 1_235_814_400),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen2-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-moe-16b", 16_375_728_128),
+    ],
+)
+def test_parameters_are_those_of_the_released_weights(name, count):
+    assert parameter_count(read_config(name)) == count
+
+
+def test_a_model_may_be_given_by_name_dict_or_file(tmp_path):
+    sizes = {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "n_inner": None,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**sizes, "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}))
+    named = transformer("gpt2-small", batch=1, sequence=32)
+    for config in (sizes, str(file), file, tmp_path):
+        trace = transformer(config, batch=1, sequence=32)
+        assert trace.meta["parameters"] == named.meta["parameters"]
+        assert [op.flops for op in trace.ops] == [op.flops for op in named.ops]
+
+
+def test_a_file_is_named_after_its_folder(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    assert read_config(folder).name == "my-model"
+
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("hidden_size", "n_embd"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layer"), ("intermediate_size", "ffn_dim")],
+)
+def test_aliases_of_keys_mean_the_same(old, new):
+    values = {"model_type": "llama", **LLAMA}
+    renamed = {new if key == old else key: value for key, value in values.items()}
+    assert parse_config(renamed, "m") == parse_config(values, "m")
+
+
+def test_text_config_of_a_multimodal_model_is_read():
+    nested = {"model_type": "llava", "vision": {}, "text_config": {"model_type": "llama", **LLAMA}}
+    assert parse_config(nested, "m") == parse_config({"model_type": "llama", **LLAMA}, "m")
+
+
+def test_a_head_of_its_own_width_is_kept():
+    assert parse_config({"model_type": "llama", **LLAMA, "head_dim": 32}, "m").head == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"hidden_size": None}, ["m.json", "'hidden_size'", "missing"]),
+        ({"vocab_size": None}, ["m.json", "'vocab_size'", "missing"]),
+        ({"model_type": None}, ["m.json", "'model_type'", "missing", "mixtral"]),
+        ({"model_type": "mamba"}, ["m.json", "'mamba'", "supported", "bert", "gpt2", "llama"]),
+        ({"num_hidden_layers": 0}, ["m.json", "num_hidden_layers", "at least 1", "0"]),
+        ({"num_hidden_layers": "12"}, ["m.json", "num_hidden_layers", "'12'"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"hidden_size": 65}, ["hidden_size", "65", "4 heads"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4 heads"]),
+        ({"hidden_act": "gelu_nwe"}, ["hidden_act", "gelu_nwe", "did you mean 'gelu_new'"]),
+        ({"attention_dropout": 1.5}, ["attention_dropout", "1.5"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+    ],
+)
+def test_a_bad_key_is_named_with_its_file(change, parts):
+    with pytest.raises(WorkloadError) as error:
+        parse_config({"model_type": "llama", **LLAMA, **change}, "m", "m.json")
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+def test_more_experts_than_there_are_cannot_be_chosen():
+    with pytest.raises(WorkloadError, match="num_experts_per_tok 9 of 8"):
+        parse_config({"model_type": "mixtral", **LLAMA, "num_local_experts": 8, "num_experts_per_tok": 9}, "m")
+
+
+def test_an_unknown_name_is_told_the_nearest():
+    with pytest.raises(WorkloadError, match=r"gpt2-smal.*did you mean 'gpt2-small'"):
+        read_config("gpt2-smal")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("{", "line 1"), ("[1]", "needs a JSON object, has list"), ("\x00", "no valid JSON")]
+)
+def test_a_malformed_file_is_named(tmp_path, text, what):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(WorkloadError, match=what) as error:
+        read_config(file)
+    assert "bad.json" in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(WorkloadError, match=r"nowhere\.json: cannot be read"):
+        read_config(tmp_path / "nowhere.json")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "binary.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WorkloadError, match=r"binary\.json: cannot be read"):
+        read_config(file)
+
+
+@given(
+    layers=st.integers(1, 6),
+    heads=st.integers(1, 4),
+    group=st.integers(1, 4),
+    head=st.sampled_from([2, 8, 10]),
+    ffn=st.integers(1, 50),
+    vocabulary=st.integers(1, 99),
+    tied=st.booleans(),
+)
+def test_llama_parameters_follow_the_closed_form(layers, heads, group, head, ffn, vocabulary, tied):
+    hidden = heads * group * head
+    values = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads * group,
+        "num_key_value_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    layer = 2 * hidden * hidden + 2 * hidden * heads * head + 3 * hidden * ffn + 2 * hidden
+    want = layers * layer + hidden + (1 if tied else 2) * vocabulary * hidden
+    assert parameter_count(parse_config(values, "m")) == want
+
+
+@given(layers=st.integers(1, 6), heads=st.integers(1, 5), head=st.sampled_from([2, 8]), vocabulary=st.integers(1, 99))
+def test_gpt_parameters_follow_the_closed_form(layers, heads, head, vocabulary):
+    h = heads * head
+    values = {"model_type": "gpt2", "n_layer": layers, "n_embd": h, "n_head": heads, "n_positions": 7, "vocab_size": vocabulary}
+    want = layers * (12 * h * h + 13 * h) + vocabulary * h + 7 * h + 2 * h
+    assert parameter_count(parse_config(values, "m")) == want
