@@ -20,6 +20,8 @@ PAGE = ROOT / "docs" / "coverage.md"
 STATUSES = ("done", "partly", "not yet", "left out", "context")
 KEYS = {"item", "source", "policies", "awaits", "files", "status", "note"}
 
+HEADER = ("| item | source | status | where, or why |", "| --- | --- | --- | --- |")
+
 INTRODUCTION = """\
 # Coverage of the sources
 
@@ -64,7 +66,7 @@ def status_of(item: Mapping[str, Any]) -> str:
     """What is said of an item: as written, else by what is there."""
     if "status" in item:
         return str(item["status"])
-    there, missing = carriers(item)
+    missing = carriers(item)[1]
     if not missing:
         return "done"
     # supporting files alone do not carry a policy
@@ -103,9 +105,9 @@ def page(table: Mapping[str, Any]) -> str:
     lines = [INTRODUCTION.rstrip(), ""]
     lines += [f"- *{key}*: {value}." for key, value in table["sources"].items()]
     lines += ["", "; ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) + "."]
-    lines.append("This page is made by `docs/make_coverage.py` from `docs/coverage.toml`; change the table, not the page.")
+    lines.append("Made by `docs/make_coverage.py` from `docs/coverage.toml`: change the table, not the page.")
     for group in table["group"]:
-        lines += ["", f"## {group['title']}", "", "| item | source | status | where, or why |", "| --- | --- | --- | --- |"]
+        lines += ["", f"## {group['title']}", "", *HEADER]
         lines += [_row(item) for item in group["items"]]
     return "\n".join(lines) + "\n"
 

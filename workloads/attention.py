@@ -108,13 +108,13 @@ def _composed(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *
     """Single kernels. math: scale queries and keys instead of scores, and mask in place (sdpa's math form)."""
     batch, heads, sequence, head = core.query_shape
     several = batch > 1  # a batched product wants (batch * heads, …) in one piece: for one sample a view will do
+    shared = core.kv_heads != heads
+    if shared:
+        k, v = (_repeat(tape, f"{name}.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
     if math:
         q, k = scale(tape, f"{name}.q.scale", q), scale(tape, f"{name}.k.scale", k)
-    else:
-        q = copy(tape, f"{name}.q.copy", q, *core.query_shape, forward=several)
-    if core.kv_heads != heads:
-        k, v = (_repeat(tape, f"{name}.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
-    elif not math:
+    q = copy(tape, f"{name}.q.copy", q, *core.query_shape, forward=several)
+    if not shared:
         k = copy(tape, f"{name}.k.copy", k, batch, heads, head, sequence, forward=several, backward=False)
     scores = batched_matmul(tape, f"{name}.qk", q, k, (batch, heads, sequence, sequence), head)
     if not math:
@@ -127,7 +127,7 @@ def _composed(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *
     else:
         weights = tape.cast(softmax(tape, f"{name}.softmax", scores), v.dtype, f"{name}.softmax.down")
     weights = dropout(tape, f"{name}.dropout", weights, core.dropout)
-    if core.kv_heads == heads:
+    if not shared:
         v = copy(tape, f"{name}.v.copy", v, *core.query_shape, forward=several)
     mixed = batched_matmul(tape, f"{name}.av", weights, v, core.query_shape, sequence)
     return copy(tape, f"{name}.merge", mixed, batch, sequence, heads * head, backward=several)

@@ -38,11 +38,14 @@ ALIASES = {
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
     "activation": ("hidden_act", "activation_function"),
     "tied": ("tie_word_embeddings",),
+    "attention_bias": ("attention_bias",),
+    "mlp_bias": ("mlp_bias",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
     "experts_per_token": ("num_experts_per_tok",),
     "expert_ffn": ("moe_intermediate_size",),
     "shared_experts": ("n_shared_experts",),
     "dense_layers": ("first_k_dense_replace",),
+    "expert_every": ("moe_layer_freq",),
     "token_types": ("type_vocab_size",),
     "embedding_dropout": ("embd_pdrop", "hidden_dropout_prob"),
     "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout"),
@@ -71,8 +74,9 @@ class Config:
 
     family: gpt2, bert, llama or mixtral. hidden, ffn, head, expert_ffn: widths in elements. positions:
     longest sequence (the size of the table where positions are learned). tied: head and embedding are one
-    matrix. biases: which linear layers have one: "all", "qkv" or "none". experts, experts_per_token,
-    shared_experts, dense_layers (the first layers, without experts), experts_form ("grouped", "loop").
+    matrix. biases: which linear layers have one, of "qkv", "proj" and "mlp". experts, experts_per_token,
+    shared_experts, dense_layers (the first layers, without experts), expert_every (from there on every
+    such layer has them), experts_form ("grouped", "loop").
     published: parameters as published, 0 if unknown. source: where the sizes were published.
     """
 
@@ -88,7 +92,7 @@ class Config:
     positions: int
     activation: str
     tied: bool
-    biases: str
+    biases: frozenset[str]
     embedding_dropout: float
     attention_dropout: float
     residual_dropout: float
@@ -98,13 +102,14 @@ class Config:
     expert_ffn: int = 0
     shared_experts: int = 0
     dense_layers: int = 0
+    expert_every: int = 1
     experts_form: str = "grouped"
     published: int = 0
     source: str = ""
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of that layer is a mixture of experts."""
-        return self.experts > 0 and layer >= self.dense_layers
+        return self.experts > 0 and layer >= self.dense_layers and layer % self.expert_every == 0
 
 
 def model_names() -> tuple[str, ...]:
@@ -203,7 +208,7 @@ class _Reader:
             positions=self.size("positions", 2048 if modern else None),
             activation=self.choice("activation", ACTIVATIONS, {"gpt2": "gelu_new", "bert": "gelu"}.get(family, "silu")),
             tied=self.flag("tied", not modern),
-            biases={"qwen2": "qkv"}.get(kind, "none" if modern else "all"),
+            biases=self.biases(kind, modern),
             embedding_dropout=0.0 if modern else self.share("embedding_dropout", dropout),
             attention_dropout=self.share("attention_dropout", dropout),
             residual_dropout=0.0 if modern else self.share("residual_dropout", dropout),
@@ -213,10 +218,19 @@ class _Reader:
             expert_ffn=self.size("expert_ffn", ffn) if experts else 0,
             shared_experts=self.size("shared_experts", 0, least=0) if experts else 0,
             dense_layers=self.size("dense_layers", 0, least=0) if experts else 0,
+            expert_every=self.size("expert_every", 1) if experts else 1,
             experts_form=self.choice("experts_form", FORMS, "grouped"),
             published=int(self.values.get("published_parameters", 0)),
             source=str(self.values.get("source", "")),
         )
+
+    def biases(self, kind: str, modern: bool) -> frozenset[str]:
+        if not modern:
+            return frozenset(("qkv", "proj", "mlp"))
+        if kind == "qwen2":  # its class has biases there and no key for them
+            return frozenset(("qkv",))
+        attention = ("qkv", "proj") if self.flag("attention_bias", False) else ()
+        return frozenset((*attention, *(("mlp",) if self.flag("mlp_bias", False) else ())))
 
     def key(self, field: str) -> str:
         """The name under which the file has a field, or its usual one."""

@@ -22,9 +22,9 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
         weight(f"{name}.weight", c.hidden)
         weight(f"{name}.bias", c.hidden)
 
-    def mlp(name: str, width: int) -> None:
+    def mlp(name: str, width: int, *, bias: bool = False) -> None:
         for part, inner, columns in (("gate", c.hidden, width), ("up", c.hidden, width), ("down", width, c.hidden)):
-            linear(f"{name}.{part}", inner, columns, bias=False)
+            linear(f"{name}.{part}", inner, columns, bias=bias)
 
     def experts(name: str) -> None:
         weight(f"{name}.router.weight", c.experts, c.hidden)
@@ -38,15 +38,15 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
             mlp(f"{name}.shared", c.shared_experts * c.expert_ffn)
 
     def modern(h: str, layer: int) -> None:
-        bias = c.biases == "qkv"
+        bias = "qkv" in c.biases
         linear(f"{h}.attn.q", c.hidden, c.heads * c.head, bias=bias)
         linear(f"{h}.attn.k", c.hidden, c.kv_heads * c.head, bias=bias)
         linear(f"{h}.attn.v", c.hidden, c.kv_heads * c.head, bias=bias)
-        linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias=False)
+        linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias="proj" in c.biases)
         if c.has_experts(layer):
             experts(f"{h}.mlp")
         else:
-            mlp(f"{h}.mlp", c.ffn)
+            mlp(f"{h}.mlp", c.ffn, bias="mlp" in c.biases)
         weight(f"{h}.norm1.weight", c.hidden)
         weight(f"{h}.norm2.weight", c.hidden)
 

@@ -89,7 +89,8 @@ class Tape:
         self._overwritten: set[int] = set()
         self._slots = 0
         self._casts: dict[int, Value] = {}
-        self._names: dict[str, int] = {}
+        self._tensor_names: dict[str, int] = {}
+        self._op_names: dict[str, int] = {}
 
     # ---- tensors -----------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Tape:
 
     def overwrite(self, value: Value, name: str, role: str) -> Value:
         """A new value in the storage of `value`, which is gone then."""
-        name = self._unique(name)
+        name = _unique(name, self._tensor_names)
         self._overwritten.add(value.tensor)
         size = self.builder.bytes_of(value.tensor)
         tensor = self.builder.tensor(
@@ -188,7 +189,7 @@ class Tape:
         if extra and touched is None:  # it holds them, it does not touch them
             touched = sum(map(self.builder.bytes_of, (*reads, *(v.tensor for v in kernel.writes))))
         self.builder.op(
-            self._unique(self.prefix + kernel.name),
+            _unique(self.prefix + kernel.name, self._op_names),
             kernel.kind,
             reads=(*reads, *extra),
             writes=[v.tensor for v in kernel.writes],
@@ -259,7 +260,7 @@ class Tape:
     # ---- names -------------------------------------------------------------------------------
 
     def _value(self, name: str, shape: tuple[int, ...], dtype: str, role: str, slot: int) -> Value:
-        name = self._unique(name)
+        name = _unique(name, self._tensor_names)
         size = prod(shape) * BYTES[dtype]
         tensor = self.builder.tensor(name, size, role, layer=self.layer, shape=shape, dtype=dtype)
         return Value(tensor, shape, dtype, slot, name)
@@ -269,7 +270,8 @@ class Tape:
         self._slots += 1
         return self._slots
 
-    def _unique(self, name: str) -> str:
-        count = self._names.get(name, 0) + 1
-        self._names[name] = count
-        return name if count == 1 else self._unique(f"{name}.{count}")
+
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """The name, or with the next number behind it where it is taken."""
+    count = taken[name] = taken.get(name, 0) + 1
+    return name if count == 1 else _unique(f"{name}.{count}", taken)

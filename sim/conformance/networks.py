@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def networks(
     devices: int = 1,
     cpu: bool = False,
     unit: int = 1,
-    longest: int = 7,
+    longest: int = 12,
 ) -> Trace:
     """Forward ops in order, a backward that reads what was saved, and in-place updates of the weights.
 
@@ -86,7 +87,7 @@ def networks(
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
     line = draw(st.lists(steps(chain), min_size=least, max_size=longest))
-    digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 2 * 3 * 2 - 1)))
+    digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 2 * 3 * 2 * 2 - 1)))
     backward = digits.pick((True,) * 7 + (False,)) or bool(needs & {"chain", "layers", "backward", "history", "cpu"})
     update = (digits.pick((False, True)) or "cpu" in needs) and backward
     layers = digits.pick((0, 1, 2, 3))
@@ -95,10 +96,11 @@ def networks(
     on_cpu = digits.pick((False, True)) and cpu and "cpu" not in needs
     style = digits.pick(("data", "pipeline", "unsent")) if devices > 1 else "one"
     states = digits.pick((False, True))
+    product = digits.pick(("matmul", "conv"))
     b = TraceBuilder({"model": "random", "batch": 4, "samples": 4})
     nets = []
     for device in range(devices if style == "data" else 1):
-        nets.append(_Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, chain))
+        nets.append(_Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product))
     for net in nets:
         net.split = len(line) // 2 if devices > 1 and style != "data" else len(line)
         for step in line:
@@ -114,6 +116,36 @@ def networks(
         kept = [grad for net in nets for _, grad in net.gradients] or [nets[-1].last]
         return b.build(outputs=kept, carry=())
     return b.build()
+
+
+def models() -> st.SearchStrategy[Trace]:
+    """Two-layer transformers with all that real ones have, each with another attention, precision and optimizer."""
+    return st.sampled_from(range(len(_MODELS))).map(_model)
+
+
+_MODELS = (
+    ("sdpa", "fp32", "sgd_momentum", None),
+    ("eager", "amp_bf16", "adamw_fused", None),
+    ("eager", "mixed_bf16", "adamw_foreach", 0.0),
+    ("flash", "bf16", "adamw_loop", None),
+)
+
+
+@lru_cache
+def _model(which: int) -> Trace:
+    from workloads.transformer import transformer  # a program that checks nothing need not load it
+
+    attention, precision, optimizer, dropout = _MODELS[which]
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 24, "n_positions": 8}
+    return transformer(
+        config,
+        batch=4,
+        sequence=8,
+        precision=precision,
+        attention=attention,
+        optimizer=optimizer,
+        dropout=dropout,
+    )
 
 
 def _reduce(b: TraceBuilder, nets: list[_Net]) -> None:
@@ -138,7 +170,7 @@ class _Net:
     unit: int
     per_layer: int
     measured: bool
-    chain: bool
+    product: str
     split: int = 0
     tape: list[tuple[Step, list[int], list[int], int | None, list[int]]] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
@@ -171,9 +203,8 @@ class _Net:
         if step.mask:
             made.append(b.tensor(f"{self.name}m{i}", (1 + step.size // 4) * self.unit, layer=self.layer(i)))
         inputs = [*reads, weight] if weight is not None else reads
-        kind = "matmul" if step.weight else "elementwise"
         fields = {"layer": self.layer(i), "random": step.mask, "workspace": step.work * self.unit}
-        self.op(f"f{i}", kind, inputs, made, step.took, **fields)
+        self.op(self.forward_name(i, step), self.kind(step), inputs, made, step.took, **fields)
         if step.saves_output or not saved:
             saved.append(made[0])
         saved += made[1:]
@@ -231,7 +262,8 @@ class _Net:
                 writes.append(b.tensor(f"{self.name}dw{i}", b.bytes_of(weight), "gradient", layer=layer))
                 self.gradients.append((weight, writes[-1]))
             inputs = [*come, *saved, *([weight] if weight is not None else [])]
-            self.op(f"b{i}", "matmul", inputs, writes, (step.took * 2), phase="backward", layer=layer)
+            name = f"{self.forward_name(i, step)}.bwd"
+            self.op(name, self.kind(step), inputs, writes, 2 * step.took, phase="backward", layer=layer)
             for t, new in zip(targets, fresh, strict=True):
                 self.take(gradient, t, new, i)
 
@@ -269,3 +301,10 @@ class _Net:
 
     def layer(self, i: int) -> int:
         return i // self.per_layer if self.per_layer else -1
+
+    def kind(self, step: Step) -> str:
+        return self.product if step.weight else "elementwise"
+
+    def forward_name(self, i: int, step: Step) -> str:
+        """What saves its output may be the core of an attention: some policies go by that name."""
+        return f"h{self.layer(i)}.attn.core.f{i}" if step.saves_output and self.per_layer else f"f{i}"

@@ -24,10 +24,11 @@ EVICTED_ROLES = ("activation", "temporary")
 class Lineage:
     """Flat lists of a trace, an entry an op or a tensor; picklable.
 
-    reads: per op without doubles, in the order in which the last mention of each ends. children: per tensor
-    the results of the ops that can run again and read it. cost: ns of a run of its producer, 0 without one.
-    counts: whether it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody reads
-    it. makes: per op the bytes of its results and workspace. readers: how many ops read it. overwrites: per op what it overwrites in place and cannot come back.
+    reads: per op without doubles, in the order in which the last mention of each stands. children: per
+    tensor the results of the ops that can run again and read it. makes: per op the bytes of its results and
+    workspace. cost: ns of a run of its producer, 0 without one. counts: whether its producer can run
+    again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody reads it. readers: how many ops read it.
+    overwrites: per op what it overwrites in place and cannot come back.
     """
 
     reads: list[tuple[int, ...]]
@@ -72,7 +73,7 @@ def lineage_of(problem: Problem) -> Lineage:
             children[tensor] += writes[i]
     overwrites: dict[int, tuple[int, ...]] = {}
     for old, new in enumerate(trace.replaced_by.tolist()):
-        if new >= 0 and not evictable[old]:
+        if new >= 0 and not counts[old]:
             op = int(trace.producer[new])
             overwrites[op] = (*overwrites.get(op, ()), old)
     times = op_times(trace, problem.platform).total

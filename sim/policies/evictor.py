@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from random import Random
 
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.plan import Action, Change, Drop, Memory, Need, Online, Problem, Recompute
 from sim.policies.evictable import Lineage, Pool, Table
@@ -191,8 +194,9 @@ class Evictor(Online):
         answer: list[Action] = self._free_the_dead(memory) if self._due else []
         if op in line.overwrites:
             for old in line.overwrites[op]:
-                answer += [Recompute(p) for p in sorted({line.producer[t] for t in self._orphans(old)})]
-                self._forsake(old)
+                missed, all_of_it = self._made_from(old)
+                answer += [Recompute(p) for p in sorted({line.producer[t] for t in missed})]
+                self._fix(all_of_it)
         return answer
 
     def _free_the_dead(self, memory: Memory) -> list[Action]:
@@ -203,16 +207,18 @@ class Evictor(Online):
                 self._due.append(tensor)  # an op beside the device has not ended
                 continue
             self._released[tensor] = True
-            kept = self.line.evictable[tensor] and not self.fixed[tensor]
+            again = self.line.counts[tensor] and not self.fixed[tensor]
             if self.rules.deallocation == "banish":
                 if not self._banished[tensor] and not self._has_evicted_child(tensor):
                     answer += self._banish(tensor)
-            elif not kept and self._orphans(tensor):
-                self._due.append(tensor)
-            elif not kept:
-                self._forsake(tensor)
-                answer += self._drops(tensor)
-            elif self.rules.deallocation == "eager":
+            elif not again:
+                missed, all_of_it = self._made_from(tensor)
+                if missed:
+                    self._due.append(tensor)
+                else:
+                    self._fix(all_of_it)
+                    answer += self._drops(tensor)
+            elif self.rules.deallocation == "eager" or not self.line.evictable[tensor]:
                 answer += self._drops(tensor)
         return answer
 
@@ -230,39 +236,36 @@ class Evictor(Online):
             self.gone[tensor] = False
             if self.price is not None:
                 self.price.vanished(tensor)
-        for child in self.line.children[tensor]:
-            if self.copies[child]:
-                self._fix(child)
+        self._fix(child for child in self.line.children[tensor] if self.copies[child])
         return self._drops(tensor)
 
-    def _fix(self, tensor: int) -> None:
-        self.fixed[tensor] = True
-        for pool in self.pools.values():
-            pool.remove(tensor)
+    def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:
+        """What cannot be made again without this one, down to what is there and needed.
 
-    def _lines_down(self, tensor: int) -> tuple[list[int], list[int]]:
-        """Still needed and made from it through what is evicted or dead: those evicted, and those there."""
-        absent, present = [], []
+        Two answers: those among them that are evicted and still needed; all of them.
+        """
+        missed: list[int] = []
         seen, stack = {tensor}, [tensor]
         while stack:
             for child in self.line.children[stack.pop()]:
                 if child in seen or not self._made[child] or self.fixed[child]:
                     continue
                 seen.add(child)
-                if not self._released[child]:
-                    (absent if self.gone[child] else present).append(child)
                 if self.gone[child] or self._released[child]:
                     stack.append(child)
-        return absent, present
+                    if not self._released[child]:
+                        missed.append(child)
+        seen.remove(tensor)
+        return missed, seen
 
-    def _orphans(self, tensor: int) -> list[int]:
-        """The evicted and still needed tensors that could not be made again without this one."""
-        return self._lines_down(tensor)[0]
-
-    def _forsake(self, tensor: int) -> None:
-        """It cannot come back: what was made from it must stay."""
-        for child in self._lines_down(tensor)[1]:
-            self._fix(child)
+    def _fix(self, tensors: Iterable[int]) -> None:
+        """They cannot be made again: what is there of them stays until nobody reads it."""
+        for tensor in tensors:
+            self.fixed[tensor] = True
+            if self._released[tensor] and self.copies[tensor]:
+                self._due.append(tensor)
+            for pool in self.pools.values():
+                pool.remove(tensor)
 
     # ---- pressure ----------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ class Evictor(Online):
         freed = 0
         if self.rules.deallocation == "banish" and self._due:
             answer = self._free_the_dead(memory)
-            freed = sum(self.line.size[a.tensor] for a in answer if isinstance(a, Drop) and a.tier == need.tier)  # type: ignore[index]
+            freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == need.tier)
         for tensor in [t for t, tier in self._leaving.items() if tier == need.tier]:
             if self.copies[tensor] & self.bit[need.tier] and memory.in_flight(tensor) is None:
                 self.stay(tensor)
@@ -301,20 +304,21 @@ class Evictor(Online):
         """The candidate in a tier that goes next, -1 for none; never one of the barred."""
         rules, now = self.rules, memory.now
         if rules.ignore_small or rules.sample:
-            ids = pool.ids
-            if rules.sample:
-                steps, stride = [], isqrt(len(ids))
-                at = self.random.randint(1, stride) - 1
-                while at < len(ids):
-                    steps.append(at)
-                    at += self.random.randint(1, stride)
-                ids = ids[steps]
-            if rules.ignore_small:
-                ids = ids[self.table.size.take(ids) * self._made_count >= rules.ignore_small * self._made_bytes]
+            ids = self._subset(pool)
             found = self.ranking.least(pool, now, barred, ids) if len(ids) else -1
             if found >= 0:
                 return found
         return self.ranking.least(pool, now, barred)
+
+    def _subset(self, pool: Pool) -> NDArray[np.int64]:
+        """The candidates that are large enough, or that steps of 1 … sqrt(candidates) hit."""
+        ids, random = pool.ids, self.random
+        if self.rules.sample:
+            stride = isqrt(len(ids))
+            hit = list(accumulate(random.randint(1, stride) for _ in range(len(ids))))
+            ids = ids[[at - 1 for at in hit if at <= len(ids)]]
+        mean = self._made_bytes / max(self._made_count, 1)
+        return ids[self.table.size.take(ids) >= self.rules.ignore_small * mean]
 
     def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:
         """What makes it leave the tier; None if it cannot now."""

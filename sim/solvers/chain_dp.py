@@ -80,9 +80,9 @@ class ChainTable:
             top = stack.pop()
             if isinstance(top[0], str):
                 if top[1] < end:
-                    found.append(top)  # type: ignore[arg-type]
+                    found.append(top)
                 continue
-            i, j, m = top  # type: ignore[misc]
+            i, j, m = top
             if i == j:
                 stack += [("B", i), ("F", i)]
                 continue

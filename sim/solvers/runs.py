@@ -47,9 +47,8 @@ class Ledger:
         last = []
         for op, reads in enumerate(self.reads):
             at = min((self.gone_at[t] for t in reads), default=len(self.reads))
-            if any(self.replaces[t] >= 0 for t in self.writes[op]):
-                at = 0
-            elif op in group and kinds[op].kind != "collective":
+            in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
+            if in_place or (op in group and kinds[op].kind != "collective"):
                 at = 0
             last.append(at)
         return last

@@ -562,6 +562,41 @@ class TraceBuilder:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
         return row
 
+    def extend_tensors(self, names: Sequence[str], dtypes: Sequence[str], numbers: Mapping[str, Ints]) -> int:
+        """Add many checked tensors: `bytes`, `role` (codes) and `layer` by column. Returns the first id."""
+        first = len(self._tensors["name"])
+        self._tensors["name"].extend(names)
+        self._tensors["dtype"].extend(dtypes)
+        for key, column in {**numbers, "replaces": np.full(len(names), -1)}.items():
+            self._tensors[key].frombytes(column.astype(np.int64).tobytes())
+        return first
+
+    def extend_ops(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        numbers: Mapping[str, Ints],
+        reads: tuple[Sequence[int], Sequence[int]],
+        writes: tuple[Sequence[int], Sequence[int]],
+    ) -> int:
+        """Add many checked ops: all columns of numbers (codes, -1 for unknown), and ids with how many each has."""
+        first = len(self._ops["name"])
+        self._ops["name"].extend(names)
+        self._ops["dtype"].extend(dtypes)
+        for key, column in numbers.items():
+            self._ops[key].frombytes(column.astype(np.int64).tobytes())
+        for ids, start, (more, counts) in (
+            (self._reads, self._read_start, reads),
+            (self._writes, self._write_start, writes),
+        ):
+            ids.extend(more)
+            start.frombytes((start[-1] + np.cumsum(counts, dtype=np.int64)).tobytes())
+        return first
+
+    def note(self, key: str, row: int, value: Any) -> None:
+        """Set one of the fields that few tensors or ops have, of one added before."""
+        self._sparse[key][row] = value
+
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Add an op like `op`, with some fields changed."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")

@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from sim.errors import TraceError, near
 from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.io_columns import take_columns
 from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
 from sim.trace.tensor import ROLES
@@ -38,6 +39,9 @@ MAX_BYTES = 4 << 30
 """Most text that `load` reads from a file, after decompression."""
 MAX_LINE = 64 << 20
 """Longest line; a header with a million outputs is about 10 MB."""
+
+BATCH = 1 << 18
+"""Bytes of lines that are read at once."""
 
 _Rule = tuple[type, int, int]
 _ANY_OF = {int: "a whole number", str: "a text", list: "a list", dict: "an object", bool: "true or false"}
@@ -195,7 +199,7 @@ def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[li
             raise reader.error(f"{limit} bytes")
         batch.append(text)
         held += len(text)
-        if held > 1 << 18:
+        if held > BATCH:
             yield batch
             batch, held = [], 0
     yield batch
@@ -227,7 +231,11 @@ class _Reader:
 
     def take(self, lines: list[bytes]) -> None:
         """Read some lines."""
-        for row in self._parse_all(lines) or map(self._parse, lines):
+        rows = self._parse_all(lines)
+        if rows and take_columns(self, rows):
+            self.line += len(rows)
+            return
+        for row in rows or map(self._parse, lines):
             self.line += 1
             if row is None:
                 continue
@@ -310,8 +318,7 @@ class _Reader:
         self._stands_for(row, self.tensor_exprs)
         self._share(row, ("dtype", "saved_for", "role"))
         if "shape" in row:
-            sizes = tuple(row["shape"])
-            row["shape"] = self.shapes.get(sizes) or self._shape(sizes)
+            row["shape"] = self._shape(tuple(row["shape"]))
         if "zeros" in row:
             zeros = row["zeros"]
             if type(zeros) not in (int, float) or not 0 <= zeros <= 1:

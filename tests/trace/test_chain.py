@@ -203,16 +203,16 @@ def test_a_tied_weight_does_not_hide_where_stages_end() -> None:
     b = TraceBuilder()
     tokens, table = b.tensor("tokens", 1, "input"), b.tensor("table", 9, "weight")
     x = [b.tensor(f"x{i}", 4) for i in range(5)]
-    b.op("f0", reads=[tokens, table], writes=[x[0]])
+    b.op("f0", reads=[tokens, table], writes=[x[0]], layer=0)
     for i in range(1, 4):
-        b.op(f"f{i}", reads=[x[i - 1]], writes=[x[i]])
-    b.op("f4", reads=[x[3], table], writes=[x[4]])
+        b.op(f"f{i}", reads=[x[i - 1]], writes=[x[i]], layer=i)
+    b.op("f4", reads=[x[3], table], writes=[x[4]], layer=4)
     d = [b.tensor(f"d{i}", 4, "temporary") for i in range(5)]
     half, other = b.tensor("half", 9, "temporary"), b.tensor("other", 9, "temporary")
-    b.op("loss", "loss", phase="backward", reads=[x[4]], writes=[d[4]])
-    b.op("b4.table", phase="backward", reads=[d[4], x[3]], writes=[half])
-    b.op("b4", phase="backward", reads=[d[4], table], writes=[d[3]])
-    for i in (3, 2, 1):
+    b.op("loss", "loss", phase="backward", reads=[x[4]], writes=[d[4]], layer=4)
+    b.op("b4.table", phase="backward", reads=[d[4], x[3]], writes=[half], layer=4)
+    b.op("b4", phase="backward", reads=[d[4], table], writes=[d[3]], layer=4)
+    for i in (3, 2, 1):  # nothing but the gradients tells where an op of no layer belongs
         b.op(f"b{i}.free", phase="backward", reads=[d[i]], writes=[b.tensor(f"e{i}", 3, "temporary")])
         b.op(f"b{i}", phase="backward", reads=[d[i], x[i - 1], x[i]], writes=[d[i - 1]])
     b.op("b0", phase="backward", reads=[d[0], tokens], writes=[other])

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from sim.errors import TraceError
 from sim.trace import Implementation, Trace, TraceBuilder
 from sim.trace.io import load, save
+from sim.trace.io_columns import take_columns
 from sim.trace.rewrite import Codec, encode, pack_tensors, split_batch, split_tensors, unroll
 from tests.strategies import traces
-from workloads.synthetic import w1
+from workloads.synthetic import random_dag, w1
 
 HEAD = '{"format": "tiersim trace", "version": 1}'
 X = '{"tensor": "x", "bytes": 8, "role": "input"}'
@@ -59,6 +60,52 @@ def test_every_kind_of_origin_and_every_field_comes_back(tmp_path: Path) -> None
     big = pack_tensors(big, {"pack": ["h0.wqkv", "h1.wqkv"], "grads": ["h0.qkv.dw.mb1", "h1.qkv.dw.mb1"]})
     save(big, tmp_path / "big.jsonl.gz")
     assert load(tmp_path / "big.jsonl.gz").origin == big.origin
+
+
+ODD = st.sampled_from(
+    (-1, 0, 1, 2**31, 2**63, 1.5, True, None, "x", "", "h0.ln1", [], [0], [True], ["batch"], {}, [[0]])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_reading_many_lines_at_once_is_reading_them_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "odd.jsonl"
+    save(w1(1), path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # tensors and ops in runs, or a header whose end is not where a run begins
+    line = lines[data.draw(st.integers(1, len(lines) - 1))]
+    key = data.draw(st.sampled_from(sorted({*line, "shape", "replaces", "random", "dtype", "extra"})))
+    line[key] = data.draw(ODD)
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    results = []
+    for at_once in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not at_once:
+                patch.setattr("sim.trace.io.take_columns", lambda reader, rows: False)
+            else:
+                patch.setattr("sim.trace.io.BATCH", 200)  # so that most runs are of one kind
+            try:
+                results.append(load(path).content_hash)
+            except TraceError as problem:
+                results.append(str(problem))
+    assert results[0] == results[1]
+
+
+def test_plain_lines_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, answers = tmp_path / "t.jsonl", []
+    save(random_dag(60, 1), path)
+
+    def noting(reader: object, rows: list) -> bool:
+        answers.append(take_columns(reader, rows))  # type: ignore[arg-type]
+        return answers[-1]
+
+    monkeypatch.setattr("sim.trace.io.take_columns", noting)
+    monkeypatch.setattr("sim.trace.io.BATCH", 500)
+    assert load(path) == random_dag(60, 1)
+    assert sum(answers) > 0.8 * len(answers) > 10
 
 
 def test_the_same_trace_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def replay_keeping_all(trace: Trace, unit: int = 512) -> Replay:
 
     last: dict[int, int] = {}
     made_by: dict[int, int] = {}
-    for op in trace.ops:
+    ops = list(trace.ops)
+    for op in ops:
         for t in (*op.reads, *op.writes):
             last[t] = op.id
         for t in op.writes:
@@ -51,7 +52,7 @@ def replay_keeping_all(trace: Trace, unit: int = 512) -> Replay:
         if t.id not in made_by:
             live[t.role] += rounded(t.bytes)
     result = Replay(dict(live))
-    for op in trace.ops:
+    for op in ops:
         for t in op.writes:
             if (old := tensors[t].replaces) is not None:
                 live[tensors[old].role] -= rounded(tensors[old].bytes)

@@ -65,11 +65,15 @@ def test_peak_of_every_phase_agrees(case, replay):
 def test_peak_of_every_phase_agrees_by_category(case, replay):
     row, got = ROWS[case], _replayed(case, replay)
     for phase, column in PHASES.items():
-        want = {key: int(row[f"peak_{column}__{key}"]) for key in ("parameter", "gradient", "optstate", "activation", "temp")}
+        want = {
+            key: int(row[f"peak_{column}__{key}"])
+            for key in ("parameter", "gradient", "optstate", "activation", "temp")
+        }
         have = got.peak[phase]
         assert have["weight"] == want["parameter"]
         assert have["activation"] == pytest.approx(want["activation"], rel=4e-4, abs=2**21)
-        # a tracker calls a sum of gradients temporary until it is accumulated, and temporaries of the optimizer its state
+        # PyTorch's tracker calls a sum of gradients temporary until it is accumulated, and counts temporaries
+        # of the optimizer as its state
         rest = ("gradient", "temporary", "optimizer_state")
         assert sum(have[role] for role in rest) == pytest.approx(
             want["gradient"] + want["temp"] + want["optstate"], abs=4096
@@ -108,7 +112,9 @@ def test_flops_of_products_and_attention_are_those_of_the_flop_counter(case):
 def test_what_a_layer_saves_for_backward_is_what_autograd_saves(case):
     layer_of = {"gpt2": ".h.1.", "llama": ".layers.1.", "mixtral": ".layers.1."}[ROWS[case]["family"]]
     want = Counter(
-        size for module, kind, _, _, size, first in SAVED[case] if f"{module}.".find(layer_of) >= 0 and kind == "act" and first
+        size
+        for module, kind, _, _, size, first in SAVED[case]
+        if f"{module}.".find(layer_of) >= 0 and kind == "act" and first
     )
     # what a layer saves of its input was made by the layer before, and its output is the next one's: the same size
     got = Counter(t.bytes for t in trace_of(case).tensors if t.layer == 1 and t.saved_for)

@@ -86,7 +86,7 @@ def test_gpt3_needs_444_gpus_of_80_gib():
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_a_gpt_layer_keeps_sbh_times_34_plus_5as_over_h(name):
-    layers, h, a = MEGATRON[name]
+    _, h, a = MEGATRON[name]
     b, s = 1, 2048
     trace = megatron(name)
     # one sample needs no copies of q, k and v: they stay in the product that made them, 6 sbh all the same,
@@ -133,8 +133,8 @@ def test_what_megatron_prints_for_the_attention_core_is_three_forward_passes_of_
 
 def test_deepseek_parameters_are_2499_67_gib():
     # the survey's "2,499.67 GB": 671 billion parameters in fp32, counted in GiB
-    assert 671 * 10**9 * 4 == pytest.approx(parse_bytes("2499.67 GiB"), rel=1e-6)
-    assert 671 * 10**9 * 4 == parse_bytes("2684 GB")
+    assert pytest.approx(parse_bytes("2499.67 GiB"), rel=1e-6) == 671 * 10**9 * 4
+    assert parse_bytes("2684 GB") == 671 * 10**9 * 4
 
 
 def test_adam_in_fp32_takes_16_bytes_a_parameter_as_1_1_2():

@@ -101,7 +101,12 @@ LLAMA = {
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("hidden_size", "n_embd"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layer"), ("intermediate_size", "ffn_dim")],
+    [
+        ("hidden_size", "n_embd"),
+        ("hidden_size", "d_model"),
+        ("num_hidden_layers", "n_layer"),
+        ("intermediate_size", "ffn_dim"),
+    ],
 )
 def test_aliases_of_keys_mean_the_same(old, new):
     values = {"model_type": "llama", **LLAMA}
@@ -112,6 +117,25 @@ def test_aliases_of_keys_mean_the_same(old, new):
 def test_text_config_of_a_multimodal_model_is_read():
     nested = {"model_type": "llava", "vision": {}, "text_config": {"model_type": "llama", **LLAMA}}
     assert parse_config(nested, "m") == parse_config({"model_type": "llama", **LLAMA}, "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({"attention_bias": True}, 2 * 4 * 64),
+        ({"mlp_bias": True}, 2 * (2 * 96 + 64)),
+        ({"model_type": "qwen2"}, 2 * 3 * 64),
+    ],
+)
+def test_biases_are_those_of_the_config(change, more):
+    plain, biased = ({"model_type": "llama", **LLAMA, **extra} for extra in ({}, change))
+    assert parameter_count(parse_config(biased, "m")) == parameter_count(parse_config(plain, "m")) + more
+
+
+def test_experts_stand_in_the_layers_that_the_config_says():
+    sizes = {**LLAMA, "num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = parse_config({"model_type": "deepseek", **sizes, "first_k_dense_replace": 1, "moe_layer_freq": 2}, "m")
+    assert [config.has_experts(layer) for layer in range(6)] == [False, False, True, False, True, False]
 
 
 def test_a_head_of_its_own_width_is_kept():
@@ -206,6 +230,13 @@ def test_llama_parameters_follow_the_closed_form(layers, heads, group, head, ffn
 @given(layers=st.integers(1, 6), heads=st.integers(1, 5), head=st.sampled_from([2, 8]), vocabulary=st.integers(1, 99))
 def test_gpt_parameters_follow_the_closed_form(layers, heads, head, vocabulary):
     h = heads * head
-    values = {"model_type": "gpt2", "n_layer": layers, "n_embd": h, "n_head": heads, "n_positions": 7, "vocab_size": vocabulary}
+    values = {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": h,
+        "n_head": heads,
+        "n_positions": 7,
+        "vocab_size": vocabulary,
+    }
     want = layers * (12 * h * h + 13 * h) + vocabulary * h + 7 * h + 2 * h
     assert parameter_count(parse_config(values, "m")) == want

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import cache
 
@@ -69,8 +70,6 @@ TINY = {
         "vocab_size": 101,
     },
 }
-PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "mixed_bf16", "mixed_fp16")
-OPTIMIZERS = ("adamw_foreach", "adamw_fused", "adamw_loop", "sgd_momentum")
 LOSSES = ("torch", "fused", "chunked")
 
 
@@ -82,20 +81,19 @@ def tiny(family, **options):
 every_family = pytest.mark.parametrize("family", TINY)
 
 
-def variants():
-    """Every family with each precision, attention, loss, dropout and number of microbatches at least once."""
-    for family in TINY:
-        for precision in PRECISIONS:
-            yield family, {"precision": precision}
-            yield family, {"precision": precision, "attention": "eager", "dropout": 0.1}
-        for loss in LOSSES:
-            yield family, {"loss": loss, "precision": "amp_bf16", "micro_batches": 2}
-            yield family, {"loss": loss, "batch": 1}
-        for optimizer in OPTIMIZERS:
-            yield family, {"optimizer": optimizer, "precision": "mixed_fp16"}
-
-
-every_variant = pytest.mark.parametrize(("family", "options"), list(variants()), ids=str)
+VARIANTS = (
+    {"precision": "bf16"},
+    {"precision": "fp32", "loss": "fused", "batch": 1},
+    {"precision": "fp32", "attention": "eager", "dropout": 0.1, "loss": "chunked", "batch": 1},
+    {"precision": "amp_bf16", "attention": "eager", "dropout": 0.1},
+    {"precision": "amp_fp16", "loss": "fused", "micro_batches": 2},
+    {"precision": "mixed_bf16", "loss": "chunked", "micro_batches": 2, "optimizer": "adamw_loop"},
+    {"precision": "mixed_fp16", "optimizer": "sgd_momentum"},
+    {"precision": "fp16", "optimizer": "adamw_fused"},
+)
+every_variant = pytest.mark.parametrize(
+    ("family", "options"), [(family, options) for family in TINY for options in VARIANTS], ids=str
+)
 
 
 # ---- structure ---------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def test_layers_are_numbered_and_the_rest_is_minus_one(family):
     for op in trace.ops:
         head = op.name.split(".")[0]
         numbered = head[0] == "h" and head[1:].isdigit()
-        if not op.name.endswith(".grad.add"):  # runs where the second gradient arrives: in the layer that read it
+        if ".grad.add" not in op.name:  # runs where the second gradient arrives: in the layer that read it
             assert op.layer == (int(head[1:]) if numbered else -1), op.name
         if op.phase == "update":
             assert op.layer == -1
@@ -242,11 +240,10 @@ def test_experts_cost_what_is_active():
     assert trace.meta["model_flops"] == pytest.approx(dense + 12 * 32 * 4096 * 2048**2, rel=0.02)
 
 
-@every_variant
-def test_backward_takes_twice_the_products_of_forward(family, options):
-    trace = tiny(family, **options)
-    if options.get("loss") == "chunked" or any(o.kind == "attention" for o in trace.ops):
-        pytest.skip("the chunked loss runs parts of backward early, fused attention recomputes")
+@every_family
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_backward_takes_twice_the_products_of_forward(family, precision):
+    trace = tiny(family, precision=precision, attention="eager")
     flops = Counter()
     for op in trace.ops:
         if op.kind == "matmul":
@@ -322,8 +319,12 @@ def test_fused_adam_touches_28_bytes_a_parameter_in_fp32():
 
 def test_autocast_copies_a_weight_once_and_an_activation_for_each_product():
     trace = tiny("llama", precision="amp_bf16")
-    copies = [o.name for o in trace.ops if o.phase == "forward" and o.name.startswith("h1.") and o.name.endswith(".cast")]
-    weights = [f"h1.{m}.weight.cast" for m in ("attn.q", "attn.k", "attn.v", "attn.proj", "mlp.gate", "mlp.up", "mlp.down")]
+    copies = [
+        o.name for o in trace.ops if o.phase == "forward" and o.name.startswith("h1.") and o.name.endswith(".cast")
+    ]
+    weights = [
+        f"h1.{m}.weight.cast" for m in ("attn.q", "attn.k", "attn.v", "attn.proj", "mlp.gate", "mlp.up", "mlp.down")
+    ]
     inputs = [f"h1.{m}.input.cast" for m in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up")]
     rotated = ["h1.attn.q.cast", "h1.attn.k.cast"]  # rotary positions are fp32
     assert Counter(copies) == Counter(weights + inputs + rotated)
@@ -452,6 +453,13 @@ def test_integers_of_numpy_are_integers():
 
 
 # ---- speed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("gpt2-xl", 1.5), ("gpt3-175b", 3.0)])
+def test_large_traces_are_built_in_seconds(name, seconds):
+    began = time.process_time()  # not the wall clock: other work must not make this fail
+    transformer(name, batch=1, sequence=1024, precision="amp_bf16")
+    assert time.process_time() - began < seconds
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gpt2-xl", "amp_bf16"), ("gpt3-175b", "mixed_fp16")])

@@ -52,19 +52,21 @@ class SwapAll(Policy):
         phase, device = trace.op_columns.phase, trace.op_columns.device
         engine, group = trace.op_columns.engine, trace.op_columns.group
         kept = set(trace.outputs)
-        actions: list[Action] = []
+        out: list[Action] = []
+        back: list[tuple[int, Action]] = []
         for t in saved_tensors(trace).tolist():
             readers = trace.readers(t)
             needed = next(op for op in readers if phase[op] == BACKWARD)
             last = max((op for op in readers if op < needed), default=int(trace.producer[t]))
-            back = prefetch_at[needed]
-            if t in kept or not trace.tensor_columns.bytes[t] or device[last] != device[back]:
+            start = prefetch_at[needed]
+            if t in kept or not trace.tensor_columns.bytes[t] or device[last] != device[start]:
                 continue
-            if place[back] <= place[last] + 1 or last in engine or last in group:
+            if place[start] <= place[last] + 1 or last in engine or last in group:
                 continue
-            actions.append(Move(t, host, after=last))
-            actions.append(Move(t, platform.home(int(device[needed])).name, before=back))
-        return Plan(trace, tuple(actions))
+            out.append(Move(t, host, after=last))
+            back.append((needed, Move(t, platform.home(int(device[needed])).name, before=start)))
+        # copies in that start together queue in the order in which they are needed
+        return Plan(trace, (*out, *(move for _, move in sorted(back, key=lambda one: one[0]))))
 
 
 def _places(trace: Trace) -> dict[int, int]:

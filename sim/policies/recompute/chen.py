@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.errors import PolicyError, near
@@ -90,7 +89,7 @@ def threshold_segments(line: Chain, threshold: int) -> tuple[list[int], int, int
     return [*ends, len(line) - 1], kept, most
 
 
-def searched_segments(line: Chain) -> Sequence[int]:
+def searched_segments(line: Chain) -> list[int]:
     """The segments of least estimated peak among thresholds round sqrt(x y) of the cut everywhere."""
     ends, kept, most = threshold_segments(line, 0)
     middle = math.sqrt(kept * most)

@@ -12,9 +12,55 @@ from sim.policies.evictable import lineage_of
 from sim.policies.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
 from sim.policies.ranking import HEURISTICS
 
+CHOICES = {
+    "heuristic": HEURISTICS,
+    "deallocation": DEALLOCATIONS,
+    "ties": ("last", "first"),
+    "staleness": ("own", "neighbourhood", "none"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dtr(Policy):
+    """When memory is short drop the tensor of least (cost to make it again) / (bytes * ns since its last access).
+
+    Whatever is read later is made again by its producer, and first what that reads. It needs no plan and
+    no knowledge of what comes: sizes, the times of ops that have run, and who made what.
+
+    Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen, Tatlock, "Dynamic Tensor Remateriali-
+        zation", ICLR 2021, arXiv:2006.09616, and the authors' prototype simulator: on its chains and on
+        a transformer stack this policy recomputes the same ops, to the nanosecond.
+    Bounds: a chain of N unit ops with 2 sqrt(N) slots and `dtr` recomputes at most about N ops; against an
+        adversary any heuristic may need Omega(N / slots) times the optimum. A choice takes a few vector
+        operations over the candidates and a close look at those that could win.
+    Departs: by the engine's rules, an op that waits for several evicted tensors holds those that come back
+        on the way to another, and one that runs again holds those of its results that are still there; the
+        prototype may evict them (its printed results do not depend on it). Weight gradients are not
+        evicted (the prototype knows constants and the rest); neither is what a collective, a receive or
+        an update has made, nor what could not be made again because something under it was overwritten
+        or freed: before a weight is overwritten, what was made from it, is evicted and still needed is
+        made again. A tensor without bytes is never evicted, and a cost of zero does not end the search
+        early. An op's cost is its time with nothing else running.
+
+    heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
+        parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,
+        nearly the same and cheaper. `local`: the producer's time. `none`: 1. Others replace the score:
+        `msps` (time of it and its evicted ancestors, over bytes), `lru`, `size` (largest), `random`.
+    deallocation: what happens once nobody reads a tensor any more. `eager`: it is evicted, and may come
+        back as a step to another. `ignore`: it stays until it is evicted. `banish`: it is freed for good
+        as soon as nothing evicted was made from it; what was made from it then stays.
+    ties: of equal scores the tensor that became evictable `last` or `first` goes.
+    staleness: `own`, or `neighbourhood` to count from the latest access to anything that the cost counts
+        (`dtr` alone), or `none`. by_size: whether bytes count. Both are for the first four heuristics.
+    ignore_small: pass over what is smaller than this fraction of the mean (the prototype: 0.01), unless
+        nothing else is left. sample: look at a random subset of about 2 sqrt(candidates).
+    Raises PolicyError for an unknown choice, or a `neighbourhood` that the heuristic does not have.
+    """
+
+    online = True
+    recomputes = True
+    fidelity = "code"
+
     heuristic: str = "dtr_eq"
     deallocation: str = "eager"
     ties: str = "last"
@@ -23,9 +69,15 @@ class Dtr(Policy):
     ignore_small: float = 0.0
     sample: bool = False
 
-    online = True
-    recomputes = True
-    fidelity = "code"
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            given = getattr(self, name)
+            if given not in known:
+                raise PolicyError(f"dtr: {name}: {given!r} is unknown{near(str(given), known)}")
+        if self.staleness == "neighbourhood" and self.heuristic != "dtr":
+            raise PolicyError(f"dtr: staleness 'neighbourhood' goes with heuristic 'dtr', not {self.heuristic!r}")
+        if self.ignore_small < 0:
+            raise PolicyError(f"dtr: ignore_small is {self.ignore_small}, less than 0")
 
     def plan(self, problem: Problem) -> Plan:
         """The trace as it is, with an online part that drops under pressure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class SelectiveRecompute(Policy):
     recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, all
         else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
         list round every layer. Its cache also holds a product that nobody reads again until the layer's
-        backward ends: here the trace's last backward op of the layer reads it, too, at no cost in time.
+        backward ends: here the last backward op that reads what the layer made reads it, too, in no time.
     Departs: an op that writes in place does not run again (see `full_recompute`).
 
     recompute: one of the two. early_stop: run again only as far as backward needs it; None takes each
@@ -48,7 +48,7 @@ class SelectiveRecompute(Policy):
     needs = frozenset({"layers"})
     fidelity = "code"
 
-    recompute: str = "attention_core"
+    recompute: str = "all_but_matmul"
     early_stop: bool | None = None
     autocast_cache: bool = True
 
@@ -79,9 +79,10 @@ def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
     names = ledger.trace.op_columns.name
     found, fused = [], ""
     for layer in layers:
+        undoing = {op for op in layer.backward if CORE + "." in names[op]} or layer.backward
         for is_core, group in groupby(layer.forward, key=lambda op: CORE + "." in names[op]):
             if is_core:
-                found.append(Region(tuple(group), layer.backward))
+                found.append(Region(tuple(group), undoing))
         fused = fused or next((names[op] for op in layer.forward if names[op].endswith(CORE)), "")
     if not found:
         why = f"{fused!r} is fused and keeps no matrices" if fused else f"no op is named '…{CORE}.…'"
@@ -95,19 +96,14 @@ def _cached(
     """Per layer's last backward op the kept results that would go before the layer's backward begins."""
     read_again = {t for ops in again.values() for op in ops for t in ledger.reads[op]}
     found: dict[int, list[int]] = {}
-    for layer, follower in pairwise((*layers, None)):
-        assert layer is not None
-        first = layer.forward[-1]
-        stop = len(ledger.reads)
-        if follower is not None and set(follower.backward) == set(layer.backward):
-            continue  # microbatches share a layer's index: which op ends which is not known
-        later = [op for op in layer.backward if first < op < stop]
-        if not later:
-            continue
+    for layer in layers:
+        made = {t for op in layer.forward for t in ledger.writes[op]}
+        # a layer has such ops for every microbatch: its own read what it made
+        own = [op for op in layer.backward if not made.isdisjoint(ledger.reads[op])]
         for op in layer.forward:
-            if op in keep:
-                gone = [t for t in ledger.writes[op] if t not in read_again and ledger.trace.last_use[t] < min(later)]
-                found.setdefault(max(later), []).extend(gone)
+            if own and op in keep:
+                gone = [t for t in ledger.writes[op] if t not in read_again and ledger.trace.last_use[t] < min(own)]
+                found.setdefault(max(own), []).extend(gone)
     return found
 
 

@@ -22,7 +22,8 @@ class Vlad(Policy):
         annotation", Optimization Methods and Software 33(4-6), 2018, arXiv:1708.06799 (checkpointVLAD).
     Bounds: bisection holds ceil(log2 l) snapshots and runs (l/2) log2 l steps again for l a power of two.
     Departs: steps are ops, not interpreter steps. A backward op belongs to the last step whose result it
-        reads. An op runs again only where its results are read. The stop rules of the paper (snapshots, or a time factor) become `base` and `snapshots`.
+        reads. An op runs again only where its results are read. The stop rules of the paper (snapshots,
+        or a time factor) become `base` and `snapshots`.
 
     base: ops that are reversed as one, with all they save; None takes the fewest halvings that fit the
     budget, and the finest where none does.

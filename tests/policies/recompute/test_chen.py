@@ -91,7 +91,13 @@ def test_random_chains_run_each_op_at_most_twice_and_never_hold_more(stages, run
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"method": "sqare"}, {"method": "threshold"}, {"threshold": 5}, {"segments": 3}, {"method": "sqrt", "segments": 0}],
+    [
+        {"method": "sqare"},
+        {"method": "threshold"},
+        {"threshold": 5},
+        {"segments": 3},
+        {"method": "sqrt", "segments": 0},
+    ],
 )
 def test_wrong_parameters_are_refused(wrong):
     with pytest.raises(PolicyError, match="chen"):

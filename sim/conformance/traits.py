@@ -1,0 +1,50 @@
+"""Whether a policy really does what its traits say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sim.conformance.ledger import RECOMPUTE
+from sim.conformance.replayed import Replayed
+from sim.errors import Infeasible, PolicyError
+from sim.policies.base import Policy
+
+
+class Exercised:
+    """Counts over all examples of a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.examples = self.skipped = self.refused = self.ran = 0
+        self.counts = {trait: 0 for trait in ("recomputes", "moves", "rewrites") if getattr(policy, trait)}
+        self.why_skipped = ""
+
+    def add(self, run: Replayed) -> None:
+        """One more example."""
+        self.examples += 1
+        if isinstance(run.error, PolicyError):
+            self.skipped += 1
+            self.why_skipped = str(run.error)
+            return
+        if isinstance(run.error, Infeasible):
+            self.refused += 1
+            return
+        if not run.done or run.log is None or run.plan is None:
+            return
+        self.ran += 1
+        shows = {
+            "recomputes": bool((run.log.interval("why") == RECOMPUTE).any()),
+            "moves": any(copy.bytes for copy in run.ledger.copies),
+            "rewrites": run.plan.trace != run.trace,
+        }
+        for trait in self.counts:
+            self.counts[trait] += shows[trait]
+
+    def shares(self) -> dict[str, float]:
+        """Per declared trait the fraction of the runs in which it showed."""
+        return {trait: count / self.ran if self.ran else 0.0 for trait, count in self.counts.items()}
+
+    def notes(self) -> Iterator[str]:
+        """What a reader should know."""
+        if self.skipped:
+            yield f"skipped, for example: {self.why_skipped}"

@@ -1,0 +1,170 @@
+"""Law 2: the same values. A value is a hash of its op and of what it read; see `sim.trace.values`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, Ledger, Stay, Work
+from sim.conformance.replayed import LawBroken, Replayed
+from sim.trace.values import Value, departures, first_value, groups, op_values, plain_values
+
+NOTHING: Value = b"nothing"
+
+
+def check_values(run: Replayed) -> None:
+    """Law 2: every read finds the value that the plain run of the asked trace has, and so do the outputs at the end."""
+    if run.plan is not None and run.plan.trace is not run.trace:
+        _same_computation(run)
+    if run.log is None:
+        return
+    _Symbolic(run.ledger).check(run.done)
+
+
+def _same_computation(run: Replayed) -> None:
+    """A rewritten trace computes what it stands for; a policy may only lose what it says that it loses."""
+    assert run.plan is not None
+    if run.plan.trace == run.trace:
+        return
+    allowed = {"repeated"} if run.policy.recomputes else set()
+    if not run.policy.lossless:
+        allowed |= {"lossy", "stale"}
+    for departure in departures(run.plan.trace, run.trace):
+        if departure.what not in allowed:
+            raise LawBroken(f"the rewritten trace: {departure.what}: {departure.text}")
+
+
+class _Symbolic:
+    """Values of all stays of a log, each from what brought it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.plain = plain_values(ledger.trace)
+        self.members = groups(ledger.trace)
+        self.readers: dict[Stay, list[tuple[int, int, str]]] = defaultdict(list)
+        self.read: dict[tuple[Work, int], Stay] = {}
+        self.copied: dict[Stay, Stay] = {}
+
+    def check(self, done: bool) -> None:
+        for work in self.ledger.works:
+            for tensor in self.ledger.trace.reads(work.op):
+                self.note(work, tensor)
+        for stay in self.ledger.stays:
+            if stay.copy is not None:
+                self.copied[stay] = self.source(stay)
+                self.readers[self.copied[stay]].append((stay.copy.start, stay.copy.end, self.transfer(stay)))
+        self.no_overwrite_under_way()
+        values = self.values()
+        for (work, tensor), stay in self.read.items():
+            if values[stay] != self.plain[tensor]:
+                op, name = self.ledger.op_names[work.op], self.ledger.names[tensor]
+                raise LawBroken(f"op {op!r} at {work.start} ns reads another value of {name!r}")
+        if done:
+            self.outputs(values)
+
+    def note(self, work: Work, tensor: int) -> None:
+        reach = self.ledger.reach[self.ledger.engine_of(work)]
+        what = f"op {self.ledger.op_names[work.op]!r}"
+        stay = self.held(tensor, reach, work.start, work.end, what)
+        self.readers[stay].append((work.start, work.end, what))
+        self.read[work, tensor] = stay
+
+    def transfer(self, stay: Stay) -> str:
+        return f"the transfer of {self.ledger.names[stay.tensor]!r} to {self.ledger.tier_names[stay.tier]!r}"
+
+    def source(self, stay: Stay) -> Stay:
+        """What a transfer copied."""
+        assert stay.copy is not None
+        copy, what = stay.copy, self.transfer(stay)
+        return self.held(copy.tensor, {copy.source}, copy.start, copy.end, what, before=stay.row)
+
+    def held(self, tensor: int, tiers: set[int], start: int, end: int, what: str, before: int = FOREVER) -> Stay:
+        """The copy in one of these tiers that is held all the time; one that is there, rather than one to come."""
+        here = [stay for stay in self.ledger.of[tensor] if stay.tier in tiers and stay.row < before]
+        near = [stay for stay in here if stay.release >= end]
+        there = [stay for stay in near if stay.come <= start]
+        # what has not come yet is the business of law 4: here only whether the value is the right one
+        later = sorted((stay for stay in near if stay.come > start), key=lambda stay: (stay.come, stay.row))
+        went = [stay for stay in here if stay.come <= start < stay.release < end]
+        if there:
+            return there[-1]
+        if later and not went:
+            return later[0]
+        name = self.ledger.names[tensor]
+        gone = [stay.release for stay in here if stay.come <= start]
+        how = f"was given up at {max(gone)} ns" if gone else "never was there"
+        raise LawBroken(f"{what} from {start} to {end} ns reads {name!r}, which {how}")
+
+    def no_overwrite_under_way(self) -> None:
+        """Nobody reads a copy while an op writes over it."""
+        for stay, uses in self.readers.items():
+            if stay.heir is None or stay.heir.work is None:
+                continue
+            writer = stay.heir.work
+            for start, end, what in uses:
+                own = what == f"op {self.ledger.op_names[writer.op]!r}"
+                if not own and max(start, writer.start) < min(end, writer.end):
+                    op, name = self.ledger.op_names[writer.op], self.ledger.names[stay.tensor]
+                    raise LawBroken(f"{what} reads {name!r} from {start} to {end} ns while op {op!r} overwrites it")
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def values(self) -> dict[Stay, Value]:
+        """The value of every stay; `NOTHING` for one that was never filled. No recursion: traces are long."""
+        values: dict[Stay, Value] = {}
+        made: dict[Work, dict[int, Value]] = {}
+        for first in self.ledger.stays:
+            stack = [first]
+            while stack:
+                stay = stack[-1]
+                if stay in values:
+                    stack.pop()
+                    continue
+                needed = self.sources(stay)
+                missing = [one for one in needed if one not in values]
+                if missing:
+                    stack += missing
+                    continue
+                values[stay] = self.value(stay, values, made)
+                stack.pop()
+        return values
+
+    def sources(self, stay: Stay) -> list[Stay]:
+        """The stays whose values decide this one's."""
+        if stay.cause == MOVED_IN and stay.copy is not None:
+            return [self.copied[stay]]
+        if stay.cause == MADE and stay.work is not None:
+            return [self.read[key] for key in self.inputs(stay.work) if key in self.read]
+        return []
+
+    def inputs(self, work: Work) -> list[tuple[Work, int]]:
+        """What decides a run's results: its reads, and those of all members of its group."""
+        group = self.ledger.trace.op_columns.group.get(work.op)
+        works = [work]
+        if group:
+            same = [(m, self.ledger.works_of[m]) for m in self.members[group]]
+            works = [w for _, found in same for w in found if (w.start, w.end) == (work.start, work.end)]
+        return [(w, tensor) for w in works for tensor in self.ledger.trace.reads(w.op)]
+
+    def value(self, stay: Stay, values: dict[Stay, Value], made: dict[Work, dict[int, Value]]) -> Value:
+        if stay.cause == MOVED_IN:
+            return values[self.copied[stay]] if stay in self.copied else NOTHING
+        if stay.cause != MADE:
+            return first_value(stay.tensor)
+        work = stay.work
+        if work is None:
+            return NOTHING
+        if work not in made:
+            writes = self.ledger.trace.writes(work.op)
+            reads = [values.get(self.read[key], NOTHING) for key in self.inputs(work)]
+            made[work] = dict(zip(writes, op_values(work.op, reads, len(writes)), strict=True))
+        return made[work][stay.tensor]
+
+    def outputs(self, values: dict[Stay, Value]) -> None:
+        for tensor in self.ledger.trace.outputs:
+            there = [stay for stay in self.ledger.of[tensor] if stay.release == FOREVER]
+            name = self.ledger.names[tensor]
+            if not there:
+                raise LawBroken(f"output {name!r} is not there at the end")
+            for stay in there:
+                if values[stay] != self.plain[tensor]:
+                    raise LawBroken(f"output {name!r} has another value in {self.ledger.tier_names[stay.tier]!r}")

@@ -1,0 +1,244 @@
+"""ZeRO-Offload: 2M bytes down, 2M up, the update on the CPU, and weights that are right, or one step late."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import simulate
+from sim.policies import load
+from sim.trace import Trace, TraceBuilder
+from sim.trace.values import departures
+from tests.policies.offload.conftest import GB, ROOMY, facts, machine
+from tests.strategies import budgets, platforms, traces
+from workloads.transformer import transformer
+
+TINY = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 512}
+
+
+def layers(count: int, weight: int, forward: int, backward: int, *, carried: bool = True) -> Trace:
+    """Layers with a 16-bit weight of `weight` bytes, an fp32 master and state of twice that; one update each.
+
+    An update touches gradient, master, state and weight once or twice: 12 `weight` bytes as stated.
+    """
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    weights, activations = [], [x]
+    for i in range(count):
+        weights.append(b.tensor(f"w{i}", weight, "weight", layer=i, dtype="fp16"))
+        activations.append(b.tensor(f"y{i}", 1, layer=i))
+        b.op(f"f{i}", "matmul", reads=[activations[i], weights[i]], writes=[activations[-1]], layer=i, duration=forward)
+    above = b.tensor("d", 1, "temporary")
+    b.op("loss", "loss", reads=[activations[-1]], writes=[above], phase="backward", duration=0)
+    gradients = []
+    for i in reversed(range(count)):
+        below, gradient = b.tensor(f"d{i}", 1, "temporary"), b.tensor(f"g{i}", weight, "gradient", layer=i)
+        b.op(
+            f"f{i}.bwd",
+            "matmul",
+            reads=[above, activations[i], weights[i]],
+            writes=[below, gradient],
+            phase="backward",
+            layer=i,
+            duration=backward,
+        )
+        above = below
+        gradients.append(gradient)
+    for i, gradient in enumerate(reversed(gradients)):
+        states = [b.tensor(f"{what}{i}", 2 * weight, "optimizer_state", dtype="fp32") for what in ("master", "m")]
+        fresh = [b.tensor(f"{what}{i}.new", 2 * weight, "optimizer_state", replaces=old)
+                 for what, old in zip(("master", "m"), states)]  # fmt: skip
+        fresh.append(b.tensor(f"w{i}.new", weight, "weight", replaces=weights[i]))
+        # a duration measured on the accelerator, which says nothing about the CPU
+        b.op(f"adam{i}", "optimizer", reads=[gradient, *states], writes=fresh, phase="update", bytes=12 * weight,
+             duration=1)  # fmt: skip
+    return b.build() if carried else b.build(carry=())
+
+
+def test_every_copy_and_update_runs_when_the_hand_drawn_timeline_says(run) -> None:
+    # 3 layers, weights of 10 bytes, links of 1 B/ns, the CPU at 4 B/ns: an update takes 30 ns, a copy 10
+    done = run(layers(3, 10, 20, 40), "zero_offload", on=machine(cpu_rate=4 * GB))
+    assert done.moves == [
+        ("d2h", "g2", 100, 110),
+        ("d2h", "g1", 140, 150),
+        ("d2h", "g0", 180, 190),
+        ("h2d", "w0.new.up", 220, 230),
+        ("h2d", "w1.new.up", 250, 260),
+        ("h2d", "w2.new.up", 280, 290),
+    ]
+    assert done.ran("f0", "f2.bwd", "adam0", "adam1", "adam2") == [(0, 20), (60, 100), (190, 220), (220, 250), (250, 280)]
+    assert done.time == 290
+    assert done.result.log.counters["implicit_moves"] == 0
+    assert done.result.log.counters["returned_moves"] == 0
+
+
+@pytest.mark.parametrize("cpu_rate", [1, 3, 12, 100])
+@pytest.mark.parametrize("link", [1, 2, 10])
+@pytest.mark.parametrize("backward", [5, 40])
+def test_time_is_forward_backward_tail_and_the_longer_of_updates_and_copies_up(cpu_rate, link, backward, run) -> None:
+    count, weight = 5, 60
+    on = machine(rate=link * GB, cpu_rate=cpu_rate * GB)
+    done = run(layers(count, weight, 20, backward), "zero_offload", on=on)
+    copy, adam = -(-weight // link), -(-12 * weight // cpu_rate)
+    compute = count * (20 + backward)
+    # gradients queue behind each other on the link; the last one's end is the tail
+    down = 0
+    for i in range(count):
+        down = max(down, count * 20 + (i + 1) * backward) + copy
+    tail = down - compute
+    assert done.time == compute + tail + max(count * adam + copy, adam + count * copy)
+
+
+@pytest.mark.parametrize("cpu_rate", [1, 3, 12, 100])
+@pytest.mark.parametrize("backward", [5, 40, 400])
+def test_a_delayed_update_runs_beside_forward_and_backward(cpu_rate, backward, run) -> None:
+    count, weight = 5, 60
+    on = machine(cpu_rate=cpu_rate * GB)
+    trace = layers(count, weight, 20, backward)
+    done = run(trace, "zero_offload", on=on, delayed=True)
+    copy, adam = weight, 12 * weight // cpu_rate
+    down = 0
+    for i in range(count):
+        down = max(down, count * 20 + (i + 1) * backward) + copy
+    # nothing waits: the last gradient is down, and the last weight is up, beside the device's work
+    assert done.time == max(down, max(count * adam + copy, adam + count * copy))
+    assert done.ran(f"f{count - 1}", "f0.bwd")[1][1] == count * (20 + backward)
+    assert done.time <= run(trace, "zero_offload", on=on).time
+
+
+def test_a_step_of_a_transformer_copies_2m_bytes_down_and_2m_up(run) -> None:
+    for optimizer in ("adamw_fused", "adamw_foreach", "adamw_loop", "sgd_momentum"):
+        trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer=optimizer)
+        elements = trace.meta["parameters"]
+        done = run(trace, "zero_offload")
+        assert sum(done.out.values()) == sum(done.back.values()) == 2 * elements
+        assert done.result.log.counters["implicit_moves"] == 0
+        assert not departures(done.result.plan.trace, trace)
+    delayed = run(transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused"),
+                  "zero_offload", delayed=True)  # fmt: skip
+    assert sum(delayed.out.values()) == sum(delayed.back.values()) == 2 * elements
+
+
+def test_the_device_holds_16_bit_weights_and_no_more_of_the_model(run) -> None:
+    trace = transformer(TINY, batch=1, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    elements, inputs = trace.meta["parameters"], 2 * 32 * 8  # token ids and labels, int64
+    done = run(trace, "zero_offload")
+    changes = done.result.memory.query("tier == 'hbm'")
+    start = changes[(changes.time_ns == 0) & (changes.cause == "placed")]
+    assert start.delta_bytes.sum() == 2 * elements + inputs
+    assert changes.used_bytes.iloc[-1] == 2 * elements + inputs
+    # the host: 12 bytes of states, 2 of gradients, 2 of weights, and what is on its way up; step counters
+    assert 16 * elements <= done.host_peak <= 18 * elements + 4 * 100
+    assert run(trace, "keep_all").peak - done.peak >= 12 * elements
+
+
+def test_a_bucket_leaves_when_it_is_full_and_the_last_one_at_the_end(run) -> None:
+    on = machine(cpu_rate=4 * GB)
+    done = run(layers(3, 10, 20, 40), "zero_offload", on=on, bucket="20 B")
+    assert done.moves[:3] == [("d2h", "g1", 140, 150), ("d2h", "g2", 150, 160), ("d2h", "g0", 180, 190)]
+    whole = run(layers(3, 10, 20, 40), "zero_offload", on=on, bucket=1000)
+    assert [move[2:] for move in whole.moves[:3]] == [(180, 190), (190, 200), (200, 210)]
+    assert whole.time == done.time + 20
+
+
+def test_final_weights_are_those_of_the_plain_run(run) -> None:
+    trace = layers(3, 10, 20, 40)
+    assert not departures(run(trace, "zero_offload").result.plan.trace, trace)
+    assert load("zero_offload").lossless
+    assert not load("zero_offload", delayed=True).lossless
+
+
+def test_a_delayed_update_departs_in_its_updates_alone(run) -> None:
+    trace = layers(3, 10, 20, 40)
+    found = departures(run(trace, "zero_offload", delayed=True).result.plan.trace, trace)
+    assert sorted(d.op for d in found if d.op) == ["adam0", "adam1", "adam2"]
+    assert {d.what for d in found if d.op} == {"stale"}
+
+
+def test_delayed_weights_are_those_of_gradients_one_step_late(run) -> None:
+    trace = layers(3, 10, 20, 40)
+    rewritten = run(trace, "zero_offload", delayed=True).result.plan.trace
+    names = list(rewritten.tensor_columns.name)
+    state = {t: f"start of {names[t].removesuffix('.cpu')}" for t in range(len(names)) if rewritten.producer[t] < 0}
+    # by hand: gradients of step k from the weights of step k, updates of step k with gradients of step k - 1
+    weights: dict[str, str] = {f"w{i}": f"start of w{i}" for i in range(3)}
+    states = {f"{what}{i}": f"start of {what}{i}" for what in ("master", "m") for i in range(3)}
+    before = {f"g{i}": f"start of g{i}.before" for i in range(3)}
+    for _ in range(4):
+        values = _values(rewritten, state)
+        state = {**state, **{first: values[last] for last, first in rewritten.carry}}
+        known = _values(trace, {t: {**weights, **states, "x": "start of x"}.get(trace.tensors[t].name, "") for t in
+                                range(len(trace.tensors)) if trace.producer[t] < 0})  # fmt: skip
+        late = {trace.tensor_id(name): value for name, value in before.items()}
+        updated = _values(trace, known, late)
+        before = {name: known[trace.tensor_id(name)] for name in before}
+        weights = {name: updated[trace.tensor_id(f"{name}.new")] for name in weights}
+        states = {name: updated[trace.tensor_id(f"{name}.new")] for name in states}
+        for name, value in weights.items():
+            assert values[names.index(f"{name}.new.up")] == values[names.index(f"{name}.new")] == value
+
+
+def _values(trace: Trace, start: Mapping[int, str], given: Mapping[int, str] | None = None) -> dict[int, str]:
+    """What each tensor is: a hash of the name of its op and of what that read. given: what no op may change."""
+    values = dict(start) | dict(given or {})
+    for op in trace.ops:
+        read = hashlib.sha256(" ".join([op.name, *(values[t] for t in op.reads)]).encode()).hexdigest()
+        for t in op.writes:
+            if t not in (given or {}):
+                # the copy that goes up is the new weight
+                values[t] = f"{trace.tensors[t].name.removesuffix('.up')}:{read}"
+    return values
+
+
+def test_weights_that_nothing_carries_go_up_all_the_same(run) -> None:
+    done = run(layers(2, 10, 20, 40, carried=False), "zero_offload")
+    assert done.back == {"w0.new.up": 10, "w1.new.up": 10}
+
+
+def test_a_trace_without_update_is_left_alone(run) -> None:
+    b = TraceBuilder()
+    w, y = b.tensor("w", 10, "weight"), b.tensor("y", 10)
+    b.op("f", "matmul", reads=[w], writes=[y], duration=10)
+    trace = b.build()
+    assert run(trace, "zero_offload").result.plan.trace is trace
+
+
+def test_what_is_wrong_is_named() -> None:
+    trace = layers(2, 10, 20, 40)
+    with pytest.raises(PolicyError, match="bucket"):
+        simulate(trace, machine(), "zero_offload", bucket="50 MBit")
+    with pytest.raises(PolicyError, match="toy has no host tier"):
+        simulate(trace, machine(host=False), "zero_offload")
+    with pytest.raises(PolicyError, match="toy has no engine 'cpu'"):
+        on = machine()
+        simulate(trace, type(on)("toy", on.tiers, on.engines[:1], on.links), "zero_offload")
+    foreach = transformer(TINY, batch=1, sequence=32, precision="mixed_fp16", optimizer="adamw_foreach")
+    with pytest.raises(PolicyError, match=r"delayed: update .* reads what .* makes"):
+        simulate(foreach, machine(), "zero_offload", delayed=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_it_keeps_any_budget_and_what_it_sends_is_what_the_update_needs(data: st.DataObject) -> None:
+    trace, platform = data.draw(traces(cpu=False, update=True)), data.draw(platforms(host=True))
+    delayed, bucket = data.draw(st.booleans()), data.draw(st.sampled_from([0, 600, 1 << 20]))
+    budget = data.draw(st.one_of(st.just(ROOMY), budgets(trace)))
+    try:
+        result = simulate(trace, platform, "zero_offload", budget=budget, delayed=delayed, bucket=bucket)
+    except OutOfMemory:
+        return
+    done = facts(result)
+    if not delayed:
+        assert not departures(result.plan.trace, trace)
+    size = trace.tensor_columns.bytes
+    updates = [op for op in trace.ops if op.phase == "update"]
+    down = {t for op in updates for t in op.reads if trace.ops[trace.producer[t]].phase == "backward" and trace.producer[t] >= 0}
+    up = {t for op in updates for t in op.writes if trace.tensors[t].role == "weight"}
+    assert sum(done.out.values()) == sum(int(size[t]) for t in down)
+    assert sum(done.back.values()) == sum(int(size[t]) for t in up)
+    assert result.log.counters["implicit_moves"] == 0

@@ -1,0 +1,286 @@
+"""DTR (ICLR 2021): the authors' prototype simulator, op for op and nanosecond for nanosecond.
+
+The tables were made with that prototype as it is: chains of unit ops with a number of slots, and a
+transformer stack with costs in whole nanoseconds. What is recomputed after the last op of the trace, to
+have its outputs at the end, is no part of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+from math import ceil, sqrt
+
+import pytest
+
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import problem_for, simulate
+from sim.policies import load
+from sim.policies.evictable import lineage_of
+from sim.trace import TraceBuilder
+from tests.policies.recompute.dtr_runs import cut, loose, one_tier, run
+from workloads.synthetic import random_dag, uniform_chain, w1
+
+DTR, EQ, LOCAL, LRU = {"heuristic": "dtr"}, {"heuristic": "dtr_eq"}, {"heuristic": "local"}, {"heuristic": "lru"}
+SIZE, MSPS, TIMELESS = {"heuristic": "size"}, {"heuristic": "msps"}, {"heuristic": "dtr", "staleness": "none"}
+
+# ---- chains: extra ops over 2 n ------------------------------------------------------------------
+
+LAST = [
+    (16, 8, (DTR, EQ), 8), (16, 8, (TIMELESS,), 13), (16, 8, (MSPS,), 9), (16, 8, (LOCAL, LRU), 11),
+    (16, 8, (SIZE,), 44),
+    (64, 16, (DTR, EQ), 49), (64, 16, (TIMELESS,), 74), (64, 16, (MSPS,), 60), (64, 16, (LOCAL, LRU), 161),
+    (64, 16, (SIZE,), 1224),
+    (256, 32, (DTR, EQ), 230), (256, 32, (TIMELESS,), 373), (256, 32, (MSPS,), 304), (256, 32, (LOCAL, LRU), 1982),
+    (64, 6, (DTR, EQ), 196), (64, 6, (TIMELESS,), 284), (64, 6, (MSPS,), 159), (64, 6, (LOCAL, LRU), 889),
+    (64, 6, (SIZE,), 1769),
+    (256, 8, (DTR, EQ), 1107), (256, 8, (TIMELESS,), 3403), (256, 8, (MSPS,), 888),
+    (1024, 64, (DTR, EQ), 988), (1024, 64, (TIMELESS,), 1716), (1024, 64, (MSPS,), 1469),
+]  # fmt: skip
+LAST_LONG = [
+    (1024, 64, (LOCAL, LRU), 26604),
+    (1024, 10, (DTR, EQ), 5064), (1024, 10, (TIMELESS,), 23576), (1024, 10, (MSPS,), 9870),
+]  # fmt: skip
+FIRST = [
+    (DTR, (8, 49, 230, 177, 979)),
+    (TIMELESS, (10, 55, 312, 238, 2936)),
+    (MSPS, (8, 51, 257, 208, 1189)),
+    (LRU, (10, 108, 952, 450, 5250)),
+]
+
+
+@pytest.mark.parametrize(("n", "slots", "heuristics", "extra"), LAST)
+def test_chain_recomputes_what_the_prototype_does(n, slots, heuristics, extra):
+    for heuristic in heuristics:
+        assert run(uniform_chain(n), slots, **heuristic).recomputed == extra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "slots", "heuristics", "extra"), LAST_LONG)
+def test_long_chain_recomputes_what_the_prototype_does(n, slots, heuristics, extra):
+    for heuristic in heuristics:
+        assert run(uniform_chain(n), slots, **heuristic).recomputed == extra
+
+
+@pytest.mark.parametrize(("heuristic", "extra"), FIRST)
+def test_chain_where_the_first_of_equals_goes(heuristic, extra):
+    cases = ((16, 8), (64, 16), (256, 32), (64, 6), (256, 8))
+    found = [run(uniform_chain(n), slots, ties="first", **heuristic).recomputed for n, slots in cases]
+    assert tuple(found) == extra
+
+
+def test_chain_of_64_by_number_of_slots():
+    printed = {4: 1772, 5: 321, 6: 196, 7: 129, 8: 102, 10: 80, 12: 63, 16: 49, 24: 40, 32: 32}
+    assert {slots: run(uniform_chain(64), slots, **DTR).recomputed for slots in printed} == printed
+
+
+def test_least_number_of_slots_is_three():
+    assert run(uniform_chain(16), 3, **DTR).recomputed == 93
+    assert run(uniform_chain(64), 3, **DTR).recomputed == 1897
+    with pytest.raises(OutOfMemory):
+        run(uniform_chain(16), 2, **DTR)
+
+
+@pytest.mark.parametrize(("deallocation", "full", "local"), [
+    ("ignore", 666, 3933), ("eager", 227, 1982), ("banish", 227, 1982),
+])  # fmt: skip
+def test_chain_by_what_happens_to_the_dead(deallocation, full, local):
+    chain = uniform_chain(256)
+    assert run(chain, 32, staleness="neighbourhood", deallocation=deallocation, **DTR).recomputed == full
+    assert run(chain, 32, deallocation=deallocation, **LOCAL).recomputed == local
+
+
+@pytest.mark.parametrize("n", [9, 25, 49, 100, 144, 400, 900])
+def test_extra_ops_stay_linear_with_two_sqrt_n_slots(n):
+    assert run(uniform_chain(n), ceil(2 * sqrt(n)), **EQ).recomputed <= n
+
+
+# ---- the transformer stack W1 ----------------------------------------------------------------------
+
+PEAK = {4: 1_283_457_024, 12: 3_632_267_264, 24: 7_155_482_624}
+IDEAL = {4: 20_346_933, 12: 61_107_909, 24: 122_249_373}
+STACK = [
+    (4, "0.8", (1_280_236, 1_280_236, 930_926, 1_291_420, 1_500_488, 357_917)),
+    (4, "0.6", (2_581_118, 2_581_118, 11_260_560, 3_486_230, 2_780_722, 2_231_807)),
+    (12, "0.8", (3_112_832, 3_112_832, 2_703_298, 4_611_597, 3_179_934, 984_269)),
+]
+
+
+@pytest.mark.parametrize(("layers", "ratio", "printed"), STACK)
+def test_transformer_stack_recomputes_what_the_prototype_does(layers, ratio, printed):
+    trace, budget = loose(w1(layers)), int(PEAK[layers] * Fraction(ratio))
+    assert sum(op.duration for op in trace.ops) == IDEAL[layers]
+    found = [run(trace, budget, **heuristic).recompute_ns for heuristic in (DTR, EQ, LOCAL, LRU, SIZE, MSPS)]
+    assert tuple(found) == printed
+
+
+def test_deeper_stack_has_the_printed_overheads():
+    trace, budget = loose(w1(24)), int(PEAK[24] * Fraction("0.8"))
+    found = [1 + run(trace, budget, **h).recompute_ns / IDEAL[24] for h in (DTR, LOCAL, LRU, SIZE, MSPS)]
+    assert [round(x, 4) for x in found] == [1.0482, 1.0439, 1.0762, 1.0520, 1.0168]
+
+
+def test_unlimited_memory_recomputes_nothing_and_peaks_as_printed():
+    story = run(loose(w1(4)), 1 << 50, **EQ)
+    assert story.recomputed == 0
+    assert story.peak == PEAK[4]
+
+
+def test_weight_gradients_are_left_alone():
+    trace = w1(4)
+    story = run(trace, int(PEAK[4] * Fraction("0.8")), **EQ)
+    roles = {trace.tensors[t].role for t in story.dropped}
+    assert roles == {"activation", "temporary"}
+    assert story.recomputed > 0
+
+
+# ---- online ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", [DTR, EQ, LOCAL, LRU, SIZE, MSPS, {"heuristic": "random"}])
+@pytest.mark.parametrize("count", [30, 45, 60])
+def test_choices_do_not_change_when_the_trace_is_cut(parameters, count):
+    trace = loose(w1(4))
+    budget = int(PEAK[4] * Fraction("0.5"))
+    whole, part = run(trace, budget, **parameters), run(cut(trace, count), budget, **parameters)
+    assert part.ran == whole.ran[: len(part.ran)]
+    assert part.names == whole.names[: len(part.names)]
+    assert len(part.names) > 5
+
+
+def test_same_seed_same_log_and_another_seed_another():
+    trace, platform = loose(w1(4)), one_tier(int(PEAK[4] * Fraction("0.6")))
+    logs = [simulate(trace, platform, "dtr", heuristic="random", seed=seed).log for seed in (1, 1, 2)]
+    assert logs[0] == logs[1]
+    assert logs[0] != logs[2]
+
+
+def test_plan_can_be_pickled_and_run_again():
+    trace, platform = uniform_chain(64), one_tier(16)
+    plan = load("dtr").plan(problem_for(trace, platform))
+    assert type(pickle.loads(pickle.dumps(plan.online))()) is type(plan.online())
+    story = run(trace, 16)
+    assert story.log == run(trace, 16).log
+
+
+# ---- options ---------------------------------------------------------------------------------------
+
+
+def _big_and_small():
+    """Two tensors of 40 B and one of 1 B, all read once more; the small one is the stalest and cheapest."""
+    b = TraceBuilder()
+    names = [("small", 1, 1), ("big0", 40, 10), ("big1", 40, 10), ("last", 40, 10)]
+    made = [b.tensor(name, size) for name, size, _ in names]
+    for t, (name, _, ns) in zip(made, names, strict=True):
+        b.op(f"make_{name}", writes=[t], duration=ns)
+    b.op("read", reads=made[::-1][:1], writes=[b.tensor("y", 1)], duration=10)
+    for t, (name, _, _) in zip(made, names, strict=True):
+        b.op(f"read_{name}", reads=[t], writes=[b.tensor(f"y_{name}", 1)], duration=10)
+    return b.build(outputs=[], carry=())
+
+
+def test_small_tensors_are_passed_over_if_asked():
+    trace = _big_and_small()
+    small = trace.tensor_id("small")
+    assert small in run(trace, 120, heuristic="lru").dropped[:2]
+    assert small not in run(trace, 120, heuristic="lru", ignore_small=0.5).dropped[:2]
+
+
+def test_a_sample_makes_other_choices_and_still_fits():
+    trace, budget = loose(w1(12)), int(PEAK[12] * Fraction("0.6"))
+    all_of_them, some = run(trace, budget), run(trace, budget, sample=True)
+    assert some.dropped != all_of_them.dropped
+    assert some.recompute_ns > all_of_them.recompute_ns
+
+
+def test_ablations_change_the_choice():
+    trace, budget = loose(w1(4)), int(PEAK[4] * Fraction("0.6"))
+    found = {
+        tuple(run(trace, budget, heuristic=h, by_size=size, staleness=stale).dropped)
+        for h in ("dtr", "local", "none")
+        for size in (True, False)
+        for stale in ("own", "none")
+    }
+    assert len(found) == 12
+
+
+def test_without_cost_and_size_staleness_is_lru():
+    trace, budget = loose(w1(4)), int(PEAK[4] * Fraction("0.8"))
+    assert run(trace, budget, heuristic="none", by_size=False).dropped == run(trace, budget, heuristic="lru").dropped
+
+
+@pytest.mark.parametrize("allocator", ["pool", "caching"])
+def test_allocators_with_addresses_ask_until_a_hole_is_large_enough(allocator):
+    trace = loose(w1(2))
+    unit = max(t.bytes for t in trace.tensors)
+    budget = int(run(trace, 1 << 50).peak * 0.75) // unit * unit
+    story = run(trace, budget, allocator=allocator)
+    assert story.recomputed > 0
+
+
+@pytest.mark.parametrize(("parameters", "text"), [
+    ({"heuristic": "dtr_eg"}, "heuristic: 'dtr_eg' is unknown .did you mean 'dtr_eq'"),
+    ({"deallocation": "eagre"}, "did you mean 'eager'"),
+    ({"ties": "middle"}, "ties: 'middle' is unknown"),
+    ({"heuristic": "lru", "staleness": "neighbourhood"}, "goes with heuristic 'dtr', not 'lru'"),
+    ({"ignore_small": -1.0}, "less than 0"),
+])  # fmt: skip
+def test_wrong_parameters_are_named(parameters, text):
+    with pytest.raises(PolicyError, match=text):
+        load("dtr", **parameters)
+
+
+# ---- what cannot be made again -----------------------------------------------------------------------
+
+
+def test_what_depends_on_a_weight_is_made_again_before_the_weight_is_overwritten():
+    b = TraceBuilder()
+    w, x = b.tensor("w", 10, "weight"), b.tensor("x", 10, "input")
+    y, z = b.tensor("y", 40), b.tensor("z", 40)
+    new = b.tensor("w1", 10, "weight", replaces=w)
+    b.op("f", reads=[w, x], writes=[y], duration=10)
+    b.op("wide", reads=[x], writes=[z], workspace=20, duration=10)
+    b.op("use", reads=[z], writes=[b.tensor("u", 1)], duration=10)
+    b.op("step", "optimizer", phase="update", reads=[w], writes=[new], duration=10)
+    b.op("late", reads=[y], writes=[b.tensor("v", 1)], phase="update", duration=10)
+    story = run(b.build(), 105)
+    assert story.dropped[0] == y
+    assert story.ran == [(0, False), (1, False), (2, False), (0, True), (3, False), (4, False)]
+
+
+def test_a_result_in_place_is_kept_until_what_was_made_from_it_is_dead():
+    # g overwrites a in place, so that b cannot be made again; c, made from b, is evicted when b dies
+    b = TraceBuilder()
+    a = b.tensor("a", 40)
+    inplace = b.tensor("b", 40, replaces=a)
+    c, d, e = b.tensor("c", 40), b.tensor("d", 60), b.tensor("e", 1)
+    b.op("f", writes=[a], duration=10)
+    b.op("g", reads=[a], writes=[inplace], duration=10)
+    b.op("h", reads=[inplace], writes=[c], duration=10)
+    b.op("i", writes=[d], duration=10)
+    b.op("j", reads=[inplace, d], writes=[e], duration=10)
+    b.op("k", reads=[c], writes=[b.tensor("y", 1)], duration=10)
+    b.op("l", writes=[b.tensor("z", 1)], duration=10)
+    story = run(b.build(outputs=[], carry=()), 130)
+    assert story.dropped[0] == c
+    assert [op for op, again in story.ran if again] == [2]
+    assert inplace in story.dropped  # once c was there again
+
+
+def test_received_and_updated_tensors_are_no_candidates():
+    trace = random_dag(12, 3)
+    line = lineage_of(problem_for(trace, one_tier(1 << 40)))
+    for t in trace.tensors:
+        if line.evictable[t.id]:
+            assert t.role in ("activation", "temporary")
+            assert trace.ops[line.producer[t.id]].phase != "update"
+
+
+@pytest.mark.parametrize(("deallocation", "percent"), [("ignore", 90), ("eager", 70), ("banish", 70)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_whole_iterations_with_updates_run_to_the_end(seed, deallocation, percent):
+    trace = random_dag(40, seed, weights=0.2)
+    budget = run(trace, 1 << 50).peak * percent // 100
+    story = run(trace, budget, deallocation=deallocation)
+    assert [op for op, again in story.ran if not again] == list(range(len(trace.ops)))
+    assert story.recomputed > 0

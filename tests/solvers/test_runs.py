@@ -1,0 +1,145 @@
+"""Orders of runs: legal whatever is run again, exact in the peak that they foretell."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.engine.replay import replay
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import WHY
+from sim.plan import Plan
+from sim.solvers.runs import Ledger, backward_slice, runs
+from sim.trace import Trace, TraceBuilder
+from workloads.synthetic import chain, random_dag, uniform_chain
+
+ROOMY = 1 << 60
+
+
+def machine(devices: int = 1) -> Platform:
+    tiers = tuple(Tier(f"hbm{d}", ROOMY, ROOMY, 10**9, device=d) for d in range(devices))
+    engines = tuple(Engine(f"npu{d}", d, f"hbm{d}", (f"hbm{d}",), {"fp32": 10**9}) for d in range(devices))
+    links = tuple(
+        Link(f"l{a}{b}", f"hbm{a}", f"hbm{b}", 10**9) for a in range(devices) for b in range(devices) if a != b
+    )
+    return Platform("toy", tiers, engines, links)
+
+
+def replayed(trace: Trace, found, devices: int = 1):
+    log = replay(Plan(trace, found.actions()), machine(devices))
+    assert log.counters["ignored_actions"] == 0
+    assert log.counters["implicit_recomputes"] == 0
+    return log
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 20), count=st.integers(0, 30), prune=st.booleans())
+def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, count, prune):
+    trace = random_dag(ops, seed)
+    draw = random.Random(seed)
+    ledger = Ledger(trace)
+    again: dict[int, list[int]] = {}
+    for _ in range(count):
+        again.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
+    found = runs(ledger, again, prune=prune)
+    log = replayed(trace, found)
+    assert int(np.cumsum(log.change("delta")).max()) == found.peak()
+    assert int((log.interval("why") == WHY["recompute"]).sum()) == found.reruns()
+    assert log.interval("op").tolist() == [op for op, _ in found.steps]
+
+
+def test_a_tensor_goes_after_the_last_read_before_it_is_made_again():
+    trace = chain([1] * 3, [1] * 3, [1] * 4, [1] * 3)
+    name = trace.op_id
+    found = runs(Ledger(trace), {name("b1"): [name("f0")]})
+    drops = [(trace.op_columns.name[op], gone) for (op, _), gone in zip(found.steps, found.drops, strict=True) if gone]
+    assert drops == [("f1", [trace.tensor_id("x1")])]
+
+
+def test_what_is_read_after_an_overwrite_does_not_run_again():
+    b = TraceBuilder()
+    w, x = b.tensor("w", 4, "weight"), b.tensor("x", 4, "input")
+    y, z = b.tensor("y", 4), b.tensor("z", 4)
+    new = b.tensor("w.new", 4, "weight", replaces=w)
+    f = b.op("f", reads=[w, x], writes=[y], duration=1)
+    step = b.op("step", phase="update", reads=[w], writes=[new], duration=1)
+    late = b.op("late", reads=[y], writes=[z], phase="update", duration=1)
+    trace = b.build(outputs=[new, z])
+    ledger = Ledger(trace)
+    assert ledger.can_run_again(f, step)
+    assert not ledger.can_run_again(f, late)
+    assert not ledger.can_run_again(step, late)
+    assert runs(ledger, {late: [f, step]}).reruns() == 0
+
+
+def test_pruning_leaves_out_what_nobody_reads():
+    trace = uniform_chain(4)
+    ledger = Ledger(trace)
+    anchor = trace.op_id("b2")
+    again = {anchor: [trace.op_id("f0"), trace.op_id("f3")]}
+    assert runs(ledger, again).reruns() == 2
+    # b1 reads what f0 makes, nobody reads what f3 makes
+    pruned = runs(ledger, again, prune=True)
+    assert [trace.op_columns.name[op] for op, at in pruned.steps if at >= 0] == ["f0"]
+
+
+def test_held_tensors_go_later():
+    trace = chain([1] * 3, [1] * 3, [1] * 4, [1] * 3)
+    name, ledger = trace.op_id, Ledger(trace)
+    again = {name("b1"): [name("f0")]}
+    found = runs(ledger, again, hold={trace.tensor_id("x1"): name("f2")})
+    gone = [trace.op_columns.name[op] for (op, _), drops in zip(found.steps, found.drops, strict=True) if drops]
+    assert gone == ["f2"]
+    replayed(trace, found)
+
+
+def test_slice_is_what_the_wanted_tensors_need():
+    trace = uniform_chain(5)
+    ledger = Ledger(trace)
+    ops = [trace.op_id(f"f{i}") for i in range(5)]
+    assert backward_slice(ledger, ops[1:], [trace.tensor_id("f2.out")]) == ops[1:3]
+
+
+def collective_pair() -> Trace:
+    """Two devices: each makes a part, all-reduces it, and needs the sum in backward."""
+    b = TraceBuilder()
+    sums, parts = [], []
+    for d in range(2):
+        x = b.tensor(f"x{d}", 8, "input")
+        parts.append(b.tensor(f"p{d}", 8))
+        sums.append(b.tensor(f"s{d}", 8))
+        b.op(f"f{d}", reads=[x], writes=[parts[d]], device=d, layer=0, duration=5)
+    for d in range(2):
+        b.op(f"sum{d}", "collective", reads=[parts[d]], writes=[sums[d]], device=d, layer=0, group="g", bytes=8)
+    for d in range(2):
+        y = b.tensor(f"y{d}", 8)
+        b.op(f"use{d}", reads=[sums[d]], writes=[y], device=d, layer=0, duration=5)
+        g = b.tensor(f"grad{d}", 8, "temporary")
+        b.op(f"b{d}", phase="backward", reads=[y, sums[d]], writes=[g], device=d, layer=0, duration=5)
+    return b.build(outputs=(), carry=())
+
+
+def test_collectives_run_again_together_or_not_at_all():
+    trace = collective_pair()
+    ledger = Ledger(trace)
+    name = trace.op_id
+    both = {name(f"b{d}"): [name(f"f{d}"), name(f"sum{d}")] for d in range(2)}
+    log = replayed(trace, runs(ledger, both), devices=2)
+    assert int((log.interval("why") == WHY["recompute"]).sum()) == 2  # the log calls a collective a move
+    assert int((log.interval("why") == WHY["move"]).sum()) == 4  # two links, twice
+    alone = runs(ledger, {name("b0"): [name("f0"), name("sum0")]})
+    assert alone.reruns() == 1
+    replayed(trace, alone, devices=2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_run_again_is_the_plain_run(seed):
+    trace = random_dag(12, seed)
+    found = runs(Ledger(trace), {})
+    assert found.actions() == ()
+    log = replayed(trace, found)
+    assert found.peak() == int(np.cumsum(log.change("delta")).max())

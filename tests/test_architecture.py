@@ -1,0 +1,89 @@
+"""Which part may import which: the arrows of the README's picture, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
+MAY_IMPORT = {
+    "sim.errors": {"sim.log"},  # for its type alone
+    "sim.units": {"sim.errors"},
+    "sim.trace": {"sim.errors", "sim.units"},
+    "sim.hardware": WORDS,
+    "sim.log": {"sim.trace", "sim.hardware"},
+    "sim.plan": WORDS | {"sim.log"},
+    "sim.solvers": WORDS | {"sim.plan"},
+    "sim.policies": WORDS | {"sim.plan", "sim.solvers", "sim.log"},
+    "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
+    "sim.analysis": WORDS | {"sim.log"},
+    "sim.report": WORDS | {"sim.analysis", "sim.log"},
+    "workloads": WORDS,
+    "hardware_profiles": set(),
+}
+"""What each part may import of the others; what is not named here (experiment, cli, …) ties parts together."""
+EXCEPTIONS = {"sim/report/listings.py": {"sim.policies", "workloads"}}  # lists policies and models for the command line
+LEAVES = {"simpy": {"sim.engine"}, "sim.cli": {"sim.__main__"}, "torch": set(), "tests": set()}
+"""What only these parts may import."""
+
+
+def sources(*folders):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def part(module):
+    names = module.split(".")
+    return ".".join(names[:2]) if names[0] == "sim" else names[0]
+
+
+def imported(path):
+    """(line, part) of each import of a file, those inside functions included."""
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    own = part(module)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [node.module or ""]
+            if node.module == "sim":  # `from sim import trace` is an import of sim.trace
+                names = [f"sim.{alias.name}" for alias in node.names]
+        yield from ((node.lineno, part(name)) for name in names if part(name) != own)
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_a_part_imports_only_what_its_arrows_allow(name):
+    wrong = []
+    for path in sources("sim", "workloads", "hardware_profiles"):
+        where = path.relative_to(ROOT).as_posix()
+        if part(where.removesuffix(".py").replace("/", ".")) != name:
+            continue
+        allowed = MAY_IMPORT[name] | EXCEPTIONS.get(where, set())
+        ours = {"sim", "workloads", "hardware_profiles", "simpy"}
+        wrong += [f"{where}:{line}: {to}" for line, to in imported(path) if to.split(".")[0] in ours - allowed - {"sim"}]
+        wrong += [f"{where}:{line}: {to}" for line, to in imported(path) if to.startswith("sim.") and to not in allowed]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_only_these_parts_import_it(name):
+    users = {
+        part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for path in sources("sim", "workloads", "hardware_profiles")
+        if name in {to for _, to in imported(path)}
+    }
+    assert users <= LEAVES[name]
+
+
+def test_the_rules_name_parts_that_exist():
+    there = {part(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in sources("sim", "workloads")}
+    assert set(MAY_IMPORT) - {"hardware_profiles"} <= there
+    assert all((ROOT / path).is_file() for path in EXCEPTIONS)
+
+
+def test_engine_and_policies_meet_in_the_plan_alone():
+    for name, other in (("sim.engine", "sim.policies"), ("sim.policies", "sim.engine")):
+        assert other not in MAY_IMPORT[name]
+        assert not [path for path in sources(name.replace(".", "/")) if other in {to for _, to in imported(path)}]

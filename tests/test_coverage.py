@@ -1,0 +1,88 @@
+"""The table of what the sources name is true of the tree, and its page is what the table makes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sim.policies import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+coverage = load(ROOT / "docs" / "make_coverage.py")
+TABLE = coverage.load_table()
+ITEMS = coverage.items(TABLE)
+
+
+def test_the_table_has_no_problems():
+    assert coverage.problems(TABLE) == []
+
+
+def test_the_page_is_what_the_table_makes():
+    page = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    assert page == coverage.page(TABLE), "run python docs/make_coverage.py"
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["item"][:40])
+def test_an_item_has_a_status_and_its_files_are_there(item):
+    assert coverage.status_of(item) in coverage.STATUSES
+    there, missing = coverage.carriers(item)
+    assert all((ROOT / path).is_file() for path in there)
+    if coverage.status_of(item) == "done":
+        assert there
+        assert not missing
+    if coverage.status_of(item) in ("left out", "context"):
+        assert item["note"]
+
+
+def test_every_policy_of_the_tree_stands_in_the_table():
+    named = {name for item in ITEMS for name in item.get("policies", ())}
+    named |= {Path(path).stem for item in ITEMS for path in item.get("files", ())}
+    folders = [ROOT / "sim" / "policies" / family for family in FAMILIES]
+    there = {path.stem for folder in folders for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    assert there - named == set()
+
+
+def test_every_profile_of_the_tree_stands_in_the_table_or_is_a_composite():
+    named = {Path(path).stem for item in ITEMS for path in item.get("files", ()) if path.startswith("hardware_profiles")}
+    there = {path.stem for path in (ROOT / "hardware_profiles").glob("*.toml")}
+    assert there - named <= {"h200", "pcie_domestic_low"}
+
+
+def test_every_source_is_one_of_the_three():
+    for item in ITEMS:
+        source = item["source"]
+        assert any(name in source for name in TABLE["sources"]) or source.startswith(("all", "baseline", "not named"))
+
+
+def problem_of(**changes):
+    item = {"item": "x", "source": "survey 1", "files": ["README.md"]} | changes
+    return coverage.problems({"group": [{"items": [item]}]})
+
+
+def test_a_file_that_is_gone_is_a_problem():
+    assert problem_of() == []
+    assert problem_of(files=["sim/gone.py"]) == ["x: sim/gone.py is gone"]
+
+
+def test_an_item_without_status_or_file_is_a_problem():
+    assert problem_of(files=[]) == ["x: names neither a file nor a status"]
+    assert problem_of(files=[], status="left out") == ["x: a status needs a note"]
+    assert problem_of(status="maybe", note="?") == ["x: no status is called 'maybe'"]
+
+
+def test_a_policy_that_is_missing_makes_its_item_not_yet():
+    item = {"item": "x", "source": "survey 1"}
+    assert coverage.status_of(item | {"policies": ["no_such_policy"]}) == "not yet"
+    assert coverage.status_of(item | {"policies": ["keep_all"]}) == "done"
+    assert coverage.status_of(item | {"policies": ["keep_all", "no_such_policy"]}) == "partly"
