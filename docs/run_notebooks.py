@@ -5,6 +5,7 @@ python docs/run_notebooks.py [NOTEBOOK ...]        all in notebooks/ by default;
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,14 @@ def executed(path: Path, folder: Path) -> Any:
     import nbformat
     from nbclient import NotebookClient
 
+    import sim
+
+    # the kernel imports the same package as we do, wherever it runs
+    places = [str(Path(sim.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in places if place)}
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute(env=env)
     return book
 
 

@@ -60,7 +60,7 @@ def test_it_keeps_the_law():
 
 
 def test_it_saves_memory():
-    trace = transformer("gpt2", batch=1, sequence=256)
+    trace = transformer("gpt2", batch=4, sequence=1024)
     platform = load_profile("a100_40_pcie")
     kept = simulate(trace, platform).summary()
     mine = simulate(trace, platform, POLICY).summary()

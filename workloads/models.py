@@ -112,6 +112,21 @@ class Config:
         return self.experts > 0 and layer >= self.dense_layers and layer % self.expert_every == 0
 
 
+HUB_NAMES = {
+    "gpt2": "gpt2-small",
+    "openai-community/gpt2": "gpt2-small",
+    "bert-base-uncased": "bert-base",
+    "bert-large-uncased": "bert-large",
+    "meta-llama/Llama-2-7b-hf": "llama2-7b",
+    "meta-llama/Llama-2-13b-hf": "llama2-13b",
+    "meta-llama/Llama-2-70b-hf": "llama2-70b",
+    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
+    "meta-llama/Meta-Llama-3-70B": "llama3-70b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+}
+"""What people type: the names of model hubs for models that have another name here."""
+
+
 def model_names() -> tuple[str, ...]:
     """Names of the models that ship with the package, sorted."""
     return tuple(sorted(_tables()))
@@ -139,14 +154,14 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Config:
     if isinstance(config, Mapping):
         name = next((config[k] for k in ("name", "_name_or_path", "model_type") if config.get(k)), "dict")
         return parse_config(config, str(name))
-    text = str(config)
+    text = HUB_NAMES.get(str(config), str(config))
     if isinstance(config, str) and text in _tables():
         return parse_config(_tables()[text], text)
     path = Path(config)
     if path.is_dir():
         path = path / "config.json"
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
-        raise WorkloadError(f"model {text!r} is unknown{near(text, _tables())}")
+        raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

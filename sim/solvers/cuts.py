@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from sim.errors import PolicyError
+from sim.plan import Problem
 from sim.solvers.runs import Ledger
 from sim.trace.chain import BACKWARD, FORWARD
 
@@ -144,3 +146,13 @@ class Joint:
             if never or (not aggressive and (reduces or read_by_dear)):
                 found.add(op)
         return found
+
+
+def joint_of(problem: Problem, policy: str) -> Joint:
+    """The graph to cut. Raises PolicyError where there is none."""
+    if problem.trace.devices > 1:
+        raise PolicyError(f"policy {policy!r} needs a trace on one device; this one has {problem.trace.devices}")
+    joint = Joint(Ledger(problem.trace))
+    if not joint.wanted:
+        raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")
+    return joint

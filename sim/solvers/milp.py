@@ -1,180 +1,264 @@
-"""Checkmate's integer program over nodes, solved by HiGHS through SciPy."""
+"""Which values to keep and which nodes to run again, as a mixed-integer program; HiGHS solves it through SciPy.
+
+The stages are Checkmate's (Jain et al., MLSys 2020): in stage t run[t, i] says that node i runs again, keep[t, v]
+that value v lies there when the stage starts. Where Checkmate frees a value with a binary FREE[t, (i, k)] and a
+row that divides by how many reasons there are to keep it, here a value lies there after reader k as much as the
+largest of those reasons says: lies >= run[t, j] of each later reader j, lies >= keep[t + 1, v]. A value is freed
+only behind a reader that runs, which the row FREE[t, (i, k)] <= R[t, k] says there. For whole numbers both say
+the same; relaxed, this bound is never lower and mostly much higher, and it needs no binaries for freeing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sim.solvers.nodes import Nodes
+
+Terms = list[tuple[int, float]]
+INF = math.inf
+WIDE = 10_000  # sizes and costs of up to so many units stay whole numbers
+TIES = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """The linear relaxation's answer. keep: (stage, value) -> 0 … 1; bound: least ns of reruns."""
+
+    keep: Mapping[tuple[int, int], float]
+    bound: int
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a solver found. status: `optimal`, `feasible`, `infeasible` or `unknown`.
+    """What the search came to. Times in ns of reruns.
 
-    stages: per stage the earlier nodes that run again (whole-number answers). kept: per (stage, value) how
-    far that value lies there at the stage's start, between 0 and 1. objective, bound: ns of reruns.
-    limit: which limit ended the search, "" for none.
+    status: `optimal` (proven), `feasible` (stopped by `limit`: `nodes` or `time`), `infeasible` (proven), or
+    `unknown` (stopped before any plan was found). stages: per stage the nodes that run again.
     """
+
     status: str
+    bound: int = 0
     stages: Sequence[Sequence[int]] = ()
-    kept: Any = None
-    objective: float = math.inf
-    bound: float = 0.0
     limit: str = ""
-    info: Any = None
+
+    def cost(self, nodes: Nodes) -> int:
+        """Nanoseconds of reruns."""
+        return cost_of(nodes, self.stages)
+
+
+def cost_of(nodes: Nodes, stages: Sequence[Sequence[int]]) -> int:
+    """Nanoseconds of reruns."""
+    return sum(nodes.cost[i] for again in stages for i in again)
 
 
 class Program:
-    """Rows and columns of the program for a budget."""
+    """Columns and rows for some nodes and `room` bytes beyond what lies there throughout.
 
-    def __init__(self, nodes: Nodes, room: int) -> None:
-        self.nodes, self.room = nodes, room
-        self.cost: list[float] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self.whole: list[int] = []
-        self.rows: list[tuple[int, int, float]] = []
-        self.least: list[float] = []
-        self.most: list[float] = []
+    Costs get up to 1 % more at random, always the same, but in total less than would let a dearer plan win:
+    a chain of equal nodes has very many equal optima, among which the search would get lost.
+    at_most: ns of reruns of a plan that is known; dearer ones are left out.
+    """
+
+    def __init__(self, nodes: Nodes, room: int, *, at_most: int | None = None) -> None:
+        self.nodes = nodes
         self.run: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
-        self._build()
+        self._cost: list[float] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._whole: list[int] = []
+        self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._least: list[float] = []
+        self._most: list[float] = []
+        unit = math.gcd(*(value.size for value in nodes.values), *nodes.makes) or 1
+        whole_room = room // unit
+        scale = 1.0 if whole_room <= WIDE else WIDE / whole_room
+        self._size = [value.size // unit * scale for value in nodes.values]
+        self._makes = [bytes // unit * scale for bytes in nodes.makes]
+        self._room = whole_room * scale
+        again, there = nodes.useful
+        prices = [nodes.cost[i] for stage in again for i in stage]
+        self.price_unit, self.whole_prices = _unit_of(prices)
+        self._known = at_most
+        worst = (sum(prices) if at_most is None else at_most) / self.price_unit
+        self.ties = min(TIES, 0.5 / worst if worst else TIES) if self.whole_prices else 1e-6
+        self._columns(again, there)
+        for t, stage in enumerate(again):
+            self._stage(t, [*stage, t], there[t], there[t + 1])
+        if at_most is not None:
+            self._row([(c, nodes.cost[i] / self.price_unit) for (t, i), c in self.run.items() if i < t],
+                      most=at_most / self.price_unit)  # fmt: skip
 
-    def column(self, cost=0.0, low=0.0, high=1.0, whole=0) -> int:
-        self.cost.append(cost); self.low.append(low); self.high.append(high); self.whole.append(whole)
-        return len(self.cost) - 1
+    # ---- building ----------------------------------------------------------------------------
 
-    def row(self, terms, least=-math.inf, most=math.inf, const=0.0):
-        r = len(self.least)
-        for col, val in terms:
-            if col is None: continue
-            self.rows.append((r, col, val))
-        self.least.append(least - const); self.most.append(most - const)
+    def _column(self, low: float = 0.0, high: float = 1.0, cost: float = 0.0, *, whole: bool = False) -> int:
+        self._cost.append(cost)
+        self._low.append(low)
+        self._high.append(high)
+        self._whole.append(int(whole))
+        return len(self._cost) - 1
 
-    def _build(self):
-        n = self.nodes
-        runs, there = n.useful
-        count = len(n)
-        unit = math.gcd(*[v.size for v in n.values], *n.makes) or 1
-        self.unit = unit
-        room = self.room // unit
-        scale = 1.0 if room < 10**4 else 1000.0 / room
-        self.scale = scale
-        for t in range(count + 1):
-            for v in there[t]:
-                fixed = t <= n.values[v].held_until or (t == count)
-                self.keep[t, v] = self.column(0.0, 1.0 if fixed else 0.0, 1.0, 1)
-            if t < count:
-                for i in runs[t]:
-                    self.run[t, i] = self.column(float(n.cost[i]), 0, 1, 1)
-        one = self.column(0, 1, 1, 0)
-        for t in range(count):
-            self.run[t, t] = one
-        for t in range(count):
-            self.stage(t, [*runs[t], t], there[t], there[t + 1], unit, room, scale)
+    def _row(self, terms: Terms, least: float = -INF, most: float = INF) -> None:
+        rows, columns, factors = self._cells
+        for column, factor in terms:
+            rows.append(len(self._least))
+            columns.append(column)
+            factors.append(factor)
+        self._least.append(least)
+        self._most.append(most)
 
-    def stage(self, t, steps, now, then, unit, room, scale):
-        n = self.nodes
-        run, keep = self.run, self.keep
+    def _columns(self, again: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> None:
+        n, count = self.nodes, len(self.nodes)
+        draw = np.random.default_rng(0)
+        for t, values in enumerate(there):
+            for v in values:
+                must = t <= n.values[v].held_until or t == count
+                self.keep[t, v] = self._column(low=float(must), whole=True)
+        always = self._column(low=1.0)
+        for t, stage in enumerate(again):
+            for i in stage:
+                price = n.cost[i] / self.price_unit * (1 + self.ties * float(draw.random()))
+                self.run[t, i] = self._column(cost=price, whole=True)
+            self.run[t, t] = always
+
+    def _stage(self, t: int, steps: Sequence[int], now: Sequence[int], then: Sequence[int]) -> None:
+        """What must be there when nodes run, and how much lies there at each step."""
         inside = set(steps)
-        vals = sorted(set(now) | set(then) | {v for k in steps for v in n.made_by[k]})
-        start = []
-        change = {k: [] for k in steps}
-        for v in vals:
-            value = n.values[v]
-            readers = [k for k in value.readers if k in inside]
-            s, nxt = keep.get((t, v)), keep.get((t + 1, v))
-            made = run.get((t, value.maker)) if value.maker in inside else None
-            presence = [(c, 1.0) for c in (s, made) if c is not None]
-            size = value.size // unit * scale if True else 0
-            if not presence:
-                assert not readers and nxt is None, (t, v)
-                continue
-            # dependencies
-            for k in readers:
-                self.row([*presence, (run[t, k], -1.0)], 0.0)
-            if nxt is not None:
-                self.row([*presence, (nxt, -1.0)], 0.0)
-            if s is not None and made is not None and t > value.held_until:
-                self.row(presence, most=1.0)
-            if s is not None and t > value.held_until:
-                self.row([(s, -1.0), (nxt, 1.0), *((run[t, k], 1.0) for k in readers)], 0.0)
-            # occupancy chain
-            if s is not None:
-                start.append((s, size))
-            lone = len(n.made_by[value.maker]) == 1
-            # list of (from step, expr) ; expr = list of (col,coef)
-            tail = [(nxt, 1.0)] if nxt is not None else []
-            # build Z from the back
-            z = [None] * len(readers)
-            follow = nxt
-            for idx in range(len(readers) - 1, -1, -1):
-                k = readers[idx]
-                first = idx == 0
-                if first and (lone or made is None or (t,value.maker)==(t,t)):
-                    break
-                if follow is None:
-                    z[idx] = run[t, k]; follow = z[idx]
-                    continue
-                if run[t, k] == run[t, t]:
-                    z[idx] = run[t, t]; follow = z[idx]; continue
-                col = self.column(0.0, 0.0, 1.0, 0)
-                self.row([(col, 1.0), (run[t, k], -1.0)], 0.0)
-                self.row([(col, 1.0), (follow, -1.0)], 0.0)
-                z[idx] = col; follow = col
-            if not size:
-                continue
-            # transitions
-            if made is not None:
-                k = value.maker
-                # before k: s ; after: first occupancy
-                if lone and (readers or nxt is not None):
-                    after = presence if readers or True else tail
-                    if not readers:
-                        after = tail
-                else:
-                    after = [(z[0], 1.0)] if readers and z[0] is not None else (presence if readers else tail)
-                change[k] += [(c, size * a) for c, a in after]
-                if s is not None:
-                    change[k].append((s, -size))
-                current = after
-            else:
-                current = presence
-            for idx, k in enumerate(readers):
-                nextocc = [(z[idx + 1], 1.0)] if idx + 1 < len(readers) else tail
-                change[k] += [(c, size * a) for c, a in nextocc] + [(c, -size * a) for c, a in current]
-                current = nextocc
-        # rows
-        previous = None
+        change: dict[int, Terms] = {-1: [], **{k: [] for k in steps}}
+        for v in sorted({*now, *then, *(v for k in steps for v in self.nodes.made_by[k])}):
+            before: Terms = []
+            for after, lies in self._value(t, v, inside):
+                change[after] += [(c, f * self._size[v]) for c, f in lies]
+                change[after] += [(c, -f * self._size[v]) for c, f in before]
+                before = lies
+        previous, held_before = -1, -1
         for k in steps:
-            h = self.column(0.0, 0.0, room * scale, 0)
-            if previous is None:
-                self.row([(h, 1.0), *((c, -a) for c, a in merge(start))], 0.0, 0.0)
-            else:
-                p, hp = previous
-                self.row([(h, 1.0), (hp, -1.0), *((c, -a) for c, a in merge(change[p]))], 0.0, 0.0)
-            self.row([(h, 1.0), (run[t, k], n.makes[k] // unit * scale)], most=room * scale)
-            previous = (k, h)
+            held = self._column(high=self._room)
+            last = [(held_before, -1.0)] if previous >= 0 else []
+            self._row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
+            self._row([(held, 1.0), (self.run[t, k], self._makes[k])], most=self._room)
+            previous, held_before = k, held
 
-    def solve(self, relaxed=False, **options):
+    def _value(self, t: int, v: int, inside: set[int]) -> list[tuple[int, Terms]]:
+        """Rows of one value in one stage; returns after which node (-1: the start) how much of it lies there."""
+        value = self.nodes.values[v]
+        readers = [k for k in value.readers if k in inside]
+        kept, then = self.keep.get((t, v)), self.keep.get((t + 1, v))
+        made = self.run[t, value.maker] if value.maker in inside else None
+        is_held = kept is not None and t <= value.held_until
+        has = [(c, 1.0) for c in (kept, made) if c is not None]
+        uses = [self.run[t, k] for k in readers]
+        for use in [*uses, *([] if then is None else [then])]:
+            self._row([*has, (use, -1.0)], least=0.0)
+        if kept is not None and not is_held:
+            if made is not None:  # what is made again need not have lain there
+                self._row(has, most=1.0)
+            # nor what is neither read in this stage nor kept for the next
+            self._row([(kept, -1.0), *((c, 1.0) for c in uses), *([] if then is None else [(then, 1.0)])], least=0.0)
+        if is_held:
+            has, made = [(kept, 1.0)], None  # type: ignore[list-item]
+        alone = len(self.nodes.made_by[value.maker]) == 1
+        left = self._reasons(uses, then, first=made is not None and not alone and value.maker != t)
+        if not readers:
+            left = [[] if then is None else [(then, 1.0)]]
+        lies: list[tuple[int, Terms]] = []
+        if kept is not None:
+            lies.append((-1, [(kept, 1.0)]))
+        if made is not None:
+            lies.append((value.maker, left[0] or has if readers else left[0]))
+        elif kept is not None:
+            lies[0] = (-1, has)
+        lies += [(k, left[i + 1]) for i, k in enumerate(readers)]
+        return lies
+
+    def _reasons(self, uses: Sequence[int], then: int | None, *, first: bool) -> list[Terms]:
+        """Before each use, and behind the last, how far later uses or the next stage need a value.
+
+        The entry before the first use is empty unless asked for: there all that was made or kept lies.
+        """
+        always = self.run[0, 0]
+        follow = then
+        left: list[Terms] = [[] if then is None else [(then, 1.0)]]
+        for i in reversed(range(len(uses))):
+            if i == 0 and not first:
+                left.append([])
+                break
+            if follow is None or uses[i] == always:
+                follow = uses[i]
+            else:
+                need = self._column()
+                self._row([(need, 1.0), (uses[i], -1.0)], least=0.0)
+                self._row([(need, 1.0), (follow, -1.0)], least=0.0)
+                follow = need
+            left.append([(follow, 1.0)])
+        return left[::-1]
+
+    # ---- solving -----------------------------------------------------------------------------
+
+    def _solve(self, *, relaxed: bool, **limits: float) -> Any:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
-        r, c, v = zip(*self.rows)
-        A = csr_array((v, (r, c)), shape=(len(self.least), len(self.cost)))
-        res = milp(np.array(self.cost), integrality=None if relaxed else np.array(self.whole),
-                   bounds=Bounds(np.array(self.low), np.array(self.high)),
-                   constraints=LinearConstraint(A, np.array(self.least), np.array(self.most)), options=options)
-        return res
+
+        rows, columns, factors = self._cells
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self._least), len(self._cost)))
+        return milp(
+            np.array(self._cost),
+            integrality=None if relaxed else np.array(self._whole),
+            bounds=Bounds(np.array(self._low), np.array(self._high)),
+            constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
+            options={"mip_rel_gap": 0.0, **limits},
+        )
+
+    def _bound(self, found: float) -> int:
+        """The least ns that a solver's bound allows, without what was added to tell equals apart."""
+        units = found / (1 + self.ties)
+        if self.whole_prices:
+            return math.ceil(units - 1e-6) * round(self.price_unit)
+        return math.ceil(units * (1 - 1e-6) * self.price_unit)
+
+    def relax(self) -> Relaxed | None:
+        """The linear relaxation, None where it has no solution. Its time is limited by nothing."""
+        if self._room < 0:
+            return None
+        found = self._solve(relaxed=True)
+        if found.x is None:
+            return None
+        return Relaxed({key: float(found.x[c]) for key, c in self.keep.items()}, self._bound(max(0.0, found.fun)))
+
+    def minimise(self, *, node_limit: int, time_limit: float) -> Answer:
+        """Branch and bound, up to a number of nodes and of seconds. A limited answer is never `optimal`."""
+        if self._room < 0:
+            return Answer("infeasible")
+        found = self._solve(relaxed=False, node_limit=node_limit, time_limit=time_limit)
+        if found.status == 2:
+            return Answer("infeasible")
+        limit = "" if found.status == 0 else "time" if found.status == 1 else "nodes"
+        low = found.mip_dual_bound
+        bound = self._bound(max(0.0, low)) if low is not None and math.isfinite(low) else 0
+        if found.x is None:
+            return Answer("unknown", bound, limit=limit)
+        stages: list[list[int]] = [[] for _ in range(len(self.nodes))]
+        for (t, i), c in sorted(self.run.items()):
+            if i < t and found.x[c] > 0.5:
+                stages[t].append(i)
+        return Answer("feasible" if limit else "optimal", bound, stages, limit)
 
 
-def merge(terms):
-    d = {}
-    for c, a in terms:
-        d[c] = d.get(c, 0.0) + a
-    return [(c, a) for c, a in d.items() if a]
+def _unit_of(prices: Sequence[int]) -> tuple[float, bool]:
+    """In which unit costs are handed to the solver, ns, and whether they are then whole numbers."""
+    unit = math.gcd(*prices) or 1
+    if max(prices, default=0) // unit <= WIDE:
+        return float(unit), True
+    return max(prices) / 1000, False
+
+
+def _sum(terms: Terms) -> Terms:
+    total: dict[int, float] = {}
+    for column, factor in terms:
+        total[column] = total.get(column, 0.0) + factor
+    return [(column, factor) for column, factor in total.items() if factor]

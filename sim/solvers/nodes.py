@@ -89,7 +89,8 @@ class Nodes:
             again = {t}
             for i in reversed(range(t)):
                 if t <= self.last_again[i] and any(
-                    wanted[v] or not again.isdisjoint(self.values[v].readers) for v in self.made_by[i]
+                    t > self.values[v].held_until and (wanted[v] or not again.isdisjoint(self.values[v].readers))
+                    for v in self.made_by[i]
                 ):
                     again.add(i)
             for v, value in enumerate(self.values):
@@ -170,14 +171,14 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -
     return Nodes(
         members=parts,
         cost=[sum(problem.cost.op_ns(op) for op in part) for part in parts],
-        makes=[_taken(ledger, trace.readers, part, crossing) for part in parts],
+        makes=[_taken(ledger, part, crossing) for part in parts],
         last_again=last_again,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
     )
 
 
-def _taken(ledger: Ledger, readers: object, part: Sequence[int], crossing: set[int]) -> int:
+def _taken(ledger: Ledger, part: Sequence[int], crossing: set[int]) -> int:
     """The most bytes that a part takes while its ops run one by one and what leaves it stays."""
     last: Mapping[int, int] = {t: op for op in part for t in (*ledger.writes[op], *ledger.reads[op])}
     mine: set[int] = set()

@@ -33,7 +33,7 @@ class ZeroOffload(Policy):
         any split that keeps the update on the CPU. Time = forward + backward + last bucket + the longer of
         updates and copies up (+ one tile). Model state on the device: weights and one bucket.
     Departs: an update is priced by the platform's model of the CPU, even where a duration was measured.
-        The host keeps a copy of 16-bit weights beside the fp32 masters. Under autocast device weights
+        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under autocast device weights
         and gradients are fp32, and so is what is copied. Conversion takes the CPU no time of its own.
 
     bucket: bytes of gradients that leave together, an int or text such as "50 MB"; 0 sends each at once.
@@ -86,8 +86,9 @@ class ZeroOffload(Policy):
 class _Split:
     """Which ops update, and which tensors cross between them and the rest, by ids of the old trace.
 
-    last_use: per tensor the last op that is no update and reads or makes it. gradients: what updates read
-    and others make. weights: what is there from the start and both read, with the value it ends as.
+    last_use: per tensor the last op that is no update and reads or makes it. read: what updates read.
+    gradients: what updates need and others make. weights: what is there from the start and both need, with
+    the value it ends as.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -98,16 +99,17 @@ class _Split:
         }
         self.last_use: dict[int, int] = {}
         used: dict[int, None] = {}
+        self.read: set[int] = set()
         for op in range(len(trace.ops)):
-            for t in (*trace.reads(op), *trace.writes(op)):
-                if op not in self.updates:
-                    self.last_use[t] = op
-                elif int(trace.producer[t]) not in self.updates:
-                    used[t] = None
-        overwritten = [int(trace.tensor_columns.replaces[t]) for op in self.updates for t in trace.writes(op)]
-        used.update(dict.fromkeys(t for t in overwritten if t >= 0 and int(trace.producer[t]) not in self.updates))
-        self.gradients = [t for t in used if trace.producer[t] >= 0]
-        self.weights = {t: self._end(t) for t in used if trace.producer[t] < 0 and t in self.last_use}
+            if op not in self.updates:
+                self.last_use.update(dict.fromkeys((*trace.reads(op), *trace.writes(op)), op))
+                continue
+            overwritten = [int(trace.tensor_columns.replaces[t]) for t in trace.writes(op)]
+            used.update(dict.fromkeys((*trace.reads(op), *(t for t in overwritten if t >= 0))))
+            self.read.update(trace.reads(op))
+        others = [t for t in used if int(trace.producer[t]) not in self.updates]
+        self.gradients = [t for t in others if trace.producer[t] >= 0]
+        self.weights = {t: self._end(t) for t in others if trace.producer[t] < 0 and t in self.last_use}
 
     def _end(self, tensor: int) -> int:
         while self.trace.replaced_by[tensor] >= 0:
@@ -130,8 +132,8 @@ class _Split:
 class _Rewritten:
     """The new trace, and the new ids of old ops and tensors.
 
-    kept: per weight the host's copy at the start. fresh: per weight the new value that goes up. before:
-    per gradient that of the iteration before.
+    kept: per weight that updates read the host's copy at the start. fresh: per weight what goes up: its new
+    value, a copy of that where the host keeps it. before: per gradient that of the iteration before.
     """
 
     ops: dict[int, int] = field(default_factory=dict)
@@ -148,31 +150,33 @@ def _rewrite(split: _Split, delayed: bool) -> _Rewritten:
     outputs = set(old.outputs)
     out.tensors = [new.tensor(t) for t in old.tensors]
     for t, end in split.weights.items():
-        weight = old.tensors[t]
-        out.kept[t] = new.tensor(weight, name=f"{weight.name}.{CPU}")
+        if t in split.read:
+            out.kept[t] = new.tensor(old.tensors[t], name=f"{old.tensors[t].name}.{CPU}")
         if end != t and end in outputs:
-            out.fresh[t] = new.tensor(old.tensors[end], name=f"{old.tensors[end].name}.up")
+            rises = old.tensors[end]
+            out.fresh[t] = new.tensor(rises, name=f"{rises.name}.up") if t in out.kept else out.tensors[end]
     if delayed:
         for t in split.gradients:
             gradient = old.tensors[t]
             out.before[t] = new.tensor(gradient, Same(t, -1), name=f"{gradient.name}.before")
+    stand_ins = {**out.kept, **out.before}
     for tensor in old.tensors:
-        if tensor.replaces is not None:
-            new.builder.take_over(out.tensors[tensor.id], out.kept.get(tensor.replaces, out.tensors[tensor.replaces]))
-    rises = {split.weights[t]: fresh for t, fresh in out.fresh.items()}
+        replaced = tensor.replaces
+        if replaced is not None and (replaced not in split.weights or replaced in out.kept):
+            new.builder.take_over(out.tensors[tensor.id], stand_ins.get(replaced, out.tensors[replaced]))
+    beside = {split.weights[t]: fresh for t, fresh in out.fresh.items() if t in out.kept}
     for op in sorted(old.ops, key=lambda op: (delayed and op.id not in split.updates, op.id)):
         updates = op.id in split.updates
-        source = {**out.kept, **out.before} if updates else {}
-        reads = [source.get(t, out.tensors[t]) for t in op.reads]
+        reads = [stand_ins.get(t, out.tensors[t]) if updates else out.tensors[t] for t in op.reads]
         writes = [out.tensors[t] for t in op.writes]
         if updates:
-            writes += [rises[t] for t in op.writes if t in rises]
+            writes += [beside[t] for t in op.writes if t in beside]
             out.ops[op.id] = new.op(op, reads=reads, writes=writes, engine=CPU, duration=None)
         else:
             out.ops[op.id] = new.op(op, reads=reads, writes=writes)
-    ends = [out.tensors[t] for t in old.outputs] + list(out.fresh.values())
-    carry = [(out.tensors[a], out.kept[b] if b in out.fresh else out.tensors[b]) for a, b in old.carry]
-    carry += [(out.fresh[b], out.tensors[b]) for _, b in old.carry if b in out.fresh]
+    ends = [out.tensors[t] for t in old.outputs] + list(beside.values())
+    carry = [(out.tensors[a], out.kept.get(b, out.tensors[b]) if a in beside else out.tensors[b]) for a, b in old.carry]
+    carry += [(beside[a], out.tensors[b]) for a, b in old.carry if a in beside]
     if delayed:
         ends += [out.tensors[t] for t in split.gradients if t not in outputs]
         carry += [(out.tensors[t], before) for t, before in out.before.items()]
@@ -209,5 +213,6 @@ def _weights_up(split: _Split, new: _Rewritten, host: str, homes: list[str], del
         yield Drop(new.tensors[t], home, after=new.ops[used] if delayed else made)
         yield Move(fresh, home, after=made)
     for t, before in new.before.items():
-        last = max(op for op in trace.readers(t) if op in split.updates)
-        yield Drop(before, host, after=new.ops[last])
+        if trace.replaced_by[t] < 0:
+            last = max(op for op in trace.readers(t) if op in split.updates)
+            yield Drop(before, host, after=new.ops[last])

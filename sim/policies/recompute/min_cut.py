@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.cuts import Joint
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.cuts import joint_of
+from sim.solvers.runs import runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +41,3 @@ class MinCut(Policy):
         chosen = joint.cut(joint.dear(self.aggressive))
         found = runs(joint.ledger, joint.again(chosen), prune=True)
         return Plan(problem.trace, found.actions(), notes={"kept_bytes": joint.kept_bytes(chosen)})
-
-
-def joint_of(problem: Problem, policy: str) -> Joint:
-    """The graph to cut. Raises PolicyError where there is none."""
-    if problem.trace.devices > 1:
-        raise PolicyError(f"policy {policy!r} needs a trace on one device; this one has {problem.trace.devices}")
-    joint = Joint(Ledger(problem.trace))
-    if not joint.wanted:
-        raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")
-    return joint

@@ -61,27 +61,38 @@ class Rotor(Policy):
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
         outside = held_outside(problem, line)
         # weight gradients come while activations go: hope that none adds to the peak, then make sure
-        room = problem.budget - outside + line.gradients
+        room, floor = problem.budget - outside + line.gradients, 0
         for attempt in range(ATTEMPTS):
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
-                break
+                if floor:
+                    break
+                room = floor = self._floor(costs)  # the model may count too much: see what the least takes
+                table = solve(costs, room, self.slots)
             found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors), prune=True)
             excess = found.peak() - problem.budget
             if excess <= 0:
                 return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
-            room = problem.budget - outside if attempt == ATTEMPTS - 2 else room - excess
-        raise self._infeasible(problem, costs, outside)
+            if room == floor:
+                break
+            room -= excess
+            if attempt == 1:
+                room = min(room, problem.budget - outside)
+            elif attempt == ATTEMPTS - 2:
+                room = floor = self._floor(costs)
+        least = outside + (floor or self._floor(costs))
+        raise Infeasible(
+            f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
+            f"{format_bytes(least)} would do",
+            floor_bytes=least,
+        )
 
-    def _infeasible(self, problem: Problem, costs: ChainCosts, outside: int) -> Infeasible:
+    def _floor(self, costs: ChainCosts) -> int:
+        """The fewest bytes that some schedule fits in by the model."""
         floor = sum(costs.x) + sum(costs.xbar) + max((*costs.of, *costs.of_saving, *costs.ob)) + max(costs.x)
         for _ in range(2):  # the second time with finer slots
             floor = solve(costs, floor, self.slots).least_bytes() or floor
-        return Infeasible(
-            f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
-            f"{format_bytes(outside + floor)} would do",
-            floor_bytes=outside + floor,
-        )
+        return floor
 
 
 def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:

@@ -9,8 +9,7 @@ import numpy as np
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.recompute.min_cut import joint_of
-from sim.solvers.cuts import Joint
+from sim.solvers.cuts import Joint, joint_of
 from sim.solvers.regions import layer_regions
 from sim.solvers.runs import Runs, runs
 

@@ -225,7 +225,9 @@ def test_offloaded_bytes_are_prefetched_bytes(data: st.DataObject) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_dyn_is_never_slower_than_all_m_and_never_over_budget(data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.tuples(st.sampled_from(["conv", "pool"]), st.integers(1, 60)), min_size=2, max_size=8))
+    sizes = data.draw(
+        st.lists(st.tuples(st.sampled_from(["conv", "pool"]), st.integers(1, 60)), min_size=2, max_size=8)
+    )
     layers = [(kind, size, 7 + size % 5, 11 + size % 7) for kind, size in sizes]
     trace = net(layers, [SLOW, LEAN], workspace=data.draw(st.sampled_from([25, 50, 200])))
     lean = facts(simulate(trace, machine(), "vdnn", variant="all", algorithm="m"))

@@ -125,12 +125,15 @@ class Twin:
         if t in self.pool:
             self.pool.remove(t)
 
-    def evict(self, t: int) -> None:
+    def forget(self, t: int) -> None:
         self.evicted.append(t)
         self.here.remove(t)
         self.used -= self.bytes[t]
         if t in self.pool:
             self.pool.remove(t)
+
+    def evict(self, t: int) -> None:
+        self.forget(t)
         mine = self.classes[t] = [self.cost[t]]
         for n in self.neighbours(t) - {t}:
             theirs = self.classes[n]
@@ -150,8 +153,9 @@ class Twin:
         if t not in self.released - self.banished or any(self.gone(c) for c in self.children[t]):
             return
         if t in self.here:
-            self.evict(t)
-        self.classes.pop(t)[0] -= self.cost[t]
+            self.forget(t)
+        else:
+            self.classes.pop(t)[0] -= self.cost[t]
         self.banished.add(t)
         for c in self.children[t]:
             if c in self.here:
