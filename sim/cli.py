@@ -124,12 +124,12 @@ def run(
     json: Json = False,
 ) -> None:
     """Run one policy and print what came of it."""
+    options = locals()
     from sim.experiment import simulate
     from sim.outputs import open_folder, to_json, write_run
     from sim.report.foot import Foot
     from sim.report.table import print_summary
 
-    options = locals()
     folder = open_folder(out) if out else None
     platform, work = _platform(profile, set_), _workload(options)
     result = simulate(work, platform, policy, budget=budget, seed=seed, iterations=iterations, **_parameters(param))

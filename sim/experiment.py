@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sim.engine.prepare import prepare
+from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import replay
 from sim.errors import PolicyError
 from sim.hardware.cost import slow_operand_ns
@@ -36,13 +36,17 @@ class Prices:
 
     def op_ns(self, op: int, tiers: Mapping[int, str] | None = None) -> int:
         """Nanoseconds of one run of an op, with the operands named in `tiers` in those tiers."""
-        prepared = prepare(self.trace, self.platform)
+        total = self._prepared.total[op]
         if not tiers:
-            return prepared.total[op]
+            return total
         away: dict[str, int] = {}
         for tensor, tier in tiers.items():
-            away[tier] = away.get(tier, 0) + prepared.size[tensor]
-        return prepared.total[op] + slow_operand_ns(self.platform, prepared.engine[op], away)
+            away[tier] = away.get(tier, 0) + self._prepared.size[tensor]
+        return total + slow_operand_ns(self.platform, self._prepared.engine[op], away)
+
+    @cached_property
+    def _prepared(self) -> Prepared:
+        return prepare(self.trace, self.platform)
 
     def move_ns(self, tensor: int, source: str, target: str) -> int:
         """Nanoseconds of one copy of a tensor. Raises ProfileError without a route."""

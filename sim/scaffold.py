@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sim.errors import PolicyError
 
-POLICY = '''"""{title}: drops the activations of every second layer and computes them again."""
+POLICY = '''"""{title}: drops what is cheap to compute, and lets the engine compute it again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 from sim import Drop, Plan, Policy, Problem
 
+CHEAP = ("elementwise", "norm", "softmax")
+
 
 @dataclass(frozen=True, kw_only=True)
 class {name}(Policy):
-    """Drop what is saved for backward and larger than `at_least` bytes; the engine recomputes it when it is read.
+    """Drop saved results of cheap ops after their last forward reader; the engine recomputes them when read.
 
     Start from here: look at `problem.trace` (ops and tensors), `problem.budget` (bytes) and
     `problem.cost` (nanoseconds), and return the actions of your own policy.
@@ -38,8 +40,9 @@ class {name}(Policy):
             readers = [trace.ops[op] for op in trace.readers(tensor.id)]
             forward = [op for op in readers if op.phase == "forward"]
             backward = [op for op in readers if op.phase == "backward"]
-            made_here = tensor.role == "activation" and trace.producer[tensor.id] >= 0
-            if made_here and forward and backward and tensor.bytes >= self.at_least:
+            producer = int(trace.producer[tensor.id])
+            cheap = producer >= 0 and trace.ops[producer].kind in CHEAP
+            if cheap and tensor.role == "activation" and forward and backward and tensor.bytes >= self.at_least:
                 actions.append(Drop(tensor.id, after=forward[-1].id))
         return Plan(trace, tuple(actions))
 '''

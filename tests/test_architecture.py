@@ -61,9 +61,12 @@ def test_a_part_imports_only_what_its_arrows_allow(name):
         if part(where.removesuffix(".py").replace("/", ".")) != name:
             continue
         allowed = MAY_IMPORT[name] | EXCEPTIONS.get(where, set())
-        ours = {"sim", "workloads", "hardware_profiles", "simpy"}
-        wrong += [f"{where}:{line}: {to}" for line, to in imported(path) if to.split(".")[0] in ours - allowed - {"sim"}]
-        wrong += [f"{where}:{line}: {to}" for line, to in imported(path) if to.startswith("sim.") and to not in allowed]
+        parts = {*MAY_IMPORT, *LEAVES, "sim"}
+        wrong += [
+            f"{where}:{line}: {to}"
+            for line, to in imported(path)
+            if to not in allowed and (to in parts or to.startswith("sim."))
+        ]
     assert not wrong, "\n".join(wrong)
 
 

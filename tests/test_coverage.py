@@ -54,7 +54,9 @@ def test_every_policy_of_the_tree_stands_in_the_table():
 
 
 def test_every_profile_of_the_tree_stands_in_the_table_or_is_a_composite():
-    named = {Path(path).stem for item in ITEMS for path in item.get("files", ()) if path.startswith("hardware_profiles")}
+    named = {
+        Path(path).stem for item in ITEMS for path in item.get("files", ()) if path.startswith("hardware_profiles")
+    }
     there = {path.stem for path in (ROOT / "hardware_profiles").glob("*.toml")}
     assert there - named <= {"h200", "pcie_domestic_low"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import count
 
 from sim.engine.events import ENDS, At, Event
 from sim.engine.flows import Flow, Flows
@@ -51,6 +52,7 @@ class Links:
         self._shared = [link.name in charges for link in self._links]
         self._running: dict[Job, None] = {}
         self.stale: set[int] = set()
+        self.sequence = count()  # of all jobs, so that no two keys are equal
 
     def submit(self, job: Job) -> None:
         """Queue a job; the next `start_ready` begins it if its links are free."""

@@ -7,7 +7,6 @@ outside every queue, first come first served. One a tensor at a time.
 from __future__ import annotations
 
 from collections import deque
-from itertools import count
 
 from sim.engine.events import Event
 from sim.engine.links import Job, Links
@@ -82,7 +81,6 @@ class Transfers:
         self._links = links
         self._lanes = len(state.platform.engines)
         self._outside: list[deque[Transfer]] = [deque() for _ in state.names]
-        self._sequence = count()
         self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._sources: dict[tuple[int, int], int] = {}
 
@@ -94,6 +92,16 @@ class Transfers:
         if state.overwriting and tensor in state.overwriting:
             state.counters["ignored_actions"] += 1  # the value is about to be gone
             return
+        if tensor in state.pending:
+            state.pending[tensor] &= ~(1 << target)  # the copy there is wanted again
+        self._begin(tensor, move, target, device, op)
+        if tensor in state.pending and tensor not in state.transfers and not state.locks[tensor]:
+            # the transfer that a release waited for was replaced, and nothing came in its place
+            state.drop_pending(tensor, op)
+            state.bury(tensor, op)
+
+    def _begin(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
+        state = self._state
         now = state.transfers.get(tensor)
         if now is not None:
             if now.stage != RUNS:
@@ -189,7 +197,7 @@ class Transfers:
             state.leaving[transfer.source] += state.size_in(transfer.tensor, transfer.source)
             state.copies[transfer.tensor] |= LEAVING
 
-        transfer.key = (transfer.priority, state.now, transfer.device, next(self._sequence))
+        transfer.key = (transfer.priority, state.now, transfer.device, next(self._links.sequence))
         self._links.submit(transfer)
         state.poke()
 

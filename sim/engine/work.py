@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import count
 
 from sim.engine.events import ENDS, At
 from sim.engine.flows import Flow, Flows
@@ -47,7 +46,6 @@ class Works:
         self._busy = [False] * len(state.platform.engines)
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
-        self._sequence = count()
         self.after: Callable[[Work], None] = lambda work: None
 
     # ---- time --------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ class Works:
         state, op = self._state, work.op
         engine = state.prepared.engine[op]
         priority = int(state.prepared.trace.op_columns.priority[op])
-        heappush(self._queues[engine], ((priority, state.now, work.device, next(self._sequence)), work))
+        heappush(self._queues[engine], ((priority, state.now, work.device, next(self._links.sequence)), work))
         self._waiting = True
         self._await(work, "engine")
         state.poke()
@@ -212,7 +210,7 @@ class Works:
             if not found and source != target:
                 raise IllegalPlan(f"op {ops[0].name!r}: no route from {source!r} to {target!r}")
             route.update(dict.fromkeys(found))
-        key = (min(op.priority for op in ops), state.now, members[0].device, next(self._sequence))
+        key = (min(op.priority for op in ops), state.now, members[0].device, next(self._links.sequence))
         job = GroupJob(self, members, tuple(route), payload, key, chunk)
         if route:
             self._links.submit(job)

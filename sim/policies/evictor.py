@@ -161,7 +161,9 @@ class Evictor(Online):
 
     def stay(self, tensor: int) -> None:
         """What was sent away is wanted, or was not sent: it is a candidate again."""
-        self.pools[self._leaving.pop(tensor)].add(tensor)
+        pool = self.pools[self._leaving.pop(tensor)]
+        if self.line.evictable[tensor] and not self.fixed[tensor]:
+            pool.add(tensor)
 
     # ---- the dead ----------------------------------------------------------------------------
 
@@ -223,8 +225,16 @@ class Evictor(Online):
         return answer
 
     def _drops(self, tensor: int) -> list[Action]:
-        copies = self.copies[tensor]
-        return [Drop(tensor, tier) for tier, bit in self.bit.items() if copies & bit]
+        if tensor in self._leaving:
+            return []
+        answer: list[Action] = []
+        for tier, bit in self.bit.items():
+            if self.copies[tensor] & bit:
+                answer.append(Drop(tensor, tier))
+                if tier in self.pools:
+                    self.pools[tier].remove(tensor)
+                    self._leaving[tensor] = tier
+        return answer
 
     def _has_evicted_child(self, tensor: int) -> bool:
         return any(self.gone[child] for child in self.line.children[tensor])
@@ -275,14 +285,14 @@ class Evictor(Online):
         pool = self.pools.get(need.tier)
         if pool is None:
             return ()
+        for tensor in [t for t, tier in self._leaving.items() if tier == need.tier]:
+            if self.copies[tensor] & self.bit[need.tier] and memory.in_flight(tensor) is None:
+                self.stay(tensor)
         answer: list[Action] = []
         freed = 0
         if self.rules.deallocation == "banish" and self._due:
             answer = self._free_the_dead(memory)
             freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == need.tier)
-        for tensor in [t for t, tier in self._leaving.items() if tier == need.tier]:
-            if self.copies[tensor] & self.bit[need.tier] and memory.in_flight(tensor) is None:
-                self.stay(tensor)
         barred = self.locked
         while freed < need.short and len(pool):
             tensor = self.choose(pool, need.tier, memory, barred)

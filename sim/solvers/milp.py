@@ -59,9 +59,10 @@ def cost_of(nodes: Nodes, stages: Sequence[Sequence[int]]) -> int:
 class Program:
     """Columns and rows for some nodes and `room` bytes beyond what lies there throughout.
 
-    Costs get up to 1 % more at random, always the same, but in total less than would let a dearer plan win:
-    a chain of equal nodes has very many equal optima, among which the search would get lost.
-    at_most: ns of reruns of a plan that is known; dearer ones are left out.
+    Costs get up to 1 % more at random, always the same: a chain of equal nodes has very many equal optima,
+    among which a search gets lost. Bounds are for costs without that.
+    at_most: ns of reruns of a plan that is known; dearer ones are left out. It also caps what is added to
+    costs, so that a dearer plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     """
 
     def __init__(self, nodes: Nodes, room: int, *, at_most: int | None = None) -> None:
@@ -84,9 +85,9 @@ class Program:
         again, there = nodes.useful
         prices = [nodes.cost[i] for stage in again for i in stage]
         self.price_unit, self.whole_prices = _unit_of(prices)
-        self._known = at_most
-        worst = (sum(prices) if at_most is None else at_most) / self.price_unit
-        self.ties = min(TIES, 0.5 / worst if worst else TIES) if self.whole_prices else 1e-6
+        self.ties = TIES
+        if at_most is not None:
+            self.ties = min(TIES, 0.5 * self.price_unit / max(at_most, 1)) if self.whole_prices else 1e-6
         self._columns(again, there)
         for t, stage in enumerate(again):
             self._stage(t, [*stage, t], there[t], there[t + 1])
@@ -164,13 +165,11 @@ class Program:
             has, made = [(kept, 1.0)], None  # type: ignore[list-item]
         alone = len(self.nodes.made_by[value.maker]) == 1
         left = self._reasons(uses, then, first=made is not None and not alone and value.maker != t)
-        if not readers:
-            left = [[] if then is None else [(then, 1.0)]]
         lies: list[tuple[int, Terms]] = []
         if kept is not None:
             lies.append((-1, [(kept, 1.0)]))
         if made is not None:
-            lies.append((value.maker, left[0] or has if readers else left[0]))
+            lies.append((value.maker, (left[0] or has) if readers else left[0]))
         elif kept is not None:
             lies[0] = (-1, has)
         lies += [(k, left[i + 1]) for i, k in enumerate(readers)]

@@ -128,6 +128,7 @@ def body(problem: Problem, policy: str) -> int:
 def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
+    What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end.
     Exact where each part is one op. Where it is more, all that leaves a part, and all that it reads, is
     taken to lie there until the part ends, so that a plan may hold less than is reckoned here.
     """
@@ -165,6 +166,8 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -
     last_again = []
     for i, part in enumerate(parts):
         last = min(ledger.until[op] for op in part)  # an anchor may not lie behind it
+        if any(role[t] == ROLE_CODE["gradient"] for op in part for t in ledger.writes[op]):
+            last = 0
         stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
         last_again.append(max(stages, default=i))
     there = trace.producer < 0
@@ -185,10 +188,12 @@ def _taken(ledger: Ledger, part: Sequence[int], crossing: set[int]) -> int:
     live = most = 0
     for op in part:
         for t in ledger.writes[op]:
-            live += ledger.size[t] if ledger.replaces[t] < 0 else 0
-            mine.add(t)
-            if ledger.replaces[t] >= 0:
+            if ledger.replaces[t] < 0:
+                live += ledger.size[t]
+                mine.add(t)
+            elif ledger.replaces[t] in mine:
                 mine.discard(ledger.replaces[t])
+                mine.add(t)
         most = max(most, live + ledger.workspace[op])
         for t in (*ledger.reads[op], *ledger.writes[op]):
             if t in mine and last[t] == op and t not in crossing:

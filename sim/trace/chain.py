@@ -201,12 +201,16 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
 
 
 def _counted(trace: Trace) -> NDArray[np.bool_]:
-    """Per tensor whether it is an activation: made in forward, and not of weights alone."""
+    """Per tensor whether it is an activation: made in forward, and not of weights or constants alone.
+
+    What an op makes of nothing is a constant (a mask, positions), unless the trace has no input at all.
+    """
     role, c = trace.tensor_columns.role, trace.op_columns
     alive = (trace.producer < 0) & ~np.isin(role, PERSISTENT)
+    has_input = bool((alive & (trace.read_counts > 0)).any())
     for op in forward_ops(trace).tolist():
         reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
-        if not len(reads) or alive[reads].any():
+        if alive[reads].any() or not (len(reads) or has_input):
             alive[c.write_ids[c.write_start[op] : c.write_start[op + 1]]] = True
     return alive & (trace.producer >= 0)
 

@@ -54,11 +54,15 @@ def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: 
         anchor = draw.randrange(len(trace.ops))
         side = draw.choice(("before", "after"))
         at = {side: anchor}
+        device = int(trace.op_columns.device[anchor])
         here = made_by(trace, anchor if side == "after" else anchor - 1)
+        # what another device makes may not be there yet
+        here = [t for t in here if trace.producer[t] < 0 or trace.op_columns.device[trace.producer[t]] == device]
         main = trace.op_columns.engine.get(anchor, "") == "" and anchor not in trace.op_columns.group
         verb = draw.choice(("move", "move", "move", "drop", "drop", "recompute", "wait"))
         if verb == "recompute":
-            earlier = [op for op in range(anchor) if can_run_again(trace, op)]
+            mine = [op for op in range(anchor) if trace.op_columns.device[op] == device]
+            earlier = [op for op in mine if can_run_again(trace, op)]
             if earlier and (side == "before" or main):
                 actions.append(Recompute(draw.choice(earlier), **at))
             continue

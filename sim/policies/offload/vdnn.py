@@ -149,8 +149,9 @@ class _Layers:
         self._layer_of: dict[int, int] = {}
         replaces = trace.tensor_columns.replaces
         for op in forward_ops(trace).tolist():
-            in_place = bool(trace.writes(op)) and all(replaces[t] >= 0 for t in trace.writes(op))
-            if not (in_place and self.ops and c.device[op] == c.device[self.ops[-1][0]]):
+            # an activation function in place belongs to the layer whose result it overwrites
+            over = {int(trace.producer[replaces[t]]) if replaces[t] >= 0 else -1 for t in trace.writes(op)}
+            if not (over and self.ops and over <= set(self.ops[-1])):
                 self.ops.append([])
             self.ops[-1].append(op)
             self._layer_of[op] = len(self.ops) - 1
@@ -186,6 +187,7 @@ class _Layers:
                 maker = int(trace.producer[t])
                 if (
                     late
+                    and maker not in self.ops[n]
                     and (maker < 0 or self.plain(maker))  # else it may not be there when its copy is to begin
                     and late[0] > self.ops[n][-1] >= last
                     and self._layer_of.get(last) == n

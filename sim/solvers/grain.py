@@ -1,0 +1,51 @@
+"""How finely a solver looks at a trace: op by op, or in runs of ops of one stage or layer."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from sim.errors import PolicyError
+from sim.plan import Problem
+from sim.solvers.nodes import Nodes, body, nodes_of
+from sim.solvers.regions import chain_of
+from sim.solvers.runs import Ledger
+
+
+def by_op(problem: Problem, ledger: Ledger, policy: str) -> Nodes:
+    """One node an op."""
+    return nodes_of(problem, ledger, [[op] for op in range(body(problem, policy))])
+
+
+def by_stage(problem: Problem, ledger: Ledger, policy: str, most: int) -> Nodes:
+    """At most `most` nodes: runs of ops of the same stages of the chain, or of the same layers where it is none.
+
+    Raises PolicyError where the trace has too many phases, or too few layers, to be divided so.
+    """
+    count = body(problem, policy)
+    stage_of = _stages(problem, policy, count)
+    highest = max(stage_of, default=0)
+    for width in range(1, highest + 2):
+        parts = _parts(problem, stage_of, width)
+        if len(parts) <= most:
+            return nodes_of(problem, ledger, parts)
+    raise PolicyError(f"policy {policy!r}: the trace can't be divided into {most} nodes or fewer; allow more max_ops")
+
+
+def _stages(problem: Problem, policy: str, count: int) -> list[int]:
+    """Per op its stage, or its layer + 1."""
+    try:
+        line = chain_of(problem, policy)
+    except PolicyError:
+        layer: list[int] = problem.trace.op_columns.layer.tolist()
+        return [one + 1 for one in layer[:count]]
+    found = [0] * count
+    for i, stage in enumerate(line.stages):
+        for op in (*stage.forward, *stage.backward):
+            if op < count:
+                found[op] = i
+    return found
+
+
+def _parts(problem: Problem, stage_of: list[int], width: int) -> list[list[int]]:
+    phase = problem.trace.op_columns.phase.tolist()
+    return [list(ops) for _, ops in groupby(range(len(stage_of)), lambda op: (phase[op], stage_of[op] // width))]
