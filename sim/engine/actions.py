@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sim.engine.prepare import Prepared
-from sim.engine.state import DROPPED, State
+from sim.engine.state import DROPPED, FREED, State
 from sim.engine.transfer import Transfers
 from sim.errors import IllegalPlan, TraceError, near
 from sim.hardware.platform import Platform
@@ -126,7 +126,8 @@ class Actions:
         if act.move is not None:
             self._transfers.move(tensor, act.move, act.tier, device, op)
         elif state.copies[tensor] & 1 << act.tier:
-            self._transfers.release_copy(tensor, act.tier, op, DROPPED)
+            # where the plan keeps the dead, dropping one is what frees it
+            self._transfers.release_copy(tensor, act.tier, op, FREED if tensor in state.dead else DROPPED)
         else:
             state.counters["ignored_actions"] += 1
 

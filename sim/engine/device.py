@@ -61,7 +61,9 @@ class Device:
         copies, uses, locks, made, size = state.copies, state.uses, state.locks, state.made, state.size
         used, capacity, transfers = state.used, state.capacity, state.transfers
         changes, spans = state.changes.rows, state.spans.rows
+        pending, busy, guests = state.pending, self._works.busy, self._works.guests
         home, lane, device = self._home, self._lane, self.index
+        odd_sizes = state.odd_sizes
         bit, quick = 1 << home, self._quick
         mask = bit | LEAVING
         for i in prepared.order[device]:
@@ -82,7 +84,7 @@ class Device:
                 if copies[t] & mask != bit:
                     op = None
                     break
-            if op is None or total > capacity[home] or state.queued_for_space:
+            if op is None or total > capacity[home] or state.queued_for_space or guests[lane]:
                 yield from self._perform(i)
                 continue
             start = state.now
@@ -97,14 +99,16 @@ class Device:
                     locks[t] += 1
                 for t, _ in writes:
                     locks[t] += 1
+                busy[lane] = True
                 yield At(env, end - env.now, ENDS)
                 state.now = end
                 for t, _ in writes:
                     locks[t] -= 1
                 for t in reads:
                     locks[t] -= 1
-                    if t in state.pending and not locks[t]:
-                        state.drop_pending(t, i)
+                busy[lane] = False
+                if guests[lane]:
+                    self._works.look()
             state.now = end
             spans += (start, end, device, lane, RUN, i, -1, 0, 0)
             if workspace:
@@ -124,8 +128,10 @@ class Device:
                 else:
                     self._apply(after[i], i, False)
             for t in reads:
+                if pending and t in pending and not locks[t]:
+                    state.drop_pending(t, i)
                 if uses[t] <= 0 and freeable[t]:
-                    if copies[t] == bit and not locks[t] and t not in transfers:
+                    if copies[t] == bit and not locks[t] and t not in transfers and not odd_sizes:
                         copies[t] = 0
                         used[home] -= size[t]
                         changes += (state.now, home, -size[t], t, i, FREED)
@@ -160,10 +166,11 @@ class Device:
             if act.kind == "wait":
                 self._apply(batch, op, strict)
                 batch = []
-                waiting = self._transfers.outside(act.target)
-                if waiting is not None:
-                    yield from self._demand(waiting, op)
                 while act.target in state.transfers:
+                    waiting = self._transfers.outside(act.target)
+                    if waiting is not None:
+                        yield from self._demand(waiting, op)
+                        continue
                     event = state.env.event()
                     state.transfers[act.target].wake_at_end(event)
                     yield from self._stall(event, "wait", op, act.target)
@@ -342,7 +349,12 @@ class Device:
                     work.scratch.append((tier, bytes, handle))
 
     def _run_here(self, work: Work) -> Steps:
-        state, env = self._state, self._state.env
+        state, env, works = self._state, self._state.env, self._works
+        while works.guests[self._lane]:  # another device has an op run again here, and was first
+            event = env.event()
+            works.hosts.setdefault(self._lane, []).append(event)
+            yield from self._stall(event, "engine", work.op, -1, f"engine {state.platform.engines[self._lane].name!r}")
+        works.busy[self._lane] = True
         start = state.now
         fixed, flowing = self._works.parts(work)
         if flowing:
@@ -357,7 +369,10 @@ class Device:
         else:
             state.now = start + fixed
         state.spans.rows += (start, state.now, self.index, self._lane, WHY[work.why], work.op, -1, 0, 0)
-        self._works.deliver(work)
+        works.busy[self._lane] = False
+        if works.guests[self._lane]:
+            works.look()
+        works.deliver(work)
         if work.why == "run" and work.op in self._actions.after:
             yield from self._act(self._actions.after[work.op], work.op)
         self._works.bury(work)

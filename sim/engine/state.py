@@ -104,7 +104,7 @@ class State:
         self.awaited: dict[int, str] = {}  # results under way on another engine or device: why one waits for them
         self.stale_tiers: set[int] = set()
         self._handles: dict[tuple[int, int], int] = {}
-        self._odd_size: dict[tuple[int, int], int] = {}
+        self.odd_sizes: dict[tuple[int, int], int] = {}
         self._reserved_was = [0] * tiers
 
     # ---- time --------------------------------------------------------------------------------
@@ -231,12 +231,12 @@ class State:
 
     def size_in(self, tensor: int, tier: int) -> int:
         """Bytes of a tensor's copy in a tier (fewer than the tensor's where the link compressed it)."""
-        return self._odd_size.get((tensor, tier), self.size[tensor]) if self._odd_size else self.size[tensor]
+        return self.odd_sizes.get((tensor, tier), self.size[tensor]) if self.odd_sizes else self.size[tensor]
 
     def set_size_in(self, tensor: int, tier: int, bytes: int) -> None:
         """Note that the copy in that tier is compressed."""
         if bytes != self.size[tensor]:
-            self._odd_size[tensor, tier] = bytes
+            self.odd_sizes[tensor, tier] = bytes
 
     # ---- copies ------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class State:
     def release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """One copy goes."""
         self.copies[tensor] &= ~(1 << tier)
-        bytes = self._odd_size.pop((tensor, tier), self.size[tensor]) if self._odd_size else self.size[tensor]
+        bytes = self.odd_sizes.pop((tensor, tier), self.size[tensor]) if self.odd_sizes else self.size[tensor]
         self.give(tensor, tier, bytes, op, cause)
         if self.keep_dead:
             self.dead.pop(tensor, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from sim.engine.events import ENDS, At
+from sim.engine.events import ENDS, At, Event
 from sim.engine.flows import Flow, Flows
 from sim.engine.links import Job, Links
 from sim.engine.state import WORKSPACE, State
@@ -43,7 +43,9 @@ class Works:
         self._flows = flows
         self._queues: list[list[tuple[tuple[int, ...], Work]]] = [[] for _ in state.platform.engines]
         self._waiting = False
-        self._busy = [False] * len(state.platform.engines)
+        self.busy = [False] * len(state.platform.engines)
+        self.guests = [0] * len(state.platform.engines)  # per main engine the ops that other devices run again there
+        self.hosts: dict[int, list[Event]] = {}  # per main engine who waits for its guests
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
         self.after: Callable[[Work], None] = lambda work: None
@@ -96,9 +98,15 @@ class Works:
         engine = state.prepared.engine[op]
         priority = int(state.prepared.trace.op_columns.priority[op])
         heappush(self._queues[engine], ((priority, state.now, work.device, next(self._links.sequence)), work))
-        self._waiting = True
+        if engine in state.prepared.main:
+            self.guests[engine] += 1
         self._await(work, "engine")
-        state.poke()
+        self.look()
+
+    def look(self) -> None:
+        """At the end of this instant start what can start."""
+        self._waiting = True
+        self._state.poke()
 
     def settle(self) -> None:
         """Start the next op of every engine that is free."""
@@ -106,15 +114,18 @@ class Works:
             return
         self._waiting = False
         for engine, queue in enumerate(self._queues):
-            if queue and not self._busy[engine]:
-                self._busy[engine] = True
+            if queue and not self.busy[engine]:
+                self.busy[engine] = True
                 work = heappop(queue)[1]
                 self.launch(work, lambda now, work=work, engine=engine: self._end(work, engine, now))  # type: ignore[misc]
 
     def _end(self, work: Work, engine: int, now: int) -> None:
-        self._busy[engine] = False
+        self.busy[engine] = False
         self._waiting = True
         self._state.tick(now)
+        if self.guests[engine]:
+            self.guests[engine] -= 1
+            self._state.wake(self.hosts.pop(engine, ()))
         self._state.spans.rows += (work.start, now, work.device, engine, WHY[work.why], work.op, -1, 0, 0)
         self._finish(work)
         self._state.flush()

@@ -25,10 +25,11 @@ class Lineage:
     """Flat lists of a trace, an entry an op or a tensor; picklable.
 
     reads: per op without doubles, in the order in which the last mention of each stands. children: per
-    tensor the results of the ops that can run again and read it. makes: per op the bytes of its results and
-    workspace. cost: ns of a run of its producer, 0 without one. counts: whether its producer can run
-    again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody reads it. readers: how many ops read it.
-    overwrites: per op what it overwrites in place and cannot come back.
+    tensor the results of the ops that can run again and read it. makes: per op the bytes of its results
+    and workspace. cost: ns of a run of its producer, 0 without one. counts: whether its producer can run
+    again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody
+    reads it. readers: how many ops read it. overwrites: per op what it overwrites in place and cannot
+    come back.
     """
 
     reads: list[tuple[int, ...]]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sim.solvers.nodes import Nodes
+from sim.solvers.outcome import Answer
 
 Terms = list[tuple[int, float]]
 INF = math.inf
@@ -27,37 +28,15 @@ TIES = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """The linear relaxation's answer. keep: (stage, value) -> 0 … 1; bound: least ns of reruns."""
+    """The linear relaxation's answer. keep: (stage, value) -> 0 … 1; bound: least ns of reruns; room: least bytes."""
 
     keep: Mapping[tuple[int, int], float]
     bound: int
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What the search came to. Times in ns of reruns.
-
-    status: `optimal` (proven), `feasible` (stopped by `limit`: `nodes` or `time`), `infeasible` (proven), or
-    `unknown` (stopped before any plan was found). stages: per stage the nodes that run again.
-    """
-
-    status: str
-    bound: int = 0
-    stages: Sequence[Sequence[int]] = ()
-    limit: str = ""
-
-    def cost(self, nodes: Nodes) -> int:
-        """Nanoseconds of reruns."""
-        return cost_of(nodes, self.stages)
-
-
-def cost_of(nodes: Nodes, stages: Sequence[Sequence[int]]) -> int:
-    """Nanoseconds of reruns."""
-    return sum(nodes.cost[i] for again in stages for i in again)
+    room: int
 
 
 class Program:
-    """Columns and rows for some nodes and `room` bytes beyond what lies there throughout.
+    """Columns and rows for some nodes and `room` bytes beyond what lies there throughout; None: as few as do.
 
     Costs get up to 1 % more at random, always the same: a chain of equal nodes has very many equal optima,
     among which a search gets lost. Bounds are for costs without that.
@@ -65,7 +44,7 @@ class Program:
     costs, so that a dearer plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     """
 
-    def __init__(self, nodes: Nodes, room: int, *, at_most: int | None = None) -> None:
+    def __init__(self, nodes: Nodes, room: int | None, *, at_most: int | None = None) -> None:
         self.nodes = nodes
         self.run: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
@@ -77,8 +56,10 @@ class Program:
         self._least: list[float] = []
         self._most: list[float] = []
         unit = math.gcd(*(value.size for value in nodes.values), *nodes.makes) or 1
-        whole_room = room // unit
+        largest = sum(value.size for value in nodes.values) + max(nodes.makes, default=0) if room is None else room
+        whole_room = largest // unit
         scale = 1.0 if whole_room <= WIDE else WIDE / whole_room
+        self._byte = scale / unit
         self._size = [value.size // unit * scale for value in nodes.values]
         self._makes = [bytes // unit * scale for bytes in nodes.makes]
         self._room = whole_room * scale
@@ -88,7 +69,8 @@ class Program:
         self.ties = TIES
         if at_most is not None:
             self.ties = min(TIES, 0.5 * self.price_unit / max(at_most, 1)) if self.whole_prices else 1e-6
-        self._columns(again, there)
+        self._columns(again, there, 1.0 if room is not None else 1e-6)
+        self._least_room = self._column(high=self._room, cost=1.0) if room is None else -1
         for t, stage in enumerate(again):
             self._stage(t, [*stage, t], there[t], there[t + 1])
         if at_most is not None:
@@ -113,7 +95,7 @@ class Program:
         self._least.append(least)
         self._most.append(most)
 
-    def _columns(self, again: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> None:
+    def _columns(self, again: Sequence[Sequence[int]], there: Sequence[Sequence[int]], weight: float) -> None:
         n, count = self.nodes, len(self.nodes)
         draw = np.random.default_rng(0)
         for t, values in enumerate(there):
@@ -124,7 +106,8 @@ class Program:
         for t, stage in enumerate(again):
             for i in stage:
                 price = n.cost[i] / self.price_unit * (1 + self.ties * float(draw.random()))
-                self.run[t, i] = self._column(cost=price, whole=True)
+                # where few bytes are sought, time only tells equals apart
+                self.run[t, i] = self._column(cost=price * weight, whole=True)
             self.run[t, t] = always
 
     def _stage(self, t: int, steps: Sequence[int], now: Sequence[int], then: Sequence[int]) -> None:
@@ -142,7 +125,10 @@ class Program:
             held = self._column(high=self._room)
             last = [(held_before, -1.0)] if previous >= 0 else []
             self._row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
-            self._row([(held, 1.0), (self.run[t, k], self._makes[k])], most=self._room)
+            if self._least_room < 0:
+                self._row([(held, 1.0), (self.run[t, k], self._makes[k])], most=self._room)
+            else:
+                self._row([(held, 1.0), (self.run[t, k], self._makes[k]), (self._least_room, -1.0)], most=0.0)
             previous, held_before = k, held
 
     def _value(self, t: int, v: int, inside: set[int]) -> list[tuple[int, Terms]]:
@@ -227,7 +213,10 @@ class Program:
         found = self._solve(relaxed=True)
         if found.x is None:
             return None
-        return Relaxed({key: float(found.x[c]) for key, c in self.keep.items()}, self._bound(max(0.0, found.fun)))
+        keep = {key: float(found.x[c]) for key, c in self.keep.items()}
+        if self._least_room < 0:
+            return Relaxed(keep, self._bound(max(0.0, found.fun)), 0)
+        return Relaxed(keep, 0, math.ceil((found.x[self._least_room] - 1e-3) / self._byte))
 
     def minimise(self, *, node_limit: int, time_limit: float) -> Answer:
         """Branch and bound, up to a number of nodes and of seconds. A limited answer is never `optimal`."""

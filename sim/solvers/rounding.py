@@ -7,16 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from sim.plan import Problem
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
+from sim.solvers.outcome import rerun_ns
 from sim.solvers.runs import Ledger, Runs, runs
 
 FINEST = 40  # thresholds that are tried
 TIGHTER = (1.0, 0.9)  # parts of the budget for which the relaxation is rounded
 STEPS = 8  # towards the smallest budget
-
-
-def rerun_ns(problem: Problem, found: Runs) -> int:
-    """Nanoseconds of reruns of a plan."""
-    return sum(problem.cost.op_ns(op) for op, anchor in found.steps if anchor >= 0)
 
 
 def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | None, int | None]:
@@ -38,18 +34,25 @@ def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | 
     return best, bound
 
 
-def smallest_budget(ledger: Ledger, nodes: Nodes) -> tuple[int, bool]:
-    """The smallest budget for which rounding finds a plan, and whether the relaxation proves that none is smaller."""
-    least = min(runs(ledger, nodes.again(stages), prune=True).peak() for stages in rounded(nodes, {}))
+def tightest(ledger: Ledger, nodes: Nodes) -> tuple[Runs, bool]:
+    """The plan of least peak that rounding finds, and whether the relaxation proves that none needs less."""
+    relaxed = Program(nodes, None).relax()
+    best = runs(ledger, {})
     for _ in range(STEPS):
-        relaxed = Program(nodes, least - 1 - nodes.outside).relax()
         if relaxed is None:
-            return least, True
-        lower = min(runs(ledger, nodes.again(s), prune=True).peak() for s in rounded(nodes, relaxed.keep))
-        if lower >= least:
+            return best, True
+        lower = _least_peak(ledger, nodes, relaxed.keep)
+        if lower.peak() >= best.peak():
             break
-        least = lower
-    return least, False
+        best = lower
+        if best.peak() <= nodes.outside + relaxed.room:
+            return best, True
+        relaxed = Program(nodes, best.peak() - 1 - nodes.outside).relax()
+    return best, False
+
+
+def _least_peak(ledger: Ledger, nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Runs:
+    return min((runs(ledger, nodes.again(stages), prune=True) for stages in rounded(nodes, keep)), key=Runs.peak)
 
 
 def rounded(nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Iterator[list[list[int]]]:

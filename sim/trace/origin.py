@@ -186,7 +186,7 @@ def from_json(value: Any) -> Expr:
     match value:
         case int(id) if id >= 0 and value is not True and value is not False:
             return Same(id)
-        case ["same", int(id), int(iteration)] if id >= 0 and iteration >= 0:
+        case ["same", int(id), int(iteration)] if id >= 0:
             return Same(id, iteration)
         case ["part" | "microbatch" as word, of, int(first), int(stop), int(count)] if 0 <= first < stop <= count:
             return (Part if word == "part" else Microbatch)(from_json(of), first, stop, count)

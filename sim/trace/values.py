@@ -181,7 +181,7 @@ class _Check:
                 self.report("wrong", "", names[t], f"tensor {names[t]!r} has {size} bytes, not {least}")
         for t in np.flatnonzero(trace.producer < 0).tolist():
             for leaf in leaves(self.claims[t]):
-                if self.base.producer[leaf.id] >= 0:
+                if self.base.producer[leaf.id] >= 0 and leaf.iteration >= 0:  # below 0: made before this trace began
                     self.report(
                         "wrong", "", names[t], f"tensor {names[t]!r} is there from the start, {self.say(leaf)} is not"
                     )
@@ -357,9 +357,15 @@ class _Check:
                 name = base.tensor_columns.name[t]
                 self.report("missing", "", name, f"output {name!r} is not there at the end")
         carried = {first: Same(end, last) for end, first in base.carry}
+
+        def at_the_end(leaf: Same) -> Expr:
+            if leaf.iteration < 0:  # a value of an earlier iteration: as old at the end as at the start
+                return Same(leaf.id, leaf.iteration + self.origin.iterations)
+            return self.settle(carried.get(leaf.id, leaf))
+
         for end, first in self.trace.carry:
             claim = self.claims[first]
-            wanted = map_leaves(claim, lambda leaf: self.settle(carried.get(leaf.id, leaf)))
+            wanted = map_leaves(claim, at_the_end)
             if self.claims[end] != wanted and not _fills(self.claims[end], wanted):
                 name = self.trace.tensor_columns.name[end]
                 self.report("wrong", "", name, f"carry: {name!r} is not what the next iteration starts with")

@@ -1,9 +1,10 @@
-"""Opening foreign files: JSON, plain or gzipped, with a guard against size; nothing in them is ever executed."""
+"""Opening foreign files: plain or gzipped, with a guard against size; nothing in them is ever executed."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -14,32 +15,47 @@ from sim.errors import TraceError
 MAX_BYTES = 1 << 30
 """Unpacked bytes above which a file is refused; a caller may allow more."""
 
+MAX_SIZE = 1 << 50
+"""Bytes of one tensor, or nanoseconds of one op, above which a file is taken to be wrong."""
+
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a file, unpacked if its name or its first bytes say gzip. Raises TraceError."""
-    name = Path(path)
-    try:
-        with name.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            data = gzip.GzipFile(fileobj=raw).read(max_bytes + 1) if packed else raw.read(max_bytes + 1)
-    except FileNotFoundError:
-        raise TraceError(f"{path}: no such file") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from None
+    data = read_start(path, max_bytes + 1)
     if len(data) > max_bytes:
         raise TraceError(f"{path}: larger than {max_bytes:,} bytes unpacked; allow more with max_bytes")
     return data
 
 
+def read_start(path: str | os.PathLike[str], count: int) -> bytes:
+    """The first bytes of a file, unpacked; no more than `count` are held. Raises TraceError."""
+    name = Path(path)
+    try:
+        with name.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            return gzip.GzipFile(fileobj=raw).read(count) if packed else raw.read(count)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:  # a name with a zero byte
+        raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
+
+
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:
     """A JSON document. Raises TraceError naming line and column."""
+    return parse_json(read_bytes(path, max_bytes), str(path))
+
+
+def parse_json(data: bytes | str, where: str) -> Any:
+    """A JSON document from text. Raises TraceError naming line and column."""
     try:
-        return json.loads(read_bytes(path, max_bytes))
+        return json.loads(data)
     except json.JSONDecodeError as error:
-        raise TraceError(f"{path}: line {error.lineno}, column {error.colno}: no valid JSON ({error.msg})") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}: no valid JSON ({type(error).__name__})") from None
+        raise TraceError(f"{where}: line {error.lineno}, column {error.colno}: no valid JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, nested too deep
+        raise TraceError(f"{where}: no valid JSON ({type(error).__name__})") from None
 
 
 def need(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
@@ -48,3 +64,31 @@ def need(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise TraceError(f"{where}: expected {names}, found {type(value).__name__}")
     return value
+
+
+def whole(value: Any, where: str, least: int = 0, most: int = MAX_SIZE) -> int:
+    """A whole number within bounds. Raises TraceError naming where it stands."""
+    number = int(need(value, int, where))
+    if not least <= number <= most:
+        raise TraceError(f"{where}: {_short(number)} is out of range {least}..{most}")
+    return number
+
+
+def microseconds(value: Any, where: str) -> int:
+    """Nanoseconds from a number of microseconds, rounded. Raises TraceError naming where it stands."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TraceError(f"{where}: expected a number of microseconds, found {type(value).__name__}")
+    if not (math.isfinite(value) if isinstance(value, float) else True) or not 0 <= value < 1e16:
+        raise TraceError(f"{where}: {_short(value)} is no time in microseconds")
+    return round(value * 1000)
+
+
+def texts(value: Any, where: str) -> str:
+    """A text without line breaks and of a sane length, for names. Raises TraceError naming where it stands."""
+    return " ".join(str(need(value, str, where))[:500].split())
+
+
+def _short(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of many digits"
+    return str(value)[:40]

@@ -54,8 +54,7 @@ class Delta(Policy):
         wants them), or `none`. prefetch_depth: how many from that end are looked at before an op.
     prefetch_forward: also reload while the ops reached are forward ones.
     ties: of equal scores the tensor that became evictable `last` or `first` goes.
-    Raises PolicyError for an unknown choice, a depth below 0 or a bandwidth below 1, and UnitError for one
-    without its unit.
+    Raises PolicyError for an unknown choice, a depth below 0, or a bandwidth below 1 or without its unit.
     """
 
     online = True
@@ -78,6 +77,7 @@ class Delta(Policy):
                 raise PolicyError(f"delta: {name}: {given!r} is unknown{near(str(given), known)}")
         if self.prefetch_depth < 0:
             raise PolicyError(f"delta: prefetch_depth is {self.prefetch_depth}, less than 0")
+        # a ValueError about the unit becomes a PolicyError where policies are loaded
         if self.rate is not None and self.rate < 1:
             raise PolicyError(f"delta: bandwidth is {self.bandwidth}, less than 1 byte/s")
 
@@ -232,7 +232,8 @@ class _Director(Evictor):
         if not self._away or policy.prefetch == "none" or (self.line.forward[op] and not policy.prefetch_forward):
             return answer
         tier = self._homes[self.line.device[op]]
-        room = memory.free(tier) - self.line.makes[op]
+        freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
+        room = memory.free(tier) + freed - self.line.makes[op]
         queue = reversed(self._away) if policy.prefetch == "lifo" else iter(self._away)
         for tensor in list(islice(queue, policy.prefetch_depth)):
             size = self.line.size[tensor]

@@ -33,8 +33,9 @@ class ZeroOffload(Policy):
         any split that keeps the update on the CPU. Time = forward + backward + last bucket + the longer of
         updates and copies up (+ one tile). Model state on the device: weights and one bucket.
     Departs: an update is priced by the platform's model of the CPU, even where a duration was measured.
-        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under autocast device weights
-        and gradients are fp32, and so is what is copied. Conversion takes the CPU no time of its own.
+        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under
+        autocast device weights and gradients are fp32, and so is what is copied. Conversion takes the CPU
+        no time of its own, and gradients of a bucket are copied one by one.
 
     bucket: bytes of gradients that leave together, an int or text such as "50 MB"; 0 sends each at once.
     delayed: delayed parameter update: the CPU updates with the gradients of the iteration before while the

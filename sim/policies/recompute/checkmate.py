@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sim.errors import Infeasible, PolicyError, near
+from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.solvers.grain import by_op, by_stage
 from sim.solvers.milp import Program
-from sim.solvers.nodes import Nodes
-from sim.solvers.rounding import rounded
+from sim.solvers.nodes import Nodes, body
+from sim.solvers.outcome import Answer, planned, refused, rerun_ns
+from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
-from sim.units import format_bytes
 
 METHODS = ("milp", "rounding")
 GRAINS = ("op", "stage")
 ATTEMPTS = 4
-TIGHTER = (1.0, 0.9)  # parts of the budget for which the relaxation is rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +74,29 @@ class Checkmate(Policy):
         ledger = Ledger(problem.trace)
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
-            return noted(problem, plain, "optimal", 0)
+            return planned(problem, plain, status="optimal", bound=0)
         nodes, exact = self._nodes(problem, ledger)
         known, bound = by_rounding(problem, ledger, nodes)
-        if bound is None and (exact or known is None):
-            raise infeasible(problem, ledger, nodes, "checkmate", proven=exact)
-        found, answer = known, Answer("unknown", bound or 0)
-        if self.method == "milp" and not (known and rerun_ns(problem, known) <= answer.bound):
-            found, answer = self._search(problem, ledger, nodes, known)
-        if found is None:
-            if answer.limit:
-                raise PolicyError(
-                    f"policy 'checkmate' met its limit ({answer.limit}) before it found a plan: raise node_limit "
-                    "or time_limit, or give more budget"
-                )
-            raise infeasible(problem, ledger, nodes, "checkmate", proven=exact and answer.status == "infeasible")
-        if exact and not answer.limit and rerun_ns(problem, found) <= answer.bound:
-            return noted(problem, found, "optimal", answer.bound)
-        proven = exact and answer.status == "optimal"
-        return noted(problem, found, "optimal" if proven else "feasible", answer.bound, answer.limit)
+        least, smallest = (known, False) if known else tightest(ledger, nodes)
+        if least.peak() <= problem.budget:
+            known = least
+        impossible = exact and bound is None
+        if known is not None and (self.method == "rounding" or rerun_ns(problem, known) == bound):
+            status = "optimal" if exact and rerun_ns(problem, known) == bound else "feasible"
+            return planned(problem, known, status=status, bound=bound if exact else None)
+        if self.method == "rounding" or impossible:
+            raise refused(problem, "checkmate", least, proven=impossible, smallest=smallest)
+        found, answer = self._search(problem, ledger, nodes, known)
+        if found is not None:
+            status = "optimal" if exact and answer.status == "optimal" else "feasible"
+            bound = max(bound or 0, answer.bound) if exact else None
+            return planned(problem, found, status=status, bound=bound, limit=answer.limit)
+        if answer.status == "infeasible":
+            raise refused(problem, "checkmate", least, proven=exact, smallest=smallest)
+        raise PolicyError(
+            f"policy 'checkmate' found no plan before it met its limit of {answer.limit}; raise node_limit or "
+            f"time_limit, or the budget: {least.peak():,} B are known to do"
+        )
 
     def _nodes(self, problem: Problem, ledger: Ledger) -> tuple[Nodes, bool]:
         """What to plan for, and whether that is op by op."""
@@ -110,18 +112,20 @@ class Checkmate(Policy):
         return by_op(problem, ledger, "checkmate"), True
 
     def _search(self, problem: Problem, ledger: Ledger, nodes: Nodes, known: Runs | None) -> tuple[Runs | None, Answer]:
-        """The best plan that fits exactly, and what the last search said."""
+        """The best plan that fits exactly, and what the search said of it."""
         room = problem.budget - nodes.outside
         at_most = None if known is None else rerun_ns(problem, known)
+        answer = Answer("unknown")
         for _ in range(ATTEMPTS):
             program = Program(nodes, room, at_most=at_most)
             answer = program.minimise(node_limit=self.node_limit, time_limit=self.time_limit)
-            if answer.status in ("infeasible", "unknown"):
-                return known, answer
+            if not answer.stages:
+                break
             found = runs(ledger, nodes.again(answer.stages), prune=True)
             excess = found.peak() - problem.budget
             if excess <= 0:
-                better = known is None or rerun_ns(problem, found) <= rerun_ns(problem, known)
-                return found if better else known, answer
-            room -= excess  # the solver's tolerance let more lie there than there is room for
-        return known, Answer("unknown", answer.bound, limit="tolerance")
+                if known is not None and rerun_ns(problem, known) < rerun_ns(problem, found):
+                    break
+                return found, answer
+            room -= excess  # by the solver's tolerance more lies there than there is room for
+        return known, replace(answer, status="infeasible" if answer.status == "infeasible" else "feasible")

@@ -53,7 +53,6 @@ class Facts:
     def ran(self, *ops: str) -> list[tuple[int, int]]:
         """Start and end of the run of each op."""
         rows = self.result.events
-        times = {op: (start, end) for op, start, end in zip(rows.op, rows.start_ns, rows.end_ns) if op in ops}
         runs = rows[rows.why == "run"]
         times = {op: (int(a), int(b)) for op, a, b in zip(runs.op, runs.start_ns, runs.end_ns)}
         return [times[op] for op in ops]

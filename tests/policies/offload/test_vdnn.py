@@ -237,3 +237,21 @@ def test_dyn_is_never_slower_than_all_m_and_never_over_budget(data: st.DataObjec
     done = facts(simulate(trace, machine(), "vdnn", budget=budget))
     assert done.time <= limited.time
     assert done.peak <= budget
+
+
+def test_the_published_order_holds_on_a_net_whose_copies_take_longer_than_its_layers(run) -> None:
+    layers: list[Layer] = []
+    for stage in range(4):
+        size = 800 >> stage
+        layers += [
+            ("conv", size, 200, 400),
+            ("elementwise", size, 20, 20),
+            ("conv", size, 200, 400),
+            ("pool", size, 9, 9),
+        ]
+    trace = net([*layers, ("matmul", 40, 9, 9)], [SLOW, LEAN], workspace=50)
+    blocking = run(trace, "save_on_cpu").time
+    everything = run(trace, "vdnn", variant="all", algorithm="m").time
+    heavy = run(trace, "vdnn", variant="conv").time
+    chosen = run(trace, "vdnn").time
+    assert blocking > everything > heavy > chosen == run(trace, "keep_all").time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -220,9 +221,9 @@ def test_what_is_wrong_is_named() -> None:
         simulate(trace, machine(), "zero_offload", bucket="50 MBit")
     with pytest.raises(PolicyError, match="toy has no host tier"):
         simulate(trace, machine(host=False), "zero_offload")
+    alone = replace(machine(), engines=machine().engines[:1])
     with pytest.raises(PolicyError, match="toy has no engine 'cpu'"):
-        on = machine()
-        simulate(trace, type(on)("toy", on.tiers, on.engines[:1], on.links), "zero_offload")
+        simulate(trace, alone, "zero_offload")
     foreach = transformer(TINY, batch=1, sequence=32, precision="mixed_fp16", optimizer="adamw_foreach")
     with pytest.raises(PolicyError, match=r"delayed: update .* reads what .* makes"):
         simulate(foreach, machine(), "zero_offload", delayed=True)

@@ -45,12 +45,14 @@ def cut(trace: Trace, count: int) -> Trace:
 class Story:
     """What a log says up to the end of the trace's last op.
 
-    ran: (op, whether again) in order; dropped: tensors in order; peak: most bytes in the first tier.
+    ran: (op, whether again) in order; dropped: tensors in order, freed dead ones among them; evicted: those
+    that were not dead; peak: most bytes in the first tier.
     """
 
     log: EventLog
     ran: list[tuple[int, bool]]
     dropped: list[int]
+    evicted: list[int]
     recompute_ns: int
     peak: int
 
@@ -69,11 +71,13 @@ def tell(log: EventLog) -> Story:
     last = max(i for i, row in enumerate(rows) if row[4] == WHY["run"])
     rows = rows[: last + 1]
     early = log.change("time") <= rows[-1][0]
-    dropped = log.changes[early & (log.change("cause") == CAUSE["dropped"])]
+    evicted = early & (log.change("cause") == CAUSE["dropped"])
+    freed = early & (log.change("cause") == CAUSE["freed"])
     return Story(
         log=log,
         ran=[(row[5], row[4] == WHY["recompute"]) for row in rows],
-        dropped=dropped[:, 3].tolist(),
+        dropped=log.change("tensor")[evicted | freed].tolist(),
+        evicted=log.change("tensor")[evicted].tolist(),
         recompute_ns=sum(row[1] - row[0] for row in rows if row[4] == WHY["recompute"]),
         peak=int(np.cumsum(log.changes[log.change("tier") == 0][:, 2]).max(initial=0)),
     )

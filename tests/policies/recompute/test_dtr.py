@@ -129,7 +129,7 @@ def test_unlimited_memory_recomputes_nothing_and_peaks_as_printed():
 def test_weight_gradients_are_left_alone():
     trace = w1(4)
     story = run(trace, int(PEAK[4] * Fraction("0.8")), **EQ)
-    roles = {trace.tensors[t].role for t in story.dropped}
+    roles = {trace.tensors[t].role for t in story.evicted}
     assert roles == {"activation", "temporary"}
     assert story.recomputed > 0
 

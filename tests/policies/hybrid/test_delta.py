@@ -1,0 +1,289 @@
+"""DELTA (arXiv:2203.15980): the filter of DTR without cost, the director's crossover, the prefetcher."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import Result, problem_for, simulate
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import CAUSE, WHY
+from sim.policies import load
+from sim.trace import Trace, TraceBuilder
+from workloads.synthetic import random_dag, uniform_chain, w1
+
+GB = 10**9
+
+
+def machine(budget: int, rate: int | None = GB, host: int = 1 << 50) -> Platform:
+    tiers = Tier("hbm", budget, budget, 10**12, device=0), Tier("host", host, host, 10**11, kind="ddr")
+    links = (Link("d2h", "hbm", "host", rate), Link("h2d", "host", "hbm", rate)) if rate else ()
+    return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), links)
+
+
+def run(trace: Trace, platform: Platform, **parameters: Any) -> Result:
+    result = simulate(trace, platform, "delta", **parameters)
+    log = result.log
+    assert log.complete
+    for i, tier in enumerate(platform.tiers):
+        assert int(np.cumsum(log.changes[log.change("tier") == i][:, 2]).max(initial=0)) <= tier.capacity
+    return result
+
+
+def reruns(result: Result) -> list[str]:
+    log = result.log
+    return [log.trace.ops[op].name for op in log.interval("op")[log.interval("why") == WHY["recompute"]]]
+
+
+def copies(result: Result, lane: str) -> list[str]:
+    log = result.log
+    rows = log.interval("why") == WHY["move"]
+    rows &= log.interval("lane") == log.platform.lanes.index(lane)
+    return [log.trace.tensors[t].name for t in log.interval("tensor")[rows]]
+
+
+def lone_candidate(size: int, cost: int) -> Trace:
+    """a has to leave once for b, and is read again when b is dead; each op without a cost given takes 1 µs."""
+    b = TraceBuilder()
+    a, wide = b.tensor("a", size), b.tensor("b", size)
+    b.op("make_a", writes=[a], duration=cost)
+    b.op("idle", duration=1000)
+    b.op("make_b", writes=[wide], duration=1000)
+    b.op("use_b", reads=[wide], duration=1000)
+    b.op("use_a", reads=[a], duration=1000)
+    return b.build(outputs=[], carry=())
+
+
+# ---- the director ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 10**6), cost=st.integers(1, 10**6))
+def test_the_crossover_is_where_a_copy_out_and_back_takes_as_long_as_recomputing(size, cost):
+    # 1 GB/s moves a byte a nanosecond, so that m / bw is the size
+    result = run(lone_candidate(size, cost), machine(size), prefetch="none")
+    if 2 * size <= cost:
+        assert copies(result, "d2h") == ["a"]
+        assert reruns(result) == []
+    else:
+        assert copies(result, "d2h") == []
+        assert reruns(result) == ["make_a"]
+
+
+@pytest.mark.parametrize(("cost", "moved"), [(1999, []), (2000, ["a"]), (2001, ["a"])])
+def test_at_the_crossover_itself_it_moves(cost, moved):
+    assert copies(run(lone_candidate(1000, cost), machine(1000), prefetch="none"), "d2h") == moved
+
+
+@pytest.mark.parametrize(("bandwidth", "moved"), [(10**9, ["a"]), (10**9 - 1, []), ("1 GB/s", ["a"]), ("999 MB/s", [])])
+def test_a_bandwidth_given_takes_the_place_of_the_platforms(bandwidth, moved):
+    slow = machine(1000, rate=10**6)
+    result = run(lone_candidate(1000, 2000), slow, bandwidth=bandwidth, prefetch="none")
+    assert copies(result, "d2h") == moved
+
+
+def test_what_costs_nothing_to_make_is_never_moved():
+    assert copies(run(lone_candidate(1000, 0), machine(1000, rate=10**18)), "d2h") == []
+
+
+def stack() -> tuple[Trace, int]:
+    trace = w1(3)
+    return trace, int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
+
+
+def test_slow_links_recompute_everything_and_fast_ones_move_everything():
+    trace, peak = stack()
+    slow, fast = (run(trace, machine(peak * 7 // 10, rate=rate)) for rate in (10**6, 10**15))
+    assert copies(slow, "d2h") == []
+    assert reruns(slow)
+    assert copies(fast, "d2h")
+    assert reruns(fast) == []
+
+
+def test_between_them_it_does_both_and_less_of_recomputing_the_faster_the_link():
+    trace, peak = stack()
+    results = [run(trace, machine(peak * 7 // 10, rate=rate * GB)) for rate in (50, 400, 3000)]
+    assert copies(results[1], "d2h")
+    assert reruns(results[1])
+    assert len(reruns(results[0])) > len(reruns(results[1])) > len(reruns(results[2]))
+
+
+@pytest.mark.parametrize("trace", [uniform_chain(64), random_dag(30, 1, weights=0.2)], ids=["chain", "graph"])
+@pytest.mark.parametrize("rate", [None, 1])
+def test_without_usable_links_it_is_dtr_with_delta_s_filter(trace, rate):
+    peak = int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
+    platform = machine(peak * 4 // 5, rate)
+    alone = simulate(trace, platform, "dtr", heuristic="none").log
+    assert len(alone.interval("op")[alone.interval("why") == WHY["recompute"]]) > 0
+    assert run(trace, platform).log == alone
+
+
+def test_evicted_neighbours_make_recomputing_dearer():
+    # c's producer is cheap, but reads b, which is evicted first and must be made again with it
+    b = TraceBuilder()
+    big, c, d, e = b.tensor("b", 100), b.tensor("c", 60), b.tensor("d", 100), b.tensor("e", 60)
+    b.op("make_b", writes=[big], duration=150)
+    b.op("make_c", reads=[big], writes=[c], duration=50)
+    b.op("idle", duration=1000)
+    b.op("make_d", writes=[d], duration=10)
+    b.op("make_e", reads=[d], writes=[e], duration=10)
+    b.op("use", reads=[e], duration=10)
+    b.op("use_c", reads=[c], duration=10)
+    b.op("use_b", reads=[big], duration=10)
+    trace = b.build(outputs=[], carry=())
+    with_classes = run(trace, machine(160), prefetch="none")
+    alone = run(trace, machine(160), prefetch="none", recompute_cost="own")
+    assert copies(with_classes, "d2h") == ["c"]  # 2 * 60 ns against 150 + 50
+    assert copies(alone, "d2h") == []  # 2 * 60 ns against 50
+
+
+def test_a_trip_that_took_longer_than_the_route_says_counts_as_it_was():
+    # two tensors leave at once: the second waits for the link, so that its next trip looks dearer
+    b = TraceBuilder()
+    first, second, wide = b.tensor("first", 100), b.tensor("second", 100), b.tensor("wide", 200)
+    wider = b.tensor("wider", 200)
+    b.op("make_first", writes=[first], duration=1000)
+    b.op("make_second", writes=[second], duration=210)
+    b.op("idle", duration=1000)
+    b.op("make_wide", writes=[wide], duration=10)
+    b.op("use_wide", reads=[wide], duration=10)
+    b.op("use_second", reads=[second], duration=10)
+    b.op("use_both", reads=[first, second], duration=1000)
+    b.op("make_wider", writes=[wider], duration=10)
+    b.op("use_wider", reads=[wider], duration=10)
+    b.op("late", reads=[first, second], duration=10)
+    result = run(b.build(outputs=[], carry=()), machine(200), prefetch="none")
+    assert copies(result, "d2h") == ["first", "second"]  # the copies there are clean when they leave again
+    assert copies(result, "h2d") == ["second", "first", "first", "second"]
+    assert reruns(result) == []
+
+
+def test_a_clean_copy_makes_leaving_again_free():
+    trace, peak = stack()
+    result = run(trace, machine(peak * 6 // 10, rate=10**14))
+    assert len(copies(result, "d2h")) == len(set(copies(result, "d2h")))
+
+
+def test_a_full_host_means_recomputing():
+    trace = lone_candidate(1000, 10**6)
+    assert copies(run(trace, machine(1000, host=1000), prefetch="none"), "d2h") == ["a"]
+    result = run(trace, machine(1000, host=999), prefetch="none")
+    assert copies(result, "d2h") == []
+    assert reruns(result) == ["make_a"]
+
+
+# ---- the prefetcher --------------------------------------------------------------------------------
+
+
+def reloads(count: int, phase: str = "backward") -> Trace:
+    """`count` tensors leave together for one that is wide; then long ops leave memory free."""
+    b = TraceBuilder()
+    many = [b.tensor(f"t{i}", 100) for i in range(count)]
+    wide = b.tensor("wide", 100 * count)
+    for t in many:
+        b.op(f"make_{t}", writes=[t], duration=10**6)
+    b.op("make_wide", writes=[wide], duration=10**6)
+    b.op("use_wide", reads=[wide], duration=10**6)
+    for i in range(3):
+        b.op(f"long{i}", phase=phase, duration=10**6)
+    for t in reversed(many):
+        b.op(f"use_{t}", phase=phase, reads=[t], duration=10**6)
+    return b.build(outputs=[], carry=())
+
+
+def test_tensors_come_back_before_they_are_read():
+    trace = reloads(4)
+    late, early = run(trace, machine(400), prefetch="none"), run(trace, machine(400))
+    assert copies(late, "d2h") == copies(early, "d2h") == ["t0", "t1", "t2", "t3"]
+    assert late.log.counters["implicit_moves"] == 4
+    assert early.log.counters["implicit_moves"] == 0
+    assert late.log.end - early.log.end == 4 * 100
+
+
+def test_the_queue_is_taken_from_the_end_that_is_asked_for():
+    trace = reloads(4)
+    assert copies(run(trace, machine(400)), "h2d") == ["t0", "t1", "t2", "t3"]
+    assert copies(run(trace, machine(400), prefetch="lifo"), "h2d") == ["t3", "t2", "t1", "t0"]
+
+
+def test_at_most_so_many_are_looked_at_before_an_op():
+    trace = reloads(8)
+    for depth, expected in ((5, 5), (2, 2), (0, 0)):
+        result = run(trace, machine(800), prefetch_depth=depth)
+        log = result.log
+        start = log.intervals[log.interval("op") == trace.op_id("long0")][0][0]
+        rows = (log.change("cause") == CAUSE["moved in"]) & (log.change("tier") == 0) & (log.change("time") == start)
+        assert int(rows.sum()) == expected
+
+
+def test_nothing_is_reloaded_in_the_forward_pass_unless_asked():
+    trace = reloads(4, phase="forward")
+    assert run(trace, machine(400)).log.counters["implicit_moves"] == 4
+    assert run(trace, machine(400), prefetch_forward=True).log.counters["implicit_moves"] == 0
+
+
+def test_a_reload_leaves_room_for_what_the_op_makes():
+    trace, peak = stack()
+    platform = machine(peak * 7 // 10, rate=10**13)
+    result = run(trace, platform)
+    assert result.log.counters["implicit_moves"] < run(trace, platform, prefetch="none").log.counters["implicit_moves"]
+
+
+# ---- variants and the law ----------------------------------------------------------------------------
+
+
+def test_the_other_filter_weighs_cost_and_free_space_beside():
+    trace, peak = stack()
+    platform = machine(peak * 7 // 10, rate=400 * GB)
+    first, second = run(trace, platform), run(trace, platform, filter="cost_adjacent")
+    assert first.log != second.log
+    assert second.log.end < first.log.end  # cost counts here
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rate=st.sampled_from([None, 10**8, 10**9, 10**10, 10**12]),
+    percent=st.integers(55, 95),
+    prefetch=st.sampled_from(["fifo", "lifo", "none"]),
+    host=st.sampled_from([2000, 1 << 40]),
+    filter=st.sampled_from(["stale_size", "cost_adjacent"]),
+)
+def test_any_graph_runs_to_the_end_within_the_budget(seed, rate, percent, prefetch, host, filter):
+    trace = random_dag(12, seed, weights=0.3, max_bytes=1000)
+    peak = int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
+    try:
+        result = run(
+            trace, machine(peak * percent // 100, rate, host), prefetch=prefetch, filter=filter, prefetch_forward=True
+        )
+    except OutOfMemory:
+        return
+    ran = result.log.interval("op")[result.log.interval("why") == WHY["run"]]
+    assert sorted(ran.tolist()) == list(range(len(trace.ops)))
+    assert result.log.counters["ignored_actions"] == 0
+
+
+def test_plan_can_be_pickled_and_gives_the_same_log():
+    trace, peak = stack()
+    platform = machine(peak * 7 // 10, rate=400 * GB)
+    plan = load("delta").plan(problem_for(trace, platform))
+    assert type(pickle.loads(pickle.dumps(plan.online))()).__name__ == "_Director"
+    assert run(trace, platform).log == run(trace, platform).log
+
+
+@pytest.mark.parametrize(("parameters", "text"), [
+    ({"filter": "stale"}, "filter: 'stale' is unknown .did you mean 'stale_size'"),
+    ({"prefetch": "filo"}, "prefetch"),
+    ({"prefetch_depth": -1}, "less than 0"),
+    ({"bandwidth": 0}, "less than 1 byte/s"),
+    ({"bandwidth": "11 GiB"}, "11 GiB"),
+])  # fmt: skip
+def test_wrong_parameters_are_named(parameters, text):
+    with pytest.raises(PolicyError, match=text):
+        load("delta", **parameters)

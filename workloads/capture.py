@@ -1,0 +1,254 @@
+"""Any PyTorch training step as a trace, without an accelerator and without allocating the model.
+
+The step runs under PyTorch's fake tensors, which have shapes and types but no data; a dispatch mode sees
+every op, and weak references see when PyTorch releases each storage. A replay of the trace that keeps
+everything therefore has the peak that `torch.distributed._tools.mem_tracker.MemTracker` reports for the
+same step, to the byte.
+
+Departs from a run on a GPU: kernels are those of PyTorch's CPU path, with `kernels="cuda"` except dropout,
+attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes
+for itself is not known; autocast has to be entered for device type "cpu"; Python's cycle collector rests
+during the captured iteration, so that what only a cycle holds lives to its end.
+
+Needs PyTorch: pip install 'tiersim[torch]'.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from sim.errors import TiersimError, WorkloadError, near
+from sim.trace.graph import Trace
+from workloads.capturing.building import build_trace
+from workloads.capturing.kernels import CHOICES, mapped_to_cuda
+from workloads.capturing.recorder import Recorder
+from workloads.capturing.substitute import fake_like, fake_module
+
+ARGUMENTS = (
+    "module",
+    "inputs",
+    "targets",
+    "loss",
+    "optimizer",
+    "step",
+    "name",
+    "samples",
+    "tokens",
+    "micro_batches",
+    "warm_up",
+    "kernels",
+    "rounding",
+)
+"""What the dict of a reference given to `capture_from_reference` may hold."""
+
+
+def capture(
+    module: Any,
+    inputs: Any = (),
+    *,
+    targets: Any = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    step: Callable[..., Any] | None = None,
+    name: str = "",
+    samples: int | None = None,
+    tokens: int | None = None,
+    micro_batches: int = 1,
+    warm_up: int = 1,
+    kernels: str = "cpu",
+    rounding: int = 1,
+) -> Trace:
+    """One iteration of training `module` in its steady state.
+
+    module: a function that builds a `torch.nn.Module`, called under fake tensors, so that nothing is
+    allocated; or a module, of which a fake copy is made (on the "meta" device it need not be allocated).
+    inputs: of its forward pass: one tensor, a tuple, a dict of keywords, or a function that makes one of these
+    under fake tensors. Tensors of any device will do; only their shapes and types are used.
+    targets: what `loss` takes beside the result: given as inputs are, but no dict.
+    loss: from the result and the targets to a scalar; by default the result itself, its attribute `loss`
+    or its entry "loss". The result is dropped before backward, as training loops do that keep only the loss.
+    optimizer: a function from the list of trainable parameters to a `torch.optim.Optimizer` (a class will
+    do), or an optimizer of `module`'s parameters; none: gradients stay at the end.
+    step: replaces all this: called once an iteration with the fake module, the optimizer and the inputs.
+    samples, tokens: of an iteration, for rates in reports.
+    micro_batches: how often forward and backward run before the optimizer does, gradients adding up.
+    warm_up: iterations before the captured one; the first makes the optimizer's state.
+    kernels: "cpu", or "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step
+    counters on the host. rounding: sizes are rounded up to multiples of this; PyTorch's CUDA allocator
+    rounds to 512 bytes.
+
+    The trace's meta says so: `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`,
+    `layer_names` (a layer is a part of the module's tree up to its first number), `torch` (version),
+    `folded` (views), `on_host` (storages left out).
+
+    Raises WorkloadError without PyTorch, for what cannot run under fake tensors, naming op and module, and
+    for wrong arguments.
+    """
+    torch = _torch()
+    if kernels not in CHOICES:
+        raise WorkloadError(f"kernels {kernels!r} is unknown{near(str(kernels), CHOICES)}")
+    for what, value, least in (
+        ("micro_batches", micro_batches, 1),
+        ("warm_up", warm_up, 0),
+        ("rounding", rounding, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WorkloadError(f"{what}: needs an integer of at least {least}, has {value!r}")
+    mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _named_errors("building the step"):
+        model, tuned = fake_module(torch, module, optimizer)
+        args, kwargs = _arguments(fake_like(torch, inputs))
+        wanted, _ = _arguments(fake_like(torch, targets))
+    recorder = Recorder(model, cuda=kernels == "cuda")
+    if kernels == "cuda" and tuned is not None:
+        _prefer_foreach(tuned)
+
+    def iteration() -> None:
+        if step is not None:
+            step(model, tuned, *args, **kwargs)
+            return
+        for _ in range(micro_batches):
+            result = model(*args, **kwargs)
+            scalar = _loss(torch, result, wanted, loss)
+            del result
+            with recorder.backward():
+                scalar.backward()
+        if tuned is not None:
+            tuned.step()
+            tuned.zero_grad(set_to_none=True)
+
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
+        recorder.know_module()
+        for what, value in (("input", (args, kwargs)), ("target", wanted)):
+            for i, tensor in enumerate(x for x in recorder.leaves(value) if isinstance(x, torch.Tensor)):
+                recorder.know(tensor, f"{what}{i}", "input")
+        stack.enter_context(recorder.watching())
+        for _ in range(warm_up):
+            with _named_errors("the step"):
+                iteration()
+            if tuned is None and step is None:
+                model.zero_grad(set_to_none=True)
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            recorder.begin()
+            with _named_errors("the step"):
+                iteration()
+            recording = recorder.finish()
+        finally:
+            if collecting:
+                gc.enable()
+    if not recording.kernels:
+        raise WorkloadError("the step runs no op: there is nothing to simulate")
+    counted = [k for k in recording.kernels if k.phase != "update" and not k.again]
+    meta: dict[str, Any] = {
+        "model": name or type(model).__name__,
+        "source": "captured under fake tensors",
+        "torch": recording.version,
+        "device": "cpu",
+        "kernels": kernels,
+        "mapped": dict(recording.mapped),
+        "rounding": rounding,
+        "layers": len(recording.layers),
+        "layer_names": list(recording.layers),
+        "parameters": recording.parameters,
+        "micro_batches": micro_batches,
+        "model_flops": sum(k.flops for k in counted),
+        "folded": recording.folded,
+        "on_host": recording.host,
+    }
+    meta |= {key: value for key, value in (("samples", samples), ("tokens", tokens)) if value is not None}
+    return build_trace(recording, meta, rounding)
+
+
+def capture_from_reference(reference: str, **changes: Any) -> Trace:
+    """Capture what a function describes: `reference` is "module:function", or "file.py:function".
+
+    The function takes no arguments and returns a dict of `capture`'s arguments (`ARGUMENTS`), `module` at
+    least. changes: replace entries of it. The current folder is searched for modules, too.
+    Raises WorkloadError naming what is missing, unknown or failed.
+    """
+    where, _, what = reference.partition(":")
+    if not where or not what:
+        raise WorkloadError(f"{reference!r}: expected 'module:function'")
+    _torch()
+    try:
+        if where.endswith(".py"):
+            util = import_module("importlib.util")
+            spec = util.spec_from_file_location("captured_reference", where)
+            found = util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            sys.path.insert(0, os.getcwd())
+            try:
+                found = import_module(where)
+            finally:
+                sys.path.remove(os.getcwd())
+    except TiersimError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{reference!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(found, what, None)
+    if not callable(function):
+        raise WorkloadError(f"{reference!r}: no function {what!r}{near(what, (n for n in vars(found) if n[0] != '_'))}")
+    with _named_errors(f"{reference!r}"):
+        given = function()
+    if not isinstance(given, Mapping) or "module" not in given:
+        raise WorkloadError(f"{reference!r}: has to return a dict with 'module' at least")
+    for key in given:
+        if key not in ARGUMENTS:
+            raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")
+    return capture(**{**given, **changes})
+
+
+def _torch() -> Any:
+    try:
+        return import_module("torch")
+    except ImportError:
+        raise WorkloadError("capturing a step needs PyTorch: pip install 'tiersim[torch]'") from None
+
+
+def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(value, Mapping):
+        return (), {str(key): x for key, x in value.items()}
+    return (tuple(value), {}) if isinstance(value, (list, tuple)) else ((value,), {})
+
+
+def _loss(torch: Any, result: Any, targets: tuple[Any, ...], loss: Callable[..., Any] | None) -> Any:
+    if loss is not None:
+        result = loss(result, *targets)
+    elif isinstance(result, Mapping) and "loss" in result:
+        result = result["loss"]
+    elif not isinstance(result, torch.Tensor) and hasattr(result, "loss"):
+        result = result.loss
+    if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        raise WorkloadError("loss: the step has no scalar to differentiate; give a function of the module's result")
+    return result
+
+
+def _prefer_foreach(optimizer: Any) -> None:
+    """The form that an optimizer takes by default for parameters on a GPU."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@contextmanager
+def _named_errors(doing: str) -> Any:
+    """What fails in foreign code, as one line."""
+    try:
+        yield
+    except TiersimError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise WorkloadError(f"{doing} failed: {type(error).__name__}: {first}") from error

@@ -1,0 +1,105 @@
+"""From a recording to a trace: storages become tensors, one for each value they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.trace.graph import Trace, TraceBuilder
+from workloads.capturing.record import Kernel, Recording, Storage
+from workloads.importers.optrace import kind_of
+
+RECURRENT = ("rnn", "lstm", "gru")
+PERSISTENT = ("weight", "optimizer_state")
+
+
+def build_trace(recording: Recording, meta: dict[str, Any], rounding: int) -> Trace:
+    """The trace of a recording; every size is rounded up to a multiple of `rounding` bytes.
+
+    A storage lives as long as PyTorch held it: the last op that had run when it was released reads it.
+    """
+    return _Building(recording, meta, rounding).run()
+
+
+class _Building:
+    def __init__(self, recording: Recording, meta: dict[str, Any], rounding: int) -> None:
+        self.recording, self.rounding = recording, rounding
+        self.builder = TraceBuilder(dict(meta))
+        self.now: dict[int, int] = {}
+        self.first: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        self.versions: dict[int, int] = {}
+        self.tensor_names: dict[str, int] = {}
+        self.op_names: dict[str, int] = {}
+
+    def run(self) -> Trace:
+        storages, kernels = self.recording.storages, self.recording.kernels
+        there = [i for i, s in storages.items() if s.made < 0 and not (s.freed is not None and s.freed < 0)]
+        for i in there:
+            self._tensor(i, storages[i])
+        leaving = [self.now[i] for i in there if storages[i].freed is not None]
+        if leaving:
+            # what is there at the start and goes during the iteration needs a producer, or it would stay for good
+            self.builder.op("start", "copy", writes=leaving, bytes=0, duration=0)
+        held: dict[int, list[int]] = {}
+        for i, storage in storages.items():
+            if storage.freed is not None:
+                held.setdefault(storage.freed, []).append(i)
+        for index, kernel in enumerate(kernels):
+            self._op(kernel, held.get(index, ()))
+        kept = [
+            i
+            for i, s in storages.items()
+            if i in self.now and s.freed is None and (s.role in PERSISTENT or s.made >= 0 or s.mutated)
+        ]
+        carry = [(self.now[i], self.first[i]) for i in kept if storages[i].made < 0]
+        return self.builder.build(outputs=[self.now[i] for i in kept], carry=carry)
+
+    def _tensor(self, i: int, storage: Storage, replaces: int | None = None) -> int:
+        size = -(-storage.bytes // self.rounding) * self.rounding
+        if i in self.names:
+            name = _unique(f"{self.names[i]}.v{self.versions[i]}", self.tensor_names)
+        else:
+            name = self.names[i] = _unique(storage.name, self.tensor_names)
+        self.versions[i] = self.versions.get(i, 0) + 1
+        self.now[i] = self.builder.tensor(
+            name,
+            size,
+            storage.role,
+            layer=storage.layer,
+            shape=storage.shape,
+            dtype=storage.dtype,
+            replaces=replaces,
+            saved_for=storage.saved_for,
+        )
+        self.first.setdefault(i, self.now[i])
+        return self.now[i]
+
+    def _op(self, kernel: Kernel, held: Any) -> None:
+        storages = self.recording.storages
+        reads = [self.now[i] for i in kernel.reads]
+        reads += [self.now[i] for i in held if i in self.now and i not in kernel.changed]
+        writes = [self._tensor(i, storages[i], replaces=self.now[i]) for i in kernel.changed]
+        writes += [self._tensor(i, storages[i]) for i in kernel.made]
+        short = kernel.op.split(".")[1] if "." in kernel.op else kernel.op
+        kind = kind_of(kernel.op, kernel.phase)
+        if kind == "elementwise" and any(word in short for word in RECURRENT):
+            kind = "matmul"
+        self.builder.op(
+            _unique(f"{kernel.module}.{short}" if kernel.module else short, self.op_names),
+            "other" if kernel.allocates else kind,
+            reads=list(dict.fromkeys(reads)),
+            writes=writes,
+            phase=kernel.phase,
+            layer=kernel.layer,
+            flops=kernel.flops,
+            bytes=kernel.touched,
+            duration=0 if kernel.allocates else None,
+            random=kernel.random,
+            dtype=kernel.dtype,
+        )
+
+
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """The name, or with the next number behind it where it is taken."""
+    count = taken[name] = taken.get(name, 0) + 1
+    return name if count == 1 else _unique(f"{name}.{count}", taken)

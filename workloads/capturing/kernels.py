@@ -1,0 +1,95 @@
+"""The kernels of a GPU on a CPU-only PyTorch, and the arithmetic of each op.
+
+PyTorch chooses some kernels by device. Fake tensors of device "cuda" cannot be differentiated without a
+CUDA build, so a step is captured on the CPU, and the two choices that matter most for memory are made as
+on CUDA: dropout is one kernel that keeps a mask of one byte an element, and scaled_dot_product_attention is
+flash attention in 16 bits without a mask, memory-efficient attention otherwise, and single kernels where
+several queries share a key outside flash attention. The rest is the CPU's: recurrent layers (oneDNN instead
+of cuDNN, whose reserved space is not known), batch norm without cuDNN's reserved space, no padding of masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+CHOICES = ("cpu", "cuda")
+FLASH_HEAD = 256
+"""Largest head that flash attention takes."""
+
+
+@contextmanager
+def mapped_to_cuda(count: Callable[[str], None]) -> Iterator[None]:
+    """Send dropout and attention to the kernels that they have on CUDA; `count` is told each time.
+
+    The registrations are global while the context lasts, and gone afterwards.
+    """
+    torch: Any = import_module("torch")
+    aten = torch.ops.aten
+
+    def dropout(x: Any, probability: float, train: bool) -> Any:
+        if not train or probability == 0:
+            return x
+        count("dropout")
+        return torch.native_dropout(x, probability, train)[0]
+
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        head = q.shape[-1]
+        grouped = enable_gqa and q.shape[-3] != k.shape[-3]
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        if q.dim() == 4 and half and attn_mask is None and head == v.shape[-1] and head <= FLASH_HEAD:
+            count("flash attention")
+            scale = head**-0.5 if scale is None else scale
+            q, k, v = (torch.nn.functional.pad(x, (0, -head % 8)) if head % 8 else x for x in (q, k, v))
+            out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+            return out[..., :head] if head % 8 else out
+        if q.dim() == 4 and not grouped and not (attn_mask is not None and attn_mask.requires_grad):
+            count("memory-efficient attention")
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+            if attn_mask is not None:
+                attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+            keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+        count("composed attention")
+        math = aten._scaled_dot_product_attention_math
+        return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("dropout", dropout, "AutogradCPU")
+    library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of a dispatched op by `torch.utils.flop_counter`, which counts products, convolutions and attention.
+
+    Recurrent layers, which it does not know, are counted here: each step multiplies its input and its state
+    by the weights, and backward does so twice. All other ops count as none: bytes decide their time.
+    """
+    packet = func._overloadpacket
+    if packet in registry:
+        return int(registry[packet](*args, **kwargs, out_val=out))
+    name = str(packet)
+    if name.startswith("aten.mkldnn_rnn_layer"):
+        x, w_input, w_state = args[0], args[1], args[2]
+        steps = x.shape[0] * x.shape[1]
+        once = 2 * steps * (w_input.numel() + w_state.numel())
+        return 2 * once if name.endswith("backward") else once
+    return 0

@@ -1,0 +1,391 @@
+"""Watches a step as PyTorch dispatches it: which op makes, reads and writes which storage, and when each dies.
+
+A storage is known by its `UntypedStorage` object, and a weak reference to it says when PyTorch releases it,
+whoever held it last: Python, autograd, or an optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from sim.errors import TiersimError, WorkloadError
+from workloads.capturing.kernels import flops_of
+from workloads.capturing.record import Kernel, Recording, Storage
+from workloads.importers.optrace import DTYPES
+
+IGNORED = ("prim", "profiler")
+ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"))
+OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"))
+LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
+RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+"""Arguments that these ops write in place although their schema does not say so; argument 5 says whether."""
+OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8", "int16": "int16"}
+
+
+class Recorder:
+    """Records from `begin` on; before that it only follows storages.
+
+    layers: prefixes of module paths that end in a number, in the order of the model; an op belongs to the
+    layer whose prefix its module's path begins with.
+    """
+
+    def __init__(self, root: Any, *, cuda: bool) -> None:
+        self.torch: Any = import_module("torch")
+        self.leaves = import_module("torch.utils._pytree").tree_leaves
+        self.flops = import_module("torch.utils.flop_counter").flop_registry
+        self.fake: Any = import_module("torch._subclasses.fake_tensor")
+        self.cuda = cuda
+        self.recording = Recording(version=str(self.torch.__version__))
+        self.names = {id(module): name for name, module in root.named_modules()}
+        self.root = root
+        self.layers: dict[str, int] = {}
+        for name in self.names.values():
+            if prefix := _numbered(name):
+                self.layers.setdefault(prefix, len(self.layers))
+        self.recording.layers = tuple(self.layers)
+        self.parameters: dict[int, str] = {}
+        self.active = False
+        self.updating = False
+        self.going_back = False
+        self.after_backward = False
+        self._stack: list[str] = []
+        self._since: list[int] = []  # number of the first autograd node made since …
+        self._path: list[str] = []  # … this module became the innermost one
+        self._ids: dict[int, int] = {}  # address of a storage -> its id
+        self._weak: dict[int, Any] = {}
+        self._host: set[int] = set()
+        self._next = 0
+
+    # ---- what is known beforehand ------------------------------------------------------------
+
+    def know(self, tensor: Any, name: str, role: str) -> None:
+        """Name a tensor and say what it is for; it is followed from now on."""
+        i = self._id(tensor)
+        if i is None:
+            i = self._follow(tensor, name, role, -1)
+        storage = self.recording.storages[i]
+        storage.name, storage.role, storage.layer = name, role, self._layer(name)
+
+    def know_module(self) -> None:
+        """Name all parameters and buffers of the module; tied ones by their first name."""
+        sizes = {}
+        for name, parameter in self.root.named_parameters():
+            self.parameters[id(parameter)] = name
+            sizes[parameter.untyped_storage()._cdata] = parameter.numel()
+            self.know(parameter, name, "weight")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
+        self.recording.parameters = sum(sizes.values())
+        for name, buffer in self.root.named_buffers():
+            self.know(buffer, name, "weight")
+
+    def begin(self) -> None:
+        """Record from here on: what lives now is there from the start."""
+        self.recording.kernels.clear()
+        self.recording.mapped.clear()
+        self.recording.folded = 0
+        alive = {i: s for i, s in self.recording.storages.items() if s.freed is None}
+        for storage in alive.values():
+            storage.made, storage.mutated, storage.saved_for = -1, False, ""
+            if storage.role == "activation":
+                storage.role = "temporary"
+        self.recording.storages = alive
+        self.recording.host = len(self._host)
+        self.active, self.after_backward = True, False
+
+    def finish(self) -> Recording:
+        """Stop recording."""
+        self.active = False
+        return self.recording
+
+    def count(self, kernel: str) -> None:
+        """Note that a call was sent to a GPU's kernel."""
+        self.recording.mapped[kernel] = self.recording.mapped.get(kernel, 0) + 1
+
+    # ---- hooks -------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow modules, optimizers and dispatched ops while the context lasts."""
+        modules = import_module("torch.nn.modules.module")
+        optimizers = import_module("torch.optim.optimizer")
+        with ExitStack() as stack:
+            for handle in (
+                modules.register_module_forward_pre_hook(self._enter),
+                modules.register_module_forward_hook(self._leave, always_call=True),
+                optimizers.register_optimizer_step_pre_hook(self._begin_update),
+                optimizers.register_optimizer_step_post_hook(self._end_update),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_dispatch_mode(self._dispatched))
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Ops in this context belong to the backward pass, also the one that makes the first gradient."""
+        self.going_back = True
+        try:
+            yield
+        finally:
+            self.going_back = False
+
+    def _enter(self, module: Any, args: Any) -> None:
+        if not self._stack:
+            self.after_backward = False
+        self._stack.append(self.names.get(id(module), type(module).__name__))
+        self._mark()
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._since.append(self.torch.autograd._get_sequence_nr())
+        self._path.append(self._stack[-1] if self._stack else "")
+
+    def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.updating = True
+
+    def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.updating = False
+        beside = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        for parameter, state in optimizer.state.items():
+            name = self.parameters.get(id(parameter), "parameter")
+            group = beside.get(id(parameter), {})
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if not isinstance(value, self.torch.Tensor):
+                    continue
+                if self.cuda and key == "step" and not (group.get("fused") or group.get("capturable")):
+                    self._leave_out(value)
+                elif self._id(value) not in self._host:
+                    self.know(value, f"{name}.{key}", "optimizer_state")
+
+    def _gradient_arrived(self, parameter: Any) -> None:
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            self.know(parameter.grad, f"{self.parameters[id(parameter)]}.grad", "gradient")
+
+    # ---- storages ----------------------------------------------------------------------------
+
+    def _id(self, tensor: Any) -> int | None:
+        return self._ids.get(tensor.untyped_storage()._cdata)
+
+    def _follow(self, tensor: Any, name: str, role: str, made: int) -> int:
+        storage = tensor.untyped_storage()
+        i, address = self._next, storage._cdata
+        self._next += 1
+        self.recording.storages[i] = Storage(
+            storage.nbytes(), role, name, _dtype(tensor.dtype), tuple(tensor.shape), made, layer=self._layer(name)
+        )
+        self._ids[address] = i
+        self._weak[i] = weakref.ref(storage, lambda _: self._released(i, address))
+        return i
+
+    def _released(self, i: int, address: int) -> None:
+        if self._ids.get(address) == i:
+            del self._ids[address]
+        self._weak.pop(i, None)
+        self._host.discard(i)
+        if self.active and i in self.recording.storages:
+            self.recording.storages[i].freed = len(self.recording.kernels) - 1
+        else:
+            self.recording.storages.pop(i, None)
+
+    def _leave_out(self, tensor: Any) -> None:
+        i = self._id(tensor)
+        if i is not None and i not in self._host:
+            self._host.add(i)
+            self.recording.storages.pop(i, None)
+
+    def _resized(self, tensor: Any, i: int) -> bool:
+        """Whether a storage changed its size; it then counts as released, and what follows as another one."""
+        known = self.recording.storages.get(i)
+        if known is None or known.bytes == tensor.untyped_storage().nbytes():
+            return False
+        self._released(i, tensor.untyped_storage()._cdata)
+        return True
+
+    # ---- ops ---------------------------------------------------------------------------------
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(kind is not self.fake.FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper: what it dispatches for its parts is seen
+        try:
+            out = func(*args, **kwargs)
+        except TiersimError:
+            raise
+        except (
+            self.fake.UnsupportedFakeTensorException,
+            self.fake.DataDependentOutputException,
+            self.fake.DynamicOutputShapeException,
+            self.fake.UnsupportedOperatorException,
+        ) as error:
+            where = f"module {self._module()!r}" if self._module() else "the step"
+            raise WorkloadError(
+                f"op {func} in {where} cannot run without data: {type(error).__name__}; "
+                "capture a variant without it, or import a trace of a real run"
+            ) from error
+        if func.namespace not in IGNORED:
+            self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        tensors, short = self.torch.Tensor, func._opname
+        # what lift_fresh reads is the number that a new tensor was made from, and no tensor of the model
+        inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
+        outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
+        for tensor in (*inputs, *outputs):
+            if tensor.layout != self.torch.strided:
+                raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
+        module, phase = self._module(), self._phase(inputs)
+        index = len(self.recording.kernels)
+        made, changed, reads = [], [], []
+        written = self._written(func, args, kwargs)
+        whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
+        for tensor in inputs:
+            i = self._id(tensor)
+            if i is None and tensor.untyped_storage().nbytes():
+                i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
+            if i is not None and not (whole and tensor is written[0]):
+                reads.append(i)
+        for tensor in written:
+            i = self._id(tensor)
+            if i is not None and not self._resized(tensor, i):
+                changed.append(i)
+        role = {"forward": "activation"}.get(phase, "temporary")
+        for tensor in outputs:
+            if self._id(tensor) is None and tensor.untyped_storage().nbytes():
+                name = ".".join(filter(None, (module, short, f"out{len(made) or ''}")))
+                made.append(self._follow(tensor, name, role, index if self.active else -1))
+                if self.cuda and short == "lift_fresh" and self.updating:
+                    self._leave_out(tensor)  # a number on the host
+        if not self.active:
+            return
+        made, changed, reads = ([i for i in dict.fromkeys(x) if i not in self._host] for x in (made, changed, reads))
+        if not made and not changed:
+            self.recording.folded += 1
+            return
+        layer = self._layer(module)
+        storages = self.recording.storages
+        for i in changed:
+            storages[i].mutated = True
+        for i in made:
+            storages[i].layer = layer
+        node = self._node()
+        for i in reads if node is not None else ():
+            if storages[i].role == "activation" and not storages[i].saved_for:
+                storages[i].saved_for = node.name()
+        self.recording.kernels.append(
+            Kernel(
+                op=str(func),
+                module=module,
+                phase=phase,
+                layer=layer if phase != "update" else -1,
+                reads=tuple(i for i in reads if i not in made),
+                made=tuple(made),
+                changed=tuple(changed),
+                flops=flops_of(self.flops, func, args, kwargs, out),
+                touched=0 if short in ALLOCATES else _touched(short, inputs, outputs),
+                dtype=next((d for x in (*inputs, *outputs) if (d := DTYPES.get(_plain(x.dtype)))), ""),
+                random=self.torch.Tag.nondeterministic_seeded in func.tags,
+                allocates=short in ALLOCATES,
+                again=phase == "backward" and bool(self._stack),
+            )
+        )
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
+        """The tensors that an op writes in place."""
+        found: list[Any] = []
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                found += value if isinstance(value, (list, tuple)) else [value]
+        running = RUNNING.get(func._opname, ())
+        if running and len(args) > 5 and args[5]:
+            found += [args[place] for place in running]
+        return [x for x in found if isinstance(x, self.torch.Tensor)]
+
+    # ---- where the step is -------------------------------------------------------------------
+
+    def _node(self) -> Any:
+        """The autograd node that runs, None outside the backward pass."""
+        if self.torch._C._current_graph_task_id() == -1:
+            return None
+        return self.torch._C._current_autograd_node()
+
+    def _phase(self, inputs: Iterable[Any]) -> str:
+        if self.updating:
+            return "update"
+        if self.going_back or self.torch._C._current_graph_task_id() != -1:
+            self.after_backward = True
+            return "backward"
+        if self.after_backward and not self._stack:
+            # between backward and the next forward pass: clipping and the like, unless it makes the next batch
+            roles = [self.recording.storages[i].role for x in inputs if (i := self._id(x)) in self.recording.storages]
+            return "forward" if roles and set(roles) <= {"input"} else "update"
+        return "forward"
+
+    def _module(self) -> str:
+        """Path of the module at work; in backward, of the one whose forward pass made the autograd node."""
+        if self._stack:
+            return self._stack[-1]
+        node = self._node()
+        if node is None:
+            return ""
+        if hasattr(node, "variable"):
+            return self.parameters.get(id(node.variable), "").rpartition(".")[0]
+        at = bisect_right(self._since, node._sequence_nr()) - 1
+        return self._path[at] if at >= 0 else ""
+
+    def _layer(self, path: str) -> int:
+        return self.layers.get(_numbered(path), -1)
+
+
+def _numbered(path: str) -> str:
+    """The part of a module's path up to its first number, "" without one."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(dtype: Any) -> str:
+    plain = _plain(dtype)
+    return DTYPES.get(plain) or OTHER_DTYPES.get(plain, plain)
+
+
+def _covers(tensor: Any) -> bool:
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
+
+
+def _touched(short: str, inputs: list[Any], outputs: list[Any]) -> int:
+    """Bytes of all operands; of a broadcast or a part of a storage what it shows; of a lookup its rows."""
+
+    def size(tensor: Any) -> int:
+        shown = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return int(min(shown * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+    if short in LOOKUPS:
+        return sum(map(size, inputs[1:])) + 2 * sum(map(size, outputs))
+    return sum(map(size, inputs)) + sum(map(size, outputs))
+
+
+def _dispatch_mode(handle: Callable[[Any, Any, Any, Any], Any]) -> Any:
+    """A dispatch mode that gives each op to `handle`."""
+    base: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    class Mode(base):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(func, types, args, kwargs or {})
+
+    return Mode()

@@ -1,0 +1,82 @@
+"""What the names and shapes of PyTorch's ops tell: which run no kernel, which phase, how many FLOPs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from workloads.importers.optrace import kind_of as _kind_of
+
+_SILENT = """
+    alias as_strided as_strided_ chunk contiguous detach detach_ diagonal empty empty_like empty_strided expand
+    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ result_type
+    select set_ size slice split split_with_sizes squeeze squeeze_ stride swapaxes t t_ to transpose transpose_ unbind
+    unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real _reshape_alias _unsafe_view
+"""
+SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "detach_"))
+"""Ops that only allocate or only make a view; such an op that calls another (a copy) is none of them."""
+
+_PHASES = (
+    (re.compile(r"^Optimizer\.|optimi[sz]er|zero_grad|\bupdate\b", re.IGNORECASE), "update"),
+    (re.compile(r"^autograd::engine|backward", re.IGNORECASE), "backward"),
+    (re.compile(r"forward|recompute", re.IGNORECASE), "forward"),
+)
+ITEM_BYTES = {
+    "float": 4, "double": 8, "long int": 8, "long": 8, "long long": 8, "int": 4, "short": 2, "short int": 2, "bool": 1,
+    "unsigned char": 1, "signed char": 1, "char": 1, "c10::Half": 2, "c10::BFloat16": 2, "c10::complex<float>": 8,
+    "c10::complex<double>": 16, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes of one element, by the C++ name that PyTorch's tracers print."""
+
+DTYPES = {"float": "fp32", "double": "fp64", "c10::Half": "fp16", "c10::BFloat16": "bf16", "signed char": "int8"}
+
+
+def kind_of(name: str, phase: str) -> str:
+    """The kind of an op by a name such as `aten::addmm`."""
+    return _kind_of(name.replace("::", "."), phase)
+
+
+def phase_of(names: Iterable[str]) -> str | None:
+    """The phase that an op's own name or the nearest name round it tells, None where none does. Innermost first."""
+    for name in names:
+        if name.startswith("aten::") and "backward" not in name:
+            continue
+        for pattern, phase in _PHASES:
+            if pattern.search(name):
+                return phase
+    return None
+
+
+def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> int:
+    """FLOPs of a matmul, a convolution or an attention (2 a multiply-add, by the textbook), 0 for any other op.
+
+    inputs, outputs: the shapes of its tensors, in order. Shapes that do not fit the op give 0. A convolution's
+    backward counts the two products that it makes; a fused attention's backward the five of its published form.
+    """
+    base = name.rsplit("::", 1)[-1].split(".")[0]
+    dims = [tuple(shape) for shape in inputs]
+    if base in ("mm", "bmm"):
+        return _product(*dims[:2])
+    if base in ("addmm", "baddbmm", "_addmm_activation"):
+        return _product(*dims[1:3])
+    if "convolution" in base or base in ("conv1d", "conv2d", "conv3d"):
+        backward = "backward" in base
+        shapes = [shape for shape in dims if len(shape) >= 3]
+        if len(shapes) < 2 + backward or not (backward or outputs):
+            return 0
+        made, weight = (shapes[0], shapes[2]) if backward else (tuple(outputs[0]), shapes[1])
+        return (4 if backward else 2) * math.prod(made) * math.prod(weight[1:])
+    if "attention" in base and not base.startswith("_fused_sdp_choice"):
+        backward = "backward" in base
+        query, key = dims[backward : backward + 2] if len(dims) >= 2 + backward else ((), ())
+        if len(query) != 4 or len(key) != 4:
+            return 0
+        return (10 if backward else 4) * math.prod(query) * key[2]
+    return 0
+
+
+def _product(*pair: tuple[int, ...]) -> int:
+    if len(pair) != 2 or len(pair[0]) != len(pair[1]) or len(pair[0]) not in (2, 3):
+        return 0
+    return 2 * math.prod(pair[0]) * pair[1][-1]

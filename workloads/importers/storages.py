@@ -1,0 +1,33 @@
+"""Storages of a foreign trace and the tensors that stand for them: every in-place write makes the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from sim.trace.graph import TraceBuilder
+
+
+@dataclass
+class Storages:
+    """Which tensor stands for a storage now; a key names a storage for as long as it lives."""
+
+    builder: TraceBuilder
+    now: dict[Hashable, int] = field(default_factory=dict)
+    first: dict[Hashable, int] = field(default_factory=dict)
+    versions: dict[Hashable, int] = field(default_factory=dict)
+
+    def make(self, key: Hashable, name: str, size: int, role: str, *, dtype: str = "", layer: int = -1) -> int:
+        """The tensor of a storage that comes to be."""
+        self.now[key] = self.first[key] = self.builder.tensor(name, size, role, dtype=dtype, layer=layer)
+        self.versions[key] = 0
+        return self.now[key]
+
+    def change(self, key: Hashable, name: str, role: str, *, dtype: str = "", layer: int = -1) -> int:
+        """The next tensor of a storage that is written in place."""
+        old = self.now[key]
+        self.versions[key] += 1
+        label = f"{name}.v{self.versions[key]}"
+        size = self.builder.bytes_of(old)
+        self.now[key] = self.builder.tensor(label, size, role, dtype=dtype, layer=layer, replaces=old)
+        return self.now[key]
