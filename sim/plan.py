@@ -157,7 +157,8 @@ class Plan:
     trace: the one to run, rewritten or not. actions: anchored; order within an anchor is kept.
     place: tensor -> tier, or (tier, offset) for a planned allocator; default: the home tier of the
     engine that first uses or makes it. online: makes the object that answers while the plan runs, once a
-    run; it must be picklable. keep_dead: tensors without readers stay until memory is short.
+    run; it must be picklable. keep_dead: tensors without readers stay until memory is short; where there is
+    an online part they are its to drop.
     notes: what the policy wants to find again in `history`.
     """
 

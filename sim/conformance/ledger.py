@@ -170,16 +170,14 @@ class Ledger:
         arrivals: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         for copy in sorted(self.copies, key=lambda copy: (copy.start, copy.end)):
             arrivals[copy.tensor, copy.target].append(copy)
+        for given_up in (False, True):
+            for stay in self.stays:
+                if stay.cause == MOVED_IN and stay.copy is None:
+                    self._match(stay, arrivals[stay.tensor, stay.tier], given_up)
         for stay in self.stays:
             if stay.cause == PLACED:
                 stay.come = stay.take
-            elif stay.cause == MOVED_IN:
-                for copy in arrivals[stay.tensor, stay.tier]:
-                    if copy.start >= stay.take and copy.end <= stay.release:
-                        stay.copy, stay.come = copy, copy.end
-                        arrivals[stay.tensor, stay.tier].remove(copy)
-                        break
-            else:
+            elif stay.cause == MADE:
                 works = self.works_of.get(int(producer[stay.tensor]), [])
                 if stay.forebear is not None:
                     found = next((work for work in works if work.end == stay.take), None)
@@ -188,6 +186,15 @@ class Ledger:
                 if found is not None and found.end <= stay.release:
                     stay.work, stay.come = found, found.end
         self.unmatched = [copy for left in arrivals.values() for copy in left]
+
+    def _match(self, stay: Stay, arrivals: list[Copy], given_up: bool) -> None:
+        """The first transfer within a stay; one that may have been given up at that very instant comes second."""
+        for copy in arrivals:
+            inside = copy.start >= stay.take and copy.end <= stay.release
+            if inside and (given_up or stay.gone_by != FREED or copy.start < stay.release):
+                stay.copy, stay.come = copy, copy.end
+                arrivals.remove(copy)
+                return
 
     @cached_property
     def reach(self) -> list[set[int]]:

@@ -68,6 +68,8 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
             env.process(device.walk())
         closing = env.process(devices[0].close(devices))
         env.run()
+        while not closing.processed and all(device.finished.processed for device in devices) and transfers.give_up():
+            env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)
     except TiersimError as error:

@@ -10,6 +10,8 @@ from sim.solvers.nodes import Nodes, body, nodes_of
 from sim.solvers.regions import chain_of
 from sim.solvers.runs import Ledger
 
+GRAINS = ("op", "stage")
+
 
 def by_op(problem: Problem, ledger: Ledger, policy: str) -> Nodes:
     """One node an op."""

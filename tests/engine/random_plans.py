@@ -45,6 +45,12 @@ def can_run_again(trace: Trace, op: int) -> bool:
     return op not in trace.op_columns.group and all(trace.tensors[t].replaces is None for t in trace.writes(op))
 
 
+def surely_made(trace: Trace, op: int, device: int) -> bool:
+    """Whether a device that has passed an op has waited for its end."""
+    c = trace.op_columns
+    return c.device[op] == device and op not in c.group and op not in c.engine
+
+
 def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: bool) -> Plan:
     """`count` actions at random; a gentle plan drops only copies that can be fetched or made again."""
     draw = Random(seed)
@@ -56,12 +62,12 @@ def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: 
         at = {side: anchor}
         device = int(trace.op_columns.device[anchor])
         here = made_by(trace, anchor if side == "after" else anchor - 1)
-        # what another device makes may not be there yet
-        here = [t for t in here if trace.producer[t] < 0 or trace.op_columns.device[trace.producer[t]] == device]
+        # what another device or engine makes may not be there yet
+        here = [t for t in here if trace.producer[t] < 0 or surely_made(trace, int(trace.producer[t]), device)]
         main = trace.op_columns.engine.get(anchor, "") == "" and anchor not in trace.op_columns.group
         verb = draw.choice(("move", "move", "move", "drop", "drop", "recompute", "wait"))
         if verb == "recompute":
-            mine = [op for op in range(anchor) if trace.op_columns.device[op] == device]
+            mine = [op for op in range(anchor) if surely_made(trace, op, device)]
             earlier = [op for op in mine if can_run_again(trace, op)]
             if earlier and (side == "before" or main):
                 actions.append(Recompute(draw.choice(earlier), **at))

@@ -10,12 +10,19 @@ from workloads.importers.optrace import kind_of as _kind_of
 
 _SILENT = """
     alias as_strided as_strided_ chunk contiguous detach detach_ diagonal empty empty_like empty_strided expand
-    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ result_type
-    select set_ size slice split split_with_sizes squeeze squeeze_ stride swapaxes t t_ to transpose transpose_ unbind
+    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ resolve_conj resolve_neg
+    result_type select set_ size slice split split_with_sizes squeeze squeeze_ stride swapaxes t t_ to transpose transpose_ unbind
     unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real _reshape_alias _unsafe_view
 """
 SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "detach_"))
 """Ops that only allocate or only make a view; such an op that calls another (a copy) is none of them."""
+_WRAPPER = re.compile(r"^autograd::engine::|^torch::autograd::AccumulateGrad$|^\w+Backward\d+$")
+
+
+def is_silent(name: str) -> bool:
+    """Whether an op runs no kernel itself: it allocates, makes a view, or only calls others for autograd."""
+    return name in SILENT or _WRAPPER.search(name) is not None
+
 
 _PHASES = (
     (re.compile(r"^Optimizer\.|optimi[sz]er|zero_grad|\bupdate\b", re.IGNORECASE), "update"),
@@ -52,7 +59,7 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
     """FLOPs of a matmul, a convolution or an attention (2 a multiply-add, by the textbook), 0 for any other op.
 
     inputs, outputs: the shapes of its tensors, in order. Shapes that do not fit the op give 0. A convolution's
-    backward counts the two products that it makes; a fused attention's backward the five of its published form.
+    backward counts the products that it makes (two where `outputs` is empty); a fused attention's backward the five of its published form.
     """
     base = name.rsplit("::", 1)[-1].split(".")[0]
     dims = [tuple(shape) for shape in inputs]
@@ -66,7 +73,8 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
         if len(shapes) < 2 + backward or not (backward or outputs):
             return 0
         made, weight = (shapes[0], shapes[2]) if backward else (tuple(outputs[0]), shapes[1])
-        return (4 if backward else 2) * math.prod(made) * math.prod(weight[1:])
+        products = sum(1 for shape in outputs if len(shape) >= 3) or 2 if backward else 1
+        return 2 * products * math.prod(made) * math.prod(weight[1:])
     if "attention" in base and not base.startswith("_fused_sdp_choice"):
         backward = "backward" in base
         query, key = dims[backward : backward + 2] if len(dims) >= 2 + backward else ((), ())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads.importers.aten import SILENT
+from workloads.importers.aten import is_silent
 
 
 @dataclass(slots=True)
 class Call:
-    """One recorded call: times in ns, its thread, its arguments as recorded, and its place in `Timeline.calls`."""
+    """One recorded call: times in ns, its thread, its arguments as recorded. parent, root: places in `Timeline.calls`."""
 
     name: str
     start: int
@@ -20,6 +21,7 @@ class Call:
     args: dict[str, Any]
     is_op: bool
     parent: int = -1
+    root: int = -1
     silent: bool = False
     longest: int = 0
 
@@ -78,7 +80,9 @@ def _nest(calls: list[Call]) -> None:
         if stack:
             call.parent = stack[-1]
             call.end = min(call.end, calls[stack[-1]].end)
-        call.silent = call.is_op and call.name in SILENT
+        above = calls[call.parent] if call.parent >= 0 else None
+        call.root = above.root if above is not None and above.is_op else i
+        call.silent = call.is_op and is_silent(call.name)
         stack.append(i)
     for call in reversed(calls):  # children stand after their parents
         if call.parent >= 0 and call.is_op:
@@ -106,11 +110,10 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
         part.is_unit = part.end - part.start > calls[call].longest
     units: list[Unit] = []
     waiting: _Stretch | None = None
-    root, time_before = -1, 0
+    root, time_before, first = -1, 0, 0
     for part in stretches:
-        mine = _root(calls, part.call)
-        if mine != root:
-            root, waiting, time_before = mine, None, 0
+        if calls[part.call].root != root:
+            root, waiting, time_before = calls[part.call].root, None, 0
             first = len(units)
         if part.is_unit:
             start = waiting.start if waiting else part.start
@@ -122,12 +125,6 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
             waiting = waiting or part
             time_before += part.end - part.start
     return units
-
-
-def _root(calls: list[Call], call: int) -> int:
-    while calls[call].parent >= 0 and calls[calls[call].parent].is_op:
-        call = calls[call].parent
-    return call
 
 
 def _stretches(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[_Stretch]:
@@ -146,7 +143,7 @@ def _stretches(calls: list[Call], order: list[int], busy: Sequence[int]) -> list
     for i in order:
         call = calls[i]
         close(call.start)
-        if i != 0 and covered >= 0 and call.start < calls[covered].end and _inside(calls, i, covered):
+        if covered >= 0 and call.start < calls[covered].end:
             continue
         if call.silent and (stack or not _any_between(busy, call.start, call.end)):
             continue
@@ -162,3 +159,8 @@ def _stretches(calls: list[Call], order: list[int], busy: Sequence[int]) -> list
                 stack[-1][1] = call.end
     close(1 << 62)
     return found
+
+
+def _any_between(times: Sequence[int], start: int, end: int) -> bool:
+    at = bisect_left(times, start)
+    return at < len(times) and times[at] < end

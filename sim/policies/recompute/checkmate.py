@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.grain import by_op, by_stage
+from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body
 from sim.solvers.outcome import Answer, planned, refused, rerun_ns
@@ -15,7 +15,6 @@ from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
 
 METHODS = ("milp", "rounding")
-GRAINS = ("op", "stage")
 ATTEMPTS = 4
 
 

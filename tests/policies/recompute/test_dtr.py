@@ -130,8 +130,9 @@ def test_weight_gradients_are_left_alone():
     trace = w1(4)
     story = run(trace, int(PEAK[4] * Fraction("0.8")), **EQ)
     roles = {trace.tensors[t].role for t in story.evicted}
-    assert roles == {"activation", "temporary"}
+    assert roles <= {"activation", "temporary"}
     assert story.recomputed > 0
+    assert "gradient" not in {trace.tensors[t].role for t in run(trace, int(PEAK[4] * Fraction("0.6"))).evicted}
 
 
 # ---- online ----------------------------------------------------------------------------------------

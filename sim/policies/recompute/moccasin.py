@@ -1,0 +1,94 @@
+"""Moccasin: the fewest nanoseconds of reruns, each op run a few times at most, by constraint programming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import Infeasible, PolicyError, near
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+from sim.solvers.grain import GRAINS, by_op, by_stage
+from sim.solvers.nodes import Nodes, body
+from sim.solvers.outcome import planned, refused, rerun_ns
+from sim.solvers.retention import Retention, cp_sat
+from sim.solvers.runs import Ledger, runs
+
+FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moccasin(Policy):
+    """Run each op at most `runs` times, and keep each result for one interval a run, for the least total time.
+
+    Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural
+        Networks", ICML 2023: retention intervals on a grid of events, a cumulative constraint for memory.
+    Bounds: O(n runs) intervals for n ops, against Checkmate's O(n^2) binaries; equal to Checkmate's optimum
+        where no op of that has to run more than `runs` times. A good plan comes early; to prove it best takes long
+        where many ops have equal costs (61 equal ops: the optimum within seconds, no proof within a minute).
+    Departs: the paper first lessens the peak of the plan without reruns, and starts from that; here the solver
+        starts from nothing, and looks for the least peak only where nothing fits, to name a budget that
+        does. Several results of an op, workspace and in-place writes count as in the engine. Weights, inputs,
+        weight gradients once made, and the update are outside. Ops that make weight gradients run once.
+
+    runs: the most runs of an op, its first one counted (C_v in the paper), at least 1.
+    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together.
+        None: "op" up to `max_ops`, "stage" beyond. max_ops: the most nodes to plan for, at least 2.
+    work_limit: deterministic seconds of search; time_limit: seconds by the clock.
+    Notes of the plan: `status` is "optimal" only where proven, "feasible" for stages and where a limit was met;
+        `bound_ns`, `rerun_ns`, `limit` ("", "work" or "time"), `time_limited`.
+    Raises PolicyError without OR-Tools (the extra `solvers`), on several devices or engines, and when a limit
+        was met before any plan was found; Infeasible where none fits.
+    """
+
+    recomputes = True
+    optimal = True
+    solver = "cp"
+    slow = True
+
+    runs: int = 2
+    grain: str | None = None
+    max_ops: int = 150
+    work_limit: float = 30.0
+    time_limit: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.grain is not None and self.grain not in GRAINS:
+            raise PolicyError(f"policy 'moccasin': grain is {self.grain!r}{near(self.grain, GRAINS)}")
+        if self.runs < 1 or self.max_ops < 2 or self.work_limit <= 0 or self.time_limit <= 0:
+            raise PolicyError("policy 'moccasin': runs >= 1, max_ops >= 2 and limits above 0 are needed")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations."""
+        cp_sat("moccasin")
+        ledger = Ledger(problem.trace)
+        plain = runs(ledger, {})
+        if plain.peak() <= problem.budget:
+            return planned(problem, plain, status="optimal", bound=0)
+        ops = body(problem, "moccasin")
+        grain = self.grain or ("op" if ops <= self.max_ops else "stage")
+        if grain == "op" and ops > self.max_ops:
+            what = f"plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: take grain='stage'"
+            raise PolicyError(f"policy 'moccasin' {what}")
+        exact = grain == "op"
+        nodes = by_op(problem, ledger, "moccasin") if exact else by_stage(problem, ledger, "moccasin", self.max_ops)
+        model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
+        answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
+        if answer.status == "infeasible":
+            raise self._refused(problem, ledger, nodes, exact)
+        if answer.status == "unknown":
+            raise PolicyError(
+                f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
+                "time_limit or the budget"
+            )
+        found = runs(ledger, nodes.again(answer.stages), prune=True)
+        is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
+        status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
+        return planned(problem, found, status=status, bound=bound, limit=answer.limit)
+
+    def _refused(self, problem: Problem, ledger: Ledger, nodes: Nodes, exact: bool) -> Infeasible:
+        model = Retention(nodes, None, self.runs, "moccasin")
+        answer = model.solve(
+            work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed
+        )
+        least = runs(ledger, nodes.again(answer.stages), prune=True)
+        return refused(problem, "moccasin", least, proven=exact, smallest=answer.status == "optimal")

@@ -1,0 +1,353 @@
+"""PyTorch profiler traces: the Chrome JSON that `export_chrome_trace` writes, plain or gzipped.
+
+What it carries: calls with start and duration on each thread, shapes and element types of their inputs
+(`record_shapes`), every allocation and release with address, bytes and the allocator's total (`profile_memory`),
+GPU kernels and what launched them. What it does not: which tensor an op read (inputs have no identity), FLOPs, and
+what was allocated before the recording (parameters, optimizer state, the batch).
+
+What becomes of it: the ops that run something, in order, with their measured time (that of the kernels they
+launched where there are kernels); an allocation is a tensor from the op in which it was made to the op in or after which it was
+released (that op reads it, so that it stays until then); one that lives within one op is workspace.
+So a replay that keeps everything has exactly the allocator's own peak, in the order of recorded events. Assumed: an input is
+the newest live storage of as many bytes, those that the forward op of the same sequence number touched first;
+inputs that match none were there before the recording and are left out; a name that ends in `_` writes its
+first input in place. What the allocator already held at the first event stays as one tensor to the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim.errors import TraceError
+from sim.trace.graph import Trace, TraceBuilder
+from workloads.importers.aten import DTYPES, ITEM_BYTES, flops_of, kind_of, phase_of
+from workloads.importers.calls import Call, Timeline
+from workloads.importers.optrace import RANDOM
+from workloads.importers.reading import MAX_BYTES, microseconds, need, read_json, texts, whole
+from workloads.importers.storages import Storages
+
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
+MOST_INPUTS = 4096
+ROUNDING = 512
+
+
+@dataclass(slots=True)
+class _Event:
+    """One allocation (bytes > 0) or release (bytes < 0), in ns; total: what the allocator then held."""
+
+    time: int
+    bytes: int
+    address: int
+    total: int | None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A stretch of a unit in which nothing is allocated after something older was released."""
+
+    unit: int
+    made: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    workspace: int = 0
+    first: bool = True
+
+
+def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
+    """A trace from a PyTorch profiler's Chrome JSON.
+
+    The device whose allocations add up to most is taken; events of others are counted in meta["left_out"].
+    Raises TraceError naming the file and the entry.
+    """
+    return build_chrome(read_json(path, max_bytes), str(path))
+
+
+def build_chrome(data: Any, path: str) -> Trace:
+    """As `read_chrome`, of a document that was read before."""
+    try:
+        rows = data if isinstance(data, list) else need(need(data, dict, "the document").get("traceEvents"), list, "traceEvents")
+        return _Reader(path, rows).trace()
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+
+
+class _Reader:
+    def __init__(self, path: str, rows: list[Any]) -> None:
+        self.left_out: Counter[str] = Counter()
+        self.assumed: Counter[str] = Counter()
+        self.calls: list[Call] = []
+        self.launches: dict[Any, tuple[int, Any]] = {}
+        self.kernels: list[tuple[Any, int]] = []
+        by_device: dict[tuple[int, int], list[_Event]] = {}
+        for i, row in enumerate(rows):
+            if isinstance(row, dict):
+                self._take(row, f"event {i}", by_device)
+            else:
+                self.left_out["events that are no object"] += 1
+        amount = {device: sum(abs(e.bytes) for e in events) for device, events in by_device.items()}
+        device = max(by_device, key=lambda d: amount[d], default=(0, -1))
+        self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
+        self.left_out["memory events of other devices"] = sum(map(len, by_device.values())) - len(self.events)
+        if not self.calls:
+            raise TraceError("no CPU op in it: record with ProfilerActivity.CPU")
+        self.line = Timeline.of(self.calls, [e.time for e in self.events])
+        self.calls = self.line.calls
+        self.meta: dict[str, Any] = {"model": "imported", "source": f"import of {os.path.basename(path)}", "format": "chrome"}
+        self.meta |= {"device": f"{device[0]}:{device[1]}", "memory_events": len(self.events)}
+        self.builder = TraceBuilder(self.meta)
+        self.storages = Storages(self.builder)
+        self.size: dict[int, int] = {}
+        self.live: dict[int, dict[int, None]] = {}
+        self.touched_by_sequence: dict[int, list[int]] = {}
+        self.read_later: set[int] = set()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _take(self, row: dict[str, Any], where: str, by_device: dict[tuple[int, int], list[_Event]]) -> None:
+        kind, category = row.get("ph"), row.get("cat")
+        if kind == "X" and category in ("cpu_op", "user_annotation", *KERNELS, *LAUNCHES):
+            args = need(row.get("args", {}), dict, f"{where}: args")
+            start = microseconds(row.get("ts"), f"{where}: ts")
+            span = microseconds(row.get("dur", 0), f"{where}: dur")
+            thread = (str(row.get("pid"))[:80], str(row.get("tid"))[:80])
+            if category in KERNELS:
+                self.kernels.append((_plain(args.get("correlation")), span))
+            elif category in LAUNCHES:
+                self.launches[_plain(args.get("correlation"))] = (start, thread)
+            else:
+                name = texts(row.get("name"), f"{where}: name")
+                self.calls.append(Call(name, start, start + span, thread, args, category == "cpu_op"))
+        elif row.get("name") == "[memory]":
+            args = need(row.get("args"), dict, f"{where}: args")
+            device = (_small(args.get("Device Type", 0)), _small(args.get("Device Id", -1)))
+            size = whole(args.get("Bytes"), f"{where}: Bytes", -(1 << 50))
+            address = whole(args.get("Addr"), f"{where}: Addr", -(1 << 64), 1 << 64)
+            total = args.get("Total Allocated")
+            total = None if total is None else whole(total, f"{where}: Total Allocated", -(1 << 50))
+            time = microseconds(row.get("ts"), f"{where}: ts")
+            if size:
+                by_device.setdefault(device, []).append(_Event(time, size, address, total))
+        elif kind == "X":
+            self.left_out[f"{str(category)[:40]} events"] += 1
+
+    def _durations(self) -> list[int]:
+        """Per unit the time of the kernels it launched; its own where the file has no kernels."""
+        units = self.line.units
+        if not self.kernels:
+            return [unit.time_ns for unit in units]
+        starts: dict[Any, list[int]] = {}
+        places: dict[Any, list[int]] = {}
+        for i, unit in enumerate(units):
+            thread = self.calls[unit.call].thread
+            starts.setdefault(thread, []).append(unit.start)
+            places.setdefault(thread, []).append(i)
+        spans = [0] * len(units)
+        for correlation, span in self.kernels:
+            time, thread = self.launches.get(correlation, (-1, None))
+            at = bisect_right(starts.get(thread, []), time) - 1
+            if correlation is None or at < 0:
+                self.left_out["kernels without a launch"] += 1
+            else:
+                spans[places[thread][at]] += span
+        self.assumed["ops timed by their kernels"] = sum(1 for span in spans if span)
+        return spans
+
+    # ---- memory ------------------------------------------------------------------------------------
+
+    def _parts(self) -> tuple[list[_Part], list[int], int]:
+        """The units cut into parts, what was there at the start and is released, and what else was there."""
+        starts = [unit.start for unit in self.line.units]
+        of_unit: list[list[_Event]] = [[] for _ in starts]
+        for event in self.events:
+            of_unit[max(0, bisect_right(starts, event.time) - 1)].append(event)
+        address: dict[int, int] = {}
+        there: list[int] = []
+        parts: list[_Part] = []
+        for i, events in enumerate(of_unit):
+            part = _Part(i)
+            parts.append(part)
+            held = most = 0
+            for event in events:
+                if event.bytes > 0:
+                    if part.released:
+                        self._close(part, held, most)
+                        part, held, most = _Part(i, first=False), 0, 0
+                        parts.append(part)
+                    if event.address in address:
+                        self.left_out["releases that were not recorded"] += 1
+                        self._release(part, address.pop(event.address))
+                        # released before this one came: the part may not hold both
+                        if part.released:
+                            self._close(part, held, most)
+                            part, held, most = _Part(i, first=False), 0, 0
+                            parts.append(part)
+                    storage = len(self.size)
+                    self.size[storage] = event.bytes
+                    address[event.address] = storage
+                    part.made.append(storage)
+                    held += event.bytes
+                    most = max(most, held)
+                elif event.address in address:
+                    storage = address.pop(event.address)
+                    if storage in part.made:
+                        held -= self.size[storage]
+                    self._release(part, storage)
+                else:
+                    storage = len(self.size)
+                    self.size[storage] = -event.bytes
+                    there.append(storage)
+                    part.released.append(storage)
+            self._close(part, held, most)
+        base = 0
+        if self.events and self.events[0].total is not None:
+            base = self.events[0].total - self.events[0].bytes - sum(self.size[s] for s in there)
+        return parts, there, max(0, base)
+
+    def _release(self, part: _Part, storage: int) -> None:
+        if storage in part.made:
+            part.made.remove(storage)
+        else:
+            part.released.append(storage)
+
+    def _close(self, part: _Part, held: int, most: int) -> None:
+        part.workspace = most - sum(self.size[s] for s in part.made)
+
+    # ---- building ----------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        durations = self._durations()
+        parts, there, base = self._parts()
+        keep: list[int] = []
+        if base:
+            self.assumed["bytes allocated before the recording"] = base
+            keep.append(self.builder.tensor("allocated before", base, "weight"))
+        for storage in there:
+            self._come(storage, "forward")
+        if there:
+            # what is there at the start but goes during the recording needs a producer, or it would stay
+            born = [self.storages.now[s] for s in there]
+            self.builder.op("start", "copy", writes=born, bytes=0, duration=0)
+        phases = self._phases()
+        for part in parts:
+            self._add(part, phases[part.unit], durations[part.unit] if part.first else 0)
+        left = [s for held in self.live.values() for s in held]
+        keep += [self.storages.now[s] for s in sorted(left)]
+        units = self.line.units
+        self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
+        self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
+        start = min(c.start for c in self.calls if c.is_op) if units else 0
+        end = max(c.end for c in self.calls if c.is_op) if units else 0
+        self.meta["recorded_ns"] = end - start
+        self.meta["between_ops_ns"] = max(0, end - start - sum(unit.time_ns for unit in units))
+        return self.builder.build(outputs=keep, carry=())
+
+    def _phases(self) -> list[str]:
+        found = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
+        if all(phase is None for phase in found):
+            self.assumed["ops without a phase, taken as forward"] = len(found)
+        phases, last = [], "forward"
+        for phase in found:
+            last = phase or last
+            phases.append(last)
+        return phases
+
+    def _come(self, storage: int, phase: str) -> int:
+        role = {"forward": "activation", "backward": "temporary"}.get(phase, "temporary")
+        size = self.size[storage]
+        self.live.setdefault(size, {})[storage] = None
+        return self.storages.make(storage, f"s{storage}", size, role)
+
+    def _add(self, part: _Part, phase: str, duration: int) -> None:
+        call = self.calls[self.line.units[part.unit].call]
+        inputs = _inputs(call.args)
+        used = self._match(inputs, self._sequence(self.line.units[part.unit].call)) if part.first else []
+        changed = used[:1] if part.first and call.name.endswith("_") else []
+        now = self.storages.now
+        reads = [now[s] for s in used]
+        reads += [now[s] for s in part.released if s not in changed]
+        writes = [self.storages.change(s, f"s{s}", "temporary") for s in changed]
+        writes += [self._come(s, phase) for s in part.made]
+        sequence = self._sequence(self.line.units[part.unit].call)
+        if sequence is not None and phase == "forward":
+            self.touched_by_sequence.setdefault(sequence, []).extend((*used, *part.made))
+        if part.first or writes or part.released or part.workspace:
+            self.builder.op(
+                f"{part.unit}.{call.name}" if part.first else f"{part.unit}.{call.name}.{len(self.builder._ops['name'])}",
+                kind_of(call.name, phase),
+                reads=list(dict.fromkeys(reads)),
+                writes=writes,
+                phase=phase,
+                flops=flops_of(call.name, [shape for shape, _ in inputs], ()) if part.first else 0,
+                workspace=part.workspace,
+                random=bool(RANDOM.search(call.name)),
+                duration=duration,
+                dtype=next((DTYPES[kind] for _, kind in inputs if kind in DTYPES), ""),
+            )
+        for storage in part.released:
+            del self.live[self.size[storage]][storage]
+
+    def _sequence(self, call: int) -> int | None:
+        for _ in range(64):
+            if call < 0:
+                break
+            number = self.calls[call].args.get("Sequence number")
+            if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+                return number
+            call = self.calls[call].parent
+        return None
+
+    def _match(self, inputs: list[tuple[list[int], str]], sequence: int | None) -> list[int]:
+        """The live storages that an op's inputs most likely are, by size alone."""
+        first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
+        found: list[int] = []
+        for shape, kind in inputs:
+            size = math.prod(shape) * ITEM_BYTES.get(kind, 4)
+            for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
+                held = self.live.get(wanted, {})
+                choice = next((s for s in reversed(held) if s not in found), None)
+                saved = next((s for s in first if s in held and s not in found), None)
+                choice = choice if saved is None or (choice is not None and not found) else saved
+                if choice is not None:
+                    found.append(choice)
+                    self.assumed["inputs matched by size"] += 1
+                    break
+            else:
+                self.left_out["inputs from before the recording, or views of part of a storage"] += 1
+        return found
+
+
+def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:
+    """Shape and element type of each tensor that an op was given; those of a list follow each other."""
+    kinds, dims = args.get("Input type"), args.get("Input Dims")
+    if not isinstance(kinds, list) or not isinstance(dims, list):
+        return []
+    found: list[tuple[list[int], str]] = []
+    for kind, shape in zip(kinds[:MOST_INPUTS], dims):
+        if not isinstance(kind, str) or not isinstance(shape, list):
+            continue
+        if kind == "TensorList":
+            found += [(inner, "") for inner in shape[:MOST_INPUTS] if _is_shape(inner)]
+        elif kind in ITEM_BYTES and _is_shape(shape):
+            found.append((shape, kind))
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > 64:
+        return False
+    return all(type(side) is int and 0 <= side < 1 << 40 for side in value) and math.prod(value) < 1 << 50
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, str)) else None
+
+
+def _small(value: Any) -> int:
+    return value if type(value) is int and -(2**31) <= value < 2**31 else -1
