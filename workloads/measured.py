@@ -116,7 +116,7 @@ def _stretches(trace: Sequence[int], measured: Sequence[int]) -> list[tuple[list
         if key not in found:
             raise TraceError(f"layer {key[0]} was measured and is not in the trace")
         found[key][1].append(i)
-    return [part for part in found.values()]
+    return list(found.values())
 
 
 def _keys(layers: Sequence[int]) -> list[tuple[int, int]]:
@@ -135,7 +135,7 @@ def _align(kinds: Sequence[str], part: Sequence[MeasuredOp]) -> tuple[list[int],
     matcher = SequenceMatcher(None, kinds, [part[i].kind for i in kernels], autojunk=False)
     own = {kernels[b + k]: a + k for a, b, size in matcher.get_matching_blocks() for k in range(size)}
     targets, last = [], -1
-    pending = []
+    pending: list[int] = []
     for i in range(len(part)):
         if i in own:
             last = own[i]

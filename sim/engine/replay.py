@@ -9,7 +9,7 @@ from sim.engine.flows import Flows
 from sim.engine.links import Links
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.state import PLACED, State
-from sim.engine.transfer import Transfers
+from sim.engine.transfer import WAITS, Transfers
 from sim.engine.view import View
 from sim.engine.work import Work, Works
 from sim.errors import Deadlock, Infeasible, OutOfMemory, TiersimError
@@ -68,8 +68,6 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
             env.process(device.walk())
         closing = env.process(devices[0].close(devices))
         env.run()
-        while not closing.processed and all(device.finished.processed for device in devices) and transfers.give_up():
-            env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)
     except TiersimError as error:
@@ -102,6 +100,11 @@ def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | D
         if device.request is not None:
             return state.out_of_memory(*device.request)
     names = state.prepared.trace.tensor_columns.name
+    if all(device.finished.processed for device in devices):
+        for tensor, transfer in sorted(state.transfers.items()):
+            if transfer.stage == WAITS:
+                reason = f"the copy of {names[tensor]!r}, which waits to the end"
+                return state.out_of_memory(transfer.target, transfer.size, transfer.op, reason)
     waiters += works.absent()
     waiters += [
         f"the copy of {names[t]!r} to {state.names[transfer.target]!r} {transfer.stage}"

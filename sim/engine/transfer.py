@@ -261,19 +261,6 @@ class Transfers:
             state.wake(waiting)
         state.poke()
 
-    def give_up(self) -> bool:
-        """At the end of a run nothing more will free space: forget the transfers that still wait for it, if any."""
-        state = self._state
-        waiting = [transfer for transfer in state.transfers.values() if transfer.stage == WAITS]
-        for transfer in waiting:
-            state.counters["ignored_actions"] += 1
-            self.cancel(transfer)
-            if not state.locks[transfer.tensor]:
-                state.drop_pending(transfer.tensor, transfer.op)
-                state.bury(transfer.tensor, transfer.op)
-        state.note_idle()
-        return bool(waiting)
-
     def _keep_source(self, transfer: Transfer) -> None:
         if not transfer.keep:
             if transfer.stage != WAITS:

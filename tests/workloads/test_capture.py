@@ -161,6 +161,60 @@ class GPT(nn.Module):
         return (self.ln_f(x) @ self.wte.weight.t()).flatten(0, 1)
 
 
+class ComposedGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class GPT2(nn.Module):
+    """Hugging Face's GPT-2 as far as memory goes: composed gelu, dropout behind the embeddings, a tied head."""
+
+    class Block(Attention):
+        def __init__(self, width, heads):
+            super().__init__(width, heads)
+            self.act = ComposedGELU()
+
+        def forward(self, x):
+            batch, sequence, width = x.shape
+            qkv = self.qkv(self.ln1(x)).split(width, dim=2)
+            q, k, v = (y.view(batch, sequence, self.heads, -1).transpose(1, 2) for y in qkv)
+            y = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.probability, is_causal=True)
+            y = self.proj(y.transpose(1, 2).reshape(batch, sequence, width))
+            x = functional.dropout(y, self.probability) + x
+            return x + functional.dropout(self.fc2(self.act(self.fc(self.ln2(x)))), self.probability)
+
+    def __init__(self, layers, width, heads, vocabulary=50257, positions=1024):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
+        self.h = nn.ModuleList(self.Block(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]).unsqueeze(0))
+        x = functional.dropout(x, 0.1)
+        for layer in self.h:
+            x = layer(x)
+        return self.head(self.ln_f(x))
+
+
+def shifted_loss(logits, labels):
+    logits = logits.float()
+    labels = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+class VGG16(nn.Sequential):
+    def __init__(self):
+        layers, width = [], 3
+        for after in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+            layers += [nn.Conv2d(width, after, 3, padding=1), nn.ReLU()] if after else [nn.MaxPool2d(2)]
+            width = after or width
+        hidden = [nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]
+        super().__init__(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(7), nn.Flatten(), *hidden, nn.Linear(4096, 1000))
+
+
 def images():
     return torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
 

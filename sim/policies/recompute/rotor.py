@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.chain_dp import INF, ChainCosts, solve
+from sim.solvers.chain_dp import INF, ChainCosts, ChainTable, solve
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of
-from sim.solvers.runs import Ledger, backward_slice, runs
+from sim.solvers.runs import Ledger, Runs, backward_slice, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
-ATTEMPTS = 5
+ATTEMPTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Rotor(Policy):
     Bounds: O(L^3 slots) time, O(L^2 slots) memory for L stages: 0.05 s at 48, 4 s and 0.5 GB at 192.
     Departs: stages come from the trace's chain view. Weights and inputs are taken off the budget beforehand.
         Weight gradients, and what else the chain does not count (an activation that a later stage's
-        backward reads, say), are found afterwards, from the plan's exact peak: a plan that would pass the
-        budget is made again for that much less. Sizes are exact, not rounded, where the budget is at most
-        `slots` multiples of their greatest common divisor. An op that runs again runs only where its
-        results are read, so the plan may take less time than the model's. Because rounding depends on the budget, a
-        little more of it may cost a little time: hence not `optimal`.
+        backward reads, say), show in the plan's exact peak only: where a plan would pass the budget, the
+        room that the model is given is bisected. Sizes are exact, not rounded, where the budget is at
+        most `slots` multiples of their greatest common divisor. An op that runs again runs only where
+        its results are read, so the plan may take less time than the model's. Because rounding depends
+        on the budget, a little more of it may cost a little time: hence not `optimal`.
 
     slots: parts into which the budget is divided, at least 2.
     Raises PolicyError where the trace is no chain, Infeasible where no persistent schedule is found.
@@ -60,32 +60,40 @@ class Rotor(Policy):
         if plain.peak() <= problem.budget:
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
         outside = held_outside(problem, line)
-        # weight gradients come while activations go: hope that none adds to the peak, then make sure
-        room, floor = problem.budget - outside + line.gradients, 0
-        for attempt in range(ATTEMPTS):
+
+        def attempt(room: int) -> tuple[ChainTable, Runs, int] | None:
+            """The best schedule for that much room by the model, and what its exact peak exceeds the budget by."""
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
-                if floor:
-                    break
-                room = floor = self._floor(costs)  # the model may count too much: see what the least takes
-                table = solve(costs, room, self.slots)
+                return None
             found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors), prune=True)
-            excess = found.peak() - problem.budget
-            if excess <= 0:
-                return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
-            if room == floor:
-                break
-            room -= excess
-            if attempt == 1:
-                room = min(room, problem.budget - outside)
-            elif attempt == ATTEMPTS - 2:
-                room = floor = self._floor(costs)
-        least = outside + (floor or self._floor(costs))
-        raise Infeasible(
-            f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
-            f"{format_bytes(least)} would do",
-            floor_bytes=least,
-        )
+            return table, found, found.peak() - problem.budget
+
+        # weight gradients come while activations go: hope that none adds to the peak, then make sure
+        high = problem.budget - outside + line.gradients
+        best = attempt(high)
+        if best is None or best[2] > 0:
+            over = best[2] if best is not None else 0
+            low = self._floor(costs)  # the model may count too much: see what the least takes
+            best = attempt(low)
+            if best is None or best[2] > 0:
+                raise Infeasible(
+                    f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
+                    f"{format_bytes(outside + low)} would do",
+                    floor_bytes=outside + low,
+                )
+            for _ in range(ATTEMPTS):
+                middle = high - over if low < high - over < high else (low + high) // 2
+                tried = attempt(middle)
+                if tried is not None and tried[2] <= 0:
+                    low = middle
+                    best = min(best, tried, key=lambda one: one[0].time)
+                else:
+                    high, over = middle, tried[2] if tried is not None else 0
+                if high - low < problem.budget // self.slots:
+                    break
+        table, found, _ = best
+        return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
 
     def _floor(self, costs: ChainCosts) -> int:
         """The fewest bytes that some schedule fits in by the model."""

@@ -1,0 +1,93 @@
+"""Watching a real iteration: a ledger of storages, and a clock for each op."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workloads.importers.optrace import kind_of
+from workloads.measured import MeasuredOp
+
+VIEWS = frozenset((
+    *("view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "unsqueeze", "slice", "select"),
+    *("split", "as_strided", "lift_fresh", "_local_scalar_dense", "permute", "squeeze", "_reshape_alias"),
+))  # fmt: skip
+"""ATen ops that run no kernel."""
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of all live storages of one device, each counted once however many views it has.
+
+    peak: the most after any op; highest: the same by phase. Storages that live already are told with `hold`.
+    Counts what PyTorch allocates as tensors; scratch space inside kernels is not seen.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device).type
+        self.live = 0
+        self.phase = "forward"
+        self.highest: dict[str, int] = {}
+        self._known: set[int] = set()
+
+    @property
+    def peak(self) -> int:
+        """The most in bytes, over all phases."""
+        return max(self.highest.values(), default=0)
+
+    def hold(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of these tensors until they are released."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            self._known.add(key)
+            size = storage.nbytes()
+            self.live += size
+            weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, then count what it made."""
+        out = func(*args, **(kwargs or {}))
+        self.hold(tree_leaves(out))
+        self.highest[self.phase] = max(self.highest.get(self.phase, 0), self.live)
+        return out
+
+
+class OpClock(TorchDispatchMode):
+    """Wall time of every op, alone: the device is idle before and after each.
+
+    layer: of the op that runs now, set from outside; -1 for none.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        super().__init__()
+        self.synchronize = synchronize
+        self.phase = "forward"
+        self.layer = -1
+        self.ops: list[MeasuredOp] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and note how long it took."""
+        began = time.perf_counter_ns()
+        out = func(*args, **(kwargs or {}))
+        self.synchronize()
+        took = time.perf_counter_ns() - began
+        name = str(func)
+        view = getattr(func, "_opname", "") in VIEWS or name.startswith("profiler")
+        layer = -1 if self.phase == "update" else self.layer
+        self.ops.append(MeasuredOp(kind_of(name, self.phase), self.phase, layer, took, view))
+        return out

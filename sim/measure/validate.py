@@ -1,0 +1,200 @@
+"""A real training step under four ways to hold activations, beside the same step simulated.
+
+Memory of the simulated step comes from the configuration alone. Its time comes from a profile of this
+machine where one is given (`tiersim calibrate` makes one), else from the op times of the real plain step:
+then the row of `none` is given, and the others are predictions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sim.errors import TiersimError, WorkloadError, near
+from sim.experiment import simulate, unlimited
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import EventLog
+from sim.measure import choose_device, require_torch
+from sim.trace.graph import Trace
+from workloads.measured import with_measured
+from workloads.models import model_names, read_config
+from workloads.transformer import transformer
+
+TINY = {
+    "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 1024,
+    "activation_function": "gelu_new",
+}  # fmt: skip
+"""The model that is meant where none is named: seconds on any machine."""
+
+POLICIES = {
+    "none": ("keep_all", {}),
+    "checkpoint": ("full_recompute", {}),
+    "selective checkpoint": ("selective_recompute", {"recompute": "all_but_matmul"}),
+    "save_on_cpu": ("save_on_cpu", {}),
+}
+"""What is done in PyTorch, and the policy that simulates it."""
+
+PRECISIONS = ("fp32", "bf16", "amp_bf16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy: bytes and nanoseconds, measured and simulated; None where `note` says why it was not run."""
+
+    policy: str
+    simulated_by: str
+    measured_bytes: int | None
+    simulated_bytes: int | None
+    measured_ns: int | None
+    simulated_ns: int | None
+    note: str = ""
+
+    @property
+    def memory_error(self) -> float | None:
+        """Simulated over measured peak, less 1."""
+        return _error(self.simulated_bytes, self.measured_bytes)
+
+    @property
+    def time_error(self) -> float | None:
+        """Simulated over measured time, less 1."""
+        return _error(self.simulated_ns, self.measured_ns)
+
+
+def _error(ours: int | None, real: int | None) -> float | None:
+    return ours / real - 1 if ours is not None and real else None
+
+
+def validate(
+    model: str | Mapping[str, Any] | None = None,
+    *,
+    batch: int = 4,
+    sequence: int = 128,
+    precision: str = "fp32",
+    attention: str = "sdpa",
+    device: str | None = None,
+    repeats: int = 7,
+    profile: Platform | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Run and simulate one step under each of `POLICIES`; a row each.
+
+    model: a GPT-2 by name, a config, or None for a tiny one. precision: fp32, bf16, amp_bf16. attention: sdpa
+    or eager. device: `cuda` or `cpu`, by default the first of them there is. repeats: steps timed a policy,
+    the median counts. profile: of this machine, for the times. progress: told what runs.
+
+    On CUDA the measured peak is `max_memory_allocated`, which holds kernels' workspaces too. On a CPU it is a
+    ledger of storages, which does not; dropout is 0 there, because its CPU kernel keeps a mask of another
+    size. Raises TiersimError without PyTorch or the device, WorkloadError for a model that is no GPT-2.
+    """
+    require_torch("tiersim validate")
+    from sim.measure.steps import Steps
+
+    place = choose_device(device)
+    if precision not in PRECISIONS:
+        raise WorkloadError(f"precision {precision!r} cannot be validated{near(precision, PRECISIONS)}")
+    if attention not in ("sdpa", "eager"):
+        raise WorkloadError(f"attention {attention!r} cannot be validated{near(attention, ('sdpa', 'eager'))}")
+    if repeats < 1:
+        raise TiersimError(f"repeats must be at least 1, not {repeats}")
+    config = _config(TINY if model is None else model, sequence)
+    dropout = 0.1 if place.startswith("cuda") else 0.0
+    trace = transformer(
+        config, batch=batch, sequence=sequence, precision=precision, attention=attention, dropout=dropout
+    )
+    steps = Steps(config, batch, sequence, precision, attention, dropout, place)
+    say = progress or (lambda text: None)
+    real: dict[str, tuple[int, int]] = {}
+    for policy in POLICIES:
+        if policy == "save_on_cpu" and place == "cpu":
+            continue
+        say(f"{policy}: {repeats} steps on {place}")
+        real[policy] = steps.measure(policy, repeats)
+    say("op times of the plain step")
+    timed = _timed(trace, steps, real["none"][1]) if profile is None else trace
+    rows = []
+    for policy, (name, parameters) in POLICIES.items():
+        if policy not in real:
+            rows.append(Row(policy, name, None, None, None, None, "the host is the device here: nothing would move"))
+            continue
+        say(f"{policy}: simulated by {name}")
+        platform = unlimited(profile) if profile is not None else roomy(steps.copy_rate())
+        log = simulate(timed, platform, name, **parameters).log
+        peak = rounded_peak(log, 512 if place.startswith("cuda") else 1)
+        given = "its op times are given" if policy == "none" and profile is None else ""
+        rows.append(Row(policy, name, real[policy][0], peak, real[policy][1], log.end, given))
+    return rows
+
+
+def _config(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
+    """Keys of a GPT-2's `config.json`. Raises WorkloadError for another family."""
+    found = read_config(model)
+    if found.family != "gpt2":
+        names = [name for name in model_names() if name.startswith("gpt2")]
+        raise WorkloadError(f"model {found.name!r} is no GPT-2{near(found.name, names)}")
+    return {
+        "model_type": "gpt2",
+        "n_layer": found.layers,
+        "n_head": found.heads,
+        "n_embd": found.hidden,
+        "n_positions": max(found.positions, sequence),
+        "vocab_size": found.vocabulary,
+        "activation_function": "gelu_new",
+    }
+
+
+def _timed(trace: Trace, steps: Any, plain_ns: int) -> Trace:
+    """The trace with op durations of the plain step, spread so that they sum to its time."""
+    ops = steps.op_times()
+    spent = {phase: sum(op.ns for op in ops if op.phase == phase) for phase in ("forward", "backward", "update")}
+    whole = sum(spent.values())
+    return with_measured(trace, ops, phase_ns={p: round(plain_ns * ns / whole) for p, ns in spent.items()}).trace
+
+
+def roomy(copy_rate: int) -> Platform:
+    """A machine whose memory never fills, for traces that bring their own op times; copies at `copy_rate` bytes/s."""
+    room = 1 << 60
+    return Platform(
+        "this machine",
+        (Tier("hbm", room, room, 10**12, device=0), Tier("host", room, room, 10**11, kind="ddr")),
+        (Engine("device", 0, "hbm", ("hbm",), {"fp32": 10**13}),),
+        (Link("d2h", "hbm", "host", copy_rate), Link("h2d", "host", "hbm", copy_rate)),
+    )
+
+
+def rounded_peak(log: EventLog, unit: int) -> int:
+    """The most bytes in the home tier of device 0 with every tensor rounded up to `unit` bytes."""
+    here = log.change("tier") == log.platform.tier_ids[log.platform.home(0).name]
+    delta = log.change("delta")[here]
+    return int(np.cumsum(np.sign(delta) * (-(-np.abs(delta) // unit) * unit)).max(initial=0))
+
+
+def as_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Rows to print: policy, MiB and milliseconds measured and simulated with their errors, note."""
+
+    def cell(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "–" if value is None else format(value / scale, form)
+
+    return [
+        (
+            row.policy,
+            cell(row.measured_bytes, ",.2f", 2**20),
+            cell(row.simulated_bytes, ",.2f", 2**20),
+            cell(row.memory_error, "+.2%"),
+            cell(row.measured_ns, ",.2f", 1e6),
+            cell(row.simulated_ns, ",.2f", 1e6),
+            cell(row.time_error, "+.1%"),
+            row.note,
+        )
+        for row in rows
+    ]
+
+
+HEADER = ("policy", "real MiB", "simulated", "error", "real ms", "simulated", "error", "note")
+"""Heads of the columns of `as_table`."""

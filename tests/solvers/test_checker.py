@@ -1,0 +1,66 @@
+"""The checker and the engine say the same of any plan that drops and recomputes; what is illegal is refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import traces
+
+from sim.errors import IllegalPlan
+from sim.experiment import Prices, problem_for, simulate
+from sim.hardware.platform import Engine, Platform, Tier
+from sim.plan import Drop, Move, Plan, Recompute
+from sim.solvers.checker import check
+from sim.solvers.runs import Ledger, runs
+from workloads.synthetic import random_dag, uniform_chain
+
+BIG = 1 << 60
+TOY = Platform("toy", (Tier("hbm", BIG, BIG, 10**9, device=0),), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
+
+
+def agrees(plan: Plan) -> None:
+    checked = check(plan, Prices(plan.trace, TOY).op_ns)
+    log = problem_for(plan.trace, TOY).evaluate(plan)
+    assert log.counters["implicit_recomputes"] == log.counters["ignored_actions"] == 0
+    assert checked.peak == int(np.cumsum(log.change("delta")).max(initial=0))
+    assert checked.time == log.end
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(cpu=False), st.integers(0, 2**32))
+def test_checker_and_engine_agree_on_random_plans(trace, seed):
+    draw = random.Random(seed)
+    ledger = Ledger(trace)
+    again = {t: [i for i in range(t) if draw.random() < 0.2] for t in range(len(trace.ops)) if draw.random() < 0.5}
+    agrees(Plan(trace, runs(ledger, again).actions()))
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "full_recompute", "chen", "rotor"])
+def test_checker_and_engine_agree_on_policies(policy):
+    trace = uniform_chain(9, 7, 5) if policy != "full_recompute" else random_dag(12, 3)
+    agrees(simulate(trace, TOY, policy).plan)
+
+
+def test_outputs_that_are_still_there_are_held_twice_while_they_are_made_again():
+    trace = uniform_chain(3, 10)
+    plan = Plan(trace, (Recompute("f0", before="b2"),))
+    agrees(plan)
+    assert check(plan, lambda op: 1).peak == 40  # f0, f1 and f2 have no reader but b, f0 again
+    assert check(plan, lambda op: 1).rerun == 1
+
+
+@pytest.mark.parametrize(("actions", "message"), [
+    ((Drop("f0.out", after="f2"),), "op 'b1': tensor 'f0.out' is not there"),
+    ((Drop("b0.out", before="b1"),), "has not been made yet"),
+    ((Recompute("b1", before="f1"), ), "op 'b1': Recompute before it has run"),
+    ((Move("f0.out", "host", after="f2"),), "only plans that drop and recompute"),
+    ((Drop("f0.out"),), "either before or after"),
+    ((Drop("b0.out", after="b0"),), "output tensor 'b0.out' is not there at the end"),
+])  # fmt: skip
+def test_illegal_plans_are_refused(actions, message):
+    with pytest.raises(IllegalPlan, match=message):
+        check(Plan(uniform_chain(3), actions), lambda op: 1)
