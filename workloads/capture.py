@@ -66,8 +66,8 @@ def capture(
 ) -> Trace:
     """One iteration of training `module` in its steady state.
 
-    module: a function that builds a `torch.nn.Module`, called under fake tensors, so that nothing is
-    allocated; or a module, of which a fake copy is made (on the "meta" device it need not be allocated).
+    module: a function that builds a `torch.nn.Module`, called with "meta" as default device, so that nothing
+    is allocated; or a module. A fake copy is made of it, and the module itself is left alone.
     inputs: of its forward pass: one tensor, a tuple, a dict of keywords, or a function that makes one of these
     under fake tensors. Tensors of any device will do; only their shapes and types are used.
     targets: what `loss` takes beside the result: given as inputs are, but no dict.
@@ -101,10 +101,11 @@ def capture(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise WorkloadError(f"{what}: needs an integer of at least {least}, has {value!r}")
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _named_errors("building the step"):
-        model, tuned = fake_module(torch, module, optimizer)
-        args, kwargs = _arguments(fake_like(torch, inputs))
-        wanted, _ = _arguments(fake_like(torch, targets))
+    with _named_errors("building the step"):
+        model, tuned = fake_module(torch, mode, module, optimizer)
+        with mode:
+            args, kwargs = _arguments(fake_like(torch, inputs))
+            wanted, _ = _arguments(fake_like(torch, targets))
     recorder = Recorder(model, cuda=kernels == "cuda")
     if kernels == "cuda" and tuned is not None:
         _prefer_foreach(tuned)

@@ -82,18 +82,18 @@ def networks(
     needs: of `sim.policies.base.NEEDS`, those that are of the trace: `chain`, `layers`, `backward`. With
     two devices each runs its copy of the net and the weight gradients are summed by a collective, or the
     first half of the ops is on device 0 and results go to the other half by send and receive, or unsent.
-    cpu: the optimizer may run on the engine `cpu`. unit: bytes of the smallest tensor. Shrinks to an op.
+    cpu: the optimizer, or some ops of each phase, may run on the engine `cpu`. unit: bytes of the smallest tensor. Shrinks to an op.
     """
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
     line = draw(st.lists(steps(chain), min_size=least, max_size=longest))
-    digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 2 * 3 * 2 * 2 - 1)))
+    digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 3 * 3 * 2 * 2 - 1)))
     backward = digits.pick((True,) * 7 + (False,)) or bool(needs & {"chain", "layers", "backward", "history", "cpu"})
     update = (digits.pick((False, True)) or "cpu" in needs) and backward
     layers = digits.pick((0, 1, 2, 3))
     per_layer = layers or int("layers" in needs or chain)
     measured = digits.pick((True, True, True, False)) or chain
-    on_cpu = digits.pick((False, True)) and cpu and "cpu" not in needs
+    on_cpu = digits.pick(("", "update", "some")) if cpu and "cpu" not in needs else ""
     style = digits.pick(("data", "pipeline", "unsent")) if devices > 1 else "one"
     states = digits.pick((False, True))
     product = digits.pick(("matmul", "conv"))
@@ -102,6 +102,7 @@ def networks(
     for device in range(devices if style == "data" else 1):
         nets.append(_Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product))
     for net in nets:
+        net.on_cpu = on_cpu == "some"
         net.split = len(line) // 2 if devices > 1 and style != "data" else len(line)
         for step in line:
             net.forward(step, cut=len(net.tape) == net.split)
@@ -172,6 +173,7 @@ class _Net:
     measured: bool
     product: str
     split: int = 0
+    on_cpu: bool = False
     tape: list[tuple[Step, list[int], list[int], int | None, list[int]]] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
 
@@ -293,10 +295,12 @@ class _Net:
             self.op(f"step{weight}", "optimizer", reads, writes, 10, phase="update", engine=engine)
 
     def op(self, name: str, kind: str, reads: list[int], writes: list[int], took: int, **fields: object) -> None:
-        cost = {"duration": took} if self.measured else {"flops": 20 * took}
+        cost: dict[str, object] = {"duration": took} if self.measured else {"flops": 20 * took}
+        if self.on_cpu and took == 30:  # one op in five, and not always its backward
+            cost["engine"] = "cpu"
         self.b.op(
             f"{self.name}{name}", kind, reads=list(dict.fromkeys(reads)), writes=writes, device=self.device,
-            splits=("batch",) if kind != "optimizer" else (), **cost, **fields,  # type: ignore[arg-type]
+            splits=("batch",) if kind != "optimizer" else (), **{**cost, **fields},  # type: ignore[arg-type]
         )  # fmt: skip
 
     def layer(self, i: int) -> int:

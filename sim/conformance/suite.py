@@ -28,7 +28,7 @@ from sim.conformance.values import check_values
 from sim.errors import PolicyError
 from sim.experiment import reference_run
 from sim.hardware.platform import Platform
-from sim.log import CAUSE
+from sim.log import CAUSE, EventLog
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 from sim.trace.io import save
@@ -74,11 +74,11 @@ def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: b
 
     real: of ten traces, how many are of small models. exact: no allocator with addresses.
     """
-    digits = Digits(draw(st.integers(0, 6 * 8 * 8 * len(SPARE) - 1)))
+    digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
     one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history"})
     cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
     host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
-    spare = digits.pick(SPARE)
+    spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
     machine = draw(machines(devices=1 if one else 2, host=host, cpu=cpu, exact=exact))
     unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
     kind = draw(st.integers(0, 9))
@@ -87,27 +87,38 @@ def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: b
     else:
         longest = 18 if needs & {"chain", "layers"} else 12
         trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=longest))
-    top, floor = _peak_and_floor(trace, platform_of(machine))
+    log = reference_run(trace, platform_of(machine))
+    if tight and host:
+        # a host that holds what lies there from the start, and some percent of what the device needs
+        most = {tier.name: peak for tier, peak in zip(log.platform.tiers, _peaks(log))}
+        left = most["host"] + max(most.values()) * tight // 100
+        machine = {**machine, "tiers": {**machine["tiers"], "host": {**machine["tiers"]["host"], "capacity": f"{max(left, 1)} B"}}}
+    top, floor = _peak_and_floor(log)
     return Example(trace, machine, max(1, floor + (top - floor) * spare // 100))
 
 
-def _peak_and_floor(trace: Trace, platform: Platform) -> tuple[int, int]:
+def _peaks(log: EventLog) -> list[int]:
+    """The most bytes in use, per tier."""
+    rows = log.changes
+    return [int(np.cumsum(rows[rows[:, 1] == i, 2]).max(initial=0)) for i in range(len(log.platform.tiers))]
+
+
+def _peak_and_floor(log: EventLog) -> tuple[int, int]:
     """Bytes in a device's memory when all is kept, and what is there from the start with the neediest op beside it."""
-    log = reference_run(trace, platform)
+    platform, trace, peaks = log.platform, log.trace, _peaks(log)
     size, top, floor = trace.tensor_columns.bytes, 0, 0
     for i, tier in enumerate(platform.tiers):
         if tier.device < 0:
             continue
-        rows = log.changes[log.changes[:, 1] == i]
-        top = max(top, int(np.cumsum(rows[:, 2]).max(initial=0)))
-        placed = rows[rows[:, 5] == CAUSE["placed"]]
-        fixed = set(placed[:, 3].tolist())
+        top = max(top, peaks[i])
+        rows = log.changes[(log.changes[:, 1] == i) & (log.changes[:, 5] == CAUSE["placed"])]
+        fixed = set(rows[:, 3].tolist())
         need = 0
         for op in trace.ops:
             if platform.home(op.device).name == tier.name:
                 used = sum(int(size[t]) for t in {*op.reads, *op.writes} if t not in fixed)
                 need = max(need, op.workspace + used)
-        floor = max(floor, int(placed[:, 2].sum()) + need)
+        floor = max(floor, int(rows[:, 2].sum()) + need)
     return top, min(top, floor)
 
 

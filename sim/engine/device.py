@@ -318,9 +318,10 @@ class Device:
             old = prepared.replaces[tensor]
             if old >= 0 and work.why == "run" and state.copies[old] & prepared.reach[engine]:
                 tier = next(t for t in prepared.reach_order[engine] if state.copies[old] & 1 << t)
-                work.takeovers.append((old, tensor, tier))
-                state.overwriting.add(old)
-                continue
+                if (old, tier) not in state.odd_sizes:  # what a link compressed has no room for the new value
+                    work.takeovers.append((old, tensor, tier))
+                    state.overwriting.add(old)
+                    continue
             tier, offset = self._actions.born.get(tensor, (home, None))
             if not prepared.reach[engine] & 1 << tier:
                 unit = state.platform.engines[engine].name

@@ -7,12 +7,8 @@ then the row of `none` is given, and the others are predictions.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,25 +106,27 @@ def validate(
     )
     steps = Steps(config, batch, sequence, precision, attention, dropout, place)
     say = progress or (lambda text: None)
-    real: dict[str, tuple[int, int]] = {}
-    for policy in POLICIES:
-        if policy == "save_on_cpu" and place == "cpu":
-            continue
-        say(f"{policy}: {repeats} steps on {place}")
-        real[policy] = steps.measure(policy, repeats)
+    on_host = place.startswith("cuda")
+    run = [policy for policy in POLICIES if on_host or policy != "save_on_cpu"]
+    peaks = {}
+    for policy in run:
+        say(f"{policy}: memory of a step on {place}")
+        peaks[policy] = steps.peak(policy)
+    say(f"{repeats} steps under each policy, in turn")
+    times = steps.times(run, repeats)
     say("op times of the plain step")
-    timed = _timed(trace, steps, real["none"][1]) if profile is None else trace
+    timed = _timed(trace, steps, times["none"]) if profile is None else trace
+    platform = roomy(steps.copy_rate()) if profile is None else unlimited(profile)
     rows = []
     for policy, (name, parameters) in POLICIES.items():
-        if policy not in real:
+        if policy not in run:
             rows.append(Row(policy, name, None, None, None, None, "the host is the device here: nothing would move"))
             continue
         say(f"{policy}: simulated by {name}")
-        platform = unlimited(profile) if profile is not None else roomy(steps.copy_rate())
         log = simulate(timed, platform, name, **parameters).log
-        peak = rounded_peak(log, 512 if place.startswith("cuda") else 1)
+        peak = rounded_peak(log, 512 if on_host else 1)
         given = "its op times are given" if policy == "none" and profile is None else ""
-        rows.append(Row(policy, name, real[policy][0], peak, real[policy][1], log.end, given))
+        rows.append(Row(policy, name, peaks[policy], peak, times[policy], log.end, given))
     return rows
 
 

@@ -130,7 +130,7 @@ def _anchored(
     after: dict[int, list[Action]] = {}
     reruns = []
     for action in actions:
-        if not isinstance(action, Drop | Recompute) or isinstance(action, Drop) and action.tier is not None:
+        if not isinstance(action, Drop | Recompute) or (isinstance(action, Drop) and action.tier is not None):
             raise IllegalPlan(f"{action}: only plans that drop and recompute on one device can be checked")
         if (action.before is None) == (action.after is None):
             raise IllegalPlan(f"{action}: a planned action stands either before or after one op")

@@ -185,18 +185,19 @@ class Program:
 
     # ---- solving -----------------------------------------------------------------------------
 
-    def _solve(self, *, relaxed: bool, **limits: float) -> Any:
+    def _solve(self, *, relaxed: bool, **limits: Any) -> Any:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
         rows, columns, factors = self._cells
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._least), len(self._cost)))
+        options: Any = {"mip_rel_gap": 0.0, **limits}
         return milp(
             np.array(self._cost),
             integrality=None if relaxed else np.array(self._whole),
             bounds=Bounds(np.array(self._low), np.array(self._high)),
             constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
-            options={"mip_rel_gap": 0.0, **limits},
+            options=options,
         )
 
     def _bound(self, found: float) -> int:

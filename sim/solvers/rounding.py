@@ -16,7 +16,7 @@ STEPS = 8  # towards the smallest budget
 
 
 def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | None, int | None]:
-    """The cheapest plan by rounding that fits, and the bound on ns of reruns; None for a plan or a bound there is not."""
+    """The cheapest plan by rounding that fits, and the bound on ns of reruns; None where there is none."""
     room = problem.budget - nodes.outside
     best: Runs | None = None
     bound: int | None = None
@@ -29,7 +29,7 @@ def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | 
             cheaper = best is None or rerun_ns(problem, found) < rerun_ns(problem, best)
             if cheaper and found.peak() <= problem.budget:
                 best = found
-        if relaxed is None or best and rerun_ns(problem, best) == bound:
+        if relaxed is None or (best and rerun_ns(problem, best) == bound):
             break
     return best, bound
 
@@ -102,5 +102,3 @@ def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[
                 needed.update(nodes.values[v].maker for v in nodes.read_by[k] if v not in kept[t])
         stages.append(sorted(needed - {t}))
     return stages
-
-

@@ -80,7 +80,9 @@ def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: 
                 actions.append(Wait(tensor, **at))
         elif verb == "move":
             priority = draw.choice((0, 0, 0, -1, 2))
-            actions.append(Move(tensor, draw.choice(tiers), keep=draw.random() < 0.3, priority=priority, **at))
+            wire = trace.tensors[tensor].bytes // 2 if draw.random() < 0.1 else None
+            keep = draw.random() < 0.3
+            actions.append(Move(tensor, draw.choice(tiers), keep=keep, priority=priority, wire=wire, **at))
         elif not gentle or (trace.producer[tensor] >= 0 and can_run_again(trace, int(trace.producer[tensor]))):
             tier = draw.choice((None, None, *tiers))
             actions.append(Drop(tensor, tier, **at))

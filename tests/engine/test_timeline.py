@@ -171,7 +171,7 @@ def test_a_collective_starts_when_its_last_member_has_come_and_devices_go_on():
     for d in range(2):
         b.op(f"update{d}", reads=[sums[d]], duration=5, device=d)
     log = replay(Plan(b.build()), machine(devices=2))
-    assert [row for row in spans(log, "move")] == [("a2b", "reduce1", 50, 90), ("b2a", "reduce1", 50, 90)]
+    assert spans(log, "move") == [("a2b", "reduce1", 50, 90), ("b2a", "reduce1", 50, 90)]
     assert ("npu@0", "update0", 90, 95) in spans(log, "run")
     assert ("npu@1", "update1", 90, 95) in spans(log, "run")
     assert stalls(log) == [("update0", "peer", 30, 90), ("update1", "peer", 50, 90)]
@@ -349,7 +349,7 @@ def test_a_read_that_nothing_can_restore_is_illegal():
     for op in trace.ops:
         b.copy_op(op)
     b.op("late", reads=[0], duration=1)
-    with pytest.raises(IllegalPlan, match="op 'late': tensor 'x' was dropped, and no op makes it"):
+    with pytest.raises(IllegalPlan, match=r"op .late.: tensor .x. was dropped, and no op makes it"):
         replay(Plan(b.build(), [Drop("x", after="a")]), machine())
 
 
@@ -372,7 +372,7 @@ def test_two_copies_that_wait_for_each_others_space_are_a_deadlock():
         [Move("w0", "host", before="compute"), Move("w1", "hbm", before="compute")],
         place={1: "host"},
     )
-    with pytest.raises((Deadlock, OutOfMemory), match="w0|w1"):
+    with pytest.raises((Deadlock, OutOfMemory), match=r"w0|w1"):
         replay(plan, machine(hbm=1000, host=1000))
 
 

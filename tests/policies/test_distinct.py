@@ -75,7 +75,7 @@ def outcome(problem: str, policy: str, parameters: tuple = ()) -> str | None:
     return str(hash((tuple(log.events.itertuples(index=False)), tuple(log.memory.itertuples(index=False)))))
 
 
-@pytest.mark.parametrize(("one", "other"), combinations(QUICK, 2), ids=lambda name: name)
+@pytest.mark.parametrize(("one", "other"), list(combinations(QUICK, 2)), ids=lambda name: name)
 def test_two_policies_differ_somewhere(one, other):
     for problem in ("chain", "w1", "convolutions", "eager", "amp", "fused"):
         first, second = outcome(problem, one), outcome(problem, other)

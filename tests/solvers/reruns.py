@@ -70,7 +70,7 @@ def least_time(trace: Trace, budget: int, *, staged: bool = True) -> int | None:
 
 
 def published(trace: Trace, budget: int, *, relaxed: bool = False) -> float | None:
-    """Checkmate's program as printed: R, S, FREE, U, and FREE[t, (i, k)] <= R[t, k]; one result an op. None: no answer."""
+    """The optimum of Checkmate's program as printed, with FREE[t, (i, k)] <= R[t, k]; one result an op. None: none."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 

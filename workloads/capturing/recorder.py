@@ -40,6 +40,7 @@ class Recorder:
         self.leaves = import_module("torch.utils._pytree").tree_leaves
         self.flops = import_module("torch.utils.flop_counter").flop_registry
         self.fake: Any = import_module("torch._subclasses.fake_tensor")
+        self._asks_device = self.torch.ops.prim.device.default
         self.cuda = cuda
         self.recording = Recording(version=str(self.torch.__version__))
         self.names = {id(module): name for name, module in root.named_modules()}
@@ -213,6 +214,8 @@ class Recorder:
     # ---- ops ---------------------------------------------------------------------------------
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is self._asks_device and type(args[0]) is self.fake.FakeTensor:
+            return args[0].fake_device  # two of three calls: answered here, for speed
         if any(kind is not self.fake.FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper: what it dispatches for its parts is seen
         try:
@@ -242,6 +245,11 @@ class Recorder:
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
                 raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
+        if not self.active:
+            for tensor in outputs:
+                if self._id(tensor) is None and tensor.untyped_storage().nbytes():
+                    self._follow(tensor, func._opname, "temporary", -1)
+            return
         module, phase = self._module(), self._phase(inputs)
         index = len(self.recording.kernels)
         made, changed, reads = [], [], []
@@ -261,11 +269,9 @@ class Recorder:
         for tensor in outputs:
             if self._id(tensor) is None and tensor.untyped_storage().nbytes():
                 name = ".".join(filter(None, (module, short, f"out{len(made) or ''}")))
-                made.append(self._follow(tensor, name, role, index if self.active else -1))
+                made.append(self._follow(tensor, name, role, index))
                 if self.cuda and short == "lift_fresh" and self.updating:
                     self._leave_out(tensor)  # a number on the host
-        if not self.active:
-            return
         made, changed, reads = ([i for i in dict.fromkeys(x) if i not in self._host] for x in (made, changed, reads))
         if not made and not changed:
             self.recording.folded += 1
@@ -385,6 +391,10 @@ def _dispatch_mode(handle: Callable[[Any, Any, Any, Any], Any]) -> Any:
     base: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
 
     class Mode(base):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled here, and the guard against it takes as long as the handler
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handle(func, types, args, kwargs or {})
 

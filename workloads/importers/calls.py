@@ -104,7 +104,9 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     stretches = _stretches(calls, order, busy)
     best: dict[int, _Stretch] = {}
     for part in stretches:
-        if not part.is_unit and (part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start):
+        if not part.is_unit and (
+            part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start
+        ):
             best[part.call] = part
     for call, part in best.items():
         part.is_unit = part.end - part.start > calls[call].longest

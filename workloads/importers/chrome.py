@@ -70,7 +70,11 @@ def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> 
 def build_chrome(data: Any, path: str) -> Trace:
     """As `read_chrome`, of a document that was read before."""
     try:
-        rows = data if isinstance(data, list) else need(need(data, dict, "the document").get("traceEvents"), list, "traceEvents")
+        rows = (
+            data
+            if isinstance(data, list)
+            else need(need(data, dict, "the document").get("traceEvents"), list, "traceEvents")
+        )
         return _Reader(path, rows).trace()
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -99,7 +103,11 @@ class _Reader:
             raise TraceError("no CPU op in it: record with ProfilerActivity.CPU")
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
-        self.meta: dict[str, Any] = {"model": "imported", "source": f"import of {os.path.basename(path)}", "format": "chrome"}
+        self.meta: dict[str, Any] = {
+            "model": "imported",
+            "source": f"import of {os.path.basename(path)}",
+            "format": "chrome",
+        }
         self.meta |= {"device": f"{device[0]}:{device[1]}", "memory_events": len(self.events)}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
@@ -279,7 +287,9 @@ class _Reader:
             self.touched_by_sequence.setdefault(sequence, []).extend((*used, *part.made))
         if part.first or writes or part.released or part.workspace:
             self.builder.op(
-                f"{part.unit}.{call.name}" if part.first else f"{part.unit}.{call.name}.{len(self.builder._ops['name'])}",
+                f"{part.unit}.{call.name}"
+                if part.first
+                else f"{part.unit}.{call.name}.{len(self.builder._ops['name'])}",
                 kind_of(call.name, phase),
                 reads=list(dict.fromkeys(reads)),
                 writes=writes,

@@ -87,8 +87,6 @@ class Moccasin(Policy):
 
     def _refused(self, problem: Problem, ledger: Ledger, nodes: Nodes, exact: bool) -> Infeasible:
         model = Retention(nodes, None, self.runs, "moccasin")
-        answer = model.solve(
-            work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed
-        )
+        answer = model.solve(work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed)
         least = runs(ledger, nodes.again(answer.stages), prune=True)
         return refused(problem, "moccasin", least, proven=exact, smallest=answer.status == "optimal")

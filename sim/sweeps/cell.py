@@ -1,0 +1,190 @@
+"""Runs cells: a plain record in, a plain record out, and what cells share made once.
+
+A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
+changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
+`seed`, `iterations`, `folder` (where the timeline goes, or None), and `sums`: what the contents of profile and
+workload were when the cell got its identity.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.summary import summarize
+from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError, WorkloadError
+from sim.experiment import Result, reference_run, simulate
+from sim.hardware.platform import Platform
+from sim.hardware.profile import load_profile
+from sim.log import EventLog
+from sim.policies import load
+from sim.trace.graph import Trace
+
+Task = Mapping[str, Any]
+Outcome = dict[str, Any]
+T = TypeVar("T")
+
+STATUSES = ("ok", "infeasible", "not_applicable", "failed", "killed")
+"""ok: it ran. infeasible: it does not fit. not_applicable: policy, workload and platform do not go together.
+failed: an illegal plan or a fault of the program. killed: the process that ran it died each time."""
+
+KEPT_TRACES, KEPT_PLATFORMS, KEPT_REFERENCES = 8, 256, 64
+COLLECT_EVERY = 64  # cells between two sweeps of the garbage collector
+
+
+class Kept:
+    """The things made last, by key."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.things: OrderedDict[Any, Any] = OrderedDict()
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """The thing of that key, made if need be."""
+        if key in self.things:
+            self.things.move_to_end(key)
+        else:
+            self.things[key] = make()
+            if len(self.things) > self.most:
+                self.things.popitem(last=False)
+        return self.things[key]  # type: ignore[no-any-return]
+
+
+class Bench:
+    """Runs tasks one after another in this process, and keeps the traces, platforms and reference runs they share."""
+
+    def __init__(self) -> None:
+        self._traces = Kept(KEPT_TRACES)
+        self._platforms = Kept(KEPT_PLATFORMS)
+        self._references = Kept(KEPT_REFERENCES)
+        self._ran = 0
+
+    def run(self, task: Task) -> Outcome:
+        """`row`, the same in every run, and `ran`, what varies: `wall_s`, `plan_s`, a traceback."""
+        was_on = gc.isenabled()
+        gc.disable()  # a replay makes many objects and no cycles that matter
+        began = time.perf_counter()
+        try:
+            row, ran = self._answer(task)
+        finally:
+            if was_on:
+                gc.enable()
+            self._ran += 1
+            if self._ran % COLLECT_EVERY == 0:
+                gc.collect()
+        return {"row": row, "ran": {"wall_s": time.perf_counter() - began, **ran}}
+
+    def _answer(self, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
+        known: dict[str, Any] = {"budget_bytes": None, "unconstrained_peak_bytes": None}
+        try:
+            return self._figures(task, known)
+        except (Infeasible, Deadlock) as error:
+            holders = [list(holder) for holder in error.holders] if isinstance(error, OutOfMemory) else []
+            floor = getattr(error, "floor_bytes", None)
+            return {**_refusal("infeasible", False, error), **known, "floor_bytes": floor, "holders": holders}, {}
+        except (PolicyError, WorkloadError) as error:
+            return {**_refusal("not_applicable", None, error), **known}, {}
+        except (IllegalPlan, TiersimError) as error:
+            return {**_refusal("failed", None, error), **known}, {}
+        except Exception as error:  # a fault of a policy is one cell's, not the sweep's
+            return {**_refusal("failed", None, error), **known}, {"traceback": traceback.format_exc()}
+
+    def _figures(self, task: Task, known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        workload, figures = task["workload"], task["figures"]
+        trace_key = tuple(sorted(workload.items()))
+        platform_key = (task["profile"], tuple(sorted(figures.items())))
+        policy = load(task["policy"], **task["parameters"])
+        platform = self._platforms.get(platform_key, lambda: _platform(task))
+        trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
+        reference, peak, refusal = self._references.get(
+            (trace_key, platform_key), lambda: _reference(trace, platform)
+        )
+        known["unconstrained_peak_bytes"] = peak
+        budget = task["budget"]
+        if isinstance(budget, str):
+            if refusal is not None:
+                raise refusal
+            budget = int(Decimal(budget.removesuffix("%")) * peak / 100)
+        known["budget_bytes"] = platform.home(0).capacity if budget is None else budget
+        limited = platform
+        if budget is not None:
+            limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
+        result = simulate(trace, limited, policy, seed=task["seed"], iterations=task["iterations"])
+        if task["folder"]:
+            _write_folder(replace(result, name=task["policy"]), reference, Path(task["folder"]))
+        notes = result.plan.notes
+        row = {
+            "status": "ok",
+            "error": "",
+            **known,
+            **summarize(result.log, reference).as_dict(),
+            "time_limited": bool(notes.get("time_limited", False)) if isinstance(notes, Mapping) else False,
+        }
+        return row, {"plan_s": result.plan_s}
+
+
+def _refusal(status: str, fits: bool | None, error: Exception) -> dict[str, Any]:
+    text = str(error) if isinstance(error, TiersimError) else f"{type(error).__name__}: {error}"
+    return {"status": status, "fits": fits, "error": " ".join(text.split())}
+
+
+def _platform(task: Task) -> Platform:
+    found = load_profile(task["profile"], overrides=task["figures"] or None)
+    if found.content_hash != task["sums"]["profile"]:
+        raise TiersimError(f"{task['profile']}: the profile was changed while the sweep ran; run it again")
+    return found
+
+
+def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
+    path = workload.get("trace")
+    if path is not None:
+        from sim.trace.io import load as load_trace
+
+        if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sum_:
+            raise TiersimError(f"{path}: the trace was changed while the sweep ran; run it again")
+        return load_trace(path)
+    from workloads.models import read_config
+    from workloads.transformer import transformer
+
+    arguments = dict(workload)
+    config = arguments.pop("model")
+    if config_sum(read_config(config)) != sum_:
+        raise TiersimError(f"{config}: the model was changed while the sweep ran; run it again")
+    return transformer(config, **arguments)
+
+
+def config_sum(config: Any) -> str:
+    """Hash of a model's configuration."""
+    text = repr([(k, sorted(v) if isinstance(v, frozenset) else v) for k, v in vars(config).items()])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int | None, Infeasible | None]:
+    """The run without a limit, the most that it holds in a device's home tier, or why there is none."""
+    try:
+        log = reference_run(trace, platform)
+    except Infeasible as error:
+        return None, None, error
+    peaks = peak_bytes(log)
+    return log, max(peaks[platform.home(device).name] for device in range(trace.devices)), None
+
+
+def _write_folder(result: Result, reference: EventLog | None, folder: Path) -> None:
+    """The timeline of a cell and its summary, each written aside and renamed."""
+    import json
+
+    from sim.report.files import write_aside
+    from sim.report.timeline import write_timeline
+
+    write_timeline(result.log, folder / "timeline.pftrace.gz")
+    text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
+    write_aside(folder / "summary.json", lambda file: file.write(text.encode()) and None)

@@ -1,0 +1,134 @@
+"""What a cell's answer depends on, as hashes: a rerun does only what is missing and never shows a stale answer.
+
+A part of the program is hashed together with everything that it imports of the program, read from the sources,
+so that an edited helper makes new identities wherever it counts and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sim.policies.base import Policy
+
+PACKAGES = ("sim", "workloads")
+ENGINE = ("sim.sweeps.cell", "sim.experiment", "sim.analysis.summary")
+"""What turns a trace, a platform and a policy into figures; `sim.sweeps.cell` is what runs a cell."""
+
+WORKLOADS = ("workloads.transformer", "sim.trace.io")
+LIBRARIES = ("simpy", "numpy")
+SOLVER_LIBRARIES = ("scipy", "ortools")
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as canonical JSON, as hexadecimal digits; what JSON cannot say goes by its `repr`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def engine_version() -> str:
+    """Hash of the sources of the engine and all it imports, and of the libraries under it."""
+    return digest([source_hash(ENGINE), _versions(LIBRARIES)])
+
+
+@cache
+def workload_version() -> str:
+    """Hash of the sources that build and read traces."""
+    return source_hash(WORKLOADS)
+
+
+def policy_identity(policy: Policy) -> str:
+    """Hash of a policy's parameters and of the sources of its class, its bases and what they import.
+
+    Files that a policy of one's own imports from beside itself are not seen.
+    """
+    parameters = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    libraries = _versions(SOLVER_LIBRARIES) if policy.solver else {}
+    return digest([type(policy).__qualname__, parameters, _class_source(type(policy)), libraries])
+
+
+@cache
+def _class_source(found: type) -> str:
+    modules = [sys.modules.get(kind.__module__) for kind in found.__mro__ if kind is not object]
+    files = sorted({str(getattr(module, "__file__", None) or "") for module in modules} - {""})
+    texts = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+    imports = sorted({name for file in files for name in _imports(Path(file))})
+    return digest([texts, source_hash(tuple(imports))])
+
+
+@cache
+def source_hash(modules: tuple[str, ...]) -> str:
+    """Hash of the sources of modules of this program and of all of it that they import, directly or not."""
+    found: dict[str, Path] = {}
+    queue = [name for module in modules for name in _with_parents(module)]
+    while queue:
+        name = queue.pop()
+        path = _file_of(name)
+        if name in found or path is None:
+            continue
+        found[name] = path
+        queue += [each for imported in _imports(path) for each in _with_parents(imported)]
+    return digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()})
+
+
+def _with_parents(module: str) -> Iterator[str]:
+    words = module.split(".")
+    for i in range(1, len(words) + 1):
+        yield ".".join(words[:i])
+
+
+@cache
+def _file_of(module: str) -> Path | None:
+    """The file of a module of this program, None for what is none."""
+    package, *rest = module.split(".")
+    root = _root(package) if package in PACKAGES else None
+    if root is None:
+        return None
+    base = root.joinpath(*rest)
+    return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+
+
+@cache
+def _root(package: str) -> Path | None:
+    spec = find_spec(package)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Names that a file imports of this program, those inside functions included, those for types alone not."""
+    names: set[str] = set()
+    for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return tuple(sorted(name for name in names if name.partition(".")[0] in PACKAGES))
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from _nodes(node)
+
+
+def _versions(libraries: Iterable[str]) -> Mapping[str, str]:
+    found = {}
+    for name in libraries:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found

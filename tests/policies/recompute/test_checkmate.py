@@ -1,0 +1,157 @@
+"""Checkmate: known optima, each from two programs or more; plans that replay as they say; bounds in order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sim.errors import Infeasible, PolicyError
+from sim.experiment import Prices
+from sim.solvers.checker import check
+from tests.solvers.reruns import least_time, mixed_mirror, published, unit_mirror
+from workloads.synthetic import chain, random_dag, uniform_chain, w1
+
+# Times of the unit chain U(n): from this program, and from a published run of Checkmate's program that agreed
+# with a shortest path over all that can be held. Brute force agrees below for n = 4, 6, 8.
+UNIT = {
+    4: {3: 9, 4: 8, 5: 8},
+    6: {3: 18, 4: 14, 5: 13, 6: 12},
+    8: {3: 31, 4: 21, 5: 19, 6: 18, 7: 17, 8: 16},
+    10: {3: 48, 5: 25, 6: 24, 7: 23, 8: 22},
+    12: {3: 69, 7: 29, 8: 28},
+}
+
+
+def told(run, trace, budget, **parameters):
+    """A run whose log, checker and notes agree."""
+    facts = run(trace, "checkmate", budget, **parameters)
+    notes = facts.result.plan.notes
+    checked = check(facts.result.plan, Prices(trace, facts.result.platform).op_ns)
+    assert (checked.peak, checked.time, checked.rerun) == (facts.peak, facts.time, notes["rerun_ns"])
+    assert notes["bound_ns"] is None or notes["bound_ns"] <= notes["rerun_ns"]
+    assert (notes["status"] == "optimal") == (notes["bound_ns"] == notes["rerun_ns"])
+    return facts
+
+
+@pytest.mark.parametrize(("n", "budget", "best"), [(n, b, v) for n, row in UNIT.items() for b, v in row.items()])
+def test_unit_chain_takes_the_tabulated_time(n, budget, best, run):
+    facts = told(run, uniform_chain(n), budget)
+    assert facts.time == best
+    assert facts.result.plan.notes["status"] == "optimal"
+
+
+@pytest.mark.parametrize(("n", "budget"), [(4, 3), (6, 3), (6, 4), (6, 5), (8, 3), (8, 4), (8, 5)])
+def test_brute_force_in_any_order_agrees_with_the_table(n, budget):
+    assert least_time(uniform_chain(n), budget, staged=False) == UNIT[n][budget]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "budget", "best"), [(10, 4, 29), (12, 4, 38), (12, 5, 32), (12, 6, 30)])
+def test_harder_unit_chains_take_the_tabulated_time(n, budget, best, run):
+    assert told(run, uniform_chain(n), budget).time == best
+    assert published(uniform_chain(n), budget) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("n", "budget", "best"), [(8, 5, 22), pytest.param(12, 7, 32, marks=pytest.mark.slow)])
+def test_small_mirror_graphs(n, budget, best, run):
+    assert told(run, unit_mirror(n), budget).time == best == pytest.approx(published(unit_mirror(n), budget))
+
+
+@pytest.mark.parametrize(("budget", "best"), [pytest.param(14, 79, marks=pytest.mark.slow), (20, 73)])
+def test_61_nodes_are_proven_within_seconds(budget, best, run):
+    began = time.perf_counter()
+    facts = told(run, unit_mirror(30), budget)
+    assert facts.time == best
+    assert facts.result.plan.notes["status"] == "optimal"
+    assert time.perf_counter() - began < 60  # 2 s alone on one core; the bar is 10 s
+
+
+@pytest.mark.parametrize(("n", "best"), [(10, 170), pytest.param(30, 448, marks=pytest.mark.slow)])
+def test_mirror_graphs_of_mixed_costs(n, best, run):
+    trace, budget = mixed_mirror(n)
+    facts = told(run, trace, budget)
+    assert facts.time == best
+    assert facts.result.plan.notes["status"] == "optimal"
+    if n == 10:
+        assert published(trace, budget) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("trace", [uniform_chain(9), unit_mirror(6), mixed_mirror(4)[0]])
+def test_bound_optimum_and_rounding_are_in_order_and_fall_with_the_budget(trace, run):
+    top = run(trace, "keep_all").peak
+    last = None
+    with pytest.raises(Infeasible, match="is the smallest budget") as refused:
+        run(trace, "checkmate", 1)
+    floor = refused.value.floor_bytes
+    assert floor is not None
+    with pytest.raises(Infeasible):
+        run(trace, "checkmate", floor - 1)
+    for budget in range(top, floor - 1, -1):
+        exact = told(run, trace, budget)
+        quick = told(run, trace, budget, method="rounding")
+        assert quick.result.plan.notes["bound_ns"] <= exact.result.plan.notes["rerun_ns"]
+        assert exact.time <= quick.time
+        assert last is None or exact.time >= last
+        last = exact.time
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_never_worse_than_rotor_and_chen(seed, run):
+    trace = chain([3, 1, 4, 1, 5], [6, 2, 8, 2, 9], [2, 3, 1, 4, 2, 1], [6 - seed, 4, 5, 6, 3 + seed])
+    top = run(trace, "keep_all").peak
+    for budget in range(top - 7, top, 2):
+        try:
+            others = [run(trace, name, budget).time for name in ("rotor", "chen")]
+        except Infeasible:
+            continue
+        assert told(run, trace, budget).time <= min(others)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_graphs_with_weights_and_updates_replay_within_the_budget(seed, run):
+    trace = random_dag(7, seed, max_bytes=1000, max_ns=50)
+    top = run(trace, "keep_all").peak
+    with pytest.raises(Infeasible) as refused:
+        told(run, trace, 1)
+    floor = refused.value.floor_bytes
+    assert floor is not None
+    assert floor <= top
+    assert told(run, trace, floor).peak <= floor
+
+
+def test_stages_keep_large_traces_within_the_budget(run):
+    trace = w1(6)
+    top = run(trace, "keep_all").peak
+    plain = run(trace, "keep_all").time
+    with pytest.raises(PolicyError, match=r"plans op by op for 100 ops at most.*131.*grain='stage'"):
+        run(trace, "checkmate", top - 1)
+    budget = top * 2 // 3
+    facts = told(run, trace, budget, method="rounding")
+    assert facts.peak <= budget
+    assert plain < facts.time < plain * 4 / 3
+    assert facts.result.plan.notes["status"] == "feasible"
+
+
+def test_what_does_not_fit_names_a_budget_that_does(run):
+    with pytest.raises(Infeasible, match="no plan of this class fits 2 B; 3 B is the smallest budget") as refused:
+        run(uniform_chain(8), "checkmate", 2)
+    assert refused.value.floor_bytes == 3
+
+
+def test_a_limited_search_says_so(run):
+    facts = told(run, uniform_chain(12), 4, node_limit=1)
+    notes = facts.result.plan.notes
+    assert (notes["status"], notes["limit"], notes["time_limited"]) == ("feasible", "nodes", False)
+    notes = told(run, uniform_chain(12), 4, time_limit=0.01).result.plan.notes
+    assert (notes["status"], notes["limit"], notes["time_limited"]) == ("feasible", "time", True)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"method": "mlip"}, "did you mean 'milp'"),
+    ({"grain": "layer"}, "grain is 'layer'"),
+    ({"max_ops": 1}, "max_ops >= 2"),
+])  # fmt: skip
+def test_wrong_parameters(wrong, message, run):
+    with pytest.raises(PolicyError, match=message):
+        run(uniform_chain(4), "checkmate", **wrong)

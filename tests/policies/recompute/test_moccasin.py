@@ -1,0 +1,114 @@
+"""Moccasin: the table of what so many runs an op allow, and Checkmate's optima where they suffice."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from sim.errors import Infeasible, PolicyError
+from sim.experiment import Prices, problem_for
+from sim.hardware.platform import Engine, Platform, Tier
+from sim.policies.recompute.moccasin import Moccasin
+from sim.solvers.checker import check
+from sim.solvers.runs import Ledger, runs
+from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
+from workloads.synthetic import random_dag, uniform_chain
+
+has_solver = find_spec("ortools") is not None
+needs_solver = pytest.mark.skipif(not has_solver, reason="the extra `solvers` (OR-Tools) is not installed")
+
+# What at most C runs an op allow on U(n), from this model and from Checkmate's program with sum_t R[t, i] <= C
+TABLE = {
+    (6, 1): {6: 12, 5: None},
+    (6, 2): {5: 13, 4: 14, 3: None},
+    (8, 2): {6: 18, 5: 19, 4: None},
+    (8, 3): {5: 19, 4: 21, 3: None},
+    (8, 6): {4: 21, 3: 31},
+}
+
+
+@needs_solver
+@pytest.mark.parametrize(("n", "most"), TABLE)
+def test_runs_an_op_bound_the_plan(n, most, run):
+    for budget, best in TABLE[n, most].items():
+        if best is None:
+            with pytest.raises(Infeasible) as refused:
+                run(uniform_chain(n), "moccasin", budget, runs=most)
+            assert refused.value.floor_bytes == budget + 1
+            continue
+        facts = run(uniform_chain(n), "moccasin", budget, runs=most)
+        assert facts.time == best
+        assert max(map(facts.rerun.count, facts.rerun), default=0) < most
+        assert facts.result.plan.notes["status"] == "optimal"
+
+
+@needs_solver
+@pytest.mark.parametrize(("trace", "budget", "best"), [
+    (unit_mirror(8), 5, 22), (unit_mirror(12), 7, 32), (*mixed_mirror(10), 170),
+])  # fmt: skip
+def test_equals_checkmate_where_two_runs_do(trace, budget, best, run):
+    facts = run(trace, "moccasin", budget)
+    assert facts.time == best == run(trace, "checkmate", budget).time
+    assert facts.result.plan.notes["bound_ns"] == facts.result.plan.notes["rerun_ns"]
+
+
+@needs_solver
+@pytest.mark.slow
+def test_61_nodes_of_mixed_costs_are_proven(run):
+    trace, budget = mixed_mirror(30)
+    facts = run(trace, "moccasin", budget)
+    assert (facts.time, facts.result.plan.notes["status"]) == (448, "optimal")
+
+
+@needs_solver
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(small_graphs(), st.integers(0, 4))
+def test_small_graphs_match_brute_force_when_runs_suffice(trace, less):
+    top = runs(Ledger(trace), {}).peak()
+    assume(top > less)
+    tier = Tier("hbm", top - less, top - less, 10**9, device=0)
+    platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
+    best = least_time(trace, top - less)
+    if best is None:
+        with pytest.raises(Infeasible) as refused:
+            Moccasin(runs=8).plan(problem_for(trace, platform))
+        assert least_time(trace, refused.value.floor_bytes or 0) is not None
+        return
+    plan = Moccasin(runs=8).plan(problem_for(trace, platform))
+    checked = check(plan, Prices(trace, platform).op_ns)
+    assert checked.peak <= top - less
+    assert checked.time == best
+    assert plan.notes["status"] == "optimal"
+
+
+@needs_solver
+def test_a_limited_search_says_so(run):
+    notes = run(unit_mirror(20), "moccasin", 9, work_limit=1.0).result.plan.notes
+    assert (notes["status"], notes["limit"], notes["time_limited"]) == ("feasible", "work", False)
+
+
+@needs_solver
+def test_weights_updates_and_stages_replay_within_the_budget(run):
+    trace = random_dag(9, 5, max_bytes=1000, max_ns=50)
+    top = run(trace, "keep_all").peak
+    with pytest.raises(Infeasible) as refused:
+        run(trace, "moccasin", 1)
+    floor = refused.value.floor_bytes
+    assert floor is not None
+    assert run(trace, "moccasin", floor).peak <= floor <= top
+    assert run(trace, "moccasin", top, max_ops=8, grain="stage").time == run(trace, "keep_all").time
+
+
+def test_without_the_solver_the_error_says_how_to_get_it(monkeypatch, run):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
+    with pytest.raises(PolicyError, match=r"pip install 'tiersim\[solvers\]'"):
+        run(uniform_chain(4), "moccasin", 3)
+
+
+def test_wrong_parameters(run):
+    with pytest.raises(PolicyError, match="runs >= 1"):
+        run(uniform_chain(4), "moccasin", runs=0)

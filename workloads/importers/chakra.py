@@ -1,0 +1,215 @@
+"""Chakra execution traces (MLCommons): `<prefix>.<rank>.et` in protobuf, or their JSON forms.
+
+What they carry: nodes that compute, load or store memory, send, receive or take part in a collective; their
+dependencies; times in whole microseconds; anything else in named attributes, of which these are read: `num_ops`,
+`tensor_size`, `comm_size`, `comm_type`, `comm_src`, `comm_dst`, `comm_tag`, `comm_priority`, `pg_name`, `op_schema`
+(signed or unsigned alike). What they do not: when memory is released, phases, and often tensors.
+
+What becomes of it: one op a node, a device a rank. Where a node lists its tensors, these are used, a storage a tensor.
+Where it does not, it makes one tensor, `tensor_size` or `comm_size` bytes (0 if neither is there), which the nodes that
+depend on it read. Loads and stores are ops of kind `copy` on the device; a store reads, a load makes its tensor anew. Nodes of other
+types are left out and counted; who depends on them depends on what they depended on. The k-th collectives of one process group meet, as do the
+k-th send and receive of one source, destination and tag; where the other rank's file is not read they keep their duration.
+Assumed: a tensor goes after its last reader; tensors that no node makes are inputs; nodes of one rank run one after
+the other, in the order of the file where dependencies leave it open.
+
+Files that `workloads.exporters.chakra` wrote say all that a trace does: tensors, kinds, phases, nanoseconds. Of these,
+`added=False` leaves out what a plan added (moves, recomputation), so that the original computation remains.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from sim.errors import TraceError
+from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.op import KINDS, PHASES
+from workloads.importers.aten import flops_of, kind_of, phase_of
+from workloads.importers.chakra_nodes import ChakraNode, nodes_of
+from workloads.importers.chakra_tensors import Tensors
+from workloads.importers.optrace import RANDOM
+from workloads.importers.reading import MAX_BYTES, read_bytes, whole
+
+RUN = ("COMP_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", "COMM_SEND_NODE", "COMM_RECV_NODE", "COMM_COLL_NODE")
+KIND = {
+    "MEM_LOAD_NODE": "copy",
+    "MEM_STORE_NODE": "copy",
+    "COMM_SEND_NODE": "send",
+    "COMM_RECV_NODE": "recv",
+    "COMM_COLL_NODE": "collective",
+}
+MOST_RANKS = 1 << 16
+
+
+def read_chakra(path: str | os.PathLike[str], *, added: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
+    """A trace from one Chakra file, or from all ranks of a prefix: `run` reads `run.0.et`, `run.1.et`, ….
+
+    added: keep what a plan of this simulator added, as ops. max_bytes: most bytes of all files together.
+    Raises TraceError naming the file and the node.
+    """
+    files = rank_files(path)
+    ranks: list[tuple[str, bytes]] = []
+    for file in files:
+        ranks.append((file, read_bytes(file, max_bytes)))
+        max_bytes -= len(ranks[-1][1])
+    return build_chakra(ranks, str(path), added=added)
+
+
+def rank_files(path: str | os.PathLike[str]) -> list[str]:
+    """The file itself, or the files of all ranks where the path is their prefix. Raises TraceError if a rank lacks."""
+    if Path(path).is_file():
+        return [str(path)]
+    found: dict[int, str] = {}
+    for name in glob.glob(glob.escape(str(path)) + ".*.et*"):
+        rank = re.search(r"\.(\d{1,6})\.et(\.gz)?$", name[len(str(path)) :])
+        if rank:
+            found[int(rank.group(1))] = name
+    if not found:
+        raise TraceError(f"{path}: no such file, and no {path}.0.et")
+    for rank_number in range(max(found) + 1):
+        if rank_number not in found:
+            raise TraceError(f"{path}: rank {rank_number} is missing ({path}.{rank_number}.et)")
+    return [found[rank_number] for rank_number in sorted(found)]
+
+
+def build_chakra(files: list[tuple[str, bytes]], path: str, *, added: bool = True) -> Trace:
+    """As `read_chakra`, of the content of each rank's file."""
+    reader = _Reader(path, added, len(files))
+    for rank, (name, data) in enumerate(files):
+        try:
+            reader.rank(rank, *nodes_of(data))
+        except TraceError as error:
+            raise TraceError(f"{name}: {error}") from None
+        except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
+            raise TraceError(f"{name}: malformed: {type(error).__name__}: {error}") from None
+    try:
+        return reader.trace()
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
+        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+
+
+class _Reader:
+    def __init__(self, path: str, added: bool, ranks: int) -> None:
+        self.added, self.ranks = added, ranks
+        self.left_out: Counter[str] = Counter()
+        self.assumed: Counter[str] = Counter()
+        self.meta: dict[str, Any] = {
+            "model": "imported",
+            "source": f"import of {os.path.basename(path)}",
+            "format": "chakra",
+        }
+        self.builder = TraceBuilder(self.meta)
+        self.tensors = Tensors(self.builder, ranks, self.assumed)
+        self.rows: list[tuple[int, int, ChakraNode, dict[str, Any]]] = []
+        self.met: Counter[tuple[Any, ...]] = Counter()
+        self.groups: dict[str, list[str]] = {}
+        self.ours = True
+
+    # ---- one rank ----------------------------------------------------------------------------------
+
+    def rank(self, rank: int, head: dict[str, Any], nodes: list[ChakraNode]) -> None:
+        """Take the nodes of one rank; the ops are made in `trace`, when all groups are known."""
+        if rank >= MOST_RANKS:
+            raise TraceError(f"more than {MOST_RANKS} ranks")
+        ours = head.get("tiersim") is not None
+        self.ours = self.ours and ours
+        if ours:
+            self.tensors.declare(rank, head["tiersim"], self.meta)
+        seen: Counter[tuple[Any, ...]] = Counter()
+        for place, node in enumerate(nodes):
+            if node.type not in RUN:
+                self.left_out[f"nodes of {node.type}"] += 1
+            elif not self.added and node.text("why") in ("move", "recompute"):
+                self.left_out[f"{node.text('why')} nodes"] += 1
+                continue
+            group = self._group(node, rank, seen)
+            if group:
+                self.groups.setdefault(group, []).append(KIND[node.type])
+            # a plan may change the order of ops; the computation has that of the trace
+            order = node.number("order" if self.added else "op", most=1 << 40) if ours else place
+            self.rows.append((place if order is None else order, rank, node, {"group": group, "ours": ours}))
+
+    def _group(self, node: ChakraNode, rank: int, seen: Counter[tuple[Any, ...]]) -> str:
+        """The name under which a node meets the nodes of other ranks."""
+        if node.text("group"):
+            return node.text("group")[:300]
+        if node.type == "COMM_COLL_NODE":
+            key: tuple[Any, ...] = (node.text("pg_name")[:80] or "all", node.attrs.get("comm_type"))
+        elif node.type in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
+            send = node.type == "COMM_SEND_NODE"
+            ends = node.number("comm_src"), node.number("comm_dst")
+            source, target = (rank if end is None else end for end in ends)
+            key = (source, target, node.number("comm_tag") or 0, send)
+        else:
+            return ""
+        seen[key] += 1
+        return ".".join(map(str, (*(key[:3] if len(key) == 4 else key), seen[key] - 1)))
+
+    # ---- the trace ---------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        """The trace of all ranks; their nodes take turns, so that the order in each rank is kept."""
+        self.rows.sort(key=lambda row: (row[0], row[1]))
+        for _, rank, node, more in self.rows:
+            if node.type in RUN:
+                self._add(rank, node, more)
+            else:
+                self.tensors.pass_on(rank, node)
+        self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
+        self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
+        outputs, carry = self.tensors.ends(exact=not self.added)
+        return self.builder.build(outputs=outputs, carry=carry)
+
+    def _add(self, rank: int, node: ChakraNode, more: dict[str, Any]) -> None:
+        phase = node.text("phase")
+        if phase not in PHASES:
+            phase = phase_of((node.name,)) or "forward"
+        kind = node.text("kind")
+        if kind not in KINDS:
+            kind = KIND.get(node.type) or kind_of(node.name, phase)
+        inputs, reads, writes, shapes = self.tensors.of(rank, node, phase)
+        moved = node.number("comm_size", "tensor_size")
+        duration = node.number("duration_ns")
+        if duration is None and (node.duration or not node.number("num_ops")):
+            duration = node.duration
+        group = more["group"] if self._complete(more["group"]) else ""
+        if more["group"] and not group:
+            self.assumed["communication with ranks that were not read"] += 1
+        if kind in ("send", "recv") and not group:
+            kind = "copy"
+        modelled = not self.added and node.attrs.get("modelled") is True
+        touched = node.number("bytes") if more["ours"] else moved
+        flops = node.number("num_ops", most=1 << 60)
+        self.builder.op(
+            self._name(rank, node, more),
+            kind,
+            reads=reads,
+            writes=writes,
+            phase=phase,
+            layer=whole(node.attrs["layer"], f"node {node.id}: layer", -1, 1 << 30) if "layer" in node.attrs else -1,
+            flops=flops if flops is not None else min(1 << 60, flops_of(node.name, inputs, shapes)),
+            bytes=touched,
+            workspace=node.number("workspace") or 0,
+            device=rank,
+            priority=node.number("comm_priority", most=1 << 30) or 0,
+            group=group,
+            random=node.attrs.get("random") is True or bool(RANDOM.search(node.name)),
+            duration=None if modelled else duration,
+            dtype=node.text("dtype")[:20],
+        )
+
+    def _name(self, rank: int, node: ChakraNode, more: dict[str, Any]) -> str:
+        if more["ours"] and not self.added:
+            return node.name
+        return f"{rank}.{node.id}.{node.name}" if self.ranks > 1 else f"{node.id}.{node.name}"
+
+    def _complete(self, group: str) -> bool:
+        kinds = self.groups.get(group, [])
+        return len(kinds) > 1 and (set(kinds) == {"collective"} or sorted(kinds) == ["recv", "send"])
