@@ -22,7 +22,7 @@ EACH = 3
 def rows() -> tuple[Mapping[str, Any], ...]:
     """The rows of the demo's comparison."""
     from sim import compare, load_profile
-    from sim.cli import DEMO
+    from sim.commands.runs import DEMO
     from workloads import transformer
 
     job: Mapping[str, Any] = DEMO

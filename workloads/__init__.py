@@ -1,12 +1,17 @@
 """Workloads: what has to be computed, from a model's configuration or from a small family of graphs."""
 
+from workloads.capture import capture, capture_from_reference
+from workloads.importers.any_format import load_trace
 from workloads.models import Config, model_names, read_config
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
 from workloads.transformer import transformer
 
 __all__ = [
     "Config",
+    "capture",
+    "capture_from_reference",
     "chain",
+    "load_trace",
     "model_names",
     "random_dag",
     "read_config",

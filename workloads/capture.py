@@ -128,9 +128,9 @@ def capture(
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         recorder.know_module()
-        for what, value in (("input", (args, kwargs)), ("target", wanted)):
-            for i, tensor in enumerate(x for x in recorder.leaves(value) if isinstance(x, torch.Tensor)):
-                recorder.know(tensor, f"{what}{i}", "input")
+        for label, given in (("input", (args, kwargs)), ("target", wanted)):
+            for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
+                recorder.know(tensor, f"{label}{i}", "input")
         stack.enter_context(recorder.watching())
         for _ in range(warm_up):
             with _named_errors("the step"):

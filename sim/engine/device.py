@@ -298,6 +298,10 @@ class Device:
         for tensor in prepared.writes[op]:
             old = prepared.replaces[tensor]
             while old >= 0 and work.why == "run" and old in state.transfers:
+                waiting = self._transfers.outside(old)
+                if waiting is not None:
+                    yield from self._demand(waiting, op)
+                    continue
                 event = state.env.event()
                 state.transfers[old].wake_at_end(event)
                 yield from self._stall(event, "hazard", op, old)

@@ -102,7 +102,7 @@ def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | D
     names = state.prepared.trace.tensor_columns.name
     if all(device.finished.processed for device in devices):
         for tensor, transfer in sorted(state.transfers.items()):
-            if transfer.stage == WAITS:
+            if transfer.stage == WAITS and not state.fits(transfer.target, transfer.size):
                 reason = f"the copy of {names[tensor]!r}, which waits to the end"
                 return state.out_of_memory(transfer.target, transfer.size, transfer.op, reason)
     waiters += works.absent()

@@ -1,5 +1,7 @@
 """GPT-2 in PyTorch, op for op as Hugging Face's class computes it, so that memory and ops are those of the model."""
 
+# mypy: disable-error-code="import-not-found", allow-subclassing-any
+
 from __future__ import annotations
 
 import math
@@ -13,11 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Run = Callable[[nn.Module, Tensor], Tensor]
+Layered = Callable[[Tensor], Tensor]
+Run = Callable[[Layered, Tensor], Tensor]
 """How a layer is called: as it is, or under a checkpoint."""
 
-DEAR = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
+DEAR = (
+    *("mm", "addmm", "bmm", "baddbmm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+)
 """ATen ops whose results selective checkpointing keeps: matrix products and fused attention."""
 
 
@@ -92,7 +98,7 @@ class Gpt2(nn.Module):
         x = F.dropout(self.wte(ids) + self.wpe(positions), self.p, self.training)
         mask = causal_mask(ids, x.dtype) if self.attention == "eager" else None
         for layer in self.layers:
-            x = run(layer, x) if mask is None else run(partial(layer, mask=mask), x)  # type: ignore[arg-type]
+            x = run(layer, x) if mask is None else run(partial(layer, mask=mask), x)
         logits = F.linear(self.ln_f(x), self.wte.weight).float()
         shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
         return F.cross_entropy(logits.view(-1, logits.size(-1)), shifted.view(-1))
@@ -109,19 +115,18 @@ def causal_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- policies ------------------------------------------------------------------------------------
 
 
-def plain(layer: nn.Module, x: Tensor) -> Tensor:
+def plain(layer: Layered, x: Tensor) -> Tensor:
     """Call a layer."""
-    result: Tensor = layer(x)
-    return result
+    return layer(x)
 
 
-def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
+def checkpointed(layer: Layered, x: Tensor) -> Tensor:
     """Call a layer under a non-reentrant checkpoint."""
     result: Tensor = checkpoint(layer, x, use_reentrant=False)
     return result
 
 
-def selective(layer: nn.Module, x: Tensor) -> Tensor:
+def selective(layer: Layered, x: Tensor) -> Tensor:
     """Call a layer under a checkpoint that keeps the results of dear ops."""
 
     def choose(_context: Any, op: Any, *_args: Any, **_named: Any) -> CheckpointPolicy:

@@ -29,7 +29,7 @@ TINY = {
 }  # fmt: skip
 """The model that is meant where none is named: seconds on any machine."""
 
-POLICIES = {
+POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "none": ("keep_all", {}),
     "checkpoint": ("full_recompute", {}),
     "selective checkpoint": ("selective_recompute", {"recompute": "all_but_matmul"}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import time
 import traceback
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from sim.analysis.peak_memory import peak_bytes
 from sim.analysis.summary import summarize
@@ -75,6 +76,7 @@ class Bench:
         began = time.perf_counter()
         try:
             row, ran = self._answer(task)
+            row = _plain(row)
         finally:
             if was_on:
                 gc.enable()
@@ -102,7 +104,8 @@ class Bench:
         workload, figures = task["workload"], task["figures"]
         trace_key = tuple(sorted(workload.items()))
         platform_key = (task["profile"], tuple(sorted(figures.items())))
-        policy = load(task["policy"], **task["parameters"])
+        given = task["parameters"].items()
+        policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
         reference, peak, refusal = self._references.get(
@@ -119,7 +122,7 @@ class Bench:
         if budget is not None:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
         result = simulate(trace, limited, policy, seed=task["seed"], iterations=task["iterations"])
-        if task["folder"]:
+        if task.get("folder"):
             _write_folder(replace(result, name=task["policy"]), reference, Path(task["folder"]))
         notes = result.plan.notes
         row = {
@@ -130,6 +133,15 @@ class Bench:
             "time_limited": bool(notes.get("time_limited", False)) if isinstance(notes, Mapping) else False,
         }
         return row, {"plan_s": result.plan_s}
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON would give it back, so that it is the same from this process and from another."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(row, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        return _refusal("failed", None, error)
+    return plain
 
 
 def _refusal(status: str, fits: bool | None, error: Exception) -> dict[str, Any]:
@@ -180,11 +192,13 @@ def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int |
 
 def _write_folder(result: Result, reference: EventLog | None, folder: Path) -> None:
     """The timeline of a cell and its summary, each written aside and renamed."""
-    import json
-
     from sim.report.files import write_aside
     from sim.report.timeline import write_timeline
 
     write_timeline(result.log, folder / "timeline.pftrace.gz")
     text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
-    write_aside(folder / "summary.json", lambda file: file.write(text.encode()) and None)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode())
+
+    write_aside(folder / "summary.json", write)

@@ -20,7 +20,7 @@ def rows(request):
     import torch
 
     torch.set_num_threads(1)  # others may use the machine: threads that wait for each other take minutes
-    return validate(attention=request.param, batch=2, sequence=64, device="cpu", repeats=3)
+    return validate(attention=request.param, batch=4, sequence=128, device="cpu", repeats=2)
 
 
 @needs_torch
@@ -38,7 +38,7 @@ def test_times_are_of_this_machine_and_the_plain_one_is_given(rows):
     assert abs(found["none"].time_error) < 1e-3
     assert "given" in found["none"].note
     # the machine may be busy with other work: no tighter than a factor
-    assert all(1 / 3 < row.simulated_ns / row.measured_ns < 3 for row in rows if row.measured_ns)
+    assert all(1 / 5 < row.simulated_ns / row.measured_ns < 5 for row in rows if row.measured_ns)
     assert found["checkpoint"].simulated_ns > found["none"].simulated_ns
 
 

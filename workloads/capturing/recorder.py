@@ -252,7 +252,9 @@ class Recorder:
             return
         module, phase = self._module(), self._phase(inputs)
         index = len(self.recording.kernels)
-        made, changed, reads = [], [], []
+        made: list[int] = []
+        changed: list[int] = []
+        reads: list[int] = []
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
         for tensor in inputs:

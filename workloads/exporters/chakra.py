@@ -2,15 +2,15 @@
 
 Every run of an op is a COMP_NODE, recomputation included; every move between tiers is a MEM_STORE_NODE (away from a
 device's own memory) or a MEM_LOAD_NODE (into it) with its bytes in `tensor_size`; every member of a group is a
-COMM_SEND_NODE, COMM_RECV_NODE or COMM_COLL_NODE with its bytes in `comm_size`. Data dependencies say what made the operands
-available (an op or a load; for a load the store before it), control dependencies what ran before on the same engine
-or link.
+COMM_SEND_NODE, COMM_RECV_NODE or COMM_COLL_NODE with its bytes in `comm_size`. Data dependencies say what made the
+operands available (an op or a load; for a load the store before it), control dependencies what ran before on the same
+engine or link.
 
 What the format does not carry: capacities, when memory is released, and times below a microsecond; the exact
 nanoseconds stand in the attribute `duration_ns`. A collective's type is not part of a trace: `comm_type` is
-ALL_REDUCE unless the op's name tells another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`, …) and a
-table of tensors in the head let `workloads.importers.chakra` rebuild the trace. Of ops, alternatives, splits and engines
-other than the device's main one are not written.
+ALL_REDUCE unless the op's name tells another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`,
+…) and a table of tensors in the head let `workloads.importers.chakra` rebuild the trace. Of ops, alternatives, splits
+and engines other than the device's main one are not written.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _ends(log: EventLog, op: Op) -> Iterator[Any]:
 
 
 def _list(side: Any, log: EventLog, tensors: Any) -> None:
-    """Tensors as PyTorch's execution traces list them: [tensor, storage, offset, elements, bytes an element, device]."""
+    """Tensors as PyTorch's execution traces list them: tensor, storage, offset, elements, bytes of one, device."""
     column, rows, kinds = log.trace.tensor_columns, [], []
     for tensor in tensors:
         storage = int(tensor)

@@ -10,8 +10,9 @@ from workloads.importers.optrace import kind_of as _kind_of
 
 _SILENT = """
     alias as_strided as_strided_ chunk contiguous detach detach_ diagonal empty empty_like empty_strided expand
-    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ resolve_conj resolve_neg
-    result_type select set_ size slice split split_with_sizes squeeze squeeze_ stride swapaxes t t_ to transpose transpose_ unbind
+    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_
+    resolve_conj resolve_neg result_type select set_ size slice split split_with_sizes squeeze squeeze_ stride
+    swapaxes t t_ to transpose transpose_ unbind
     unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real _reshape_alias _unsafe_view
 """
 SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "detach_"))
@@ -59,7 +60,8 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
     """FLOPs of a matmul, a convolution or an attention (2 a multiply-add, by the textbook), 0 for any other op.
 
     inputs, outputs: the shapes of its tensors, in order. Shapes that do not fit the op give 0. A convolution's
-    backward counts the products that it makes (two where `outputs` is empty); a fused attention's backward the five of its published form.
+    backward counts the products that it makes (two where `outputs` is empty); a fused attention's backward the five
+    of its published form.
     """
     base = name.rsplit("::", 1)[-1].split(".")[0]
     dims = [tuple(shape) for shape in inputs]

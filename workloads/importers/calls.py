@@ -12,7 +12,7 @@ from workloads.importers.aten import is_silent
 
 @dataclass(slots=True)
 class Call:
-    """One recorded call: times in ns, its thread, its arguments as recorded. parent, root: places in `Timeline.calls`."""
+    """One recorded call: times in ns, its thread, its arguments as recorded. parent, root: places among the calls."""
 
     name: str
     start: int

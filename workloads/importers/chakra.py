@@ -5,11 +5,12 @@ dependencies; times in whole microseconds; anything else in named attributes, of
 `tensor_size`, `comm_size`, `comm_type`, `comm_src`, `comm_dst`, `comm_tag`, `comm_priority`, `pg_name`, `op_schema`
 (signed or unsigned alike). What they do not: when memory is released, phases, and often tensors.
 
-What becomes of it: one op a node, a device a rank. Where a node lists its tensors, these are used, a storage a tensor.
-Where it does not, it makes one tensor, `tensor_size` or `comm_size` bytes (0 if neither is there), which the nodes that
-depend on it read. Loads and stores are ops of kind `copy` on the device; a store reads, a load makes its tensor anew. Nodes of other
-types are left out and counted; who depends on them depends on what they depended on. The k-th collectives of one process group meet, as do the
-k-th send and receive of one source, destination and tag; where the other rank's file is not read they keep their duration.
+What becomes of it: one op a node, a device a rank. Where a node lists its tensors, these are used, a storage a
+tensor. Where it does not, it makes one tensor of `comm_size` or `tensor_size` bytes (0 if neither is there), which
+the nodes that depend on it read. Loads and stores are ops of kind `copy` on the device; a store reads, a load makes
+its tensor anew. Nodes of other types are left out and counted; who depends on them depends on what they depended on.
+The k-th collectives of one process group and type meet, as do the k-th send and receive of one source, destination
+and tag; where the other rank's file is not read they keep their duration, and a send or receive is a `copy`.
 Assumed: a tensor goes after its last reader; tensors that no node makes are inputs; nodes of one rank run one after
 the other, in the order of the file where dependencies leave it open.
 
@@ -185,7 +186,7 @@ class _Reader:
         if kind in ("send", "recv") and not group:
             kind = "copy"
         modelled = not self.added and node.attrs.get("modelled") is True
-        touched = node.number("bytes") if more["ours"] else moved
+        touched = node.number("bytes") if more["ours"] and node.type == "COMP_NODE" else moved
         flops = node.number("num_ops", most=1 << 60)
         self.builder.op(
             self._name(rank, node, more),
@@ -200,7 +201,7 @@ class _Reader:
             device=rank,
             priority=node.number("comm_priority", most=1 << 30) or 0,
             group=group,
-            random=node.attrs.get("random") is True or bool(RANDOM.search(node.name)),
+            random=bool(RANDOM.search(node.name)) if node.attrs.get("random") is None else node.attrs["random"] is True,
             duration=None if modelled else duration,
             dtype=node.text("dtype")[:20],
         )

@@ -107,7 +107,8 @@ def _documents(data: bytes) -> list[Any]:
     """One JSON document, or several after each other."""
     try:
         text = data.decode()
-        decoder, at, found = json.JSONDecoder(), 0, []
+        decoder, at = json.JSONDecoder(), 0
+        found: list[Any] = []
         while True:
             at = re.compile(r"\s*").match(text, at).end()  # type: ignore[union-attr]
             if at >= len(text):

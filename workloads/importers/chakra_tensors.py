@@ -161,9 +161,9 @@ class Tensors:
             writes.append(self.storages.make(key, self._label(key), seen.bytes, _role(phase), dtype=dtype))
         self.made_by[rank, node.id] = ()
         if not writes:  # something for those that depend on this node alone
-            key = (rank, node.id, "done")
-            writes.append(self.storages.make(key, f"r{rank}.n{node.id}.done", 0, "temporary"))
-            self.made_by[rank, node.id] = (key,)
+            token = (rank, node.id, "done")
+            writes.append(self.storages.make(token, f"r{rank}.n{node.id}.done", 0, "temporary"))
+            self.made_by[rank, node.id] = (token,)
         return list(dict.fromkeys(reads)), writes
 
     def _label(self, key: tuple[int, int]) -> str:

@@ -5,13 +5,14 @@ What it carries: calls with start and duration on each thread, shapes and elemen
 GPU kernels and what launched them. What it does not: which tensor an op read (inputs have no identity), FLOPs, and
 what was allocated before the recording (parameters, optimizer state, the batch).
 
-What becomes of it: the ops that run something, in order, with their measured time (that of the kernels they
-launched where there are kernels); an allocation is a tensor from the op in which it was made to the op in or after which it was
-released (that op reads it, so that it stays until then); one that lives within one op is workspace.
-So a replay that keeps everything has exactly the allocator's own peak, in the order of recorded events. Assumed: an input is
-the newest live storage of as many bytes, those that the forward op of the same sequence number touched first;
-inputs that match none were there before the recording and are left out; a name that ends in `_` writes its
-first input in place. What the allocator already held at the first event stays as one tensor to the end.
+What becomes of it: the ops that run something, in order, with their measured time (that of the kernels they launched
+where there are kernels); an allocation is a tensor from the op in which it was made to the op in or after which it was
+released (that op reads it, so that it stays until then); one that lives within one op is workspace. So a replay that
+keeps everything has exactly the allocator's own peak. Assumed: an input is the newest live storage of as many bytes,
+those that the forward op of the same sequence number touched first; inputs that match none were there before the
+recording and are left out; a name that ends in `_` writes its first input in place. What the allocator already held
+at the first event stays as one tensor to the end. Time between ops (Python, the launch of views) is not replayed; it
+is in meta["between_ops_ns"].
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from workloads.importers.storages import Storages
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 MOST_INPUTS = 4096
+MOST_TOUCHED = 64
+"""Storages remembered for one sequence number."""
 ROUNDING = 512
 
 
@@ -49,13 +52,35 @@ class _Event:
 
 @dataclass(slots=True)
 class _Part:
-    """A stretch of a unit in which nothing is allocated after something older was released."""
+    """A stretch of a unit in which nothing is allocated after something older was released.
+
+    made: storages with their bytes that outlive it; held, most: bytes that it made, now and at the highest.
+    """
 
     unit: int
-    made: list[int] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
-    workspace: int = 0
     first: bool = True
+    made: dict[int, int] = field(default_factory=dict)
+    released: list[int] = field(default_factory=list)
+    held: int = 0
+    most: int = 0
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that it held at the highest beyond what it made to last."""
+        return self.most - sum(self.made.values())
+
+    def make(self, storage: int, size: int) -> None:
+        """An allocation."""
+        self.made[storage] = size
+        self.held += size
+        self.most = max(self.most, self.held)
+
+    def release(self, storage: int) -> None:
+        """A release, of what it made itself or of something older."""
+        if storage in self.made:
+            self.held -= self.made.pop(storage)
+        else:
+            self.released.append(storage)
 
 
 def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
@@ -78,7 +103,7 @@ def build_chrome(data: Any, path: str) -> Trace:
         return _Reader(path, rows).trace()
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
         raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
 
 
@@ -103,6 +128,8 @@ class _Reader:
             raise TraceError("no CPU op in it: record with ProfilerActivity.CPU")
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
+        if not self.line.units:
+            raise TraceError("no op in it that runs anything")
         self.meta: dict[str, Any] = {
             "model": "imported",
             "source": f"import of {os.path.basename(path)}",
@@ -114,7 +141,7 @@ class _Reader:
         self.size: dict[int, int] = {}
         self.live: dict[int, dict[int, None]] = {}
         self.touched_by_sequence: dict[int, list[int]] = {}
-        self.read_later: set[int] = set()
+        self.later = 0
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -181,51 +208,27 @@ class _Reader:
         for i, events in enumerate(of_unit):
             part = _Part(i)
             parts.append(part)
-            held = most = 0
             for event in events:
+                if event.bytes > 0 and event.address in address:
+                    self.left_out["releases that were not recorded"] += 1
+                    part.release(address.pop(event.address))
+                if event.bytes > 0 and part.released:
+                    part = _Part(i, first=False)
+                    parts.append(part)
+                storage = address.pop(event.address, len(self.size))
                 if event.bytes > 0:
-                    if part.released:
-                        self._close(part, held, most)
-                        part, held, most = _Part(i, first=False), 0, 0
-                        parts.append(part)
-                    if event.address in address:
-                        self.left_out["releases that were not recorded"] += 1
-                        self._release(part, address.pop(event.address))
-                        # released before this one came: the part may not hold both
-                        if part.released:
-                            self._close(part, held, most)
-                            part, held, most = _Part(i, first=False), 0, 0
-                            parts.append(part)
-                    storage = len(self.size)
-                    self.size[storage] = event.bytes
                     address[event.address] = storage
-                    part.made.append(storage)
-                    held += event.bytes
-                    most = max(most, held)
-                elif event.address in address:
-                    storage = address.pop(event.address)
-                    if storage in part.made:
-                        held -= self.size[storage]
-                    self._release(part, storage)
+                    self.size[storage] = event.bytes
+                    part.make(storage, event.bytes)
                 else:
-                    storage = len(self.size)
-                    self.size[storage] = -event.bytes
-                    there.append(storage)
-                    part.released.append(storage)
-            self._close(part, held, most)
+                    if storage not in self.size:
+                        self.size[storage] = -event.bytes
+                        there.append(storage)
+                    part.release(storage)
         base = 0
         if self.events and self.events[0].total is not None:
             base = self.events[0].total - self.events[0].bytes - sum(self.size[s] for s in there)
         return parts, there, max(0, base)
-
-    def _release(self, part: _Part, storage: int) -> None:
-        if storage in part.made:
-            part.made.remove(storage)
-        else:
-            part.released.append(storage)
-
-    def _close(self, part: _Part, held: int, most: int) -> None:
-        part.workspace = most - sum(self.size[s] for s in part.made)
 
     # ---- building ----------------------------------------------------------------------------------
 
@@ -250,8 +253,8 @@ class _Reader:
         units = self.line.units
         self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
-        start = min(c.start for c in self.calls if c.is_op) if units else 0
-        end = max(c.end for c in self.calls if c.is_op) if units else 0
+        start = min(c.start for c in self.calls if c.is_op)
+        end = max(c.end for c in self.calls if c.is_op)
         self.meta["recorded_ns"] = end - start
         self.meta["between_ops_ns"] = max(0, end - start - sum(unit.time_ns for unit in units))
         return self.builder.build(outputs=keep, carry=())
@@ -282,14 +285,14 @@ class _Reader:
         reads += [now[s] for s in part.released if s not in changed]
         writes = [self.storages.change(s, f"s{s}", "temporary") for s in changed]
         writes += [self._come(s, phase) for s in part.made]
+        self.later = 0 if part.first else self.later + 1
         sequence = self._sequence(self.line.units[part.unit].call)
         if sequence is not None and phase == "forward":
-            self.touched_by_sequence.setdefault(sequence, []).extend((*used, *part.made))
+            touched = self.touched_by_sequence.setdefault(sequence, [])
+            touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
         if part.first or writes or part.released or part.workspace:
             self.builder.op(
-                f"{part.unit}.{call.name}"
-                if part.first
-                else f"{part.unit}.{call.name}.{len(self.builder._ops['name'])}",
+                f"{part.unit}.{call.name}" + ("" if part.first else f".part{self.later}"),
                 kind_of(call.name, phase),
                 reads=list(dict.fromkeys(reads)),
                 writes=writes,
@@ -316,7 +319,7 @@ class _Reader:
     def _match(self, inputs: list[tuple[list[int], str]], sequence: int | None) -> list[int]:
         """The live storages that an op's inputs most likely are, by size alone."""
         first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
-        found: list[int] = []
+        found: dict[int, None] = {}
         for shape, kind in inputs:
             size = math.prod(shape) * ITEM_BYTES.get(kind, 4)
             for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
@@ -325,12 +328,12 @@ class _Reader:
                 saved = next((s for s in first if s in held and s not in found), None)
                 choice = choice if saved is None or (choice is not None and not found) else saved
                 if choice is not None:
-                    found.append(choice)
+                    found[choice] = None
                     self.assumed["inputs matched by size"] += 1
                     break
             else:
                 self.left_out["inputs from before the recording, or views of part of a storage"] += 1
-        return found
+        return list(found)
 
 
 def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:

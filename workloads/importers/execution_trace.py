@@ -1,18 +1,18 @@
 """PyTorch execution traces: the JSON of `ExecutionTraceObserver` (schema 1.0 and later, also "1.1.1-chakra").
 
 What it carries: every call with its caller, its schema, and the identity of the tensors it was given and returned:
-[tensor, storage, offset, elements, bytes an element, device]. What it does not: durations, FLOPs and when a storage was
-released. FLOPs of matmuls, convolutions and attention are computed from the shapes; times come from the platform's
-model.
+[tensor, storage, offset, elements, bytes an element, device]. What it does not: durations, FLOPs and when a storage
+was released. FLOPs of matmuls, convolutions and attention are computed from the shapes; times come from the
+platform's model.
 
 What becomes of it: a call that calls nothing but allocations and views is an op; so is one whose result none of its
-calls made. Views fold into their storage. A storage number is an address and is used again: a call
-that returns a storage which it was not given begins a new one; so does one that overwrites all of a storage (`out=`,
-`fill_`, `zero_`, `copy_`) unless that was there from the start and had been used before. Arguments that the schema marks with "!" are
-written in place. Assumed: a storage goes after its last reader (real programs hold some longer, so the peak is a lower
-bound); a storage that no call made was there from the start and stays; of those, one that the update writes is
-a weight if forward or backward read it, else optimizer state; one written elsewhere is a weight (a buffer); one never
-written is an input, or a weight in a trace without an update unless it holds whole numbers.
+calls made. Views fold into their storage. A storage number is an address and is used again: a call that returns a
+storage which it was not given begins a new one; so does one that overwrites all of a storage (`out=`, `fill_`,
+`zero_`, `copy_`) unless that was there from the start and had been used before. Arguments that the schema marks with
+"!" are written in place. Assumed: a storage goes after its last reader (real programs hold some longer, so the peak
+is a lower bound); a storage that no call made was there from the start and stays; of those, one that the update
+writes is a weight if forward or backward read it, else optimizer state; one written elsewhere is a weight (a buffer);
+one never written is an input, or a weight in a trace without an update unless it holds whole numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build_execution_trace(data: Any, path: str) -> Trace:
         return _Reader(path, rows, str(data.get("schema", ""))[:40]).trace()
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
         raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
 
 
@@ -224,7 +224,7 @@ class _Reader:
         self.unborn: dict[Life, str] = {}
         for step in steps:
             if step.silent:
-                self.unborn |= {life: step.node.name for life in step.began.values()}
+                self.unborn |= dict.fromkeys(step.began.values(), step.node.name)
                 self.left_out["allocations and views"] += 1
             else:
                 self._add(step)

@@ -1,0 +1,1 @@
+"""The commands of `tiersim`, by what they are about: names in, tables out."""

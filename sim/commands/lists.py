@@ -1,0 +1,54 @@
+"""profiles, policies and models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from sim.commands.options import (
+    Json,
+)
+
+
+def profiles(
+    name: Annotated[Optional[str], typer.Argument(help="a profile's name or file")] = None,  # noqa: UP045
+    toml: Annotated[bool, typer.Option("--toml", help="print the file, to start one's own from")] = False,
+    json: Json = False,
+) -> None:
+    """List the hardware profiles, or print one with the source and standing of every figure."""
+    from sim.report.listings import profile_listing, profile_page
+
+    if toml and name:
+        from sim.hardware.profile import profile_text
+
+        print(profile_text(name), end="")
+    else:
+        print(profile_page(name, json) if name else profile_listing(json))
+
+
+def policies(
+    name: Annotated[Optional[str], typer.Argument(help="a policy's name")] = None,  # noqa: UP045
+    new: Annotated[Optional[str], typer.Option(help="write a policy of that name and its test here")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """List the policies, print what one does and takes, or start one's own."""
+    from sim.report.listings import policy_listing, policy_page
+
+    if new:
+        from sim.scaffold import write_policy
+
+        for path in write_policy(new):
+            print(path)
+    else:
+        print(policy_page(name, json) if name else policy_listing(json))
+
+
+def models(
+    name: Annotated[Optional[str], typer.Argument(help="a model's name")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """List the models, or print one's configuration and size with its source."""
+    from sim.report.listings import model_listing, model_page
+
+    print(model_page(name, json) if name else model_listing(json))

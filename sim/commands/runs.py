@@ -1,0 +1,183 @@
+"""run, compare, demo and check."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Optional
+
+import typer
+
+from sim.commands.options import (
+    Attention,
+    Batch,
+    Budget,
+    Dropout,
+    Iterations,
+    Json,
+    Loss,
+    MicroBatches,
+    Model,
+    Optimizer,
+    Out,
+    Parameters,
+    Precision,
+    Profile,
+    Seed,
+    Seq,
+    Set,
+    TraceFile,
+    about_run,
+    again,
+    label,
+    parameters,
+    platform_of,
+    say,
+    workload,
+)
+
+
+def run(
+    profile: Profile,
+    policy: Annotated[str, typer.Option(help="policy name or path/to/file.py:Class")] = "keep_all",
+    model: Model = None,
+    trace: TraceFile = None,
+    batch: Batch = 1,
+    seq: Seq = 1024,
+    precision: Precision = "amp_bf16",
+    attention: Attention = "sdpa",
+    optimizer: Optimizer = "adamw_foreach",
+    loss: Loss = "torch",
+    dropout: Dropout = None,
+    micro_batches: MicroBatches = 1,
+    budget: Budget = None,
+    set_: Set = None,
+    param: Parameters = None,
+    seed: Seed = 0,
+    iterations: Iterations = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Run one policy and print what came of it."""
+    options = locals()
+    from sim.experiment import simulate
+    from sim.outputs import open_folder, to_json, write_run
+    from sim.report.foot import Foot
+    from sim.report.table import print_summary
+
+    folder = open_folder(out) if out else None
+    platform, work = platform_of(profile, set_), workload(options)
+    result = simulate(work, platform, policy, budget=budget, seed=seed, iterations=iterations, **parameters(param))
+    about = about_run(options, platform, work)
+    if folder:
+        for path in write_run(result, folder, about=about):
+            say(f"wrote {path}")
+    if json:
+        print(to_json({"policy": policy, **result.summary()}))
+    else:
+        foot = Foot(result.platform, warm_up=len(result.warm_up), command=again(), workload=label(work))
+        print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
+
+
+def compare(
+    profile: Profile,
+    model: Model = None,
+    trace: TraceFile = None,
+    policies: Annotated[Optional[str], typer.Option(help="a,b,…; default: all that apply and plan quickly")] = None,  # noqa: UP045
+    batch: Batch = 1,
+    seq: Seq = 1024,
+    precision: Precision = "amp_bf16",
+    attention: Attention = "sdpa",
+    optimizer: Optimizer = "adamw_foreach",
+    loss: Loss = "torch",
+    dropout: Dropout = None,
+    micro_batches: MicroBatches = 1,
+    budget: Budget = None,
+    set_: Set = None,
+    seed: Seed = 0,
+    iterations: Iterations = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Run many policies on one trace, platform and budget, and print a row for each."""
+    options = locals()
+    _compare(options, again())
+
+
+def _compare(options: dict[str, Any], command: str) -> None:
+    from sim.comparison import compare as run_all
+    from sim.outputs import open_folder, to_json, write_comparison
+    from sim.policies import names
+    from sim.report.foot import Foot
+    from sim.report.table import comparison_text, print_comparison
+    from sim.units import to_bytes
+
+    folder = open_folder(options["out"]) if options["out"] else None
+    asked = None
+    if options["policies"] == "all":
+        asked = list(names())
+    elif options["policies"]:
+        asked = [name.strip() for name in options["policies"].split(",") if name.strip()]
+    platform, work = platform_of(options["profile"], options["set_"]), workload(options)
+    comparison = run_all(
+        work,
+        platform,
+        asked,
+        budget=options["budget"],
+        seed=options["seed"],
+        iterations=options["iterations"],
+        on_progress=lambda name: say(f"… {name}"),
+    )
+    left_out = [f"not run: {name}: {why}" for name, why in comparison.left_out.items()]
+    limited = platform if options["budget"] is None else platform.with_budget(to_bytes(options["budget"]))
+    warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
+    foot = Foot(limited, warm_up=warm_up, command=command, workload=label(work), notes=tuple(left_out))
+    if folder:
+        text = comparison_text(comparison.rows, foot=foot)
+        for path in write_comparison(comparison, folder, about=about_run(options, platform, work), text=text):
+            say(f"wrote {path}")
+    if options["json"]:
+        print(to_json([dict(row) for row in comparison.rows]))
+    else:
+        print_comparison(comparison.rows, foot=foot)
+    if comparison.failed:
+        raise typer.Exit(1)
+
+
+DEMO = {
+    "profile": "mt3000_survey",
+    "model": "gpt2-medium",
+    "batch": 4,
+    "seq": 1024,
+    "precision": "amp_bf16",
+    "budget": None,
+}
+"""The demo's job; `docs/demo.md` says why these figures."""
+
+
+def demo(
+    out: Annotated[str, typer.Option("-o", "--out", help="folder for what it writes")] = "tiersim-demo",
+    json: Json = False,
+) -> None:
+    """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
+    defaults = {"trace": None, "policies": None, "attention": "sdpa", "optimizer": "adamw_foreach", "loss": "torch"}
+    more = {"dropout": None, "micro_batches": 1, "set_": None, "seed": 0, "iterations": None}
+    _compare({**defaults, **more, **DEMO, "out": out, "json": json}, "tiersim demo")
+    if not json:
+        print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {out}/")
+
+
+def check(
+    policy: Annotated[str, typer.Argument(help="policy name or path/to/file.py:Class")],
+    examples: Annotated[int, typer.Option(help="random examples a law")] = 50,
+    param: Parameters = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Hold a policy to the law for every policy, on traces that nobody picked by hand."""
+    from sim.conformance import check_policy
+    from sim.outputs import to_json
+    from sim.policies import load
+
+    report = check_policy(load(policy, **parameters(param)), examples=examples, seed=seed, name=policy)
+    print(to_json(report.as_dict()) if json else report.as_text())
+    if not report.passed:
+        raise typer.Exit(1)

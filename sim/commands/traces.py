@@ -1,0 +1,103 @@
+"""trace build, show, import, capture and export."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sim.commands.options import (
+    Attention,
+    Batch,
+    Budget,
+    Dropout,
+    Json,
+    Loss,
+    MicroBatches,
+    Optimizer,
+    Parameters,
+    Precision,
+    Profile,
+    Seq,
+    parameters,
+    platform_of,
+    workload,
+)
+
+
+def build(
+    model: Annotated[str, typer.Option(help="model name or Hugging Face config.json")],
+    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    batch: Batch = 1,
+    seq: Seq = 1024,
+    precision: Precision = "amp_bf16",
+    attention: Attention = "sdpa",
+    optimizer: Optimizer = "adamw_foreach",
+    loss: Loss = "torch",
+    dropout: Dropout = None,
+    micro_batches: MicroBatches = 1,
+    json: Json = False,
+) -> None:
+    """Build a transformer's training trace and save it."""
+    from sim.outputs import to_json
+    from sim.report.listings import trace_page
+    from sim.trace.io import save
+
+    work = workload({**locals(), "trace": None})
+    save(work, out)
+    print(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
+
+
+def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = False) -> None:
+    """Say what is in a trace file."""
+    from sim.report.listings import trace_page
+    from sim.trace.io import load
+
+    print(trace_page(load(path), json))
+
+
+def import_(
+    path: Annotated[str, typer.Argument(help="file of another tool; its format is found by its content")],
+    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    json: Json = False,
+) -> None:
+    """Import a trace: PyTorch profiler or execution trace, Chakra, op-level JSON, a DTR log."""
+    from sim.report.listings import trace_page
+    from sim.trace.io import save
+    from workloads import load_trace
+
+    work = load_trace(path)
+    save(work, out)
+    print(trace_page(work, json))
+
+
+def capture(
+    reference: Annotated[str, typer.Argument(help="module:function that returns module, inputs, loss, optimizer")],
+    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    json: Json = False,
+) -> None:
+    """Capture a training step of a PyTorch module under fake tensors (extra `torch`)."""
+    from sim.report.listings import trace_page
+    from sim.trace.io import save
+    from workloads.capture import capture_from_reference
+
+    work = capture_from_reference(reference)
+    save(work, out)
+    print(trace_page(work, json))
+
+
+def export(
+    path: Annotated[str, typer.Argument(help="trace file")],
+    profile: Profile,
+    out: Annotated[str, typer.Option("-o", "--out", help="Chakra file to write: .et")],
+    policy: Annotated[str, typer.Option(help="policy whose run is written")] = "keep_all",
+    budget: Budget = None,
+    param: Parameters = None,
+) -> None:
+    """Replay a trace and write the run as Chakra nodes, with memory loads and stores."""
+    from sim.experiment import simulate
+    from workloads import load_trace
+    from workloads.exporters.chakra import export_chakra
+
+    result = simulate(load_trace(path), platform_of(profile, None), policy, budget=budget, **parameters(param))
+    export_chakra(result.log, out)

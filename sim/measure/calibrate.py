@@ -1,0 +1,154 @@
+"""A profile of the machine at hand: ops and copies timed over sizes, fitted, and written as a TOML file."""
+
+# mypy: disable-error-code="import-not-found", allow-subclassing-any
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform as system
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sim.errors import TiersimError
+from sim.measure import choose_device, require_torch
+from sim.measure.fit import LinkFit, fit_copies, fit_ops
+from sim.measure.profile_text import Links, Machine, profile_text
+
+Progress = Callable[[int, int, str], None]
+"""Told how many sizes are done, of how many, and what was timed last."""
+
+
+def calibrate(
+    out: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Measure, fit, and write a profile that `load_profile` reads; its path.
+
+    Timed: matrix products and attention in each type, six kinds of op that memory bounds (Adam among them), and
+    on CUDA copies to and from the host, alone and both at once, pinned and pageable, and the host's own ops.
+    What a CPU has no second memory for is left out. The constants come from least squares of relative errors;
+    their residuals are in the file. Every figure has this date and device as its source.
+    quick: few and small sizes; for trying it out, not for use. progress: by default a line on a terminal.
+    The file appears only when all is done (it is written beside and renamed); an interruption leaves nothing.
+    Raises TiersimError without PyTorch or the device, or where the file cannot be written.
+    """
+    require_torch("tiersim calibrate")
+    import torch
+
+    from sim.measure.samples import DTYPES, FULL, QUICK, Bench, op_samples, op_sizes
+
+    path = Path(out)
+    if path.suffix != ".toml":
+        raise TiersimError(f"{path}: a profile's name ends in '.toml'")
+    if not path.parent.is_dir():
+        raise TiersimError(f"{path}: there is no folder {str(path.parent)!r}")
+    place = torch.device(choose_device(device))
+    is_cuda = place.type == "cuda"
+    effort = QUICK if quick else FULL
+    dtypes = [name for name in DTYPES if is_cuda or name == "fp32"]
+    total = op_sizes(effort, len(dtypes)) + (op_sizes(effort, 1) + 3 * len(effort.copies) if is_cuda else 0)
+    say = progress or _on_terminal
+    done = 0
+
+    def tick(what: str) -> None:
+        nonlocal done
+        done += 1
+        say(min(done, total), total, what)
+
+    say(0, total, f"at most about {_minutes(_seconds(total, effort.seconds))} on {place}")
+    bench = Bench(place, effort, tick)
+    # a product in fp32 is to be one, not one in TF32
+    torch.set_float32_matmul_precision("highest")
+    machine = _machine(place)
+    with torch.no_grad():
+        ops = fit_ops(op_samples(bench, dtypes))
+        host, links = None, None
+        if is_cuda:
+            host = fit_ops(op_samples(Bench(torch.device("cpu"), effort, tick), ["fp32"]))
+            links = _measure_links(bench)
+    say(total, total, "")
+    return _write(path, profile_text(machine, ops, host, links))
+
+
+def seconds_needed(*, quick: bool = False, cuda: bool = False) -> float:
+    """About how many seconds `calibrate` takes at most."""
+    require_torch("tiersim calibrate")
+    from sim.measure.samples import FULL, QUICK, op_sizes
+
+    effort = QUICK if quick else FULL
+    sizes = op_sizes(effort, 3) + op_sizes(effort, 1) + 3 * len(effort.copies) if cuda else op_sizes(effort, 1)
+    return _seconds(sizes, effort.seconds)
+
+
+def _measure_links(bench: object) -> Links:
+    from sim.measure.samples import Bench, copy_times
+
+    assert isinstance(bench, Bench)
+    fits: dict[str, LinkFit] = {}
+    for suffix, pinned in (("", True), ("_pageable", False)):
+        sizes, times = copy_times(bench, pinned=pinned, both=False)
+        for way, ns in times.items():
+            fits[way + suffix] = fit_copies(sizes, ns)
+    sizes, times = copy_times(bench, pinned=True, both=True)
+    factors = {way: min(1.0, fit_copies(sizes, ns).rate / fits[way].rate) for way, ns in times.items()}
+    return Links(fits, factors)
+
+
+def _machine(place: object) -> Machine:
+    import torch
+
+    assert isinstance(place, torch.device)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    if place.type == "cuda":
+        free, all_of_it = torch.cuda.mem_get_info(place)
+        name = torch.cuda.get_device_name(place)
+        return Machine(name, True, today, torch.__version__, all_of_it, free, memory)
+    name = f"{system.machine()} CPU, {torch.get_num_threads()} threads"
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return Machine(name, False, today, torch.__version__, memory, free, memory)
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write beside the target, check that it is a profile, and rename."""
+    from sim.hardware.profile import load_profile
+
+    aside = ""
+    try:
+        handle, aside = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".toml", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        load_profile(aside)
+        os.replace(aside, path)
+    except OSError as error:
+        raise TiersimError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if aside and os.path.exists(aside):
+            os.unlink(aside)
+    return path
+
+
+def _seconds(sizes: int, each: float) -> float:
+    """A bound on the time for that many sizes: one that takes long runs a few times all the same."""
+    return sizes * (1.6 * each + 0.15)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{round(seconds)} s" if seconds < 90 else f"{round(seconds / 60)} min"
+
+
+def _on_terminal(done: int, total: int, what: str) -> None:
+    """One line on standard error, written over; nothing where that is no terminal."""
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\r\x1b[Kcalibrate: {done}/{total} {what}{end}")
+        sys.stderr.flush()
+
+
+__all__ = ["calibrate", "seconds_needed"]

@@ -1,0 +1,87 @@
+"""Finished cells as a table: one row a cell, units in the names of the columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from sim.analysis.summary import Summary
+from sim.report.files import write_aside
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FIRST = ("status", "fits", "error", "budget_bytes", "unconstrained_peak_bytes", "floor_bytes")
+KNOWN = tuple(dict.fromkeys((*FIRST, *(field.name for field in dataclasses.fields(Summary)), "time_limited")))
+TIMING = ("wall_s", "plan_s", "host", "date")
+"""What varies from run to run; a table has it only where it is asked for."""
+
+Rows = Iterable[tuple[Mapping[str, Any], Mapping[str, Any] | None]]
+
+
+def flat_rows(rows: Rows, *, timing: bool = False) -> list[dict[str, Any]]:
+    """One flat record a cell: `cell` (its id), labels, figures; nested ones as `stall_ns.transfer`.
+
+    A cell that is not finished has status "missing". The order of the columns depends on the rows alone.
+    """
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    labels: dict[str, None] = {}
+    figures: set[str] = set()
+    for cell, record in rows:
+        labels |= dict.fromkeys(cell["labels"])
+        row = dict(record["row"]) if record else {"status": "missing", "fits": None}
+        if timing:
+            row |= {key: (record or {"ran": {}})["ran"].get(key) for key in TIMING}
+        flat = _flat(row)
+        figures |= set(flat)
+        found.append(({"cell": cell["id"], **cell["labels"]}, flat))
+    order = {name: i for i, name in enumerate((*KNOWN, *TIMING))}
+    columns = sorted(figures, key=lambda name: (order.get(name.partition(".")[0], len(order)), name))
+    names = ("cell", *labels)
+    return [
+        {**{name: shown.get(name) for name in names}, **{column: flat.get(column) for column in columns}}
+        for shown, flat in found
+    ]
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{part}": amount for part, amount in value.items()}
+        elif not isinstance(value, list):
+            flat[key] = value
+    return flat
+
+
+def frame(rows: Rows, *, timing: bool = False) -> pd.DataFrame:
+    """The rows as a DataFrame; whole numbers that some cells lack are pandas' `Int64`."""
+    import pandas as pd
+
+    table = pd.DataFrame(flat_rows(rows, timing=timing))
+    for name in table.columns:
+        known = [value for value in table[name] if value is not None and value == value]
+        if known and all(type(value) is int for value in known):
+            table[name] = table[name].astype("Int64" if len(known) < len(table) else "int64")
+        elif known and all(type(value) is bool for value in known):
+            table[name] = table[name].astype("boolean" if len(known) < len(table) else "bool")
+    return table
+
+
+def write_csv(rows: Rows, path: str | Path, *, timing: bool = False) -> Path:
+    """Write the table as CSV, aside and renamed: the same rows give the same bytes. Raises OSError."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    flat = flat_rows(rows, timing=timing)
+    writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else ["cell"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.getvalue().encode())
+
+    return write_aside(path, write)

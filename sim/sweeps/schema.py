@@ -1,0 +1,254 @@
+"""What a study may say: the TOML file as a pydantic model; every value is checked, all mistakes are found at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictStr
+
+from sim.errors import ProfileError, TiersimError, UnitError, near
+from sim.policies.base import Policy
+from sim.units import format_bytes, parse_bytes
+
+PERCENT = re.compile(r"(\d{1,4}(?:\.\d{1,6})?)\s*%")
+COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
+DERIVED = ("tokens",)
+"""What filters may name besides the axes: tokens is batch times sequence."""
+
+
+class Chosen(NamedTuple):
+    """A policy with one set of parameters, and how tables and figures call it."""
+
+    label: str
+    name: str
+    parameters: tuple[tuple[str, Any], ...]
+    policy: Policy
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def _count(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"value {value!r}: expected a whole number of at least {least}")
+        return value
+
+    return read
+
+
+def _one_of(valid: Callable[[], tuple[str, ...]]) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or value not in valid():
+            hint = near(str(value), valid())
+            shown = hint if "did you mean" in hint else ""
+            raise ValueError(f"value {value!r}: expected one of {', '.join(valid())}{shown}")
+        return value
+
+    return read
+
+
+def _model(value: Any) -> str:
+    from workloads.models import read_config
+
+    if not isinstance(value, str):
+        raise ValueError(f"value {value!r}: expected the name of a model or of a config.json")
+    try:
+        read_config(value)
+    except TiersimError as error:
+        raise ValueError(f"value {value!r}: expected a model: {error}") from None
+    return value
+
+
+def _profile(value: Any) -> str:
+    from sim.hardware.profile import load_profile
+
+    if not isinstance(value, str):
+        raise ValueError(f"value {value!r}: expected the name of a hardware profile or of its TOML file")
+    try:
+        load_profile(value)
+    except ProfileError as error:
+        raise Several([f"value {value!r}: expected a hardware profile: {line}" for line in error.problems]) from None
+    return value
+
+
+class Several(ValueError):
+    """More than one mistake in one value."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"value {value!r}: expected text")
+    return value
+
+
+def _dropout(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"value {value!r}: expected a number from 0 up to 1")
+    return float(value)
+
+
+def _skew(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+        raise ValueError(f"value {value!r}: expected a number of at least 0")
+    return float(value)
+
+
+def _budget(value: Any) -> int | str | None:
+    """Bytes, "62.5%" of the unconstrained peak in its shortest form, or None for all of the device."""
+    if value == "all":
+        return None
+    wanted = "expected a size such as '7 GB', a part of the unconstrained peak such as '50%', or 'all'"
+    if not isinstance(value, str):
+        raise ValueError(f"value {value!r}: {wanted}")
+    part = PERCENT.fullmatch(value.strip())
+    if part:
+        number = Decimal(part[1])
+        if not number:
+            raise ValueError(f"value {value!r}: expected more than 0%")
+        return f"{number.normalize():f}%"
+    try:
+        return parse_bytes(value)
+    except UnitError as error:
+        hint = re.search(r" \(did you mean .*\)", str(error))
+        raise ValueError(f"value {value!r}: {wanted}{hint[0] if hint else ''}") from None
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str)):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    raise ValueError(f"value {value!r}: expected a figure as a profile writes it, such as '300 GB/s'")
+
+
+def _policies(value: Any) -> list[Chosen]:
+    """The policies that one entry stands for: a name, or a table whose lists are crossed."""
+    from itertools import product
+
+    from sim.policies import load
+
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise ValueError(f"value {value!r}: expected the name of a policy, or a table with its name and parameters")
+    name = value["name"]
+    axes = {k: v if isinstance(v, list) else [v] for k, v in value.items() if k != "name"}
+    found, problems = [], {}
+    for values in product(*axes.values()):
+        parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in zip(axes, values, strict=True)}
+        inside = ", ".join(f"{key}={each}" for key, each in parameters.items())
+        label = f"{name}({inside})" if inside else name
+        try:
+            found.append(Chosen(label, name, tuple(parameters.items()), load(name, **parameters)))
+        except TiersimError as error:
+            problems[f"value {label!r}: {error}"] = None
+    if problems or not found:
+        raise Several(list(problems) or [f"value {value!r}: expected at least one value of each parameter"])
+    return found
+
+
+def _condition(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list) and value and all(isinstance(each, (bool, int, float, str)) for each in value):
+        return value
+    raise ValueError(f"value {value!r}: expected a value, a list of values, or a comparison such as '>= 4'")
+
+
+def _timeline(value: Any) -> bool | list[dict[str, Any]]:
+    if isinstance(value, bool):
+        return value
+    filters = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, Mapping) for each in filters):
+        raise ValueError(f"value {value!r}: expected true, false, or tables that say which cells")
+    return [{key: _condition(asked) for key, asked in each.items()} for each in filters]
+
+
+def _listed(value: Any) -> Any:
+    """One value stands for a list of one."""
+    if isinstance(value, list) and not value:
+        raise ValueError("value []: expected at least one entry")
+    return value if isinstance(value, list) else [value]
+
+
+def _precisions() -> tuple[str, ...]:
+    from workloads.precision import PRECISIONS
+
+    return tuple(PRECISIONS)
+
+
+def _attentions() -> tuple[str, ...]:
+    from workloads.transformer import ATTENTIONS
+
+    return ATTENTIONS
+
+
+def _optimizers() -> tuple[str, ...]:
+    from workloads.optimizers import OPTIMIZERS
+
+    return tuple(OPTIMIZERS)
+
+
+def _losses() -> tuple[str, ...]:
+    from workloads.losses import LOSSES
+
+    return tuple(LOSSES)
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+Listed = BeforeValidator(_listed)
+Counts = Annotated[list[Annotated[int, PlainValidator(_count(1))]], Listed]
+Seeds = Annotated[list[Annotated[int, PlainValidator(_count(0))]], Listed]
+Condition = Annotated[Any, PlainValidator(_condition)]
+Filter = dict[str, Condition]
+
+
+class StudyFile(BaseModel):
+    """A whole file. Each axis is a list or one value; all are crossed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    name: StrictStr = ""
+    description: StrictStr = ""
+    model: Annotated[list[Annotated[str, PlainValidator(_model)]], Listed] | None = None
+    trace: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
+    batch: Counts = [1]
+    sequence: Counts = [1024]
+    precision: Annotated[list[Annotated[str, PlainValidator(_one_of(_precisions))]], Listed] = ["amp_bf16"]
+    attention: Annotated[list[Annotated[str, PlainValidator(_one_of(_attentions))]], Listed] = ["sdpa"]
+    optimizer: Annotated[list[Annotated[str, PlainValidator(_one_of(_optimizers))]], Listed] = ["adamw_foreach"]
+    loss: Annotated[list[Annotated[str, PlainValidator(_one_of(_losses))]], Listed] = ["torch"]
+    dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
+    micro_batches: Counts = [1]
+    routing_seed: Seeds = [0]
+    routing_skew: Annotated[list[Annotated[float, PlainValidator(_skew)]], Listed] = [0.0]
+    profile: Annotated[list[Annotated[str, PlainValidator(_profile)]], Listed]
+    figures: dict[str, Annotated[list[Annotated[str, PlainValidator(_figure)]], Listed]] = {}
+    policy: Annotated[list[Annotated[list[Chosen], PlainValidator(_policies)]], Listed]
+    budget: Annotated[list[Annotated[Any, PlainValidator(_budget)]], Listed] = [None]
+    seed: Seeds = [0]
+    iterations: Counts | None = None
+    skip: Annotated[list[Filter], Listed] = []
+    only: Annotated[list[Filter], Listed] = []
+    timeline: Annotated[Any, PlainValidator(_timeline)] = False
+
+
+WORKLOAD_AXES = (
+    *("batch", "sequence", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches"),
+    *("routing_seed", "routing_skew"),
+)
+"""The axes that go with `model` and not with `trace`."""
+
+
+def budget_text(budget: int | str | None) -> str:
+    """A budget as tables write it: "7 GB", "50%" or "all"."""
+    if budget is None:
+        return "all"
+    return budget if isinstance(budget, str) else format_bytes(budget, digits=None)

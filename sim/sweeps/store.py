@@ -1,0 +1,221 @@
+"""A sweep's folder: plain files that are only ever added to, each line with its checksum.
+
+    study.json            the cells of the study run last, in order
+    segments/00001.jsonl  finished cells as the driver wrote them: CRC-32, a space, a JSON record
+    cells/ID/             timeline and summary, of cells for which one was asked
+    index.sqlite          made from these when asked for; may be deleted at any time
+    lock                  held by the sweep that writes
+
+A segment belongs to one run of the driver. What a kill or a full disk cut short fails its checksum and is run
+again. A record's `ran` (time, host, …) is no part of what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from sim.errors import TiersimError
+from sim.report.files import write_aside
+from sim.sweeps.cell import Outcome
+
+FORMAT = 1
+OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm"}
+ANSWERS = ("ok", "infeasible", "not_applicable")
+SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure these
+
+
+class StoreError(TiersimError):
+    """A folder of results that cannot be used: another sweep writes it, it is full, it holds something else."""
+
+
+class Store:
+    """Finished cells in a folder, to be read; `Writer` adds some. Raises StoreError where there are none."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.damaged = 0
+        study = self.folder / "study.json"
+        if not study.is_file():
+            raise StoreError(f"{self.folder}: no sweep's results are here (there is no study.json)")
+        try:
+            about = json.loads(study.read_text(encoding="utf-8"))
+            self.format, self.study, self.cells = about["tiersim_store"], about["study"], about["cells"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{study}: cannot be read: {error}") from None
+        if not isinstance(self.format, int) or self.format > FORMAT:
+            raise StoreError(f"{study}: format {self.format!r} is of a newer version; this one reads up to {FORMAT}")
+
+    @property
+    def segments(self) -> list[Path]:
+        """The segments, oldest first."""
+        return sorted((self.folder / "segments").glob("*.jsonl"))
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The last answer of each cell that has one, by id, those of earlier studies included.
+
+        `damaged` then says how many lines failed their checksums.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        self.damaged = 0
+        for path in self.segments:
+            for record in read_segment(path):
+                if record is None:
+                    self.damaged += 1
+                elif record["id"] not in found or is_answer(record) or not is_answer(found[record["id"]]):
+                    found[record["id"]] = record
+        return found
+
+    def rows(self) -> Iterator[tuple[Mapping[str, Any], dict[str, Any] | None]]:
+        """Each cell of the study in order, `id` and `labels`, with its record, None where it is not finished."""
+        records = self.records()
+        for cell in self.cells:
+            yield cell, records.get(cell["id"])
+
+
+def is_answer(record: Mapping[str, Any]) -> bool:
+    """Whether a record need not be made again: no fault, no kill, and no solver that ran out of time."""
+    row = record["row"]
+    return row["status"] in ANSWERS and not row.get("time_limited")
+
+
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """A record as a segment holds it."""
+    text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The records of a segment; None for a line that is not whole."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        sum_, _, text = line[:-1].partition(b" ")
+        if line.endswith(b"\n") and sum_ == b"%08x" % zlib.crc32(text):
+            yield json.loads(text)
+        else:
+            yield None
+
+
+class Writer:
+    """Adds finished cells to a folder, and is the only one to do so; use it in a `with` statement.
+
+    Raises StoreError where another sweep writes, where the folder holds results and `resume` is false, or
+    holds something else; OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, resume: bool = False) -> None:
+        self.folder = Path(folder)
+        self.resume = resume
+        self.written = 0
+        self._lock: IO[str] | None = None
+        self._segment = -1
+        self._path = self.folder
+
+    def __enter__(self) -> Writer:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in OWN)
+        foreign = [name for name in foreign if not name.startswith(".")]
+        if foreign and not (self.folder / "study.json").exists():
+            raise StoreError(f"{self.folder}: holds other files ({foreign[0]!r}, …); choose a folder of its own")
+        self._take_lock()
+        try:
+            if (self.folder / "study.json").exists():
+                Store(self.folder)  # one of a newer version is left alone
+            done = any((self.folder / "segments").glob("*.jsonl"))
+            if done and not self.resume:
+                raise StoreError(f"{self.folder}: holds results already; --resume adds what is missing")
+            (self.folder / "segments").mkdir(exist_ok=True)
+            self._open_segment()
+        except BaseException:
+            self._drop_lock()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._segment >= 0:
+            try:
+                self._sync()
+            finally:
+                os.close(self._segment)
+                self._segment = -1
+                if not self._path.stat().st_size:
+                    self._path.unlink()
+        self._drop_lock()
+
+    def begin(self, source: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Say what the study is; the answers that there are already, by id."""
+        about = {"tiersim_store": FORMAT, "study": source, "cells": list(cells)}
+        text = json.dumps(about, indent=None, default=str) + "\n"
+
+        def write(file: IO[bytes]) -> None:
+            file.write(text.encode())
+
+        write_aside(self.folder / "study.json", write)
+        records = Store(self.folder).records()
+        return {id: record for id, record in records.items() if is_answer(record)}
+
+    def add(self, id: str, labels: Mapping[str, Any], outcome: Outcome) -> None:
+        """Write a finished cell; when this returns, killing this process does not lose it. Raises StoreError."""
+        line = line_of({"id": id, "labels": labels, **outcome})
+        before = os.fstat(self._segment).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(self._segment, line[done:])
+            self.written += 1
+            if self.written % SYNC_EVERY == 0:
+                self._sync()
+        except OSError as error:
+            os.ftruncate(self._segment, before)
+            raise StoreError(
+                f"{self._path}: {error.strerror}; all cells finished before are kept, --resume goes on with them"
+            ) from error
+
+    def cell_folder(self, id: str) -> Path:
+        """Where the timeline of a cell goes."""
+        return self.folder / "cells" / id[:16]
+
+    def _open_segment(self) -> None:
+        last = max((int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdigit()), default=0)
+        self._path = self.folder / "segments" / f"{last + 1:05d}.jsonl"
+        self._segment = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._segment)
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error.strerror}") from error
+
+    # ---- the lock ----------------------------------------------------------------------------
+
+    def _take_lock(self) -> None:
+        import fcntl  # the system lets go of it when the process ends, however it ends
+
+        self._lock = open(self.folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            who = self._lock.read().strip()
+            self._lock.close()
+            self._lock = None
+            raise StoreError(f"{self.folder}: another sweep is writing here{f' ({who})' if who else ''}") from None
+        except OSError as error:
+            warnings.warn(f"{self.folder}: cannot be locked ({error.strerror}); run one sweep at a time", stacklevel=3)
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        self._lock.flush()
+
+    def _drop_lock(self) -> None:
+        if self._lock is not None:
+            try:
+                self._lock.truncate(0)
+            except OSError:
+                pass
+            self._lock.close()
+            self._lock = None

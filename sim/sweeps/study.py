@@ -1,0 +1,325 @@
+"""Studies: what a sweep runs. Lists, crossed; filters take cells out.
+
+    model = ["gpt2"]
+    batch = [1, 2]
+    sequence = [512]
+    profile = ["mt3000_survey"]
+    policy = ["keep_all", "dtr"]
+
+is a whole study of four cells. `docs/sweeps.md` shows the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from sim.errors import ProfileError, TiersimError, near
+from sim.hardware.profile import load_profile
+from sim.sweeps.cell import config_sum
+from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
+from sim.sweeps.schema import COMPARISON, DERIVED, WORKLOAD_AXES, Chosen, Several, StudyFile, budget_text
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+class StudyError(TiersimError):
+    """A study with one or more mistakes, one line each in `problems`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    id: hash of all that its answer depends on. labels: what tables show of it, axis by axis. task: what runs
+    it, JSON values only; see `sim.sweeps.cell`. group: cells of one group share a trace.
+    """
+
+    id: str
+    labels: Mapping[str, Any]
+    task: Mapping[str, Any]
+    group: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """A checked study. source: how messages call it; file: its content."""
+
+    source: str
+    file: StudyFile
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its name, or that of its file."""
+        return self.file.name or Path(self.source).stem
+
+    def cells(self) -> list[Cell]:
+        """All cells in order, each once: traces outermost, policies innermost. Raises StudyError, TiersimError."""
+        return _Expansion(self).cells()
+
+
+def load_study(study: str | os.PathLike[str] | Mapping[str, Any] | Study) -> Study:
+    """Read and check a study: a TOML file, or a dict with the same keys.
+
+    Raises StudyError with every mistake, one line each: file, key, value, what was expected, the nearest name.
+    """
+    if isinstance(study, Study):
+        return study
+    if isinstance(study, Mapping):
+        source, raw = "study", dict(study)
+    else:
+        source = os.fspath(study)
+        raw = _read(source)
+    problems: list[str] = []
+    file = None
+    try:
+        file = StudyFile.model_validate(raw)
+    except ValidationError as error:
+        problems = _complaints(source, raw, error.errors(include_url=False))
+    problems += [f"{source}: {problem}" for problem in _across(raw)]
+    if problems or file is None:
+        raise StudyError(list(dict.fromkeys(problems)))
+    return Study(source, file, raw)
+
+
+def _read(source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(source).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError([f"{source}: not TOML: {error}"]) from None
+    except UnicodeDecodeError:
+        raise StudyError([f"{source}: no UTF-8 text"]) from None
+    except OSError as error:
+        raise StudyError([f"{source}: {error.strerror}"]) from None
+
+
+# ---- complaints ----------------------------------------------------------------------------------
+
+_EXPECTED = {
+    "missing": "this key is missing",
+    "string_type": "expected text",
+    "bool_type": "expected true or false",
+    "dict_type": "expected a table",
+    "list_type": "expected a list",
+}
+
+
+def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) -> list[str]:
+    valid = list(StudyFile.model_fields)
+    lines: dict[str, None] = {}
+    misspelt = {near(str(e["loc"][0]), valid) for e in errors if e["type"] == "extra_forbidden"}
+    for error in errors:
+        loc = [part for part in error["loc"] if not (isinstance(part, str) and ("[" in part or part == "bool"))]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+        key = str(loc[0]) if loc else ""
+        if key in raw and not isinstance(raw[key], list) and len(loc) > 1 and isinstance(loc[1], int):
+            where = where.replace("[0]", "", 1)  # one value stands for a list of one
+        kind = error["type"]
+        if kind == "extra_forbidden":
+            lines[f"{source}: {where}: there is no such key{near(key, valid)}"] = None
+        elif kind == "missing" and f" (did you mean {key!r}?)" in misspelt:
+            continue
+        elif kind == "value_error":
+            cause = error["ctx"]["error"]
+            for line in cause.problems if isinstance(cause, Several) else [str(cause)]:
+                lines[f"{source}: {where}: {line}"] = None
+        else:
+            shown = "" if kind == "missing" else f"value {error['input']!r}: "
+            lines[f"{source}: {where}: {shown}{_EXPECTED.get(kind, error['msg'])}"] = None
+    return list(lines)
+
+
+def _across(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What no key shows alone; keys that are wrong by themselves are left to the schema."""
+    if ("model" in raw) == ("trace" in raw) and not any("model" in near(key, StudyFile.model_fields) for key in raw):
+        yield "model: give either model or trace, and one of them"
+    if "trace" in raw:
+        yield from (f"{key}: goes with model, not with trace" for key in WORKLOAD_AXES if key in raw)
+        paths = [path for path in _list(raw["trace"]) if isinstance(path, str)]
+        yield from (f"trace: value {path!r}: no such file" for path in paths if path and not Path(path).is_file())
+    figures = raw.get("figures")
+    profiles = [name for name in _list(raw.get("profile")) if isinstance(name, str) and _loads(name)]
+    for path, values in figures.items() if isinstance(figures, Mapping) else ():
+        for value in _list(values):
+            for profile in profiles:
+                try:
+                    load_profile(profile, overrides={path: str(value)})
+                except ProfileError as error:
+                    yield from (f"figures: value {value!r}: {problem}" for problem in error.problems)
+    known = _filter_keys(raw)
+    for key in ("skip", "only", "timeline"):
+        for i, each in enumerate(_list(raw.get(key))):
+            names = each if isinstance(each, Mapping) else ()
+            yield from (f"{key}[{i}].{axis}: there is no such axis{near(axis, known)}" for axis in names
+                        if axis not in known)  # fmt: skip
+
+
+def _list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _loads(profile: str) -> bool:
+    try:
+        load_profile(profile)
+    except ProfileError:
+        return False
+    return True
+
+
+def _filter_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    figures, entries = raw.get("figures"), _list(raw.get("policy"))
+    parameters = {f"policy.{key}" for entry in entries if isinstance(entry, Mapping) for key in entry if key != "name"}
+    axes = ("trace",) if "trace" in raw else ("model", *WORKLOAD_AXES, *DERIVED)
+    changed = figures if isinstance(figures, Mapping) else ()
+    return (*axes, "profile", *changed, "policy", "budget", "seed", "iterations", *sorted(parameters))
+
+
+# ---- expansion -----------------------------------------------------------------------------------
+
+
+class _Expansion:
+    """The cells of a study; what many of them share is looked up once."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.file = study.file
+
+    def cells(self) -> list[Cell]:
+        file = self.file
+        figures = [dict(zip(file.figures, values, strict=True)) for values in product(*file.figures.values())]
+        policies = [chosen for entry in file.policy for chosen in entry]
+        identities = {chosen.label: policy_identity(chosen.policy) for chosen in policies}
+        platforms = self._platforms(figures)
+        found: dict[str, Cell] = {}
+        for workload, workload_sum, shown in self._workloads():
+            group = digest(workload)
+            for profile, (i, changed) in product(file.profile, enumerate(figures)):
+                platform_sum = platforms[profile, i]
+                rest = product(file.budget, policies, file.seed, file.iterations or [None])
+                for budget, chosen, seed, iterations in rest:
+                    labels = {
+                        **shown,
+                        "profile": profile,
+                        **changed,
+                        "policy": chosen.label,
+                        "budget": budget_text(budget),
+                        "seed": seed,
+                        **({} if iterations is None else {"iterations": iterations}),
+                    }
+                    known = {**workload, **labels}
+                    if not self._wanted(known, chosen):
+                        continue
+                    content = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
+                    timeline = self._has_timeline(known, chosen)
+                    id = digest([engine_version(), *content, timeline])
+                    task = {
+                        "id": id,
+                        "workload": workload,
+                        "profile": profile,
+                        "figures": changed,
+                        "policy": chosen.name,
+                        "parameters": dict(chosen.parameters),
+                        "budget": budget,
+                        "seed": seed,
+                        "iterations": iterations,
+                        "timeline": timeline,
+                        "sums": {"profile": platform_sum, "workload": workload_sum[0]},
+                    }
+                    found.setdefault(id, Cell(id, labels, task, group))
+        if not found:
+            raise StudyError([f"{self.study.source}: no cell is left: skip and only take out all of them"])
+        return list(found.values())
+
+    def _workloads(self) -> Iterator[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
+        """Arguments, what identifies them, and labels of every workload."""
+        file = self.file
+        if file.trace is not None:
+            for path in file.trace:
+                content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+                yield {"trace": path}, (content, workload_version()), {"trace": path}
+            return
+        from workloads.models import read_config
+
+        axes: dict[str, list[Any]] = {key: getattr(file, key) for key in WORKLOAD_AXES if getattr(file, key)}
+        for model in file.model or ():
+            content = config_sum(read_config(model))
+            for values in product(*axes.values()):
+                arguments = dict(zip(axes, values, strict=True))
+                shown = {"model": model, **{k: v for k, v in arguments.items() if self._is_shown(k)}}
+                yield {"model": model, **arguments}, (content, arguments, workload_version()), shown
+
+    def _is_shown(self, key: str) -> bool:
+        """Axes that every table has, and others where the study names them."""
+        return key in ("batch", "sequence", "precision") or key in self.study.raw
+
+    def _platforms(self, figures: list[dict[str, str]]) -> dict[tuple[str, int], str]:
+        """Hash of each profile with each set of changes."""
+        found, problems = {}, []
+        for profile in self.file.profile:
+            for i, changed in enumerate(figures):
+                try:
+                    found[profile, i] = load_profile(profile, overrides=changed or None).content_hash
+                except ProfileError as error:
+                    problems += [f"{self.study.source}: figures: {problem}" for problem in error.problems]
+        if problems:
+            raise StudyError(list(dict.fromkeys(problems)))
+        return found
+
+    # ---- filters -----------------------------------------------------------------------------
+
+    def _wanted(self, labels: Mapping[str, Any], chosen: Chosen) -> bool:
+        file = self.file
+        if file.only and not any(_matches(each, labels, chosen) for each in file.only):
+            return False
+        return not any(_matches(each, labels, chosen) for each in file.skip)
+
+    def _has_timeline(self, labels: Mapping[str, Any], chosen: Chosen) -> bool:
+        asked = self.file.timeline
+        return asked if isinstance(asked, bool) else any(_matches(each, labels, chosen) for each in asked)
+
+
+def _matches(condition: Mapping[str, Any], labels: Mapping[str, Any], chosen: Chosen) -> bool:
+    """Whether a cell has all that a filter names."""
+    values: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in labels.items()}
+    if "batch" in labels and "sequence" in labels:
+        values["tokens"] = (labels["batch"] * labels["sequence"],)
+    values["policy"] = (chosen.label, chosen.name)
+    values |= {f"policy.{key}": (value,) for key, value in chosen.parameters}
+    return all(
+        any(_holds(value, wanted) for value in values.get(key, ()) for wanted in _alternatives(asked))
+        for key, asked in condition.items()
+    )
+
+
+def _alternatives(asked: Any) -> list[Any]:
+    return asked if isinstance(asked, list) else [asked]
+
+
+def _holds(value: Any, wanted: Any) -> bool:
+    comparison = COMPARISON.fullmatch(wanted.strip()) if isinstance(wanted, str) else None
+    if comparison is None or isinstance(value, (bool, str)):
+        return bool(value == wanted)
+    sign, number = comparison[1], float(comparison[2])
+    return {
+        "<": value < number,
+        "<=": value <= number,
+        ">": value > number,
+        ">=": value >= number,
+        "!=": value != number,
+    }[sign]

@@ -1,0 +1,186 @@
+"""Sweeps: a study in, a table out; nothing that is finished is lost, nothing that is known is run again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sim.errors import TiersimError
+from sim.sweeps.cell import STATUSES
+from sim.sweeps.execute import Executor, Job, Local, executor_for
+from sim.sweeps.frame import frame
+from sim.sweeps.store import Writer
+from sim.sweeps.study import Cell, Study, StudyError, load_study
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass
+class Progress:
+    """How far a sweep is. total: cells; reused: answers that were there; statuses: of what ran."""
+
+    total: int
+    reused: int
+    jobs: int = 1
+    statuses: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
+    _left: Counter[str] = field(default_factory=Counter)
+    _cost: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> int:
+        """Cells that this sweep has run."""
+        return self.statuses.total()
+
+    @property
+    def done(self) -> int:
+        """Cells that are finished."""
+        return self.reused + self.ran
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first cell was given out."""
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest will take, from what the cells of each policy took so far; None at the start."""
+        if not self._cost:
+            return None
+        count, seconds = (sum(part) for part in zip(*self._cost.values(), strict=True))
+        mean = seconds / count
+        need = sum(
+            left * (self._cost[policy][1] / self._cost[policy][0] if policy in self._cost else mean)
+            for policy, left in self._left.items()
+        )
+        return need * self.elapsed_s / max(seconds, 1e-9)  # what runs at once, and all that is not in a cell
+
+    def note(self, cell: Cell, outcome: Mapping[str, Any]) -> None:
+        """Count a finished cell."""
+        self.statuses[outcome["row"]["status"]] += 1
+        policy = str(cell.labels["policy"])
+        count, seconds = self._cost.get(policy, (0, 0.0))
+        self._cost[policy] = count + 1, seconds + float(outcome["ran"].get("wall_s", 0.0))
+        self._left[policy] -= 1
+
+    def text(self) -> str:
+        """One line: "120 of 400 cells in 12.0 s: 100 ok, 20 infeasible"."""
+        parts = [f"{self.statuses[status]} {status}" for status in STATUSES if self.statuses[status]]
+        if self.reused:
+            parts.append(f"{self.reused} were there already")
+        return f"{self.done} of {self.total} cells in {self.elapsed_s:.1f} s: {', '.join(parts) or 'none ran'}"
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep gave: its study, each cell in order with its record, and how it went."""
+
+    study: Study
+    rows: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
+    progress: Progress
+
+    @property
+    def failed(self) -> int:
+        """Cells without an answer."""
+        return sum(record["row"]["status"] in ("failed", "killed") for _, record in self.rows)
+
+    def to_frame(self, *, timing: bool = False) -> pd.DataFrame:
+        """One row a cell; see `sim.sweeps.frame`."""
+        return frame(self.rows, timing=timing)
+
+
+def sweep(
+    study: str | os.PathLike[str] | Mapping[str, Any] | Study,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    on_progress: OnProgress | None = None,
+) -> pd.DataFrame:
+    """Run a study and return its table: one row a cell, units in the names of the columns.
+
+    study: a TOML file, or a dict with the same keys. out: folder that keeps every cell as it finishes; None
+    keeps nothing. jobs: processes; None for one a processor, or this one alone for few cells. resume: the
+    folder may hold results, and what is known is not run again. on_progress: called after every cell.
+    Raises StudyError with all mistakes of the study, StoreError, OSError.
+    """
+    return run_sweep(study, out=out, jobs=jobs, resume=resume, on_progress=on_progress).to_frame()
+
+
+def run_sweep(
+    study: str | os.PathLike[str] | Mapping[str, Any] | Study,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    executor: Executor | None = None,
+    on_progress: OnProgress | None = None,
+) -> Swept:
+    """As `sweep`, with the records themselves. executor: where cells run, instead of `jobs`."""
+    if jobs is not None and jobs < 1:
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+    read = load_study(study)
+    cells = read.cells()
+    if out is None and any(cell.task["timeline"] for cell in cells):
+        raise StudyError([f"{read.source}: timeline: value true: expected an output folder for it (-o DIR)"])
+    if out is None:
+        return _run(read, cells, None, executor, jobs, on_progress)
+    with Writer(out, resume=resume) as writer:
+        return _run(read, cells, writer, executor, jobs, on_progress)
+
+
+def _run(
+    study: Study,
+    cells: list[Cell],
+    writer: Writer | None,
+    executor: Executor | None,
+    jobs: int | None,
+    on_progress: OnProgress | None,
+) -> Swept:
+    listed = [{"id": cell.id, "labels": dict(cell.labels)} for cell in cells]
+    known = writer.begin(study.raw, listed) if writer else {}
+    records: dict[str, Mapping[str, Any]] = {cell.id: known[cell.id] for cell in cells if cell.id in known}
+    todo = {cell.id: cell for cell in cells if cell.id not in records}
+    chosen = executor or executor_for(jobs, len(todo))
+    progress = Progress(len(cells), len(records), chosen.jobs if isinstance(chosen, Local) else 1)
+    progress._left.update(str(cell.labels["policy"]) for cell in todo.values())
+    where = {"host": platform.node(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    with _closing(chosen.run([_job(cell, writer) for cell in todo.values()])) as outcomes:
+        for id, outcome in outcomes:
+            cell = todo[id]
+            outcome = {"row": outcome["row"], "ran": {**outcome["ran"], **where}}
+            if writer:
+                writer.add(id, cell.labels, outcome)
+            records[id] = {"id": id, **outcome}
+            progress.note(cell, outcome)
+            if on_progress:
+                on_progress(progress)
+    return Swept(study, tuple((cell, records[str(cell["id"])]) for cell in listed), progress)
+
+
+@contextmanager
+def _closing(
+    outcomes: Iterator[tuple[str, dict[str, Any]]],
+) -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
+    """Stop all workers on the way out, whatever the reason."""
+    try:
+        yield outcomes
+    finally:
+        close = getattr(outcomes, "close", None)
+        if close:
+            close()
+
+
+def _job(cell: Cell, writer: Writer | None) -> Job:
+    folder = str(writer.cell_folder(cell.id)) if writer and cell.task["timeline"] else None
+    return Job({**cell.task, "folder": folder}, cell.group)

@@ -1,0 +1,36 @@
+"""A worker of `sim.sweeps.execute.Local`: tasks on standard input, outcomes on standard output, one a line.
+
+It ends when its input does: a driver that dies takes its workers with it, even in the middle of a cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+
+
+def main() -> None:
+    """Run tasks until there are no more."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is not an outcome
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
+
+    from sim.sweeps.cell import Bench
+
+    bench = Bench()
+    out.write(b"ready\n")
+    out.flush()
+    while True:
+        outcome = bench.run(json.loads(tasks.get()))
+        out.write(json.dumps(outcome).encode() + b"\n")
+        out.flush()
+
+
+def _listen(tasks: queue.SimpleQueue[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        tasks.put(line)
+    os._exit(0)

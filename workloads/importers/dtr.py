@@ -1,0 +1,263 @@
+"""Operator logs of the DTR prototype (the simulator simrd of Kirisame et al., ICLR 2021): one JSON object a line.
+
+Instructions, as simrd's parser reads them: CONSTANT (NAME) with a MEMORY line (NAME, MEMORY bytes) after it; CALL
+(NAME, ARGS, RESULT names, TIME) with a MEMORY and an ALIAS line (NAME, ALIAS: which argument a result is a view of,
+-1 none) for each result; MUTATE (NAME, ARGS, MUTATE: which arguments, TIME); COPY (DST, SRC: a second name);
+COPY_FROM (DST, SRC: the name now means the other tensor); RELEASE (NAME); ANNOTATE (ANNOTATION: START, BACKWARD).
+Numbers may be texts. Other instructions are refused there; here they are left out and counted. The unit of TIME is
+nowhere stated; it is taken as ns.
+
+What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
+are left out, as simrd does (none, where there is no START); a call whose results are all views folds into its
+arguments, its time into the op before; a constant is a weight, there from the start (simrd pins constants); names
+still held at the end are outputs. Assumed: MUTATE writes in place, as the framework does (simrd makes a new tensor
+and releases the old); a call is backward from BACKWARD, or from the first call whose name has "backward" in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sim.errors import TraceError, near
+from sim.trace.graph import Trace, TraceBuilder
+from workloads.importers.aten import kind_of
+from workloads.importers.optrace import RANDOM
+from workloads.importers.reading import MAX_BYTES, need, parse_json, read_bytes, texts, whole
+from workloads.importers.storages import Storages
+
+INSTRUCTIONS = ("CONSTANT", "MEMORY", "ALIAS", "CALL", "MUTATE", "COPY", "COPY_FROM", "RELEASE", "ANNOTATE")
+
+Row = tuple[str, dict[str, Any], str]
+"""Instruction, the object, and where it stands."""
+
+
+def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
+    """A trace from a DTR log.
+
+    hold: a storage stays until the log releases it: the op before the release reads it. False: it goes after its
+    last reader, as simrd would have it where nothing restores a tensor for its release alone.
+    Raises TraceError naming the file and the line.
+    """
+    return build_dtr(read_bytes(path, max_bytes), str(path), hold=hold)
+
+
+def build_dtr(data: bytes, path: str, *, hold: bool = True) -> Trace:
+    """As `read_dtr`, of a content that was read before."""
+    try:
+        return _Reader(data, path, hold).trace()
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
+        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+
+
+class _Reader:
+    def __init__(self, data: bytes, path: str, hold: bool) -> None:
+        self.left_out: Counter[str] = Counter()
+        self.meta: dict[str, Any] = {
+            "model": "imported",
+            "source": f"import of {os.path.basename(path)}",
+            "format": "dtr",
+        }
+        self.builder = TraceBuilder(self.meta)
+        self.storages = Storages(self.builder)
+        self.storage_of: dict[str, int] = {}
+        self.held: Counter[int] = Counter()
+        self.backward = False
+        self.count = 0
+        self.ops = 0
+        self.hold = hold
+        self.pending: dict[str, Any] | None = None
+        self.rows = _rows(data)
+        self.constants: set[int] = set()
+        self.names: Counter[str] = Counter()
+
+    def trace(self) -> Trace:
+        """The trace of the whole log."""
+        rows = list(self.rows)
+        start = next((i for i, (kind, row, _) in enumerate(rows) if _annotation(kind, row) == "START"), -1)
+        self.left_out["lines before START"] = start + 1
+        self._walk(iter(rows[start + 1 :]))
+        self._flush()
+        kept = [key for key, count in self.held.items() if count > 0]
+        now, first = self.storages.now, self.storages.first
+        constants = [key for key in kept if key in self.constants]
+        self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
+        self.meta["assumed"] = {"constants taken as weights": len(self.constants), "hold": self.hold}
+        return self.builder.build(outputs=[now[k] for k in kept], carry=[(now[k], first[k]) for k in constants])
+
+    def _walk(self, rows: Iterator[Row]) -> None:
+        for kind, row, where in rows:
+            if kind == "CONSTANT":
+                name = texts(row.get("NAME"), f"{where}: NAME")
+                key = self._new(name, where)
+                self.constants.add(key)
+                self.storages.make(key, self._label(name), _memory(_expect(rows, "MEMORY", name, where)), "weight")
+            elif kind == "CALL":
+                self._call(row, rows, where)
+            elif kind == "MUTATE":
+                self._mutate(row, where)
+            elif kind in ("COPY", "COPY_FROM"):
+                source = self._known(row.get("SRC"), f"{where}: SRC")
+                target = texts(row.get("DST"), f"{where}: DST")
+                if kind == "COPY_FROM":
+                    self._known(target, f"{where}: DST")
+                self.held[source] += 1
+                self._release(target)
+                self.storage_of[target] = source
+            elif kind == "RELEASE":
+                if not self._release(texts(row.get("NAME"), f"{where}: NAME")):
+                    self.left_out["releases of unknown names"] += 1
+            elif kind == "ANNOTATE":
+                self.backward = self.backward or _annotation(kind, row) == "BACKWARD"
+            elif kind in ("MEMORY", "ALIAS"):
+                raise TraceError(f"{where}: {kind} does not follow its CONSTANT or CALL")
+            else:
+                self.left_out[f"{kind[:40]} lines"] += 1
+
+    # ---- names -------------------------------------------------------------------------------------
+
+    def _new(self, name: str, where: str) -> int:
+        if name in self.storage_of:
+            raise TraceError(f"{where}: {name!r} is there already")
+        self.count += 1
+        self.storage_of[name] = self.count
+        self.held[self.count] = 1
+        return self.count
+
+    def _known(self, name: Any, where: str) -> int:
+        name = texts(name, where)
+        if name not in self.storage_of:
+            raise TraceError(f"{where}: no tensor {name!r} is there{near(name, list(self.storage_of)[-500:])}")
+        return self.storage_of[name]
+
+    def _release(self, name: str) -> bool:
+        key = self.storage_of.pop(name, None)
+        if key is None:
+            return False
+        self.held[key] -= 1
+        if not self.held[key]:
+            del self.held[key]
+            if self.hold and self.pending is not None and key not in self.constants:
+                self._keep_until_now(key)
+        return True
+
+    def _keep_until_now(self, key: int) -> None:
+        assert self.pending is not None
+        tensor = self.storages.now[key]
+        if tensor not in self.pending["writes"]:
+            self.pending["reads"][tensor] = None
+
+    # ---- ops ---------------------------------------------------------------------------------------
+
+    def _call(self, row: dict[str, Any], rows: Iterator[Row], where: str) -> None:
+        name = texts(row.get("NAME"), f"{where}: NAME")
+        args = [self._known(arg, f"{where}: ARGS") for arg in _list(row, "ARGS", where)]
+        results = [texts(result, f"{where}: RESULT") for result in _list(row, "RESULT", where)]
+        time = _number(row.get("TIME"), f"{where}: TIME")
+        phase = self._phase(name)
+        made: list[int] = []
+        for result in results:
+            size = _memory(_expect(rows, "MEMORY", result, where))
+            _, alias, at = _expect(rows, "ALIAS", result, where)
+            argument = _number(alias.get("ALIAS"), f"{at}: ALIAS", -1)
+            if argument >= len(args):
+                raise TraceError(f"{at}: ALIAS {argument}, but the call has {len(args)} arguments")
+            if argument >= 0:
+                if result in self.storage_of:
+                    raise TraceError(f"{at}: {result!r} is there already")
+                self.storage_of[result] = args[argument]
+                self.held[args[argument]] += 1
+            else:
+                made.append(self._new(result, at))
+                role = "activation" if phase == "forward" else "temporary"
+                self.storages.make(made[-1], self._label(result), size, role)
+        if results and not made:
+            self.left_out["calls that only make views"] += 1
+            if self.pending is not None:
+                self.pending["duration"] += time
+            return
+        self._op(name, phase, time, args, [self.storages.now[key] for key in made])
+
+    def _label(self, name: str) -> str:
+        """A name may be used again after its release."""
+        self.names[name] += 1
+        return name if self.names[name] == 1 else f"{name}#{self.names[name]}"
+
+    def _mutate(self, row: dict[str, Any], where: str) -> None:
+        name = texts(row.get("NAME"), f"{where}: NAME")
+        args = [self._known(arg, f"{where}: ARGS") for arg in _list(row, "ARGS", where)]
+        places = [_number(place, f"{where}: MUTATE") for place in _list(row, "MUTATE", where)]
+        if any(place >= len(args) for place in places):
+            raise TraceError(f"{where}: MUTATE {max(places)}, but there are {len(args)} arguments")
+        phase = self._phase(name)
+        reads = [self.storages.now[key] for key in args]
+        changed = dict.fromkeys(args[place] for place in places)
+        roles = {key: "weight" if key in self.constants else "temporary" for key in changed}
+        writes = [self.storages.change(key, f"s{key}", role) for key, role in roles.items()]
+        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), [], writes, reads)
+
+    def _phase(self, name: str) -> str:
+        self.backward = self.backward or "backward" in name
+        return "backward" if self.backward else "forward"
+
+    def _op(
+        self, name: str, phase: str, time: int, args: list[int], writes: list[int], reads: list[int] | None = None
+    ) -> None:
+        self._flush()
+        found = [self.storages.now[key] for key in args] if reads is None else reads
+        self.pending = {"name": name, "kind": kind_of(name if "::" in name else f"aten::{name}", phase), "phase": phase}
+        self.pending |= {"reads": dict.fromkeys(found), "writes": writes, "duration": time}
+
+    def _flush(self) -> None:
+        """Add the op that was seen last: only now is it known what was released right after it."""
+        if self.pending is None:
+            return
+        row, self.pending = self.pending, None
+        random = bool(RANDOM.search(row["name"]))
+        self.ops += 1
+        self.builder.op(
+            f"{self.ops - 1}.{row.pop('name')}", row.pop("kind"), random=random, reads=list(row.pop("reads")), **row
+        )
+
+
+# ---- lines -------------------------------------------------------------------------------------------
+
+
+def _rows(data: bytes) -> Iterator[Row]:
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            where = f"line {number}"
+            row = need(parse_json(line, where), dict, where)
+            yield texts(row.get("INSTRUCTION"), f"{where}: INSTRUCTION"), row, where
+
+
+def _annotation(kind: str, row: dict[str, Any]) -> str:
+    value = row.get("ANNOTATION")
+    return value if kind == "ANNOTATE" and isinstance(value, str) else ""
+
+
+def _expect(rows: Iterator[Row], kind: str, name: str, where: str) -> Row:
+    """The next line, which must be of that kind and about that name."""
+    found = next(rows, None)
+    if found is None or found[0] != kind or found[1].get("NAME") != name:
+        raise TraceError(f"{where}: expected the {kind} of {name!r} after it{' at ' + found[2] if found else ''}")
+    return found
+
+
+def _memory(row: Row) -> int:
+    return _number(row[1].get("MEMORY"), f"{row[2]}: MEMORY")
+
+
+def _list(row: dict[str, Any], key: str, where: str) -> list[Any]:
+    return list(need(row.get(key), list, f"{where}: {key}"))
+
+
+def _number(value: Any, where: str, least: int = 0) -> int:
+    """A whole number, or a text of one."""
+    if isinstance(value, str) and len(value) < 25 and value.lstrip("-").isdigit():
+        value = int(value)
+    return whole(value, where, least)
