@@ -1,6 +1,7 @@
 """Workloads: what has to be computed, from a model's configuration or from a small family of graphs."""
 
 from workloads.capture import capture, capture_from_reference
+from workloads.cnn import cnn, cnn_names
 from workloads.importers.any_format import load_trace
 from workloads.models import Config, model_names, read_config
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
@@ -11,6 +12,8 @@ __all__ = [
     "capture",
     "capture_from_reference",
     "chain",
+    "cnn",
+    "cnn_names",
     "load_trace",
     "model_names",
     "random_dag",

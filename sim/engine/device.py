@@ -461,6 +461,8 @@ class Device:
         last = prepared.order[self.index][-1] if prepared.order[self.index] else 0
         yield from self._drain(last)
         for tensor in prepared.trace.outputs:
+            state.locks[tensor] += 1  # what makes room for one of them now must not be another
+        for tensor in prepared.trace.outputs:
             while not state.copies[tensor] and state.made[tensor]:
                 yield from self._perform(self._producer(tensor, last), why="recompute", counted=False)
                 state.counters["implicit_recomputes"] += 1
@@ -477,6 +479,8 @@ class Device:
             for tier in range(len(state.names)):
                 if tier != state.began_in.get(first) and state.copies[tensor] & 1 << tier:
                     state.release(tensor, tier, -1, FREED)
+        for tensor in prepared.trace.outputs:
+            state.locks[tensor] -= 1
         yield from self._catch_up()
 
     def _drain(self, op: int) -> Steps:

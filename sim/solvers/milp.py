@@ -40,11 +40,13 @@ class Program:
 
     Costs get up to 1 % more at random, always the same: a chain of equal nodes has very many equal optima,
     among which a search gets lost. Bounds are for costs without that.
+    saved: (stage, bytes) at whose start no more than that may lie there.
     at_most: ns of reruns of a plan that is known; dearer ones are left out. It also caps what is added to
     costs, so that a dearer plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     """
 
-    def __init__(self, nodes: Nodes, room: int | None, *, at_most: int | None = None) -> None:
+    def __init__(self, nodes: Nodes, room: int | None, *, at_most: int | None = None, saved: tuple[int, int] | None = None
+    ) -> None:
         self.nodes = nodes
         self.run: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
@@ -73,6 +75,9 @@ class Program:
         self._least_room = self._column(high=self._room, cost=1.0) if room is None else -1
         for t, stage in enumerate(again):
             self._stage(t, [*stage, t], there[t], there[t + 1])
+        if saved is not None:
+            lies = [(c, self._size[v]) for (t, v), c in self.keep.items() if t == saved[0]]
+            self._row(lies, most=saved[1] * self._byte)
         if at_most is not None:
             self._row([(c, nodes.cost[i] / self.price_unit) for (t, i), c in self.run.items() if i < t],
                       most=at_most / self.price_unit)  # fmt: skip

@@ -45,6 +45,7 @@ class Nodes:
     members: per node its ops. cost: per node. makes: per node the bytes it takes while it runs, beyond
     what lay there before: results and workspace. last_again: per node the last stage in which it may run
     again, at most itself for never. values: see `Value`. outside: bytes that lie there throughout.
+    border: the first stage in which nodes may run again.
     """
 
     members: Sequence[Sequence[int]]
@@ -53,6 +54,7 @@ class Nodes:
     last_again: Sequence[int]
     values: Sequence[Value]
     outside: int
+    border: int = 0
 
     def __len__(self) -> int:
         return len(self.members)
@@ -88,7 +90,7 @@ class Nodes:
         for t in reversed(range(count)):
             again = {t}
             for i in reversed(range(t)):
-                if t <= self.last_again[i] and any(
+                if self.border <= t <= self.last_again[i] and any(
                     t > self.values[v].held_until and (wanted[v] or not again.isdisjoint(self.values[v].readers))
                     for v in self.made_by[i]
                 ):
@@ -125,12 +127,15 @@ def body(problem: Problem, policy: str) -> int:
     return count
 
 
-def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -> Nodes:
+def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
     What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end.
     Exact where each part is one op. Where it is more, all that leaves a part, and all that it reads, is
     taken to lie there until the part ends, so that a plan may hold less than is reckoned here.
+    border: for a part of a trace, its forward and its backward: the node with which the backward begins. What
+    is made before that and read by others must lie there at its start, not at the end; nothing runs again
+    before it.
     """
     trace = problem.trace
     ops = len(ledger.reads)
@@ -150,10 +155,12 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -
         gone = node_of.get(gone_by, count)
         readers = {node_of[r] for r in read if r in node_of} | ({gone} if gone < count else set())
         readers.discard(at)
-        end = t in kept or (gone == count and any(r not in node_of for r in read))
-        if gone == at or not (readers or end):
+        wanted_outside = gone == count and any(r not in node_of for r in read)
+        leaves = wanted_outside and at < border and t not in kept
+        end = t in kept or (wanted_outside and not leaves)
+        if gone == at or not (readers or wanted_outside or end):
             continue
-        held = -1
+        held = border if leaves else -1
         if not ledger.may_go[t] or role[t] == ROLE_CODE["gradient"]:
             held = count if end else gone if gone < count else max(readers)
         crossing.add(t)
@@ -178,6 +185,7 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]]) -
         last_again=last_again,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
+        border=border,
     )
 
 

@@ -108,14 +108,12 @@ class Bench:
         policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
-        reference, peak, refusal = self._references.get(
-            (trace_key, platform_key), lambda: _reference(trace, platform)
-        )
+        reference, peak, refusal = self._references.get((trace_key, platform_key), lambda: _reference(trace, platform))
         known["unconstrained_peak_bytes"] = peak
         budget = task["budget"]
         if isinstance(budget, str):
-            if refusal is not None:
-                raise refusal
+            if peak is None:
+                raise refusal or Infeasible("the run without a limit does not end")
             budget = int(Decimal(budget.removesuffix("%")) * peak / 100)
         known["budget_bytes"] = platform.home(0).capacity if budget is None else budget
         limited = platform

@@ -6,6 +6,7 @@ may be on another machine; each gives the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -76,11 +77,9 @@ class _Worker:
         """Hand over a job; a worker that is gone is noticed when its output ends."""
         self.job, self.group = job, job.group
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):
             self.process.stdin.write(json.dumps(job.task).encode() + b"\n")
             self.process.stdin.flush()
-        except OSError:
-            pass
 
     def lines(self) -> list[bytes] | None:
         """Whole lines that it has written; None once its output has ended."""
@@ -213,10 +212,8 @@ class _Pool:
         worker.process.wait()
         for end in (worker.process.stdin, worker.process.stdout):
             if end is not None:
-                try:
+                with contextlib.suppress(OSError):  # what it was still to be given
                     end.close()
-                except OSError:  # what it was still to be given
-                    pass
 
     def stop(self) -> None:
         """End all workers at once, whatever they do."""

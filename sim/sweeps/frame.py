@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -60,17 +61,23 @@ def frame(rows: Rows, *, timing: bool = False) -> pd.DataFrame:
     """The rows as a DataFrame; whole numbers that some cells lack are pandas' `Int64`."""
     import pandas as pd
 
-    table = pd.DataFrame(flat_rows(rows, timing=timing))
-    for name in table.columns:
-        known = [value for value in table[name] if value is not None and value == value]
-        if known and all(type(value) is int for value in known):
-            table[name] = table[name].astype("Int64" if len(known) < len(table) else "int64")
-        elif known and all(type(value) is bool for value in known):
-            table[name] = table[name].astype("boolean" if len(known) < len(table) else "bool")
-    return table
+    flat = flat_rows(rows, timing=timing)
+    names = list(flat[0]) if flat else ["cell"]
+    return pd.DataFrame({name: pd.Series(*_column([row[name] for row in flat])) for name in names})
 
 
-def write_csv(rows: Rows, path: str | Path, *, timing: bool = False) -> Path:
+def _column(values: list[Any]) -> tuple[list[Any], None, str]:
+    """Values, no index, and pandas' type for them."""
+    kinds = {type(value) for value in values if value is not None}
+    some = None in values
+    if kinds == {bool}:
+        return values, None, "boolean" if some else "bool"
+    if kinds == {int}:
+        return values, None, "Int64" if some else "int64"
+    return values, None, "float64" if kinds and kinds <= {int, float} else "object"
+
+
+def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
     """Write the table as CSV, aside and renamed: the same rows give the same bytes. Raises OSError."""
     import csv
     import io

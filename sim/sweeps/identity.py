@@ -47,6 +47,9 @@ def workload_version() -> str:
     return source_hash(WORKLOADS)
 
 
+_class_sources: dict[type[Policy], str] = {}
+
+
 def policy_identity(policy: Policy) -> str:
     """Hash of a policy's parameters and of the sources of its class, its bases and what they import.
 
@@ -57,13 +60,15 @@ def policy_identity(policy: Policy) -> str:
     return digest([type(policy).__qualname__, parameters, _class_source(type(policy)), libraries])
 
 
-@cache
-def _class_source(found: type) -> str:
+def _class_source(found: type[Policy]) -> str:
+    if found in _class_sources:
+        return _class_sources[found]
     modules = [sys.modules.get(kind.__module__) for kind in found.__mro__ if kind is not object]
     files = sorted({str(getattr(module, "__file__", None) or "") for module in modules} - {""})
     texts = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
     imports = sorted({name for file in files for name in _imports(Path(file))})
-    return digest([texts, source_hash(tuple(imports))])
+    _class_sources[found] = digest([texts, source_hash(tuple(imports))])
+    return _class_sources[found]
 
 
 @cache

@@ -139,7 +139,8 @@ def _policies(value: Any) -> list[Chosen]:
         raise ValueError(f"value {value!r}: expected the name of a policy, or a table with its name and parameters")
     name = value["name"]
     axes = {k: v if isinstance(v, list) else [v] for k, v in value.items() if k != "name"}
-    found, problems = [], {}
+    found: list[Chosen] = []
+    problems: dict[str, None] = {}
     for values in product(*axes.values()):
         parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in zip(axes, values, strict=True)}
         inside = ", ".join(f"{key}={each}" for key, each in parameters.items())

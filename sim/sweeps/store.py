@@ -12,6 +12,7 @@ again. A record's `ran` (time, host, …) is no part of what is compared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -213,9 +214,7 @@ class Writer:
 
     def _drop_lock(self) -> None:
         if self._lock is not None:
-            try:
+            with contextlib.suppress(OSError):
                 self._lock.truncate(0)
-            except OSError:
-                pass
             self._lock.close()
             self._lock = None

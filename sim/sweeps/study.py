@@ -12,6 +12,7 @@ is a whole study of four cells. `docs/sweeps.md` shows the rest.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -211,7 +212,8 @@ class _Expansion:
             group = digest(workload)
             for profile, (i, changed) in product(file.profile, enumerate(figures)):
                 platform_sum = platforms[profile, i]
-                rest = product(file.budget, policies, file.seed, file.iterations or [None])
+                repeats: list[int | None] = [*file.iterations] if file.iterations else [None]
+                rest = product(file.budget, policies, file.seed, repeats)
                 for budget, chosen, seed, iterations in rest:
                     labels = {
                         **shown,
@@ -316,10 +318,5 @@ def _holds(value: Any, wanted: Any) -> bool:
     if comparison is None or isinstance(value, (bool, str)):
         return bool(value == wanted)
     sign, number = comparison[1], float(comparison[2])
-    return {
-        "<": value < number,
-        "<=": value <= number,
-        ">": value > number,
-        ">=": value >= number,
-        "!=": value != number,
-    }[sign]
+    signs = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne}
+    return bool(signs[sign](value, number))

@@ -54,7 +54,8 @@ class Progress:
         """Seconds that the rest will take, from what the cells of each policy took so far; None at the start."""
         if not self._cost:
             return None
-        count, seconds = (sum(part) for part in zip(*self._cost.values(), strict=True))
+        count = sum(cells for cells, _ in self._cost.values())
+        seconds = sum(spent for _, spent in self._cost.values())
         mean = seconds / count
         need = sum(
             left * (self._cost[policy][1] / self._cost[policy][0] if policy in self._cost else mean)

@@ -366,8 +366,11 @@ def test_a_wrong_line_of_a_dtr_log_is_named(line: str, message: str, tmp_path: P
 def test_our_own_files_are_read_whatever_their_name(tmp_path: Path) -> None:
     trace = uniform_chain(4)
     save_trace(trace, tmp_path / "a.jsonl")
-    (tmp_path / "b").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    assert load_trace(tmp_path / "a.jsonl") == load_trace(tmp_path / "b") == trace
+    (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert load_trace(tmp_path / "a.jsonl") == load_trace(tmp_path / "b.gz") == trace
+    (tmp_path / "b.gz").rename(tmp_path / "c")
+    with pytest.raises(TraceError, match="must end in '.gz'"):
+        load_trace(tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from workloads.importers.chrome import build_chrome
 from workloads.importers.dtr import build_dtr
 from workloads.importers.execution_trace import build_execution_trace
 from workloads.importers.optrace import FORMAT, read_optrace
-from workloads.importers.reading import MAX_BYTES, parse_json, read_bytes, read_start
+from workloads.importers.reading import MAX_BYTES, parse_json, read_bytes, read_packed, read_start
 
 FORMATS = (
     "tiersim JSON lines",
@@ -48,6 +48,11 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
             return read_chakra(path, max_bytes=max_bytes)
         raise _unknown(path, "it is neither JSON nor length-delimited protobuf")
     if re.match(rb'\{"format"\s*:\s*"tiersim trace"|\{[^\n]*"format"\s*:\s*"tiersim trace"', start):
+        packed, named = read_packed(path), str(path).endswith(".gz")
+        if packed != named:
+            raise TraceError(
+                f"{path}: a tiersim trace that is {'' if packed else 'not '}gzipped must {'' if packed else 'not '}end in '.gz'"
+            )
         try:
             return load(path, max_bytes=max_bytes)
         except OSError as error:

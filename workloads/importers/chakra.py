@@ -186,7 +186,7 @@ class _Reader:
         if kind in ("send", "recv") and not group:
             kind = "copy"
         modelled = not self.added and node.attrs.get("modelled") is True
-        touched = node.number("bytes") if more["ours"] and node.type == "COMP_NODE" else moved
+        touched = node.number("bytes") if more["ours"] and node.text("why") != "move" else moved
         flops = node.number("num_ops", most=1 << 60)
         self.builder.op(
             self._name(rank, node, more),

@@ -148,6 +148,7 @@ class Tensors:
         for key, seen in inside.items():
             if key not in now:
                 self.assumed["tensors there from the start, taken as inputs"] += 1
+                self.lives[key] += 1
                 self.storages.make(key, self._label(key), seen.bytes, "input", dtype=DTYPES.get(seen.kind, ""))
         marked = written(node.name, schema)[0]
         changed = {(rank, seen.storage) for seen in given if seen.argument in marked and seen.bytes}

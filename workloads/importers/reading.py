@@ -27,6 +27,15 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
     return data
 
 
+def read_packed(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is gzipped, by its first bytes; False where it cannot be read."""
+    try:
+        with Path(path).open("rb") as raw:
+            return raw.read(2) == b"\x1f\x8b"
+    except OSError:
+        return False
+
+
 def read_start(path: str | os.PathLike[str], count: int) -> bytes:
     """The first bytes of a file, unpacked; no more than `count` are held. Raises TraceError."""
     name = Path(path)

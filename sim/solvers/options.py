@@ -1,0 +1,176 @@
+"""Ways to run one stage of a chain: how much it saves, and what its backward then runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.plan import Problem
+from sim.solvers.milp import Program
+from sim.solvers.nodes import Nodes, nodes_of
+from sim.solvers.runs import Ledger
+from sim.trace.chain import BACKWARD, Stage
+
+NEVER, READ, MADE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way. Times in ns, sizes in bytes, as of a `Stage`.
+
+    again: per backward op what runs again before it, by position in forward and backward together. extra: time of those.
+    turn: forward time where the backward follows at once. xbar: what it saves, its output included.
+    saving: bytes beyond input and xbar while it runs forward. undoing: bytes beyond xbar and the gradient of
+    its output while it runs backward.
+    """
+
+    again: tuple[tuple[int, ...], ...]
+    extra: int
+    turn: int
+    xbar: int
+    saving: int
+    undoing: int
+
+    def beats(self, other: Option) -> bool:
+        """Whether nothing about the other is better."""
+        mine = (self.extra, self.turn, self.xbar, self.xbar + self.saving, self.xbar + self.undoing)
+        theirs = (other.extra, other.turn, other.xbar, other.xbar + other.saving, other.xbar + other.undoing)
+        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+class Menu:
+    """Finds the options of stages; stages that are alike share them.
+
+    levels: how many amounts of saved bytes, between all and the least; as many limits on what the stage holds at
+    once for each. node_limit, time_limit: of each search.
+    """
+
+    def __init__(self, problem: Problem, ledger: Ledger, *, levels: int, node_limit: int, time_limit: float) -> None:
+        self.problem, self.ledger = problem, ledger
+        self.levels, self.node_limit, self.time_limit = levels, node_limit, time_limit
+        self.limits: set[str] = set()
+        self.searches = 0
+        self._known: dict[object, list[Option]] = {}
+
+    def of(self, stage: Stage, turn: int, max_ops: int) -> list[Option]:
+        """The options of a stage; the first saves all. Stages of more than `max_ops` ops have that one alone."""
+        count = len(stage.forward)
+        every = Option(
+            ((),) * len(stage.backward), 0, turn, stage.xbar, stage.saving_temp, stage.backward_temp
+        )
+        if not stage.backward or count < 2 or count + len(stage.backward) > max_ops:
+            return [every]
+        parts = [[op] for op in (*stage.forward, *stage.backward)]
+        nodes = nodes_of(self.problem, self.ledger, parts, border=count)
+        incoming = self._incoming(stage)
+        key = (
+            *map(tuple, (nodes.cost, nodes.makes, nodes.values, incoming)),
+            tuple(last - i for i, last in enumerate(nodes.last_again) if last <= len(nodes)),
+            every,
+        )
+        if key not in self._known:
+            output = int(self.problem.trace.tensor_columns.bytes[stage.output])
+            self._known[key] = self._search(nodes, every, stage.uf, incoming, output)
+        return self._known[key]
+
+    def _incoming(self, stage: Stage) -> list[tuple[int, int]]:
+        """Bytes of the gradients that come from later stages and end here, and the node that reads them last."""
+        trace, found = self.problem.trace, []
+        place = {op: len(stage.forward) + i for i, op in enumerate(stage.backward)}
+        for t in sorted({t for op in stage.backward for t in trace.reads(op)}):
+            maker = int(trace.producer[t])
+            if maker >= 0 and maker not in place and trace.op_columns.phase[maker] == BACKWARD:
+                last = trace.readers(t)[-1]
+                found.append((int(trace.tensor_columns.bytes[t]), place.get(last, len(stage.forward) + len(place))))
+        return found
+
+    def _search(
+        self, nodes: Nodes, every: Option, uf: int, incoming: Sequence[tuple[int, int]], output: int
+    ) -> list[Option]:
+        border = nodes.border
+        movable = [v for v in nodes.useful[1][border] if nodes.values[v].held_until < border]
+        held = [v for v in nodes.useful[1][border] if nodes.values[v].held_until >= border]
+        least = sum(nodes.values[v].size for v in held)
+        most = least + sum(nodes.values[v].size for v in movable)
+        found = [every]
+        floor = Program(nodes, None).relax()
+        if floor is None or most == least:
+            return found
+        tried: set[tuple[int, int]] = set()
+        for level in range(self.levels):
+            saved = least + (most - least) * level // self.levels
+            room = high = sum(value.size for value in nodes.values) + max(nodes.makes)
+            for step in range(self.levels):
+                if step:
+                    room = floor.room + (high - floor.room) * (self.levels - 1 - step) // self.levels
+                if (saved, room) in tried:
+                    continue
+                tried.add((saved, room))
+                option, held_at_once = self._one(nodes, uf, incoming, output, room, saved)
+                if option is None:
+                    break
+                if not step:
+                    high = held_at_once
+                if not any(old.beats(option) for old in found):
+                    found = [found[0], *(old for old in found[1:] if not option.beats(old)), option]
+        return found
+
+    def _one(
+        self, nodes: Nodes, uf: int, incoming: Sequence[tuple[int, int]], output: int, room: int, saved: int
+    ) -> tuple[Option | None, int]:
+        """The option of least time within limits, and how much it holds at once; None if there is none."""
+        program = Program(nodes, room, saved=(nodes.border, saved))
+        answer = program.minimise(node_limit=self.node_limit, time_limit=self.time_limit)
+        self.searches += 1
+        if answer.limit:
+            self.limits.add(answer.limit)
+        if not answer.stages:
+            return None, 0
+        forward, backward, xbar = held_by(nodes, answer.stages, incoming)
+        option = Option(
+            again=tuple(tuple(stage) for stage in answer.stages[nodes.border :]),
+            extra=sum(nodes.cost[i] for stage in answer.stages for i in stage),
+            turn=uf,
+            xbar=xbar,
+            saving=max(0, forward - xbar),
+            undoing=max(0, backward - xbar - output),
+        )
+        return option, max(forward, backward)
+
+
+def held_by(
+    nodes: Nodes, stages: Sequence[Sequence[int]], incoming: Sequence[tuple[int, int]]
+) -> tuple[int, int, int]:
+    """The most bytes while the forward runs, while the backward runs, and what lies there between them.
+
+    incoming: (bytes, node that reads it last) of what comes from outside; it lies there from the border on. What
+    stays to the end whatever the plan (weight gradients) does not count.
+    """
+    count, border = len(nodes), nodes.border
+    stays = {v for v, value in enumerate(nodes.values) if value.end and value.held_until >= count}
+    makes = [
+        bytes - sum(nodes.values[v].size for v in nodes.made_by[k] if v in stays and nodes.values[v].fresh)
+        for k, bytes in enumerate(nodes.makes)
+    ]
+    coming = [READ if value.end else NEVER for value in nodes.values]
+    lies = sum(value.size for v, value in enumerate(nodes.values) if value.end and v not in stays)
+    most = [0, 0]
+    for t in reversed(range(count)):
+        if t == border - 1:
+            for v, value in enumerate(nodes.values):
+                if value.held_until >= border and coming[v] != READ and value.maker < border:
+                    coming[v] = READ
+                    lies += value.size
+            between = lies
+        for k in reversed([*stages[t], t]):
+            for v in nodes.made_by[k]:
+                if coming[v] == READ and v not in stays:
+                    lies -= nodes.values[v].size
+                coming[v] = MADE
+            for v in nodes.read_by[k]:
+                if coming[v] != READ and v not in stays:
+                    lies += nodes.values[v].size
+                coming[v] = READ
+            outside = sum(bytes for bytes, last in incoming if t <= last) if t >= border else 0
+            most[t >= border] = max(most[t >= border], lies + makes[k] + outside)
+    return most[0], most[1], between

@@ -1,0 +1,260 @@
+"""Studies: lists, crossed; every mistake at once; an identity that changes with all that the answer depends on."""
+
+import importlib.resources
+import itertools
+from pathlib import Path
+
+import pytest
+
+from sim.errors import ProfileError
+from sim.sweeps import StudyError, load_study, run_sweep
+from sim.sweeps.identity import source_hash
+from sim.units import parse_rate
+
+
+def labels(study, *names):
+    return [tuple(cell.labels[name] for name in names) for cell in load_study(study).cells()]
+
+
+def test_the_smallest_study_is_plain_lists(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        'model = ["gpt2"]\nbatch = [1, 2]\nsequence = [512]\nprofile = ["mt3000_survey"]\npolicy = ["keep_all", "dtr"]\n'
+    )
+    assert labels(path, "batch", "policy") == [(1, "keep_all"), (1, "dtr"), (2, "keep_all"), (2, "dtr")]
+
+
+def test_all_axes_are_crossed(study):
+    axes = {
+        "batch": [1, 2],
+        "sequence": [8, 16],
+        "precision": ["fp32", "amp_bf16"],
+        "profile": ["mt3000_survey", "a100_80_sxm"],
+        "budget": ["all", "50%", "7 GB"],
+        "seed": [0, 1],
+    }
+    policy = ["keep_all", {"name": "dtr", "heuristic": ["lru", "size"], "ties": "first"}]
+    names = ["keep_all", "dtr(heuristic=lru, ties=first)", "dtr(heuristic=size, ties=first)"]
+    found = labels(study(**axes, policy=policy), *axes, "policy")
+    assert sorted(found) == sorted(itertools.product(*axes.values(), names))
+
+
+def test_any_figure_of_a_profile_is_an_axis_by_its_path(study):
+    path = "tiers.zone.bandwidth"
+    rates = ["20 GB/s", "40 GB/s"]
+    swept = run_sweep(study(figures={path: rates}, policy="keep_all", budget="all", batch=1))
+    table = swept.to_frame()
+    assert list(table[path]) == rates
+    slow, fast = table["compute_ns"]
+    assert slow > fast  # half the bandwidth
+    assert parse_rate(rates[0]) * 2 == parse_rate(rates[1])
+
+
+def test_filters_take_cells_out(study):
+    skip = [{"policy": "dtr", "batch": [4, 8]}, {"tokens": ">= 128"}]
+    policy = ["keep_all", {"name": "dtr", "heuristic": ["lru", "size"]}]
+    found = labels(study(batch=[2, 4, 8], policy=policy, budget="all", skip=skip), "batch", "policy")
+    assert found == [
+        (2, "keep_all"),
+        (2, "dtr(heuristic=lru)"),
+        (2, "dtr(heuristic=size)"),
+        (4, "keep_all"),
+    ]
+    only = {"policy.heuristic": "lru"}
+    assert labels(study(batch=1, policy=policy, budget="all", only=only), "policy") == [("dtr(heuristic=lru)",)]
+
+
+def test_filters_that_leave_nothing_are_an_error(study):
+    with pytest.raises(StudyError, match="no cell is left"):
+        load_study(study(skip={"batch": [1, 2]})).cells()
+
+
+def test_a_budget_may_be_a_part_of_the_unconstrained_peak(study):
+    table = run_sweep(study(budget=["all", "62.5%"], policy="keep_all", batch=2)).to_frame()
+    peak = table["peak_bytes"][0]
+    assert list(table["unconstrained_peak_bytes"]) == [peak, peak]
+    assert table["budget_bytes"][1] == peak * 625 // 1000
+    assert list(table["status"]) == ["ok", "infeasible"]
+
+
+def test_one_thing_spelt_twice_is_one_cell(study):
+    assert labels(study(budget=["7 GB", "7000 MB", "50%", "50.0 %"], batch=1, policy="keep_all"), "budget") == [
+        ("7 GB",),
+        ("50%",),
+    ]
+
+
+BAD = """
+modle = ["gpt2"]
+batch = [0, "x"]
+sequence = []
+precision = "fp23"
+attention = "flsh"
+profile = ["mt3000_survy", "a100_80_sxm"]
+policy = ["keep_al", {name = "dtr", heuristik = "lru"}, {name = "dtr", heuristic = ["lrv", "lru"]}, 3]
+budget = [7, "7", "7 GBB", "0%"]
+timeline = 3
+seed = -1
+skip = {batc = 1}
+[figures]
+"tiers.hbm.bandwith" = "3 GB/s"
+"""
+
+MESSAGES = [
+    "batch[0]: value 0: expected a whole number of at least 1",
+    "batch[1]: value 'x': expected a whole number of at least 1",
+    "sequence: value []: expected at least one entry",
+    "precision: value 'fp23': expected one of fp32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16 "
+    "(did you mean 'fp32'?)",
+    "attention: value 'flsh': expected one of eager, sdpa, flash (did you mean 'flash'?)",
+    "profile[0]: value 'mt3000_survy': expected a hardware profile: no hardware profile is called 'mt3000_survy' "
+    "(did you mean 'mt3000_survey'?)",
+    "policy[0]: value 'keep_al': no policy is called 'keep_al' (did you mean 'keep_all'?)",
+    "policy[1]: value 'dtr(heuristik=lru)': policy 'dtr' has no parameter 'heuristik' (did you mean 'heuristic'?)",
+    "policy[2]: value 'dtr(heuristic=lrv)': dtr: heuristic: 'lrv' is unknown (did you mean 'lru'?)",
+    "policy[3]: value 3: expected the name of a policy, or a table with its name and parameters",
+    "budget[0]: value 7: expected a size such as '7 GB', a part of the unconstrained peak such as '50%', or 'all'",
+    "budget[1]: value '7': expected a size such as '7 GB', a part of the unconstrained peak such as '50%', or 'all'",
+    "budget[2]: value '7 GBB': expected a size such as '7 GB', a part of the unconstrained peak such as '50%', "
+    "or 'all' (did you mean 'GB'?)",
+    "budget[3]: value '0%': expected more than 0%",
+    "timeline: value 3: expected true, false, or tables that say which cells",
+    "seed: value -1: expected a whole number of at least 0",
+    "modle: there is no such key (did you mean 'model'?)",
+    "figures: value '3 GB/s': a100_80_sxm.toml: tiers.hbm.bandwith: there is no key 'bandwith' "
+    "(did you mean 'bandwidth'?)",
+    "skip[0].batc: there is no such axis (did you mean 'batch'?)",
+]
+
+
+def test_all_mistakes_of_a_study_come_at_once_one_line_each(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(BAD)
+    with pytest.raises(StudyError) as caught:
+        load_study(path)
+    assert sorted(caught.value.problems) == sorted(f"{path}: {line}" for line in MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = [", "not TOML"),
+        ('profile = "h100"\npolicy = "dtr"', "model: give either model or trace"),
+        ('model = "gpt2"\npolicy = "dtr"', "profile: this key is missing"),
+        ('model = "gpt2"\nmodel = "x"', "not TOML"),
+        ('trace = "gone.jsonl"\nprofile = "h100"\npolicy = "dtr"', "trace: value 'gone.jsonl': no such file"),
+        ('trace = "a"\nbatch = 2\nprofile = "h100"\npolicy = "dtr"', "batch: goes with model, not with trace"),
+        ('model = "gtp2"\nprofile = "h100"\npolicy = "dtr"', "did you mean 'gpt2'?"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = 3', "policy: value 3: expected the name"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = []', "policy: value []: expected at least one entry"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = "dtr"\nskip = 3', "skip: value 3: expected a table"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = "dtr"\nskip = {batch = {}}', "skip.batch: value {}: expected"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = "dtr"\nfigures = 3', "figures: value 3: expected a table"),
+        ('model = "gpt2"\nprofile = "h100"\npolicy = {heuristic = "lru"}', "expected the name of a policy"),
+    ],
+)
+def test_each_mistake_names_its_key(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(StudyError) as caught:
+        load_study(path)
+    assert any(message in line for line in caught.value.problems), caught.value.problems
+    assert all(line.startswith(f"{path}: ") and "\n" not in line for line in caught.value.problems)
+
+
+def test_a_study_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(StudyError, match="No such file"):
+        load_study(tmp_path / "none.toml")
+
+
+# ---- identity ------------------------------------------------------------------------------------
+
+
+def ids(study):
+    return [cell.id for cell in load_study(study).cells()]
+
+
+def test_the_same_study_has_the_same_identities(study):
+    assert ids(study()) == ids(study())
+    assert len(set(ids(study()))) == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"iterations": 3},
+        {"sequence": [8]},
+        {"attention": "eager"},
+        {"dropout": 0.5},
+        {"figures": {"tiers.zone.bandwidth": "20 GB/s"}},
+        {"profile": "a100_80_sxm"},
+        {"budget": ["91%", "92%"]},
+        {"policy": [{"name": "dtr", "heuristic": "lru"}, {"name": "dtr", "heuristic": "size"}]},
+        {"timeline": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_the_answer_changes_the_identity(study, change):
+    assert not set(ids(study())) & set(ids(study(**change)))
+
+
+def test_a_default_that_is_spelt_out_is_the_same_cell(study):
+    spelt = {"name": "dtr", "heuristic": "dtr_eq"}
+    assert ids(study(policy="dtr")) == ids(study(policy=spelt))
+
+
+def test_an_edited_profile_model_or_policy_is_another_cell(study, tiny, tmp_path, own):
+    profile = tmp_path / "mine.toml"
+    text = importlib.resources.files("hardware_profiles").joinpath("mt3000_survey.toml").read_text()
+    profile.write_text(text)
+    base = study(profile=str(profile), policy=[own("Faulty")], budget="all", batch=1)
+    seen = ids(base)
+    profile.write_text(text + "\n# a comment changes nothing\n")
+    assert ids(base) == seen
+    from sim.hardware.profile import load_profile
+
+    with pytest.raises(ProfileError):
+        load_profile(str(profile), overrides={"devices": "x"})
+    figures = [line for line in text.splitlines() if line.startswith("capacity")]
+    profile.write_text(text.replace(figures[0], figures[0].replace('"8 GB"', '"9 GB"')))
+    assert profile.read_text() != text
+    assert not set(ids(base)) & set(seen)
+    profile.write_text(text)
+    assert ids(base) == seen
+    Path(tiny).write_text(Path(tiny).read_text().replace('"n_layer": 2', '"n_layer": 3'))
+    assert not set(ids(base)) & set(seen)
+
+
+def test_a_source_is_hashed_with_all_that_it_imports(tmp_path, monkeypatch):
+    from sim.sweeps import identity
+
+    for name, text in {
+        "__init__": "",
+        "a": "from typing import TYPE_CHECKING\nfrom sim.b import x\nif TYPE_CHECKING:\n    import sim.types\n",
+        "b": "def f():\n    from sim import c\n",
+        "c": "",
+        "d": "",
+        "types": "",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(identity, "_root", lambda package: tmp_path)
+    caches = (identity.source_hash, identity._file_of, identity._imports)
+
+    def hashed():
+        for each in caches:
+            each.cache_clear()
+        return source_hash(("sim.a",))
+
+    try:
+        first = hashed()
+        for name, counts in (("a", True), ("b", True), ("c", True), ("d", False), ("types", False)):
+            path = tmp_path / f"{name}.py"
+            text = path.read_text()
+            path.write_text(text + "# edited\n")
+            assert (hashed() != first) == counts, name
+            path.write_text(text)
+            assert hashed() == first
+    finally:
+        for each in caches:
+            each.cache_clear()

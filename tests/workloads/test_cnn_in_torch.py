@@ -1,0 +1,104 @@
+"""The layers of every convolution net, run by PyTorch itself and captured: the same memory as the generator's."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from sim.analysis.peak_memory import peak_memory  # noqa: E402
+from sim.experiment import reference_run  # noqa: E402
+from sim.hardware.profile import load_profile  # noqa: E402
+from workloads import cnn, cnn_names, convnets  # noqa: E402
+from workloads.capture import capture  # noqa: E402
+
+
+class ResponseNorm(torch.autograd.Function):
+    """One kernel each way that keeps its input and its result, as cuDNN's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.relu(x)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        x, out = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(g, out, 0)
+
+
+class Net(nn.Module):
+    """Runs a net of `convnets` with PyTorch's layers; the first run, on no data, makes them."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.net = convnets.NETS[name]
+        self.parts = nn.ModuleDict()
+        with torch.no_grad():
+            self(torch.zeros(2, 3, self.net.image, self.net.image))
+
+    def part(self, name, make):
+        key = name.replace(".", "_")
+        if key not in self.parts:
+            self.parts[key] = make()
+        return self.parts[key]
+
+    def forward(self, x):
+        return self.net.forward(self, x, 1000, self.net.dropout)
+
+
+def conv(net, name, x, filters, kernel, *, stride=1, padding=0, groups=1, bias=False):
+    return net.part(
+        name, lambda: nn.Conv2d(x.shape[1], filters, kernel, stride, padding, groups=groups, bias=bias)
+    )(x)
+
+
+LAYERS = {
+    "conv": conv,
+    "batch_norm": lambda net, name, x: net.part(name, lambda: nn.BatchNorm2d(x.shape[1]))(x),
+    "dense": lambda net, name, x, columns: net.part(name, lambda: nn.Linear(x.shape[1], columns))(x),
+    "relu": lambda net, name, x: functional.relu(x),
+    "max_pool": lambda net, name, x, kernel, stride, padding=0, up=False: functional.max_pool2d(
+        x, kernel, stride, padding, ceil_mode=up
+    ),
+    "average_pool": lambda net, name, x, kernel, stride, padding: functional.avg_pool2d(x, kernel, stride, padding),
+    "adaptive_pool": lambda net, name, x, size: functional.adaptive_avg_pool2d(x, size),
+    "global_mean": lambda net, name, x: x.mean((2, 3), keepdim=True).flatten(1),
+    "concatenate": lambda net, name, parts: torch.cat(parts, 1),
+    "add_in_place": lambda net, name, x, y: x.add_(y),
+    "local_response_norm": lambda net, name, x: ResponseNorm.apply(x),
+    "dropout": lambda net, name, x, probability: functional.dropout(x, probability),
+}
+
+
+def peaks(trace):
+    return peak_memory(reference_run(trace, load_profile("a100_80_sxm"))).by_phase
+
+
+@pytest.mark.parametrize("name", cnn_names())
+def test_a_net_takes_the_memory_that_pytorch_takes(name, monkeypatch):
+    for layer, run in LAYERS.items():
+        monkeypatch.setattr(convnets, layer, run)
+    monkeypatch.setattr(torch.Tensor, "viewed", lambda self, *shape: self.view(*shape), raising=False)
+    size = convnets.NETS[name].image
+    captured = capture(
+        lambda: Net(name),
+        torch.zeros(2, 3, size, size, device="meta"),
+        targets=torch.zeros(2, dtype=torch.int64, device="meta"),
+        loss=functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        kernels="cuda",
+    )
+    monkeypatch.undo()
+    trace = cnn(name, 2)
+    assert captured.meta["parameters"] == trace.meta["parameters"]
+    assert captured.meta["model_flops"] == trace.meta["model_flops"]
+    mine, theirs = peaks(trace), peaks(captured)
+    for phase in ("forward", "backward", "update"):
+        # PyTorch holds the loss until the iteration is over, and views of a concatenation's gradient longer
+        assert mine[phase] == pytest.approx(theirs[phase], rel=0.005), phase
+        print(name, phase, mine[phase], theirs[phase])

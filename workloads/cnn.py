@@ -1,0 +1,104 @@
+"""Training traces of convolution nets, with the choice of algorithms that the older systems make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sim.errors import WorkloadError, near
+from sim.trace.graph import Trace, TraceBuilder
+from workloads.backward import backward
+from workloads.convnets import NETS
+from workloads.image_layers import ImageTape
+from workloads.losses import cross_entropy
+from workloads.optimizers import check_optimizer, update
+from workloads.precision import precision_of
+from workloads.tape import Value
+
+
+def cnn_names() -> tuple[str, ...]:
+    """The nets that `cnn` knows."""
+    return tuple(sorted(NETS))
+
+
+def cnn(
+    name: str,
+    batch: int,
+    image: int | None = None,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "sgd_momentum",
+    classes: int = 1000,
+    dropout: float | None = None,
+    micro_batches: int = 1,
+) -> Trace:
+    """One iteration, forward, loss, backward and optimizer step, in its steady state.
+
+    name: see `cnn_names()`. batch: images an iteration. image: height and width of an image in pixels; by
+    default the one the net was made for (224, inception-v4 299). precision, optimizer: as for `transformer`.
+    classes: width of the last layer. dropout: replaces the net's probability. micro_batches: gradients are
+    accumulated over that many parts of the batch; each renews the running statistics of batch norm.
+
+    Convolutions are implicit GEMMs without workspace; `alternatives` holds the other algorithms that fit
+    their shape, see `workloads.convolution_algorithms`. Those of a backward op, which computes both
+    gradients, have the time factor and the workspace of the forward op.
+
+    The memory that a keep-all replay takes is that of PyTorch, workspaces inside kernels and what the
+    allocator rounds left out; local response norm is cuDNN's single kernel.
+
+    Raises WorkloadError naming what is wrong and the nearest valid value.
+    """
+    if name not in NETS:
+        raise WorkloadError(f"net {name!r} is unknown{near(str(name), NETS)}")
+    net, kind = NETS[name], precision_of(precision)
+    check_optimizer(optimizer)
+    image = net.image if image is None else image
+    numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}
+    for what, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+    if batch % micro_batches:
+        raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
+    probability = net.dropout if dropout is None else dropout
+    if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
+        raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}")
+    builder = TraceBuilder()
+    tape = ImageTape(builder, kind).open()
+    samples, layers = batch // micro_batches, 0
+    gradients: dict[int, Value] = {}
+    for i in range(micro_batches):
+        tape.prefix = f"mb{i}." if micro_batches > 1 else ""
+        pixels = tape.constant("images", (samples, 3, image, image), kind.weight, "input")
+        labels = tape.constant("labels", (samples,), "int64", "input")
+        logits = net.forward(tape, pixels, classes, probability)
+        layers = max(layer for _, layer in tape.parameters) + 1
+        tape.layer = -1
+        loss = cross_entropy(tape, "loss", tape.to_full(logits, "loss.up"), labels, held=(logits,))
+        tape.leave_autocast()
+        backward(tape, loss, gradients)
+    tape.prefix = ""
+    update(builder, kind, optimizer, tape.parameters, gradients)
+    meta: dict[str, Any] = {
+        "model": name,
+        "family": "cnn",
+        "batch": batch,
+        "image": image,
+        "samples": batch,
+        "micro_batches": micro_batches,
+        "precision": kind.name,
+        "optimizer": optimizer,
+        "layers": layers,
+        "alternatives": "time factors of convolution algorithms are estimates",
+        "parameters": sum(value.elements for value, _ in tape.parameters),
+    }
+    builder.meta.update(meta)
+    trace = builder.build()
+    products = sum(o.flops for o in trace.ops if o.kind in ("conv", "matmul"))
+    choices = {trace.op_id(op): other for op, other in tape.choices.items() if other}
+    return Trace(
+        trace.tensor_columns,
+        replace(trace.op_columns, alternatives=choices),
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta={**trace.meta, "model_flops": products},
+    )
