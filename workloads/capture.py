@@ -8,7 +8,7 @@ same step, to the byte.
 Departs from a run on a GPU: kernels are those of PyTorch's CPU path, with `kernels="cuda"` except dropout,
 attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes
 for itself is not known; autocast has to be entered for device type "cpu"; Python's cycle collector rests
-during the captured iteration, so that what only a cycle holds lives to its end.
+meanwhile, so that what only a cycle holds lives to the end of the iteration.
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -125,6 +125,7 @@ def capture(
             tuned.zero_grad(set_to_none=True)
 
     with ExitStack() as stack:
+        stack.enter_context(_no_collection())
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         recorder.know_module()
@@ -132,22 +133,15 @@ def capture(
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
                 recorder.know(tensor, f"{label}{i}", "input")
         stack.enter_context(recorder.watching())
+        stack.enter_context(_named_errors("the step"))
         for _ in range(warm_up):
-            with _named_errors("the step"):
-                iteration()
+            iteration()
             if tuned is None and step is None:
                 model.zero_grad(set_to_none=True)
-        collecting = gc.isenabled()
         gc.collect()
-        gc.disable()
-        try:
-            recorder.begin()
-            with _named_errors("the step"):
-                iteration()
-            recording = recorder.finish()
-        finally:
-            if collecting:
-                gc.enable()
+        recorder.begin()
+        iteration()
+        recording = recorder.finish()
     if not recording.kernels:
         raise WorkloadError("the step runs no op: there is nothing to simulate")
     counted = [k for k in recording.kernels if k.phase != "update" and not k.again]
@@ -244,7 +238,19 @@ def _prefer_foreach(optimizer: Any) -> None:
 
 
 @contextmanager
-def _named_errors(doing: str) -> Any:
+def _no_collection() -> Iterator[None]:
+    """Python's cycle collector at rest: what it frees, and when, would depend on all that ran before."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def _named_errors(doing: str) -> Iterator[None]:
     """What fails in foreign code, as one line."""
     try:
         yield

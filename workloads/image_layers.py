@@ -98,19 +98,25 @@ def conv(
 
 
 def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
-    """Over batch and pixels. Saves its input, and mean and 1/deviation a channel; renews the running ones in place."""
+    """Over batch and pixels. Saves its input, and mean and 1/deviation a channel.
+
+    An op of its own renews the running statistics in place, so that the norm itself can be run again.
+    """
     channels = x.shape[1]
     weight, bias = (tape.weight(f"{name}.{what}", channels) for what in ("weight", "bias"))
-    running = ("running_mean", "running_var")
-    names = [f"{name}.{what}" for what in running]
-    before = [tape.statistic(n, channels) for n in names]
-    count = tape.statistic(f"{name}.batches", dtype="int64")
-    after = [tape.overwrite(v, f"{n}.new", "weight") for v, n in zip([*before, count], [*names, f"{name}.batches"])]
-    tape.statistics.update(zip([*names, f"{name}.batches"], after, strict=True))
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     mean, rstd = (tape.constant(f"{name}.{what}", (channels,), "fp32") for what in ("mean", "rstd"))
     flops = NORM_FLOPS * x.elements
-    tape.op(name, "norm", [x, weight, bias, *before, count], [out, mean, rstd, *after], flops=flops)
+    tape.op(name, "norm", [x, weight, bias], [out, mean, rstd], flops=flops)
+    kept = [("running_mean", "fp32"), ("running_var", "fp32"), ("batches", "int64")]
+    names = [f"{name}.{what}" for what, _ in kept]
+    before = [
+        tape.statistic(n, *(() if n.endswith("batches") else (channels,)), dtype=dtype)
+        for n, (_, dtype) in zip(names, kept, strict=True)
+    ]
+    after = [tape.overwrite(v, f"{n}.new", "weight") for n, v in zip(names, before, strict=True)]
+    tape.op(f"{name}.statistics", "elementwise", [*before, mean, rstd], after, flops=4 * channels)
+    tape.statistics.update(zip(names, after, strict=True))
     tape.save(x, "input of a norm")
     tape.save(mean, "mean of each channel")
     tape.save(rstd, "1 / deviation of each channel")

@@ -107,6 +107,8 @@ class Device:
                 for t in reads:
                     locks[t] -= 1
                 busy[lane] = False
+                if state.on_unlock:
+                    state.note_unlocked(reads)
                 if guests[lane]:
                     self._works.look()
             state.now = end
@@ -260,6 +262,10 @@ class Device:
             return
         if under_way is None and not copies & ~LEAVING:
             return
+        if tensor in state.overwriting and copies & ~LEAVING == 1 << state.overwriting[tensor]:
+            by = self._name(state.prepared.producer[state.prepared.replaced_by[tensor]])
+            what = f"op {self._name(op)!r}: tensor {self._tensor(tensor)!r}"
+            raise IllegalPlan(f"{what} is being overwritten by {by!r} and no copy was kept")
         if under_way is not None and 1 << under_way.target & reach:
             yield from self._demand(under_way, op)
             return
@@ -297,7 +303,12 @@ class Device:
         engine = prepared.engine[op]
         for tensor in prepared.writes[op]:
             old = prepared.replaces[tensor]
-            while old >= 0 and work.why == "run" and old in state.transfers:
+            while old >= 0 and work.why == "run" and (old in state.transfers or self._is_read_beside(old, op)):
+                if old not in state.transfers:
+                    event = state.env.event()
+                    state.on_unlock.setdefault(old, []).append(event)
+                    yield from self._stall(event, "hazard", op, old)
+                    continue
                 waiting = self._transfers.outside(old)
                 if waiting is not None:
                     yield from self._demand(waiting, op)
@@ -314,6 +325,10 @@ class Device:
         else:
             yield from self._run_here(work)
 
+    def _is_read_beside(self, tensor: int, op: int) -> bool:
+        """Whether anything but this op holds a tensor: an op on another engine, or of another device."""
+        return self._state.locks[tensor] > (tensor in self._state.prepared.reads[op])
+
     def _take_space(self, work: Work, engine: int) -> Steps:
         state, prepared = self._state, self._state.prepared
         home, op = prepared.home[engine], work.op
@@ -324,7 +339,7 @@ class Device:
                 tier = next(t for t in prepared.reach_order[engine] if state.copies[old] & 1 << t)
                 if (old, tier) not in state.odd_sizes:  # what a link compressed has no room for the new value
                     work.takeovers.append((old, tensor, tier))
-                    state.overwriting.add(old)
+                    state.overwriting[old] = tier
                     continue
             tier, offset = self._actions.born.get(tensor, (home, None))
             if not prepared.reach[engine] & 1 << tier:

@@ -99,7 +99,8 @@ class State:
         self.wanted = False
         self.queued_for_space = 0  # devices and transfers that wait for space somewhere
         self.running = 0  # ops under way on other engines, and groups
-        self.overwriting: set[int] = set()  # old values that an op under way overwrites in place
+        self.overwriting: dict[int, int] = {}  # old values that an op under way overwrites in place: in which tier
+        self.on_unlock: dict[int, list[Event]] = {}  # who waits to overwrite a value until its readers have ended
         self.idle_waiters: list[Event] = []
         self.awaited: dict[int, str] = {}  # results under way on another engine or device: why one waits for them
         self.stale_tiers: set[int] = set()
@@ -249,6 +250,11 @@ class State:
         waiting = self.on_arrival.pop(tensor, None)
         if waiting:
             self.wake(waiting)
+
+    def note_unlocked(self, tensors: Iterable[int]) -> None:
+        """Reads of these have ended: who waits to overwrite one of them looks again."""
+        for tensor in tensors:
+            self.wake(self.on_unlock.pop(tensor, ()))
 
     def wake(self, events: Iterable[Event]) -> None:
         """Let waiting devices go on now."""

@@ -141,7 +141,10 @@ class Transfers:
     def fetch(self, tensor: int, target: int, device: int, op: int) -> Transfer:
         """A demand: the device has taken the space already; an implicit fetch keeps its source."""
         state = self._state
-        source = self._nearest(tensor, state.copies[tensor] & ~LEAVING, target)
+        held = state.copies[tensor] & ~LEAVING
+        if tensor in state.overwriting:
+            held &= ~(1 << state.overwriting[tensor])
+        source = self._nearest(tensor, held, target)
         move = Move(tensor, state.names[target], keep=True)
         sizes = (state.size[tensor], state.size_in(tensor, source))
         transfer = Transfer(self, tensor, (source, target), move, sizes, device, op)

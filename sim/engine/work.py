@@ -155,7 +155,7 @@ class Works:
         for tier, bytes, handle in work.scratch:
             state.give(-1, tier, bytes, work.op, WORKSPACE, handle)
         for old, new, tier in work.takeovers:
-            state.overwriting.discard(old)
+            state.overwriting.pop(old, None)
             state.overwrite(old, new, tier, work.op)
             state.awaited.pop(new, None)
             state.arrive(new, tier)
@@ -167,6 +167,8 @@ class Works:
             state.locks[tensor] -= 1
         for tensor in state.prepared.writes[work.op]:
             state.locks[tensor] -= 1
+        if state.on_unlock:
+            state.note_unlocked(state.prepared.reads[work.op])
 
     def bury(self, work: Work) -> None:
         """Free what no op still to run and no planned recomputation reads."""

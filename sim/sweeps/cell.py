@@ -86,7 +86,7 @@ class Bench:
         return {"row": row, "ran": {"wall_s": time.perf_counter() - began, **ran}}
 
     def _answer(self, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
-        known: dict[str, Any] = {"budget_bytes": None, "unconstrained_peak_bytes": None}
+        known: dict[str, Any] = {"fidelity": "", "budget_bytes": None, "unconstrained_peak_bytes": None}
         try:
             return self._figures(task, known)
         except (Infeasible, Deadlock) as error:
@@ -106,6 +106,7 @@ class Bench:
         platform_key = (task["profile"], tuple(sorted(figures.items())))
         given = task["parameters"].items()
         policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
+        known["fidelity"] = policy.fidelity
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
         reference, peak, refusal = self._references.get((trace_key, platform_key), lambda: _reference(trace, platform))

@@ -20,7 +20,7 @@ from sim.sweeps.store import Store
 from sim.sweeps.study import load_study
 from sim.sweeps.sweep import OnProgress, Progress, run_sweep
 
-SHOWN = ("policy", "budget", "status", "peak_bytes", "makespan_ns", "overhead", "error")
+SHOWN = ("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "error")
 WIDEST = 60
 EVERY_S = 0.1
 

@@ -165,7 +165,7 @@ class _Pool:
         """Its own, else one that nobody works on, else the longest."""
         if worker.group in self.groups:
             return worker.group
-        taken = {other.group for other in self.workers.values() if other.job is not None}
+        taken = {other.job.group for other in self.workers.values() if other.job is not None}
         free = next((group for group in self.groups if group not in taken), None)
         return free if free is not None else max(self.groups, key=lambda g: len(self.groups[g]), default=None)
 
@@ -201,7 +201,7 @@ class _Pool:
             else:
                 row = {"status": "killed", "fits": None, "error": f"the process that ran it died {TRIES} times"}
                 yield job.id, {"row": row, "ran": {"how": _how(code)}}
-        if self.groups or self.suspects:
+        if self.groups or (self.suspects and not self.workers):
             self.start()
 
     def close(self, worker: _Worker) -> None:

@@ -14,7 +14,7 @@ from sim.report.files import write_aside
 if TYPE_CHECKING:
     import pandas as pd
 
-FIRST = ("status", "fits", "error", "budget_bytes", "unconstrained_peak_bytes", "floor_bytes")
+FIRST = ("status", "fits", "error", "fidelity", "budget_bytes", "unconstrained_peak_bytes", "floor_bytes")
 KNOWN = tuple(dict.fromkeys((*FIRST, *(field.name for field in dataclasses.fields(Summary)), "time_limited")))
 TIMING = ("wall_s", "plan_s", "host", "date")
 """What varies from run to run; a table has it only where it is asked for."""

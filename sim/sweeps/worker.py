@@ -22,12 +22,15 @@ def main() -> None:
     from sim.sweeps.cell import Bench
 
     bench = Bench()
-    out.write(b"ready\n")
-    out.flush()
-    while True:
-        outcome = bench.run(json.loads(tasks.get()))
-        out.write(json.dumps(outcome).encode() + b"\n")
+    try:
+        out.write(b"ready\n")
         out.flush()
+        while True:
+            outcome = bench.run(json.loads(tasks.get()))
+            out.write(json.dumps(outcome).encode() + b"\n")
+            out.flush()
+    except BrokenPipeError:  # the driver is gone
+        os._exit(0)
 
 
 def _listen(tasks: queue.SimpleQueue[bytes]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sim.errors import ProfileError
 from sim.sweeps import StudyError, load_study, run_sweep
 from sim.sweeps.identity import source_hash
 from sim.units import parse_rate
@@ -19,7 +18,8 @@ def labels(study, *names):
 def test_the_smallest_study_is_plain_lists(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(
-        'model = ["gpt2"]\nbatch = [1, 2]\nsequence = [512]\nprofile = ["mt3000_survey"]\npolicy = ["keep_all", "dtr"]\n'
+        'model = ["gpt2"]\nbatch = [1, 2]\nsequence = [512]\n'
+        'profile = ["mt3000_survey"]\npolicy = ["keep_all", "dtr"]\n'
     )
     assert labels(path, "batch", "policy") == [(1, "keep_all"), (1, "dtr"), (2, "keep_all"), (2, "dtr")]
 
@@ -212,10 +212,6 @@ def test_an_edited_profile_model_or_policy_is_another_cell(study, tiny, tmp_path
     seen = ids(base)
     profile.write_text(text + "\n# a comment changes nothing\n")
     assert ids(base) == seen
-    from sim.hardware.profile import load_profile
-
-    with pytest.raises(ProfileError):
-        load_profile(str(profile), overrides={"devices": "x"})
     figures = [line for line in text.splitlines() if line.startswith("capacity")]
     profile.write_text(text.replace(figures[0], figures[0].replace('"8 GB"', '"9 GB"')))
     assert profile.read_text() != text

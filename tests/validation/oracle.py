@@ -15,7 +15,7 @@ from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import EventLog
 from sim.trace import ROLES, Trace
 from sim.trace.op import PHASES
-from workloads import transformer
+from workloads import cnn, transformer
 
 DATA = Path(__file__).parent / "data"
 PHASE_COLUMNS = {"forward": "forward", "backward": "backward", "update": "optimizer"}
@@ -43,15 +43,18 @@ ROUNDING = 512
 
 @cache
 def rows() -> dict[str, dict[str, str]]:
-    """Every case by its id."""
-    with (DATA / "pytorch_memory.csv").open(encoding="utf-8") as file:
-        return {row["case_id"]: row for row in csv.DictReader(file)}
+    """Every case by its id: transformers, then image nets."""
+    found = {}
+    for name in ("pytorch_memory.csv", "pytorch_memory_cnn.csv"):
+        with (DATA / name).open(encoding="utf-8") as file:
+            found.update({row["case_id"]: row for row in csv.DictReader(file)})
+    return found
 
 
 @cache
 def machine() -> Platform:
     """A device and a host with room for all cases. Peaks do not depend on its rates: nothing overlaps here."""
-    room = 1 << 42
+    room = 1 << 46
     return Platform(
         "roomy",
         (Tier("hbm", room, room, 10**12, device=0), Tier("host", room, room, 10**11, kind="ddr")),
@@ -62,6 +65,8 @@ def machine() -> Platform:
 
 def trace_of(row: dict[str, str]) -> Trace:
     """The trace of a case, from its configuration alone."""
+    if row["seq"] == "0":
+        return cnn(row["model"], int(row["batch"]), precision=row["precision"], optimizer=row["optimizer"])
     return _trace(row["config_json"], *(row[key] for key in KEYS))
 
 

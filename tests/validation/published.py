@@ -8,10 +8,12 @@ from typing import NamedTuple
 from sim.engine.replay import replay
 from sim.experiment import simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
-from sim.log import EventLog
+from sim.log import WHY, EventLog
 from sim.plan import Plan
 from sim.trace import Trace, TraceBuilder
+from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.trace.pipeline import pipeline
+from sim.trace.tensor import ROLE_CODE
 from tests.validation.oracle import machine
 from workloads import transformer
 
@@ -47,9 +49,14 @@ def held_by_layers(log: EventLog) -> int:
     """Bytes of activations inside layers that live when backward begins."""
     c, tensors = log.trace.op_columns, log.trace.tensor_columns
     ops, why = log.interval("op"), log.interval("why")
-    began = min(log.interval("start")[(why == 0) & (c.phase[ops] == 1)])
+    began = min(log.interval("start")[(why == WHY["run"]) & (c.phase[ops] == PHASE_CODE["backward"])])
     tensor, delta, time = (log.change(name) for name in ("tensor", "delta", "time"))
-    inside = (tensor >= 0) & (tensors.layer[tensor] >= 0) & (tensors.role[tensor] == 3) & (time < began)
+    inside = (
+        (tensor >= 0)
+        & (tensors.layer[tensor] >= 0)
+        & (tensors.role[tensor] == ROLE_CODE["activation"])
+        & (time < began)
+    )
     return int(delta[inside].sum())
 
 
@@ -66,9 +73,9 @@ def core_flops(name: str, passes: int) -> float:
     layers = {"175B": 96, "530B": 105}[name]
     trace = megatron(name, layers)
     log = simulate(trace, machine(), "selective_recompute", recompute="attention_core").log
-    again = log.interval("op")[log.interval("why") == 1]
+    again = log.interval("op")[log.interval("why") == WHY["recompute"]]
     kinds = trace.op_columns.kind[again]
-    products = int(trace.op_columns.flops[again][kinds == 0].sum())
+    products = int(trace.op_columns.flops[again][kinds == KIND_CODE["matmul"]].sum())
     return 100 * passes * products / float(trace.meta["model_flops"])
 
 
@@ -141,47 +148,163 @@ LECTURE = "lecture on large-model training"
 SURVEY = "survey of memory optimisation"
 
 FIGURES = (
-    Figure("GPT-3 175B: activations that selective recomputation saves", KORTHIKANTI, "paper", 70, "%",
-           lambda: saved_by_selective("175B"), 0.01, "bytes that layers hold as backward begins, engine"),
-    Figure("MT-NLG 530B: the same", KORTHIKANTI, "paper", 65, "%",
-           lambda: saved_by_selective("530B"), 0.01, "the same"),
-    Figure("GPT-3 175B: FLOPs that it adds", KORTHIKANTI, "paper; counts three passes of the attention core", 2.7, "%",
-           lambda: core_flops("175B", 3), 0.03, "ops run again, three times; once, as they run, is 0.9 %"),
-    Figure("MT-NLG 530B: the same", KORTHIKANTI, "paper; counts three passes of the attention core", 1.6, "%",
-           lambda: core_flops("530B", 3), 0.04, "the same; once is 0.5 %"),
-    Figure("GPipe, 4 stages, 8 microbatches: (m + p - 1)(F + B)", "Huang et al., NeurIPS 2019", "formula", 33, "F",
-           lambda: pipeline_time(4, 8, "gpipe"), 1e-3, "engine on 4 devices, B = 2 F"),
-    Figure("1F1B, 4 stages, 8 microbatches: the same makespan", "Fan et al. (DAPPLE), PPoPP 2021", "formula", 33, "F",
-           lambda: pipeline_time(4, 8, "1f1b"), 1e-3, "engine on 4 devices, B = 2 F"),
-    Figure("1F1B, 8 stages, 32 microbatches", "Fan et al. (DAPPLE), PPoPP 2021", "formula", 117, "F",
-           lambda: pipeline_time(8, 32, "1f1b"), 1e-3, "engine on 8 devices, B = 2 F"),
-    Figure("mixed precision with Adam", "Rajbhandari et al. (ZeRO), SC 2020", "formula, stage 0: (2 + 2 + 12) bytes", 16,
-           "bytes a parameter", lambda: bytes_a_parameter("mixed_fp16"), 1e-3, "trace of GPT-2 small"),
-    Figure("FP32 with Adam, 1 : 1 : 2", SURVEY, "formula", 16, "bytes a parameter",
-           lambda: bytes_a_parameter("fp32"), 1e-3, "trace of GPT-2 small"),
-    Figure("GPT-3: parameters and gradients", LECTURE, "printed as 650 GB; the unit is GiB", 650, "GiB",
-           lambda: gpt3("weights and gradients"), 1e-3, "trace, 4 bytes a parameter"),
-    Figure("GPT-3: optimizer", LECTURE, "printed as 1950 GB; the unit is GiB", 1950, "GiB",
-           lambda: gpt3("optimizer"), 1e-3, "trace, 12 bytes a parameter"),
-    Figure("GPT-3: activations, batch 128", LECTURE, "printed as 32895 GB; GiB, and the formula's factor 4 is one too many",
-           32895, "GiB", lambda: gpt3("activations"), 1e-4, "trace, all that is saved for backward"),
-    Figure("GPT-3: cards of 80 GB", LECTURE, "printed as 440; 80 GiB each", 440, "cards",
-           lambda: sum(map(gpt3, ("weights and gradients", "optimizer", "activations"))) / 80, 0.01, "sum of the three"),
-    Figure("DeepSeek: 671 billion parameters in FP32", SURVEY, "printed as GB; the unit is GiB", 2499.67, "GiB",
-           lambda: 671e9 * 4 / 2**30, 1e-5, "arithmetic"),
-)  # fmt: skip
+    Figure(
+        "GPT-3 175B: activations that selective recomputation saves",
+        KORTHIKANTI,
+        "paper",
+        70,
+        "%",
+        lambda: saved_by_selective("175B"),
+        0.01,
+        "bytes that layers hold as backward begins, engine",
+    ),
+    Figure(
+        "MT-NLG 530B: the same", KORTHIKANTI, "paper", 65, "%", lambda: saved_by_selective("530B"), 0.01, "the same"
+    ),
+    Figure(
+        "GPT-3 175B: FLOPs that it adds",
+        KORTHIKANTI,
+        "paper; counts three passes of the attention core",
+        2.7,
+        "%",
+        lambda: core_flops("175B", 3),
+        0.03,
+        "ops run again, three times; once, as they run, is 0.9 %",
+    ),
+    Figure(
+        "MT-NLG 530B: the same",
+        KORTHIKANTI,
+        "paper; counts three passes of the attention core",
+        1.6,
+        "%",
+        lambda: core_flops("530B", 3),
+        0.04,
+        "the same; once is 0.5 %",
+    ),
+    Figure(
+        "GPipe, 4 stages, 8 microbatches: (m + p - 1)(F + B)",
+        "Huang et al., NeurIPS 2019",
+        "formula",
+        33,
+        "F",
+        lambda: pipeline_time(4, 8, "gpipe"),
+        1e-3,
+        "engine on 4 devices, B = 2 F",
+    ),
+    Figure(
+        "1F1B, 4 stages, 8 microbatches: the same makespan",
+        "Fan et al. (DAPPLE), PPoPP 2021",
+        "formula",
+        33,
+        "F",
+        lambda: pipeline_time(4, 8, "1f1b"),
+        1e-3,
+        "engine on 4 devices, B = 2 F",
+    ),
+    Figure(
+        "1F1B, 8 stages, 32 microbatches",
+        "Fan et al. (DAPPLE), PPoPP 2021",
+        "formula",
+        117,
+        "F",
+        lambda: pipeline_time(8, 32, "1f1b"),
+        1e-3,
+        "engine on 8 devices, B = 2 F",
+    ),
+    Figure(
+        "mixed precision with Adam",
+        "Rajbhandari et al. (ZeRO), SC 2020",
+        "formula, stage 0: (2 + 2 + 12) bytes",
+        16,
+        "bytes a parameter",
+        lambda: bytes_a_parameter("mixed_fp16"),
+        1e-3,
+        "trace of GPT-2 small",
+    ),
+    Figure(
+        "FP32 with Adam, 1 : 1 : 2",
+        SURVEY,
+        "formula",
+        16,
+        "bytes a parameter",
+        lambda: bytes_a_parameter("fp32"),
+        1e-3,
+        "trace of GPT-2 small",
+    ),
+    Figure(
+        "GPT-3: parameters and gradients",
+        LECTURE,
+        "printed as 650 GB; the unit is GiB",
+        650,
+        "GiB",
+        lambda: gpt3("weights and gradients"),
+        1e-3,
+        "trace, 4 bytes a parameter",
+    ),
+    Figure(
+        "GPT-3: optimizer",
+        LECTURE,
+        "printed as 1950 GB; the unit is GiB",
+        1950,
+        "GiB",
+        lambda: gpt3("optimizer"),
+        1e-3,
+        "trace, 12 bytes a parameter",
+    ),
+    Figure(
+        "GPT-3: activations, batch 128",
+        LECTURE,
+        "printed as 32895 GB; GiB, and the formula's factor 4 is one too many",
+        32895,
+        "GiB",
+        lambda: gpt3("activations"),
+        1e-4,
+        "trace, all that is saved for backward",
+    ),
+    Figure(
+        "GPT-3: cards of 80 GB",
+        LECTURE,
+        "printed as 440; 80 GiB each",
+        440,
+        "cards",
+        lambda: sum(map(gpt3, ("weights and gradients", "optimizer", "activations"))) / 80,
+        0.01,
+        "sum of the three",
+    ),
+    Figure(
+        "DeepSeek: 671 billion parameters in FP32",
+        SURVEY,
+        "printed as GB; the unit is GiB",
+        2499.67,
+        "GiB",
+        lambda: 671e9 * 4 / 2**30,
+        1e-5,
+        "arithmetic",
+    ),
+)
 """All that a run or a trace of ours can be put beside."""
 
 READINGS = (
-    ("34.2 TB of activations (DeepSeek)", SURVEY, "no batch is given. (2 + 9L) bsh + bsv gives 34.216 decimal TB where "
-     "tokens times bytes an element is 2^23: an inference, not a comparison"),
+    (
+        "34.2 TB of activations (DeepSeek)",
+        SURVEY,
+        "no batch is given. (2 + 9L) bsh + bsv gives 34.216 decimal TB where "
+        "tokens times bytes an element is 2^23: an inference, not a comparison",
+    ),
     ("SwapAdvisor: throughput + 53 %", SURVEY, "the paper's 53 to 99 % are *of* a GPU with unlimited memory"),
     ("ZeRO-Offload passes 100 billion parameters", SURVEY, "the paper: 13 billion on one V100, 70 billion on a DGX-2"),
     ("vDNN offloads parameters", SURVEY, "the paper: inputs of layers (feature maps)"),
     ("BERT with 768 hidden layers", "report", "hidden size 768"),
-    ("InceptionV4 40 GB, BERT 73 GB, Wide ResNet-152 180 GB", "report", "sequence length, precision and optimizer are not "
-     "given: nothing to compare"),
-    ("ZeRO stages 1 to 3: 31.4, 16.6, 1.9 GB a rank of 120", "Rajbhandari et al.", "4 + 12/N, 2 + 14/N, 16/N bytes a "
-     "parameter, 7.5 billion on 64 ranks: arithmetic; the shipped tests of those policies say what they reach"),
-)  # fmt: skip
+    (
+        "InceptionV4 40 GB, BERT 73 GB, Wide ResNet-152 180 GB",
+        "report",
+        "sequence length, precision and optimizer are not given",
+    ),
+    (
+        "ZeRO stages 1 to 3: 31.4, 16.6, 1.9 GB a rank of 120",
+        "Rajbhandari et al.",
+        "4 + 12/N, 2 + 14/N, 16/N bytes a "
+        "parameter, 7.5 billion on 64 ranks: arithmetic; the shipped tests of those policies say what they reach",
+    ),
+)
 """What was read otherwise than printed, or cannot be compared."""

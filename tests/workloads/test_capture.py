@@ -400,6 +400,9 @@ def test_an_overwritten_storage_is_one_value_after_another():
     tensors = {t.name: t for t in trace.tensors}
     assert tensors["head.weight.v1"].replaces == tensors["head.weight"].id
     assert tensors["blocks.0.1.running_mean.v1"].replaces == tensors["blocks.0.1.running_mean"].id
+    assert "blocks.0.1.running_mean.v1" in {
+        trace.tensors[t].name for o in trace.ops for t in o.writes if "statistics" in o.name
+    }
     # the second block's relu works in place
     assert tensors["blocks.1.1.native_batch_norm.out.v1"].replaces == tensors["blocks.1.1.native_batch_norm.out"].id
 

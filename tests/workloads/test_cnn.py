@@ -93,6 +93,14 @@ def test_vdnn_trades_time_against_workspace():
     assert runs["p"]["peak_bytes"] > runs["m"]["peak_bytes"]
 
 
+def test_a_batch_norm_can_be_run_again_after_its_statistics_were_renewed():
+    trace, platform = cnn("resnet-50", 4), load_profile("a100_40_pcie")
+    events = simulate(trace, platform, "full_recompute").log.events
+    again = set(events.loc[events["why"] == "recompute", "op"])
+    assert "block1.1.norm" in again
+    assert not {op for op in again if op.endswith("statistics")}
+
+
 # ---- algorithms ------------------------------------------------------------------------------------
 
 SHAPE = Convolution(batch=4, channels=8, size=(12, 10), filters=16, kernel=(3, 3), padding=(1, 1))

@@ -18,7 +18,7 @@ from workloads.importers.chakra_schema import attribute, encode, messages
 
 DATA = Path(__file__).parent / "data"
 MOST = 1 << 24
-FUZZ = settings(max_examples=250, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def small(name: str, key: str, count: int) -> Any:

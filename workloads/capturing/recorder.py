@@ -24,7 +24,8 @@ ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new
 OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"))
 LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
-"""Arguments that these ops write in place although their schema does not say so; argument 5 says whether."""
+"""Running statistics: arguments that these ops write in place although their schema does not say so, in training
+(argument 5). They are recorded as an op of its own, so that the norm itself can be run again."""
 OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8", "int16": "int16"}
 
 
@@ -257,7 +258,11 @@ class Recorder:
         reads: list[int] = []
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
+        places = RUNNING[short] if short in RUNNING and args[5] else ()
+        renewed = [args[place] for place in places if args[place] is not None]
         for tensor in inputs:
+            if any(tensor is x for x in renewed):
+                continue
             i = self._id(tensor)
             if i is None and tensor.untyped_storage().nbytes():
                 i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
@@ -306,6 +311,34 @@ class Recorder:
             )
         )
 
+        if renewed:
+            self._renew(renewed, module, phase, layer, made[1:])
+
+    def _renew(self, tensors: list[Any], module: str, phase: str, layer: int, batch: Iterable[int]) -> None:
+        """Record that running statistics take in those of this batch."""
+        ids = tuple(i for x in tensors if (i := self._id(x)) in self.recording.storages and i is not None)
+        storages = self.recording.storages
+        for i in ids:
+            storages[i].mutated = True
+        touched = sum(storages[i].bytes for i in (*ids, *ids, *batch))
+        kernel = Kernel(
+            op="aten.running_statistics",
+            module=module,
+            phase=phase,
+            layer=layer,
+            reads=(*ids, *batch),
+            made=(),
+            changed=ids,
+            flops=0,
+            touched=touched,
+            dtype="fp32",
+            random=False,
+            allocates=False,
+            again=phase == "backward" and bool(self._stack),
+        )
+        if ids:
+            self.recording.kernels.append(kernel)
+
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
         """The tensors that an op writes in place."""
         found: list[Any] = []
@@ -313,9 +346,6 @@ class Recorder:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 found += value if isinstance(value, (list, tuple)) else [value]
-        running = RUNNING.get(func._opname, ())
-        if running and len(args) > 5 and args[5]:
-            found += [args[place] for place in running]
         return [x for x in found if isinstance(x, self.torch.Tensor)]
 
     # ---- where the step is -------------------------------------------------------------------

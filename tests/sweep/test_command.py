@@ -1,0 +1,108 @@
+"""`tiersim sweep` and `tiersim results`: a summary, tables, and what to do after ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sim.errors import TiersimError
+from sim.sweeps import Store, command
+
+RUN = "import sys; from sim.sweeps.command import run_study; sys.exit(run_study(sys.argv[1], out=sys.argv[2], jobs=2))"
+
+
+@pytest.fixture
+def folder(study_file, tmp_path, capsys):
+    assert command.run_study(study_file(), out=str(tmp_path / "out")) == 0
+    capsys.readouterr()
+    return str(tmp_path / "out")
+
+
+def test_a_sweep_ends_with_a_summary(study_file, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert command.run_study(study_file(), out=out) == 0
+    said = capsys.readouterr()
+    assert said.err == ""  # quiet in a pipe
+    first, last = said.out.splitlines()
+    assert first.startswith("8 of 8 cells in ")
+    assert last == f"results in {out}; tiersim results show {out}"
+    assert command.run_study(study_file(), out=out, resume=True) == 0
+    assert "8 were there already" in capsys.readouterr().out
+
+
+def test_a_cell_that_failed_is_named_and_gives_exit_status_1(study_file, tmp_path, capsys, own):
+    path = study_file(policy=["keep_all", own("Faulty")], budget="all", batch=1)
+    assert command.run_study(path, out=str(tmp_path / "out")) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed: ")]
+    assert own("Faulty") in line
+    assert line.endswith("ZeroDivisionError: integer division or modulo by zero")
+
+
+def test_json_is_the_rows_and_nothing_else(study_file, tmp_path, capsys):
+    command.run_study(study_file(), out=str(tmp_path / "out"), as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["batch"] for row in rows] == [1] * 4 + [2] * 4
+    assert {"cell", "policy", "status", "peak_bytes", "makespan_ns", "unconstrained_peak_bytes"} <= set(rows[0])
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(study_file, tmp_path):
+    path, out = study_file(batch=list(range(1, 31)), sequence=[8, 16, 32, 64]), str(tmp_path / "out")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, path, out], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    segment = tmp_path / "out" / "segments" / "00001.jsonl"
+    limit = time.monotonic() + 60
+    while not (segment.exists() and segment.stat().st_size > 5000) and time.monotonic() < limit:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode != 0
+    how, go_on = [line for line in said if line.startswith("tiersim: ")]
+    done = int(how.split()[1])
+    assert f"{done} of 480 cells in " in how
+    assert go_on == f"tiersim: go on with: tiersim sweep {path} -o {out} --jobs 2 --resume"
+    store = Store(out)
+    assert done <= len(store.records()) <= done + 1
+    assert store.damaged == 0
+
+
+def test_results_are_listed_and_shown(folder, tmp_path):
+    assert command.list_results(str(tmp_path)).startswith(f"{folder}: 8 cells: ")
+    head, *rows = command.show_results(folder).splitlines()
+    assert head.split()[:4] == ["cell", "batch", "policy", "budget"]
+    assert len(rows) == 8
+    one = command.show_results(folder, rows[0].split()[0])
+    assert "policy: keep_all" in one
+    assert "wall_s: " in one
+    assert json.loads(command.show_results(folder, rows[0].split()[0], as_json=True))["row"]["status"] == "ok"
+
+
+def test_an_unknown_cell_or_folder_is_one_line(folder, tmp_path):
+    for use in (lambda: command.show_results(folder, "zz"), lambda: command.list_results(str(tmp_path / "none"))):
+        with pytest.raises(TiersimError) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_csv_is_the_whole_table(folder, tmp_path):
+    path = command.export_results(folder, tmp_path / "t.csv")
+    head, *rows = path.read_text().splitlines()
+    assert len(rows) == 8
+    assert head.startswith("cell,model,batch,sequence,precision,profile,policy,budget,seed,status,fits,error,fidelity,")
+    assert "wall_s" not in head
+    assert "wall_s" in command.export_results(folder, tmp_path / "u.csv", timing=True).read_text().splitlines()[0]
+
+
+def test_a_query_prints_a_table(folder):
+    text = command.query_results(folder, "SELECT batch, COUNT(*) AS n FROM cells GROUP BY batch")
+    assert text.splitlines() == ["batch  n", "1      4", "2      4"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(41.6, "42 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+def test_the_time_left_reads_as_people_say_it(seconds, text):
+    assert command.clock_text(seconds) == text

@@ -1,0 +1,64 @@
+"""How fast cells are, against a bare SimPy loop of as many ops: limits with margin, for a busy machine."""
+
+import time
+
+import pytest
+import simpy
+
+from sim.sweeps import load_study
+from sim.sweeps.cell import Bench
+
+OPS = 659
+
+
+def bare():
+    env = simpy.Environment()
+
+    def process():
+        for _ in range(OPS):
+            yield env.timeout(1)
+
+    env.process(process())
+    env.run()
+
+
+@pytest.mark.parametrize(("policy", "budget", "limit"), [("keep_all", "all", 25), ("dtr", "80%", 150)])
+def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit):
+    # 150 and 30 cells/s where a bare loop takes 0.31 ms are 21.5 and 107 bare loops
+    study = {
+        "model": "gpt2", "batch": 2, "sequence": 512, "precision": "fp32",
+        "profile": "mt3000_survey", "policy": policy, "budget": budget,
+    }  # fmt: skip
+    (cell,) = load_study(study).cells()
+    bench = Bench()
+    row = bench.run(cell.task)["row"]  # makes what cells share
+    assert row["status"] == "ok"
+    best = {"bare": float("inf"), "cell": float("inf")}
+    for _ in range(6):
+        for name, run in (("bare", bare), ("cell", lambda: bench.run(cell.task))):
+            began = time.process_time()
+            run()
+            best[name] = min(best[name], time.process_time() - began)
+    assert best["cell"] / best["bare"] < limit, best
+
+
+def test_what_cells_share_is_made_once(monkeypatch):
+    from sim.sweeps import cell as module
+
+    made = {"_trace": 0, "_platform": 0, "_reference": 0}
+    for name in made:
+        make = getattr(module, name)
+
+        def counted(*arguments, name=name, make=make):
+            made[name] += 1
+            return make(*arguments)
+
+        monkeypatch.setattr(module, name, counted)
+    study = {
+        "model": "gpt2", "batch": [1, 2], "sequence": 8, "profile": ["mt3000_survey", "a100_80_sxm"],
+        "policy": ["keep_all", "dtr"], "budget": ["all", "99%"],
+    }  # fmt: skip
+    bench = Bench()
+    for cell in load_study(study).cells():
+        bench.run(cell.task)
+    assert made == {"_trace": 2, "_platform": 2, "_reference": 4}

@@ -1,0 +1,65 @@
+"""docs/validation.md is what its script makes of the committed figures, and the figures are what is simulated now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_validation", ROOT / "docs" / "make_validation.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def figures(script):
+    return script.load()
+
+
+def test_page_is_what_the_script_makes(script, figures):
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(figures)
+
+
+def test_figures_survive_being_written(script, figures):
+    assert json.loads(script.dump(figures)) == figures
+
+
+def test_every_case_is_in_the_figures(script, figures):
+    from tests.validation import oracle
+
+    assert {row["case"] for row in figures["memory"]} == set(oracle.rows())
+    assert all(f"| {case} |" in script.page(figures) for case in "ABCF")
+
+
+def test_memory_figures_are_what_is_simulated_now(script, figures):
+    sample = list(dict.fromkeys(row["case"] for row in figures["memory"]))[::15]
+    assert script.memory_rows(sample) == [row for row in figures["memory"] if row["case"] in sample]
+
+
+def test_time_figures_are_what_is_simulated_now(script, figures):
+    assert script.time_rows() == figures["time"]
+
+
+def test_printed_figures_are_what_is_computed_now(script, figures):
+    assert script.published_rows() == figures["published"]
+    assert script.readings() == figures["readings"]
+
+
+def test_a_changed_figure_changes_the_page(script, figures):
+    other = json.loads(json.dumps(figures))
+    other["memory"][0]["ours"]["total"] += 2**30
+    assert script.page(other) != script.page(figures)
+
+
+def test_page_says_what_has_not_been_run(script, figures):
+    text = script.page(figures)
+    assert "No CUDA device was at hand" in text
+    assert "tiersim calibrate -o my_machine.toml && tiersim validate --profile my_machine.toml" in text

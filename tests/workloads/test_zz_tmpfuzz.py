@@ -1,0 +1,321 @@
+"""Whatever bytes a file holds, reading it gives a trace or one TraceError of one line; nothing else escapes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sim.errors import TraceError
+from sim.trace import Trace
+from workloads import load_trace
+from workloads.importers.chakra_schema import attribute, encode, messages
+
+DATA = Path(__file__).parent / "data"
+MOST = 1 << 24
+FUZZ = settings(max_examples=500, phases=[__import__("hypothesis").Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
+
+
+def small(name: str, key: str, count: int) -> Any:
+    """The first rows of a real file."""
+    document = json.loads(gzip.decompress((DATA / name).read_bytes()))
+    document[key] = document[key][:count]
+    return document
+
+
+def first_calls() -> Any:
+    document = small("smallcnn.chrome.json.gz", "traceEvents", 10_000)
+    rows = [
+        e for e in document["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation") or e["name"] == "[memory]"
+    ]
+    document["traceEvents"] = sorted(rows, key=lambda e: e["ts"])[:60]
+    return document
+
+
+def first_ops() -> Any:
+    document = small("resnet-50.optrace.json.gz", "ops", 25)
+    used = {entry[0] for op in document["ops"] for entry in (*op["ins"], *op["outs"])}
+    count = len(document["ops"])
+    rows = [row for row in document["storages"] if row[0] in used]
+    document["storages"] = [[*row[:5], min(row[5], count)] for row in rows]
+    return document
+
+
+def dtr_lines() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"INSTRUCTION": "CONSTANT", "NAME": "w"},
+        {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "8"},
+    ]
+    for i in range(4):
+        args, name = ["w"] if i == 0 else [f"x{i - 1}", "w"], f"x{i}"
+        rows.append({"INSTRUCTION": "CALL", "NAME": "mm", "ARGS": args, "RESULT": [name], "TIME": "5"})
+        rows.append({"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": 16})
+        rows.append({"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": 0 if i == 2 else -1})
+    rows.append({"INSTRUCTION": "COPY", "DST": "y", "SRC": "x3"})
+    rows.append({"INSTRUCTION": "COPY_FROM", "DST": "y", "SRC": "x1"})
+    rows.append({"INSTRUCTION": "MUTATE", "NAME": "add_", "ARGS": ["w", "y"], "MUTATE": [0], "TIME": 3})
+    rows.append({"INSTRUCTION": "RELEASE", "NAME": "y"})
+    return rows
+
+
+def chakra_rows() -> list[dict[str, Any]]:
+    listed = {"values": [[1, 2, 0, 4, 4, "cpu"]], "shapes": [[4]], "types": ["Tensor(float)"]}
+    other = {"values": "[[3, 4, 0, 4, 4, 'cpu']]", "shapes": "[[4]]", "types": "['Tensor(float)']"}
+    size = [{"name": "comm_size", "uint64_val": "64"}, {"name": "comm_type", "int64_val": 2}]
+    return [
+        {"id": 0, "name": "a", "type": "COMP_NODE", "duration_micros": 7, "inputs": listed, "outputs": other},
+        {"id": 1, "name": "b", "type": 7, "data_deps": [0], "attr": size},
+        {
+            "id": 2,
+            "name": "c",
+            "type": "MEM_LOAD_NODE",
+            "ctrl_deps": [1],
+            "attr": [{"name": "tensor_size", "int32_val": 5}],
+        },
+        {"id": 3, "name": "d", "type": "COMM_SEND_NODE", "data_deps": [0, 2]},
+    ]
+
+
+def own_chakra() -> bytes:
+    classes = messages()
+    about = {
+        "tensors": [[0, "x", 8, "input", -1, "", -1], [1, "y", 8, "activation", 0, "fp32", -1]],
+        "outputs": [1],
+        "carry": [],
+    }
+    head = classes["GlobalMetadata"](version="0.0.4", attr=[attribute("tiersim", "string", json.dumps(about))])
+    sides = {
+        "inputs": classes["IOInfo"](values='[[0, 0, 0, 8, 1, "d"]]'),
+        "outputs": classes["IOInfo"](values='[[1, 1, 0, 8, 1, "d"]]'),
+    }
+    attrs = [attribute("op", "int64", 0), attribute("order", "uint64", 0), attribute("kind", "string", "matmul")]
+    return encode(
+        [head, *(classes["Node"](id=i, name=f"n{i}", type=4, attr=attrs, data_deps=[0], **sides) for i in range(3))]
+    )
+
+
+DOCUMENTS = {
+    "chrome": first_calls(),
+    "execution trace": small("smallcnn.et.json.gz", "nodes", 40),
+    "op trace": first_ops(),
+    "chakra": chakra_rows(),
+    "feeder": {
+        "workload_graph": [{"Id": 0, "Name": "a", "NodeType": 4, "runtime": 3, "data_deps": [], "tensor_size": 4}]
+    },
+    "dtr": dtr_lines(),
+    "own": [
+        {"format": "tiersim trace", "version": 1, "meta": {}},
+        {"tensor": "x", "bytes": 8},
+        {"op": "f", "reads": ["x"], "writes": []},
+    ],
+}
+BY_LINE = ("dtr", "own")
+
+
+def content(name: str, document: Any) -> bytes:
+    if name in BY_LINE and isinstance(document, list):
+        return b"\n".join(json.dumps(row).encode() for row in document)
+    return json.dumps(document).encode()
+
+
+def read(data: bytes, folder: Path) -> Trace | TraceError:
+    path = folder / "f"
+    path.write_bytes(data)
+    try:
+        return load_trace(path, max_bytes=MOST)
+    except TraceError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 3000
+        return error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_documents_that_are_mutated_below_are_traces(name: str, folder: Path) -> None:
+    assert isinstance(read(content(name, DOCUMENTS[name]), folder), Trace)
+
+
+def test_the_protobuf_that_is_mutated_below_is_a_trace(folder: Path) -> None:
+    assert isinstance(read(own_chakra(), folder), Trace)
+
+
+# ---- mutations -----------------------------------------------------------------------------------------
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 60),
+    st.sampled_from([2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**40, -(2**63), -(10**40)]),
+    st.sampled_from([0.5, -1.0, 1e300, float("inf"), float("-inf"), float("nan")]),
+    st.sampled_from(
+        ["", "0", "-1", "9" * 30, "cpu", "START", "aten::empty", "aten::add_", "x0", "w", "\n", "\x00", "é" * 600]
+    ),
+    st.sampled_from([[], {}, [[]], [[[]]], [{}], {"values": []}, [1, 2, 3, 4, 5, "cpu"], [-1, -1, -1, -1, -1, "cpu"]]),
+)
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a document."""
+    found, stack = [], [document]
+    while stack:
+        here = stack.pop()
+        keys = here.keys() if isinstance(here, dict) else range(len(here)) if isinstance(here, list) else ()
+        for key in list(keys):
+            found.append((here, key))
+            stack.append(here[key])
+    return found
+
+
+def mutate(data: st.DataObject, document: Any) -> Any:
+    changed = json.loads(json.dumps(document))
+    for _ in range(data.draw(st.integers(1, 4))):
+        spots = places(changed)
+        if not spots:
+            break
+        holder, key = spots[data.draw(st.integers(0, len(spots) - 1))]
+        how = data.draw(st.sampled_from(["replace", "delete", "copy", "swap", "double"]))
+        if how == "replace":
+            holder[key] = data.draw(ODD)
+        elif how == "delete":
+            del holder[key]
+        elif how == "double" and isinstance(holder, list):
+            holder.insert(key, holder[key])
+        else:
+            other, its = spots[data.draw(st.integers(0, len(spots) - 1))]
+            if how == "copy":
+                holder[key] = json.loads(json.dumps(other[its]))
+            elif (
+                how == "swap" and not isinstance(holder[key], (list, dict)) and not isinstance(other[its], (list, dict))
+            ):
+                holder[key], other[its] = other[its], holder[key]
+    return changed
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@FUZZ
+@given(data=st.data())
+def test_a_document_with_anything_changed_is_a_trace_or_a_trace_error(
+    name: str, folder: Path, data: st.DataObject
+) -> None:
+    read(content(name, mutate(data, DOCUMENTS[name])), folder)
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_file_with_bytes_changed_cut_or_doubled_is_a_trace_or_a_trace_error(
+    folder: Path, data: st.DataObject
+) -> None:
+    whole = [content(name, document) for name, document in DOCUMENTS.items()] + [own_chakra()]
+    whole.append(gzip.compress(whole[3], mtime=0))
+    raw = bytearray(data.draw(st.sampled_from(whole)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(raw)))
+        how = data.draw(st.sampled_from(["flip", "cut", "insert", "double"]))
+        if how == "flip" and at < len(raw):
+            raw[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "cut":
+            del raw[at : at + data.draw(st.sampled_from([1, 2, 8, 1 << 20]))]
+        elif how == "insert":
+            raw[at:at] = data.draw(st.binary(max_size=8))
+        elif how == "double":
+            raw[at:at] = raw[at : at + 40]
+    read(bytes(raw), folder)
+
+
+@FUZZ
+@given(raw=st.binary(max_size=300))
+@example(raw=b"\x00\x00")
+@example(raw=b"\x1f\x8b\x08\x00")
+def test_any_bytes_are_a_trace_or_a_trace_error(folder: Path, raw: bytes) -> None:
+    read(raw, folder)
+
+
+@FUZZ
+@given(data=st.data())
+def test_protobuf_with_random_fields_is_a_trace_or_a_trace_error(folder: Path, data: st.DataObject) -> None:
+    classes, number = messages(), st.sampled_from([0, 1, 2, 3, 2**31, 2**53, 2**63, 2**64 - 1])
+    text = st.sampled_from(
+        ["", "a", "[[1, 2, 0, 4, 4, 'cpu']]", "[[1,1,0,8,1,'d']]", "[" * 50, '{"tensors": 3}', "{}", "[[0]]"]
+    )
+    keys = st.sampled_from(
+        ["tensor_size", "comm_size", "op", "order", "tiersim", "kind", "phase", "layer", "why", "duration_ns"]
+    )
+
+    def attrs() -> list[Any]:
+        made = []
+        for _ in range(data.draw(st.integers(0, 3))):
+            kind = data.draw(st.sampled_from(["uint64", "string", "bool"]))
+            value = data.draw({"uint64": number, "string": text, "bool": st.booleans()}[kind])
+            made.append(attribute(data.draw(keys), kind, value))
+        return made
+
+    nodes = [classes["GlobalMetadata"](attr=attrs())]
+    for i in range(data.draw(st.integers(0, 5))):
+        node = classes["Node"](
+            id=data.draw(st.sampled_from([i, i, i, 0, 2**63])), type=data.draw(st.integers(-1, 12)), attr=attrs()
+        )
+        node.data_deps.extend(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+        node.duration_micros = data.draw(number)
+        node.inputs.values, node.outputs.values = data.draw(text), data.draw(text)
+        nodes.append(node)
+    read(encode(nodes), folder)
+
+
+# ---- hostile on purpose --------------------------------------------------------------------------------
+
+DEEP = 200_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * DEEP,
+        b'{"traceEvents": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+        b'{"nodes": ' + b'{"a": ' * DEEP + b"1" + b"}" * DEEP + b"}",
+        b'{"INSTRUCTION": ' + b"[" * DEEP,
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": ' + b"9" * 10_000 + b"}]}",
+        b"\xff\xff\xff\xff\x0f\x0a" + b"\x00" * 100,
+        b"\x02\x0a\x00" + b"\x80" * 1000,
+        b"cposix\nsystem\n(S'exit 3'\ntR.",
+        json.dumps({"nodes": [{"id": 1, "name": "a", "inputs": {"values": "[" * DEEP}, "data_deps": []}]}).encode(),
+    ],
+    ids=[
+        "deep",
+        "deep events",
+        "deep nodes",
+        "deep line",
+        "long number",
+        "long length",
+        "endless varint",
+        "pickle",
+        "deep text",
+    ],
+)
+def test_hostile_files_are_refused_or_harmless(data: bytes, folder: Path) -> None:
+    read(data, folder)
+
+
+def test_calls_nested_a_hundred_thousand_deep_are_read(folder: Path) -> None:
+    count = 1000
+    rows = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": i, "dur": 2 * (count - i), "args": {}}
+        for i in range(count)
+    ]
+    trace = read(json.dumps({"traceEvents": rows}).encode(), folder)
+    assert isinstance(trace, Trace)
+    nodes = [{"id": i + 1, "name": "f", "ctrl_deps": i, "inputs": [], "outputs": []} for i in range(count)]
+    assert isinstance(read(json.dumps({"schema": "1", "nodes": nodes}).encode(), folder), Trace)
+    chain = [
+        {"id": i, "name": "f", "type": 1 + 3 * (i % 2), "data_deps": [i - 1] if i else []}
+        for i in reversed(range(count))
+    ]
+    assert isinstance(read(json.dumps(chain).encode(), folder), Trace)
