@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sim.comparison import Comparison, compare
     from sim.conformance import check_policy
     from sim.errors import (
         Deadlock,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         UnitError,
         WorkloadError,
     )
-    from sim.comparison import Comparison, compare
     from sim.experiment import Result, simulate
     from sim.hardware.platform import Platform
     from sim.hardware.profile import load_profile, profile_names

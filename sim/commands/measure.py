@@ -16,9 +16,7 @@ def calibrate(
 ) -> None:
     """Measure the machine this runs on and write its profile (extra `torch`)."""
     from sim.measure.calibrate import calibrate as measure
-    from sim.measure.calibrate import seconds_needed
 
-    say(f"this takes about {seconds_needed(quick=quick, cuda=device == 'cuda'):.0f} s")
     print(measure(out, quick=quick, device=device))
 
 
@@ -36,7 +34,7 @@ def validate(
     """Run a real training step here under several policies, and print it beside the simulated one (extra `torch`)."""
     from dataclasses import asdict
 
-    from sim.measure.validate import as_table
+    from sim.measure.validate import HEADER, as_table
     from sim.measure.validate import validate as compare_with_real
     from sim.outputs import to_json
     from sim.report.listings import aligned
@@ -52,4 +50,4 @@ def validate(
         profile=platform_of(profile, None) if profile else None,
         progress=say,
     )
-    print(to_json([asdict(row) for row in rows]) if json else aligned(as_table(rows)))
+    print(to_json([asdict(row) for row in rows]) if json else aligned([HEADER, *as_table(rows)]))

@@ -47,7 +47,14 @@ def machines(
     flags = digits.pick(range(64))
     allocator = digits.pick(ALLOCATORS)
     tiers: dict[str, Any] = {
-        "hbm": {"kind": "hbm", "per_device": True, **sourced, **sizes, "bandwidth": "10 GB/s", "allocator": "exact" if exact else allocator}
+        "hbm": {
+            "kind": "hbm",
+            "per_device": True,
+            **sourced,
+            **sizes,
+            "bandwidth": "10 GB/s",
+            "allocator": "exact" if exact else allocator,
+        }
     }
     engines: dict[str, Any] = {
         "npu": {

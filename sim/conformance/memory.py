@@ -191,5 +191,3 @@ def check_carried(run: Replayed) -> None:
             there = ", ".join(sorted(repr(ledger.tier_names[tier]) for tier in ends[last])) or "nowhere"
             name, home = ledger.names[last], ledger.tier_names[began[first]]
             raise LawBroken(f"{name!r} must end in {home!r}, where the next iteration starts; it lies in {there}")
-
-

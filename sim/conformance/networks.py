@@ -100,7 +100,9 @@ def networks(
     b = TraceBuilder({"model": "random", "batch": 4, "samples": 4})
     nets = []
     for device in range(devices if style == "data" else 1):
-        nets.append(_Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product))
+        nets.append(
+            _Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product)
+        )
     for net in nets:
         net.on_cpu = on_cpu == "some"
         net.split = len(line) // 2 if devices > 1 and style != "data" else len(line)
@@ -242,7 +244,9 @@ class _Net:
     def backward(self) -> None:
         b = self.b
         top = self.last
-        gradient = {top: b.tensor(f"{self.name}loss.d", b.bytes_of(top), "temporary", layer=self.layer(len(self.tape) - 1))}
+        gradient = {
+            top: b.tensor(f"{self.name}loss.d", b.bytes_of(top), "temporary", layer=self.layer(len(self.tape) - 1))
+        }
         self.op("loss", "loss", [top], [gradient[top]], 1, phase="backward", layer=self.layer(len(self.tape) - 1))
         back = {got: origin for origin, got in self.sent.items()}
         for i, (step, reads, made, weight, saved) in reversed(list(enumerate(self.tape))):
@@ -258,7 +262,9 @@ class _Net:
             if not come or not (targets or weight is not None):
                 continue
             layer = self.layer(i)
-            fresh = [b.tensor(f"{self.name}d{i}.{k}", b.bytes_of(t), "temporary", layer=layer) for k, t in enumerate(targets)]
+            fresh = [
+                b.tensor(f"{self.name}d{i}.{k}", b.bytes_of(t), "temporary", layer=layer) for k, t in enumerate(targets)
+            ]
             writes = list(fresh)
             if weight is not None:
                 writes.append(b.tensor(f"{self.name}dw{i}", b.bytes_of(weight), "gradient", layer=layer))

@@ -134,7 +134,9 @@ def _there(ledger: Ledger, tensor: int, tiers: set[int], use: Work | Copy, what:
         return stay.tier in tiers and stay.release > use.start
 
     late = [stay for stay in ledger.of[tensor] if near(stay) and stay.come > use.start]
-    if late and not any(stay.come <= use.start for stay in ledger.of[tensor] if stay.tier in tiers and stay.release >= use.start):
+    if late and not any(
+        stay.come <= use.start for stay in ledger.of[tensor] if stay.tier in tiers and stay.release >= use.start
+    ):
         come = min(stay.come for stay in late)
         when = f"{come} ns" if come <= ledger.log.end else "never"
         raise LawBroken(f"{what} starts at {use.start} ns; {ledger.names[tensor]!r} is there from: {when}")

@@ -72,7 +72,9 @@ def _at_once(ledger: Ledger, name: str, most: int) -> None:
     """At most as many transfers as there are copy engines; a group may pause between its chunks, and is not counted."""
     links = ledger.log.platform.links
     mine = [copy for copy in ledger.copies if any(links[link].name == name for link in copy.route)]
-    marks = sorted([(copy.end, 0) for copy in mine if copy.end > copy.start] + [(c.start, 1) for c in mine if c.end > c.start])
+    marks = sorted(
+        [(copy.end, 0) for copy in mine if copy.end > copy.start] + [(c.start, 1) for c in mine if c.end > c.start]
+    )
     busy = 0
     for time, begins in marks:
         busy += 1 if begins else -1

@@ -21,7 +21,7 @@ from sim.conformance.again import check_online, check_optimal, check_repeats
 from sim.conformance.machines import Document, machines, platform_of, toml_of
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.networks import Digits, models, networks
-from sim.conformance.order import check_order, check_ops, check_tiling
+from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.conformance.traits import Exercised
 from sim.conformance.values import check_values
@@ -92,7 +92,10 @@ def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: b
         # a host that holds what lies there from the start, and some percent of what the device needs
         most = {tier.name: peak for tier, peak in zip(log.platform.tiers, _peaks(log))}
         left = most["host"] + max(most.values()) * tight // 100
-        machine = {**machine, "tiers": {**machine["tiers"], "host": {**machine["tiers"]["host"], "capacity": f"{max(left, 1)} B"}}}
+        machine = {
+            **machine,
+            "tiers": {**machine["tiers"], "host": {**machine["tiers"]["host"], "capacity": f"{max(left, 1)} B"}},
+        }
     top, floor = _peak_and_floor(log)
     return Example(trace, machine, max(1, floor + (top - floor) * spare // 100))
 
@@ -333,7 +336,14 @@ def _write(
     trace, profile = folder / f"{stem}.jsonl", folder / f"{stem}.toml"
     save(example.trace, trace)
     profile.write_text(toml_of(example.machine), encoding="utf-8")
-    words = ["tiersim", "run", "--trace", str(trace), "--profile", f"./{profile}" if folder == Path(".") else str(profile)]
+    words = [
+        "tiersim",
+        "run",
+        "--trace",
+        str(trace),
+        "--profile",
+        f"./{profile}" if folder == Path(".") else str(profile),
+    ]
     words += ["--policy", name, "--budget", f"{example.budget} B", "--seed", str(seed)]
     for entry in dataclasses.fields(policy):
         value = getattr(policy, entry.name)

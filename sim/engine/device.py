@@ -38,6 +38,7 @@ class Device:
         self.index = index
         self.waits_for = ""
         self.request: tuple[int, int, int, str] | None = None
+        self.asking: Event | None = None
         self.finished = state.env.event()
         self._state = state
         self._transfers = transfers
@@ -301,21 +302,9 @@ class Device:
         state, prepared = self._state, self._state.prepared
         op = work.op
         engine = prepared.engine[op]
+        if work.why == "run":
+            yield from self._no_hazard(op)
         for tensor in prepared.writes[op]:
-            old = prepared.replaces[tensor]
-            while old >= 0 and work.why == "run" and (old in state.transfers or self._is_read_beside(old, op)):
-                if old not in state.transfers:
-                    event = state.env.event()
-                    state.on_unlock.setdefault(old, []).append(event)
-                    yield from self._stall(event, "hazard", op, old)
-                    continue
-                waiting = self._transfers.outside(old)
-                if waiting is not None:
-                    yield from self._demand(waiting, op)
-                    continue
-                event = state.env.event()
-                state.transfers[old].wake_at_end(event)
-                yield from self._stall(event, "hazard", op, old)
             state.locks[tensor] += 1
         yield from self._take_space(work, engine)
         if op in prepared.group_of:
@@ -324,6 +313,24 @@ class Device:
             self._works.enqueue(work)
         else:
             yield from self._run_here(work)
+
+    def _no_hazard(self, op: int) -> Steps:
+        """Wait until nobody copies or reads what an op overwrites; a wait for one may let another begin."""
+        state, prepared = self._state, self._state.prepared
+        olds = [old for old in (prepared.replaces[tensor] for tensor in prepared.writes[op]) if old >= 0]
+        while True:
+            old = next((old for old in olds if old in state.transfers or self._is_read_beside(old, op)), -1)
+            if old < 0:
+                return
+            event = state.env.event()
+            if old not in state.transfers:
+                state.on_unlock.setdefault(old, []).append(event)
+            elif (waiting := self._transfers.outside(old)) is not None:
+                yield from self._demand(waiting, op)
+                continue
+            else:
+                state.transfers[old].wake_at_end(event)
+            yield from self._stall(event, "hazard", op, old)
 
     def _is_read_beside(self, tensor: int, op: int) -> bool:
         """Whether anything but this op holds a tensor: an op on another engine, or of another device."""
@@ -407,7 +414,8 @@ class Device:
         queue = state.space_waiters[tier]
         mine: Event | None = None
         while True:
-            if state.fits(tier, bytes, offset) and (mine is not None or not queue):
+            # first come, first served; where nothing else can happen, also who came later
+            if state.fits(tier, bytes, offset) and (mine is not None or not queue or state.env.peek() == float("inf")):
                 if queue:
                     state.stale_tiers.add(tier)
                     state.poke()
@@ -428,9 +436,9 @@ class Device:
             mine = event
             state.queued_for_space += 1
             state.poke()
-            self.request = (tier, bytes, op, reason)
+            self.request, self.asking = (tier, bytes, op, reason), event
             yield from self._stall(event, "space", op, -1, f"{bytes:,} B in {state.names[tier]!r} for {reason}")
-            self.request = None
+            self.request = self.asking = None
             if event in queue:
                 queue.remove(event)
             state.queued_for_space -= 1

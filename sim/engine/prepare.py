@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -69,7 +68,6 @@ class Prepared:
         return first.tolist()
 
 
-_cache: WeakKeyDictionary[Trace, OrderedDict[str, Prepared]] = WeakKeyDictionary()
 _KEPT = 4
 
 
@@ -81,7 +79,8 @@ def prepare(trace: Trace, platform: Platform) -> Prepared:
     """
     timing = replace(platform, tiers=tuple(replace(t, capacity=0) for t in platform.tiers), budget=None, facts=())
     key = timing.content_hash
-    known = _cache.setdefault(trace, OrderedDict())
+    # kept on the trace, and gone with it: a table beside it would hold the lists, and they the trace
+    known: OrderedDict[str, Prepared] = vars(trace).setdefault("_prepared", OrderedDict())
     if key not in known:
         known[key] = _prepare(trace, platform)
         while len(known) > _KEPT:

@@ -68,6 +68,8 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
             env.process(device.walk())
         closing = env.process(devices[0].close(devices))
         env.run()
+        while not closing.processed and _wake_behind(state, devices):
+            env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)
     except TiersimError as error:
@@ -91,6 +93,15 @@ def _place(state: State, prepared: Prepared, actions: Actions) -> None:
         state.take(tensor, tier, state.size[tensor], -1, PLACED, offset)
         state.began_in[tensor] = tier
         state.arrive(tensor, tier)
+
+
+def _wake_behind(state: State, devices: list[Device]) -> bool:
+    """Where nothing else can happen, let a device go on whose request fits but came after one that does not."""
+    for device in devices:
+        if device.request is not None and device.asking is not None and state.fits(*device.request[:2]):
+            state.wake((device.asking,))
+            return True
+    return False
 
 
 def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | Deadlock:

@@ -61,7 +61,7 @@ def calibrate(
         done += 1
         say(min(done, total), total, what)
 
-    say(0, total, f"at most about {_minutes(_seconds(total, effort.seconds))} on {place}")
+    say(0, total, f"about {_minutes(_seconds(total, effort.seconds))} on {place}")
     bench = Bench(place, effort, tick)
     # a product in fp32 is to be one, not one in TF32
     torch.set_float32_matmul_precision("highest")
@@ -77,7 +77,7 @@ def calibrate(
 
 
 def seconds_needed(*, quick: bool = False, cuda: bool = False) -> float:
-    """About how many seconds `calibrate` takes at most."""
+    """About how many seconds `calibrate` takes."""
     require_torch("tiersim calibrate")
     from sim.measure.samples import FULL, QUICK, op_sizes
 
@@ -135,8 +135,8 @@ def _write(path: Path, text: str) -> Path:
 
 
 def _seconds(sizes: int, each: float) -> float:
-    """A bound on the time for that many sizes: one that takes long runs a few times all the same."""
-    return sizes * (1.6 * each + 0.15)
+    """Time for that many sizes: the largest of a kind runs a few times, however long it takes."""
+    return sizes * (1.5 * each + 0.1)
 
 
 def _minutes(seconds: float) -> str:

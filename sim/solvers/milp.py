@@ -45,7 +45,8 @@ class Program:
     costs, so that a dearer plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     """
 
-    def __init__(self, nodes: Nodes, room: int | None, *, at_most: int | None = None, saved: tuple[int, int] | None = None
+    def __init__(
+        self, nodes: Nodes, room: int | None, *, at_most: int | None = None, saved: tuple[int, int] | None = None
     ) -> None:
         self.nodes = nodes
         self.run: dict[tuple[int, int], int] = {}

@@ -111,10 +111,10 @@ class Table:
         while stack:
             top = stack.pop()
             if isinstance(top[0], str):
-                found.append(top)  # type: ignore[arg-type]
+                found.append(top)
                 continue
             i, j, m = top
-            stack += self._parts(i, j, m)  # type: ignore[arg-type]
+            stack += self._parts(i, j, m)
         return [step for step in found if step[1] < end]
 
     def _parts(self, i: int, j: int, m: int) -> list[tuple[int, int, int] | Step]:

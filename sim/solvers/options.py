@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sim.plan import Problem
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, nodes_of
+from sim.solvers.rounding import rounded
 from sim.solvers.runs import Ledger
 from sim.trace.chain import BACKWARD, Stage
 
@@ -18,8 +19,8 @@ NEVER, READ, MADE = 0, 1, 2
 class Option:
     """One way. Times in ns, sizes in bytes, as of a `Stage`.
 
-    again: per backward op what runs again before it, by position in forward and backward together. extra: time of those.
-    turn: forward time where the backward follows at once. xbar: what it saves, its output included.
+    again: per backward op what runs again before it, by position in forward and backward together. extra: time of
+    those. turn: forward time where the backward follows at once. xbar: what it saves, its output included.
     saving: bytes beyond input and xbar while it runs forward. undoing: bytes beyond xbar and the gradient of
     its output while it runs backward.
     """
@@ -42,22 +43,30 @@ class Menu:
     """Finds the options of stages; stages that are alike share them.
 
     levels: how many amounts of saved bytes, between all and the least; as many limits on what the stage holds at
-    once for each. node_limit, time_limit: of each search.
+    once for each. exact_ops: for stages of more ops, forward and backward, plans come from rounding alone.
+    node_limit, time_limit: of each search.
     """
 
-    def __init__(self, problem: Problem, ledger: Ledger, *, levels: int, node_limit: int, time_limit: float) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        ledger: Ledger,
+        *,
+        levels: int,
+        exact_ops: int,
+        node_limit: int,
+        time_limit: float,
+    ) -> None:
         self.problem, self.ledger = problem, ledger
-        self.levels, self.node_limit, self.time_limit = levels, node_limit, time_limit
+        self.levels, self.exact_ops = levels, exact_ops
+        self.node_limit, self.time_limit = node_limit, time_limit
         self.limits: set[str] = set()
-        self.searches = 0
         self._known: dict[object, list[Option]] = {}
 
     def of(self, stage: Stage, turn: int, max_ops: int) -> list[Option]:
         """The options of a stage; the first saves all. Stages of more than `max_ops` ops have that one alone."""
         count = len(stage.forward)
-        every = Option(
-            ((),) * len(stage.backward), 0, turn, stage.xbar, stage.saving_temp, stage.backward_temp
-        )
+        every = Option(((),) * len(stage.backward), 0, turn, stage.xbar, stage.saving_temp, stage.backward_temp)
         if not stage.backward or count < 2 or count + len(stage.backward) > max_ops:
             return [every]
         parts = [[op] for op in (*stage.forward, *stage.backward)]
@@ -96,51 +105,54 @@ class Menu:
         floor = Program(nodes, None).relax()
         if floor is None or most == least:
             return found
-        tried: set[tuple[int, int]] = set()
         for level in range(self.levels):
             saved = least + (most - least) * level // self.levels
-            room = high = sum(value.size for value in nodes.values) + max(nodes.makes)
+            high = sum(value.size for value in nodes.values) + max(nodes.makes)
             for step in range(self.levels):
-                if step:
-                    room = floor.room + (high - floor.room) * (self.levels - 1 - step) // self.levels
-                if (saved, room) in tried:
-                    continue
-                tried.add((saved, room))
-                option, held_at_once = self._one(nodes, uf, incoming, output, room, saved)
-                if option is None:
+                room = floor.room + (high - floor.room) * (self.levels - step) // self.levels
+                plans = self._plans(nodes, room, saved)
+                for stages in plans:
+                    option = _option(nodes, stages, uf, incoming, output)
+                    if not any(old.beats(option) for old in found):
+                        found = [every, *(old for old in found[1:] if not option.beats(old)), option]
+                if not plans:
                     break
                 if not step:
-                    high = held_at_once
-                if not any(old.beats(option) for old in found):
-                    found = [found[0], *(old for old in found[1:] if not option.beats(old)), option]
+                    high = max(held_by(nodes, plans[-1], ())[:2])
         return found
 
-    def _one(
-        self, nodes: Nodes, uf: int, incoming: Sequence[tuple[int, int]], output: int, room: int, saved: int
-    ) -> tuple[Option | None, int]:
-        """The option of least time within limits, and how much it holds at once; None if there is none."""
-        program = Program(nodes, room, saved=(nodes.border, saved))
-        answer = program.minimise(node_limit=self.node_limit, time_limit=self.time_limit)
-        self.searches += 1
-        if answer.limit:
-            self.limits.add(answer.limit)
-        if not answer.stages:
-            return None, 0
-        forward, backward, xbar = held_by(nodes, answer.stages, incoming)
-        option = Option(
-            again=tuple(tuple(stage) for stage in answer.stages[nodes.border :]),
-            extra=sum(nodes.cost[i] for stage in answer.stages for i in stage),
-            turn=uf,
-            xbar=xbar,
-            saving=max(0, forward - xbar),
-            undoing=max(0, backward - xbar - output),
-        )
-        return option, max(forward, backward)
+    def _plans(self, nodes: Nodes, room: int, saved: int) -> list[Sequence[Sequence[int]]]:
+        """Plans for a stage within limits (by rounding: near them), the best one last; none where none is possible."""
+        limits = (nodes.border, saved)
+        relaxed = Program(nodes, room, saved=limits).relax()
+        if relaxed is None:
+            return []
+        plans: list[Sequence[Sequence[int]]] = list(rounded(nodes, relaxed.keep))
+        if len(nodes) <= self.exact_ops:
+            program = Program(nodes, room, saved=limits)
+            answer = program.minimise(node_limit=self.node_limit, time_limit=self.time_limit)
+            if answer.limit:
+                self.limits.add(answer.limit)
+            if answer.stages:
+                plans.append(answer.stages)
+        return plans
 
 
-def held_by(
-    nodes: Nodes, stages: Sequence[Sequence[int]], incoming: Sequence[tuple[int, int]]
-) -> tuple[int, int, int]:
+def _option(
+    nodes: Nodes, stages: Sequence[Sequence[int]], uf: int, incoming: Sequence[tuple[int, int]], output: int
+) -> Option:
+    forward, backward, xbar = held_by(nodes, stages, incoming)
+    return Option(
+        again=tuple(tuple(stage) for stage in stages[nodes.border :]),
+        extra=sum(nodes.cost[i] for stage in stages for i in stage),
+        turn=uf,
+        xbar=xbar,
+        saving=max(0, forward - xbar),
+        undoing=max(0, backward - xbar - output),
+    )
+
+
+def held_by(nodes: Nodes, stages: Sequence[Sequence[int]], incoming: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     """The most bytes while the forward runs, while the backward runs, and what lies there between them.
 
     incoming: (bytes, node that reads it last) of what comes from outside; it lies there from the border on. What
@@ -154,7 +166,7 @@ def held_by(
     ]
     coming = [READ if value.end else NEVER for value in nodes.values]
     lies = sum(value.size for v, value in enumerate(nodes.values) if value.end and v not in stays)
-    most = [0, 0]
+    between, most = 0, [0, 0]
     for t in reversed(range(count)):
         if t == border - 1:
             for v, value in enumerate(nodes.values):

@@ -97,7 +97,7 @@ def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[
         needed = {t} | {nodes.values[v].maker for v in kept[t + 1] - kept[t]}
         for k in range(t, -1, -1):
             if k in needed:
-                if k < t and nodes.last_again[k] < t:
+                if k < t and not nodes.border <= t <= nodes.last_again[k]:
                     return None
                 needed.update(nodes.values[v].maker for v in nodes.read_by[k] if v not in kept[t])
         stages.append(sorted(needed - {t}))

@@ -39,7 +39,7 @@ STATUSES = ("ok", "infeasible", "not_applicable", "failed", "killed")
 failed: an illegal plan or a fault of the program. killed: the process that ran it died each time."""
 
 KEPT_TRACES, KEPT_PLATFORMS, KEPT_REFERENCES = 8, 256, 64
-COLLECT_EVERY = 64  # cells between two sweeps of the garbage collector
+COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
 
 
 class Kept:
@@ -67,12 +67,12 @@ class Bench:
         self._traces = Kept(KEPT_TRACES)
         self._platforms = Kept(KEPT_PLATFORMS)
         self._references = Kept(KEPT_REFERENCES)
-        self._ran = 0
+        self._ops = 0
 
     def run(self, task: Task) -> Outcome:
         """`row`, the same in every run, and `ran`, what varies: `wall_s`, `plan_s`, a traceback."""
         was_on = gc.isenabled()
-        gc.disable()  # a replay makes many objects and no cycles that matter
+        gc.disable()  # a replay makes many objects, most of which go with their last reference
         began = time.perf_counter()
         try:
             row, ran = self._answer(task)
@@ -80,8 +80,8 @@ class Bench:
         finally:
             if was_on:
                 gc.enable()
-            self._ran += 1
-            if self._ran % COLLECT_EVERY == 0:
+            if self._ops >= COLLECT_EVERY:
+                self._ops = 0
                 gc.collect()
         return {"row": row, "ran": {"wall_s": time.perf_counter() - began, **ran}}
 
@@ -111,6 +111,7 @@ class Bench:
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
         reference, peak, refusal = self._references.get((trace_key, platform_key), lambda: _reference(trace, platform))
         known["unconstrained_peak_bytes"] = peak
+        self._ops += len(trace.ops)
         budget = task["budget"]
         if isinstance(budget, str):
             if peak is None:

@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 
 from sim.errors import TiersimError
 from sim.sweeps.cell import Bench, Outcome
+from sim.sweeps.identity import sources_stamp
 
 TRIES = 3
 """How often a cell may kill its worker: once among others, and then alone."""
@@ -122,6 +123,7 @@ class _Pool:
         self.suspects: deque[Job] = deque()
         self.deaths: dict[str, int] = {}
         self.stillborn = 0
+        self.stamp = sources_stamp()
         self.workers: dict[int, _Worker] = {}
         self.selector = selectors.DefaultSelector()
 
@@ -138,6 +140,8 @@ class _Pool:
                     continue
                 for line in lines:
                     if worker.job is None:
+                        if line.decode() != self.stamp:
+                            raise TiersimError("the program was changed while the sweep ran; --resume starts it again")
                         worker.ready, self.stillborn = True, 0
                     else:
                         job, worker.job = worker.job, None

@@ -20,10 +20,11 @@ def main() -> None:
     threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
 
     from sim.sweeps.cell import Bench
+    from sim.sweeps.identity import sources_stamp
 
     bench = Bench()
     try:
-        out.write(b"ready\n")
+        out.write(sources_stamp().encode() + b"\n")
         out.flush()
         while True:
             outcome = bench.run(json.loads(tasks.get()))

@@ -86,7 +86,7 @@ def test_smallest_budget_is_one_that_brute_force_meets(trace):
 
 def test_a_limited_search_is_never_called_optimal():
     _, nodes, room = nodes_in(uniform_chain(12), 4)
-    answer = Program(nodes, room).minimise(node_limit=1, time_limit=60)
+    answer = Program(nodes, room, at_most=21).minimise(node_limit=1, time_limit=60)
     assert answer.status in ("feasible", "unknown")
     assert answer.limit == "nodes"
     assert answer.bound <= 14

@@ -2,6 +2,9 @@
 
 import time
 
+import pytest
+
+from sim.errors import TiersimError
 from sim.sweeps import run_sweep, write_csv
 from sim.sweeps.execute import Inline, Job, Local, _Pool
 
@@ -132,6 +135,12 @@ def _cells_of(study):
     from sim.sweeps import load_study
 
     return load_study(study).cells()
+
+
+def test_a_worker_that_starts_with_other_sources_stops_the_sweep(study, monkeypatch):
+    monkeypatch.setattr("sim.sweeps.execute.sources_stamp", lambda: "those of before an edit")
+    with pytest.raises(TiersimError, match="the program was changed while the sweep ran"):
+        run_sweep(study(), executor=Local(1))
 
 
 def test_progress_counts_and_estimates(study):

@@ -105,5 +105,5 @@ def test_killing_a_worker_and_the_driver_loses_nothing(study, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_twenty_kills_lose_nothing(study, tmp_path, seed):
-    asked = study(batch=list(range(1, 17)), sequence=[8, 16, 24, 32], budget=["all", "95%", "90%", "80%"])
+    asked = study(batch=list(range(1, 13)), sequence=[8, 16, 24, 32], budget=["all", "95%", "90%", "80%"])
     assert check(asked, tmp_path / "out", tmp_path, kills=20, seed=seed) >= 5

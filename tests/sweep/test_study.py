@@ -254,3 +254,16 @@ def test_a_source_is_hashed_with_all_that_it_imports(tmp_path, monkeypatch):
     finally:
         for each in caches:
             each.cache_clear()
+
+
+def test_the_studies_of_the_how_to_are_studies(tmp_path):
+    import re
+
+    text = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    counts = []
+    for block in blocks:
+        (tmp_path / "study.toml").write_text(block)
+        counts.append(len(load_study(tmp_path / "study.toml").cells()))
+    # 2 models, 3 rates, 4 policies, 3 budgets; 8 jobs, less (8, 1024) of both and 3 more of bert-base
+    assert counts == [4, (7 + 4) * 3 * 4 * 3]

@@ -18,7 +18,7 @@ from workloads.exporters.chakra import export_chakra
 from workloads.importers.chakra import read_chakra
 from workloads.importers.chakra_schema import COLLECTIVES, NODE_TYPES, decode, value_of
 
-LOAD, STORE, COMP, SEND, RECV, COLL = range(2, 5), 3, 4, 5, 6, 7
+COMP, SEND, RECV, COLL = 4, 5, 6, 7
 
 
 # ---- the wire format, by hand: shares no code with the reader -----------------------------------------
@@ -113,8 +113,8 @@ def test_tensors_that_nodes_list_are_used_as_python_prints_them(tmp_path: Path) 
     assert [(t.name, t.bytes, t.role) for t in trace.tensors] == [
         ("s50", 8, "input"),
         ("s60", 8, "activation"),
-        ("s50", 8, "activation"),
-    ] or [t.name for t in trace.tensors] == ["s50", "s60", "s50.2"]
+        ("s50.2", 8, "activation"),  # an address that is used again
+    ]
     assert trace.ops[1].reads == trace.ops[0].writes
 
 
@@ -153,7 +153,7 @@ def test_the_ranks_of_a_prefix_meet_in_their_communication(tmp_path: Path) -> No
     assert log.end > 9000
     alone = load_trace(tmp_path / "r.1.et")
     assert alone.meta["assumed"]["communication with ranks that were not read"] == 2
-    assert [op.kind for op in alone.ops] == ["matmul" if False else alone.ops[0].kind, "collective", "copy"]
+    assert [op.kind for op in alone.ops] == ["elementwise", "collective", "copy"]
     assert simulate(alone, load_profile("h200")).log.complete
 
 
@@ -224,7 +224,7 @@ def test_all_json_forms_of_a_trace_say_the_same(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(content)
         trace = load_trace(tmp_path / f"{name}.json")
         assert [(op.name, op.kind, op.duration) for op in trace.ops] == [
-            ("0.a", trace.ops[0].kind, 7000),
+            ("0.a", "elementwise", 7000),
             ("1.b", "collective", 0),
         ]
         assert [t.bytes for t in trace.tensors] == [12, 30], name

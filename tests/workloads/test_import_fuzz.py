@@ -18,7 +18,7 @@ from workloads.importers.chakra_schema import attribute, encode, messages
 
 DATA = Path(__file__).parent / "data"
 MOST = 1 << 24
-FUZZ = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 def small(name: str, key: str, count: int) -> Any:
@@ -33,7 +33,7 @@ def first_calls() -> Any:
     rows = [
         e for e in document["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation") or e["name"] == "[memory]"
     ]
-    document["traceEvents"] = sorted(rows, key=lambda e: e["ts"])[:60]
+    document["traceEvents"] = sorted(rows, key=lambda e: e["ts"])[:30]
     return document
 
 
@@ -101,7 +101,7 @@ def own_chakra() -> bytes:
 
 DOCUMENTS = {
     "chrome": first_calls(),
-    "execution trace": small("smallcnn.et.json.gz", "nodes", 40),
+    "execution trace": small("smallcnn.et.json.gz", "nodes", 14),
     "op trace": first_ops(),
     "chakra": chakra_rows(),
     "feeder": {
@@ -129,9 +129,10 @@ def read(data: bytes, folder: Path) -> Trace | TraceError:
     try:
         return load_trace(path, max_bytes=MOST)
     except TraceError as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 3000
-        return error
+        problem = error
+    assert "\n" not in str(problem)
+    assert len(str(problem)) < 3000
+    return problem
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +271,19 @@ def test_protobuf_with_random_fields_is_a_trace_or_a_trace_error(folder: Path, d
     read(encode(nodes), folder)
 
 
+@pytest.mark.parametrize("value", [10**40, 2**63, float("inf"), 7], ids=["huge", "2**63", "inf", "no object"])
+@pytest.mark.parametrize("where", ["flops", "bytes", "op"])
+def test_op_traces_that_once_broke_the_reader_are_refused(where: str, value: float, folder: Path) -> None:
+    document = json.loads(json.dumps(DOCUMENTS["op trace"]))
+    if where == "flops":
+        document["ops"][0]["flops"] = value
+    elif where == "bytes":
+        document["storages"][0][1] = value
+    else:
+        document["ops"][3] = value
+    assert isinstance(read(content("op trace", document), folder), TraceError) or (where != "op" and value == 7)
+
+
 # ---- hostile on purpose --------------------------------------------------------------------------------
 
 DEEP = 200_000
@@ -304,8 +318,8 @@ def test_hostile_files_are_refused_or_harmless(data: bytes, folder: Path) -> Non
     read(data, folder)
 
 
-def test_calls_nested_a_hundred_thousand_deep_are_read(folder: Path) -> None:
-    count = 100_000
+def test_calls_nested_five_thousand_deep_are_read(folder: Path) -> None:
+    count = 5_000
     rows = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": i, "dur": 2 * (count - i), "args": {}}
         for i in range(count)

@@ -369,7 +369,7 @@ def test_our_own_files_are_read_whatever_their_name(tmp_path: Path) -> None:
     (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert load_trace(tmp_path / "a.jsonl") == load_trace(tmp_path / "b.gz") == trace
     (tmp_path / "b.gz").rename(tmp_path / "c")
-    with pytest.raises(TraceError, match="must end in '.gz'"):
+    with pytest.raises(TraceError, match=r"must end in '\.gz'"):
         load_trace(tmp_path / "c")
 
 

@@ -240,17 +240,19 @@ class Recorder:
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, short = self.torch.Tensor, func._opname
+        outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
+        if not self.active:
+            for tensor in outputs:
+                if tensor.layout != self.torch.strided or not tensor.untyped_storage().nbytes():
+                    continue
+                if self._id(tensor) is None:
+                    self._follow(tensor, short, "temporary", -1)
+            return
         # what lift_fresh reads is the number that a new tensor was made from, and no tensor of the model
         inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
-        outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
                 raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
-        if not self.active:
-            for tensor in outputs:
-                if self._id(tensor) is None and tensor.untyped_storage().nbytes():
-                    self._follow(tensor, func._opname, "temporary", -1)
-            return
         module, phase = self._module(), self._phase(inputs)
         index = len(self.recording.kernels)
         made: list[int] = []

@@ -50,9 +50,8 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
     if re.match(rb'\{"format"\s*:\s*"tiersim trace"|\{[^\n]*"format"\s*:\s*"tiersim trace"', start):
         packed, named = read_packed(path), str(path).endswith(".gz")
         if packed != named:
-            raise TraceError(
-                f"{path}: a tiersim trace that is {'' if packed else 'not '}gzipped must {'' if packed else 'not '}end in '.gz'"
-            )
+            no = "" if packed else "not "
+            raise TraceError(f"{path}: the name of a tiersim trace that is {no}gzipped must {no}end in '.gz'")
         try:
             return load(path, max_bytes=max_bytes)
         except OSError as error:

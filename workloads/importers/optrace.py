@@ -94,7 +94,7 @@ def read_optrace(path: str | os.PathLike[str], *, rounding: int = ROUNDING, max_
         raise TraceError(f"{path}: format is {data.get('format')!r}, expected {FORMAT!r}")
     try:
         return _build(data, rounding, str(path))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None

@@ -36,7 +36,8 @@ class Rockmate(Policy):
         is known afterwards: one that would pass the budget is made again for less room.
 
     slots: parts into which the budget is divided, at least 2. levels: limits of either kind, at least 1.
-    max_ops: stages of more ops, forward and backward together, save all or nothing.
+    exact_ops: for stages of more ops, forward and backward together, options come from rounding the
+        relaxation alone. max_ops: stages of more ops save all or nothing.
     node_limit, time_limit: search nodes and seconds of each stage's program.
     Notes: `status` is always "feasible"; `rerun_ns`, `limit`, `time_limited`; see `checkmate`.
     Raises PolicyError where the trace is no chain or has no backward, Infeasible where no schedule is found.
@@ -49,7 +50,8 @@ class Rockmate(Policy):
 
     slots: int = 500
     levels: int = 5
-    max_ops: int = 80
+    exact_ops: int = 24
+    max_ops: int = 100
     node_limit: int = 200
     time_limit: float = 20.0
 
@@ -66,7 +68,12 @@ class Rockmate(Policy):
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="feasible", bound=None)
         menu = Menu(
-            problem, ledger, levels=self.levels, node_limit=self.node_limit, time_limit=self.time_limit
+            problem,
+            ledger,
+            levels=self.levels,
+            exact_ops=self.exact_ops,
+            node_limit=self.node_limit,
+            time_limit=self.time_limit,
         )
         costs = costs_of(problem, ledger, chain)
         options = [menu.of(stage, turn, self.max_ops) for stage, turn in zip(chain.stages, costs.turn, strict=True)]
