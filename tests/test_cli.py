@@ -109,6 +109,31 @@ def test_a_trace_is_built_shown_and_run_from_its_file(capsys, tmp_path):
     assert json.loads(out) == json.loads(direct)
 
 
+DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "workloads", "data")
+
+
+@pytest.mark.parametrize("name", sorted(os.listdir(DATA)))
+def test_a_trace_of_another_tool_is_imported_run_and_exported(name, capsys, tmp_path):
+    path, exported = tmp_path / "imported.jsonl.gz", tmp_path / "run"
+    code, *_ = tiersim("trace", "import", os.path.join(DATA, name), "-o", path, capsys=capsys)
+    assert code == 0
+    code, out, _ = tiersim("run", "--profile", "a100_40_pcie", "--trace", path, "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["peak_bytes"] > 0
+    code, *_ = tiersim("trace", "export", path, "--profile", "a100_40_pcie", "-o", exported, capsys=capsys)
+    assert code == 0
+    assert (tmp_path / "run.0.et").stat().st_size > 0
+
+
+def test_a_file_that_is_no_trace_is_refused_and_nothing_is_written(capsys, tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"hello": [1, 2')
+    code, _, err = tiersim("trace", "import", bad, "-o", tmp_path / "out.jsonl", capsys=capsys)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_set_changes_one_figure(capsys):
     words = ["run", "--profile", "mt3000_survey", *JOB, "--policy", "save_on_cpu", "--json"]
     _, slow, _ = tiersim(*words, "--set", "links.d2h.rate=4 GB/s", capsys=capsys)

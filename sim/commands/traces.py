@@ -89,7 +89,7 @@ def capture(
 def export(
     path: Annotated[str, typer.Argument(help="trace file")],
     profile: Profile,
-    out: Annotated[str, typer.Option("-o", "--out", help="Chakra file to write: .et")],
+    out: Annotated[str, typer.Option("-o", "--out", help="prefix of the Chakra files: PREFIX.0.et, one a device")],
     policy: Annotated[str, typer.Option(help="policy whose run is written")] = "keep_all",
     budget: Budget = None,
     param: Parameters = None,

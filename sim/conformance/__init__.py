@@ -14,7 +14,8 @@ from sim.conformance.again import check_online, check_optimal, check_repeats
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
-from sim.conformance.suite import CHECKS, Example, Report, check_policy, situations
+from sim.conformance.situations import Example, situations
+from sim.conformance.suite import CHECKS, Report, check_policy
 from sim.conformance.values import check_values
 
 __all__ = [

@@ -77,9 +77,10 @@ class Actions:
 
     def _resolve(self, action: Action, device: int) -> Act:
         trace = self._prepared.trace
-        if type(action) is Move and type(action.tensor) is int and 0 <= action.tensor < self._tensors:
-            if action.to in self._tier_ids and (action.wire is None or action.wire >= 0):
-                return Act("move", action.tensor, self._tier_ids[action.to], action)
+        if type(action) is Move and type(action.tensor) is int and action.wire is None:
+            tier = self._tier_ids.get(action.to)  # what most moves are, without the calls
+            if tier is not None and 0 <= action.tensor < self._tensors:
+                return Act("move", action.tensor, tier, action)
         if isinstance(action, Recompute):
             op = trace.op_id(action.op)
             if any(self._prepared.replaces[t] >= 0 for t in self._prepared.writes[op]):

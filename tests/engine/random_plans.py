@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 
-from sim.conformance.suite import Example, situations
+from sim.conformance.situations import Example, situations
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
 from sim.policies.base import MANAGES, Policy

@@ -1,6 +1,8 @@
 """How fast cells are, against a bare SimPy loop of as many ops: limits with margin, for a busy machine."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import simpy
@@ -62,3 +64,16 @@ def test_what_cells_share_is_made_once(monkeypatch):
     for cell in load_study(study).cells():
         bench.run(cell.task)
     assert made == {"_trace": 2, "_platform": 2, "_reference": 4}
+
+
+def test_traces_that_are_not_kept_are_let_go(study):
+    from sim.sweeps.cell import KEPT_TRACES
+
+    cells = load_study(study(batch=list(range(1, 2 * KEPT_TRACES + 1)), policy="keep_all", budget="all")).cells()
+    bench = Bench()
+    seen = []
+    for cell in cells:
+        bench.run(cell.task)
+        seen.append(weakref.ref(next(reversed(bench._traces.things.values()))))
+    gc.collect()
+    assert [ref() is not None for ref in seen] == [False] * KEPT_TRACES + [True] * KEPT_TRACES

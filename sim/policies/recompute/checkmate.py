@@ -30,7 +30,8 @@ class Checkmate(Policy):
     Departs: what is freed when is said by other rows than the paper's, with the same whole solutions and a
         higher bound (see `sim.solvers.milp`). A result that nothing reads any more goes at once, as in the
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place
-        writes count as in the engine. Weights, inputs, weight gradients once made, and the update are outside.
+        writes count as in the engine. Weights, inputs, weight gradients once made, and the update are outside;
+        what makes a weight gradient runs once.
         The known plan that the search starts from is the rounding's. Rounding tries many thresholds, at the
         whole budget and at 0.9 of it, and takes the cheapest plan that fits exactly.
         HiGHS, through SciPy, chooses its number of threads; its search does not depend on it.

@@ -1,0 +1,74 @@
+"""Law 7 across processes: the same examples in another one, where sets and hashes come in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from sim.conformance.replayed import run_policy
+from sim.conformance.situations import Example, for_each, situations
+from sim.errors import PolicyError
+from sim.policies import load
+from sim.policies.base import Policy
+
+
+def fingerprints(policy: Policy, *, examples: int, seed: int) -> list[str]:
+    """What came of each example, as text: the hash of the log, or the refusal."""
+    found = []
+
+    def look(example: Example) -> None:
+        run = run_policy(policy, example.trace, example.platform, seed=seed)
+        answer = run.log.content_hash if run.log is not None else ""
+        found.append(f"{answer} {type(run.error or run.crash).__name__}: {run.error or run.crash}")
+
+    for_each(situations(policy.needs), look, examples, seed)
+    return found
+
+
+def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int) -> list[str]:
+    """In which of these policies, given with their names, a second process comes to something else.
+
+    A policy that its name and parameters cannot bring to the other process is left out.
+    """
+    jobs = []
+    for name, policy in policies:
+        parameters = {entry.name: getattr(policy, entry.name) for entry in dataclasses.fields(policy)}
+        try:
+            known = load(name, **json.loads(json.dumps(parameters))) == policy
+        except (PolicyError, TypeError, ValueError):
+            known = False
+        if known:
+            jobs.append({"name": name, "parameters": parameters, "examples": examples, "seed": seed})
+    if not jobs:
+        return []
+    hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "sim.conformance.elsewhere"]
+    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [f"in a second process it fails: {last}"]
+    found = []
+    for job, there in zip(jobs, json.loads(done.stdout), strict=True):
+        here = fingerprints(load(job["name"], **job["parameters"]), examples=examples, seed=seed)  # type: ignore[arg-type]
+        if here != there:
+            at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
+            found.append(f"{job['name']}: in a second process example {at} comes out differently")
+    return found
+
+
+def main() -> None:
+    """Read jobs from standard input and print what came of each."""
+    answers = []
+    for job in json.load(sys.stdin):
+        policy = load(job["name"], **job["parameters"])
+        answers.append(fingerprints(policy, examples=job["examples"], seed=job["seed"]))
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Examples: a trace, a machine and a budget, drawn so that they meet a policy's needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from sim.conformance.machines import Document, machines, platform_of
+from sim.conformance.networks import Digits, models, networks
+from sim.experiment import reference_run
+from sim.hardware.platform import Platform
+from sim.log import CAUSE, EventLog
+from sim.trace.graph import Trace
+
+SPARE = (100, 60, 45, 30, 15, 70, 5, 50, 20, 0, 80, -10)
+"""Budgets, as a percentage of the way from what the neediest op takes to the peak when all is kept."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A trace, a machine as a document, and a budget in bytes."""
+
+    trace: Trace
+    machine: Document
+    budget: int
+
+    @property
+    def platform(self) -> Platform:
+        """The machine with that budget."""
+        return platform_of(self.machine, self.budget)
+
+
+@st.composite
+def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: bool = False, real: int = 1) -> Example:
+    """A trace and a machine that meet a policy's needs, and a budget from ample to too little.
+
+    real: of ten traces, how many are of small models. exact: no allocator with addresses.
+    """
+    digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
+    one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history"})
+    cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
+    host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
+    spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
+    machine = draw(machines(devices=1 if one else 2, host=host, cpu=cpu, exact=exact))
+    unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
+    kind = draw(st.integers(0, 9))
+    if kind >= 10 - real:
+        trace = draw(models())
+    else:
+        longest = 18 if needs & {"chain", "layers"} else 12
+        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=longest))
+    log = reference_run(trace, platform_of(machine))
+    if tight and host:
+        # a host that holds what lies there from the start, and some percent of what the device needs
+        most = {tier.name: peak for tier, peak in zip(log.platform.tiers, _peaks(log))}
+        left = most["host"] + max(most.values()) * tight // 100
+        machine = {
+            **machine,
+            "tiers": {**machine["tiers"], "host": {**machine["tiers"]["host"], "capacity": f"{max(left, 1)} B"}},
+        }
+    top, floor = _peak_and_floor(log)
+    return Example(trace, machine, max(1, floor + (top - floor) * spare // 100))
+
+
+def _peaks(log: EventLog) -> list[int]:
+    """The most bytes in use, per tier."""
+    rows = log.changes
+    return [int(np.cumsum(rows[rows[:, 1] == i, 2]).max(initial=0)) for i in range(len(log.platform.tiers))]
+
+
+def _peak_and_floor(log: EventLog) -> tuple[int, int]:
+    """Bytes in a device's memory when all is kept, and what is there from the start with the neediest op beside it."""
+    platform, trace, peaks = log.platform, log.trace, _peaks(log)
+    size, top, floor = trace.tensor_columns.bytes, 0, 0
+    for i, tier in enumerate(platform.tiers):
+        if tier.device < 0:
+            continue
+        top = max(top, peaks[i])
+        rows = log.changes[(log.changes[:, 1] == i) & (log.changes[:, 5] == CAUSE["placed"])]
+        fixed = set(rows[:, 3].tolist())
+        need = 0
+        for op in trace.ops:
+            if platform.home(op.device).name == tier.name:
+                used = sum(int(size[t]) for t in {*op.reads, *op.writes} if t not in fixed)
+                need = max(need, op.workspace + used)
+        floor = max(floor, int(rows[:, 2].sum()) + need)
+    return top, min(top, floor)
+
+
+def for_each(drawn: st.SearchStrategy[Example], look: Callable[[Example], None], count: int, first: int) -> None:
+    @seed(first)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn)
+    def all_of_them(example: Example) -> None:
+        look(example)
+
+    with on_its_own():
+        all_of_them()
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """Keep hypothesis from reading constants out of the user's files: examples would change with them.
+
+    It would also leave a folder of what it read where the user works.
+    """
+    from hypothesis.internal.conjecture import providers
+
+    own = getattr(providers, "_get_local_constants", None)
+    if own is None:
+        yield
+        return
+    providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        providers._get_local_constants = own  # type: ignore[attr-defined]
