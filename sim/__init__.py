@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sim.policies import names as policy_names
     from sim.policies.base import Policy
     from sim.search import largest_batch, smallest_budget
+    from sim.sweeps import sweep
     from sim.trace.graph import Trace, TraceBuilder
     from sim.trace.io import load as load_trace
     from sim.trace.io import save as save_trace
@@ -53,6 +54,7 @@ _HOMES = {
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
     "sim.search": ("largest_batch", "smallest_budget"),
+    "sim.sweeps": ("sweep",),
     "sim.hardware.platform": ("Platform",),
     "sim.hardware.profile": ("load_profile", "profile_names"),
     "sim.log": ("EventLog",),
@@ -75,6 +77,7 @@ __all__ = [  # noqa: RUF022  (in the order in which one meets them)
     "profile_names",
     "simulate",
     "compare",
+    "sweep",
     "smallest_budget",
     "largest_batch",
     "Result",

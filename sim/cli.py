@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands import lists, measure, runs, traces
+from sim.commands import lists, measure, runs, sweeps, traces
 
 app = typer.Typer(
     add_completion=True,
@@ -18,7 +18,7 @@ app = typer.Typer(
     help="Compare memory policies for training on accelerators that are not at hand.",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(runs.demo, runs.run, runs.compare, runs.check),
+    *(runs.demo, runs.run, runs.compare, sweeps.sweep, runs.check),
     *(lists.profiles, lists.policies, lists.models),
     *(measure.calibrate, measure.validate),
 )
@@ -32,6 +32,11 @@ ON_TRACES: tuple[Callable[..., None], ...] = (
 for command in ON_TRACES:
     on_traces.command(command.__name__.rstrip("_"))(command)
 app.add_typer(on_traces, name="trace")
+ON_RESULTS: tuple[Callable[..., None], ...] = (sweeps.list_, sweeps.show, sweeps.export, sweeps.query)
+on_results = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the results of sweeps.")
+for command in ON_RESULTS:
+    on_results.command(command.__name__.rstrip("_"))(command)
+app.add_typer(on_results, name="results")
 
 
 def _show_version(wanted: bool) -> None:

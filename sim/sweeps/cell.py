@@ -38,35 +38,40 @@ STATUSES = ("ok", "infeasible", "not_applicable", "failed", "killed")
 """ok: it ran. infeasible: it does not fit. not_applicable: policy, workload and platform do not go together.
 failed: an illegal plan or a fault of the program. killed: the process that ran it died each time."""
 
-KEPT_TRACES, KEPT_PLATFORMS, KEPT_REFERENCES = 8, 256, 64
+KEPT_OPS = 50_000  # of traces, and of reference runs; the last one of each is kept however large it is
+KEPT_PLATFORMS = 256
 COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
 
 
 class Kept:
-    """The things made last, by key."""
+    """The things used last, by key, as many as weigh `most` together."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.things: OrderedDict[Any, Any] = OrderedDict()
+        self.things: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self.weight = 0
 
-    def get(self, key: Any, make: Callable[[], T]) -> T:
+    def get(self, key: Any, make: Callable[[], T], weigh: Callable[[T], int] = lambda thing: 1) -> T:
         """The thing of that key, made if need be."""
         if key in self.things:
             self.things.move_to_end(key)
         else:
-            self.things[key] = make()
-            if len(self.things) > self.most:
-                self.things.popitem(last=False)
-        return self.things[key]  # type: ignore[no-any-return]
+            made = make()
+            self.things[key] = made, weigh(made)
+            self.weight += self.things[key][1]
+            while self.weight > self.most and len(self.things) > 1:
+                self.weight -= self.things.popitem(last=False)[1][1]
+        thing: T = self.things[key][0]
+        return thing
 
 
 class Bench:
     """Runs tasks one after another in this process, and keeps the traces, platforms and reference runs they share."""
 
     def __init__(self) -> None:
-        self._traces = Kept(KEPT_TRACES)
+        self._traces = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
-        self._references = Kept(KEPT_REFERENCES)
+        self._references = Kept(KEPT_OPS)
         self._ops = 0
 
     def run(self, task: Task) -> Outcome:
@@ -108,10 +113,12 @@ class Bench:
         policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
         known["fidelity"] = policy.fidelity
         platform = self._platforms.get(platform_key, lambda: _platform(task))
-        trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]))
-        reference, peak, refusal = self._references.get((trace_key, platform_key), lambda: _reference(trace, platform))
+        trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]), _ops)
+        reference, peak, refusal = self._references.get(
+            (trace_key, platform_key), lambda: _reference(trace, platform), lambda made: _ops(trace) if made[0] else 1
+        )
         known["unconstrained_peak_bytes"] = peak
-        self._ops += len(trace.ops)
+        self._ops += _ops(trace)
         budget = task["budget"]
         if isinstance(budget, str):
             if peak is None:
@@ -133,6 +140,10 @@ class Bench:
             "time_limited": bool(notes.get("time_limited", False)) if isinstance(notes, Mapping) else False,
         }
         return row, {"plan_s": result.plan_s}
+
+
+def _ops(trace: Trace) -> int:
+    return len(trace.op_columns.name)
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Checkmate(Policy):
         what makes a weight gradient runs once.
         The known plan that the search starts from is the rounding's. Rounding tries many thresholds, at the
         whole budget and at 0.9 of it, and takes the cheapest plan that fits exactly.
-        HiGHS, through SciPy, chooses its number of threads; its search does not depend on it.
+        SciPy gives no way to set the number of threads of HiGHS; the same question got the same plan so far.
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
     grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
@@ -43,8 +43,8 @@ class Checkmate(Policy):
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
     node_limit: nodes of the search tree. time_limit: seconds of search.
     Notes of the plan: `status` is "optimal" only where proven (to one part in a million of the rerun time
-        where costs have no common unit above a ten-thousandth), "feasible" for rounding, for stages, and when
-        a limit was met; `bound_ns`: no plan of this class has less rerun time; `rerun_ns`; `limit`: "",
+        where costs have no common unit above a ten-thousandth), else "feasible": rounding above the bound,
+        stages, a limit met; `bound_ns`: no plan of this class has less rerun time; `rerun_ns`; `limit`: "",
         "nodes" or "time"; `time_limited`.
     Raises Infeasible where no plan fits (proven for "milp") naming a budget that does; PolicyError on several
         devices or engines, too many ops, or a limit met before any plan was found.

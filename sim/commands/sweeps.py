@@ -1,0 +1,66 @@
+"""sweep and results: thousands of cells, and what came of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from sim.commands.options import Json
+
+Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
+
+
+def sweep(
+    study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md says what may stand in it")],
+    out: Annotated[
+        str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")
+    ] = None,
+    jobs: Annotated[Optional[int], typer.Option(help="worker processes; default: one a core")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="go on with what is missing")] = False,
+    json: Json = False,
+) -> None:
+    """Run every cell of a study that has no answer yet."""
+    from sim.sweeps.command import run_study
+
+    code = run_study(study, out=out, jobs=jobs, resume=resume, as_json=json)
+    if code:
+        raise typer.Exit(code)
+
+
+def list_(folder: Folder, json: Json = False) -> None:
+    """Say what a folder holds: studies, cells, answers."""
+    from sim.sweeps.command import list_results
+
+    print(list_results(folder, as_json=json))
+
+
+def show(
+    folder: Folder,
+    cell: Annotated[Optional[str], typer.Argument(help="a cell's id or its beginning")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Print the cells of a sweep, or all of one."""
+    from sim.sweeps.command import show_results
+
+    print(show_results(folder, cell, as_json=json))
+
+
+def export(
+    folder: Folder,
+    csv: Annotated[str, typer.Option("--csv", help="file to write")],
+    timing: Annotated[bool, typer.Option("--timing", help="with wall time, host and date, which vary")] = False,
+) -> None:
+    """Write the results as one table."""
+    from sim.sweeps.command import export_results
+
+    print(export_results(folder, csv, timing=timing))
+
+
+def query(
+    folder: Folder, sql: Annotated[str, typer.Argument(help="SQL over the table `cells`")], json: Json = False
+) -> None:
+    """Ask the index with SQL; it cannot change anything."""
+    from sim.sweeps.command import query_results
+
+    print(query_results(folder, sql, as_json=json))
