@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sim.policies import names as policy_names
     from sim.policies.base import Policy
     from sim.search import largest_batch, smallest_budget
-    from sim.sweeps import sweep
+    from sim.sweeps.sweep import sweep as sweep
     from sim.trace.graph import Trace, TraceBuilder
     from sim.trace.io import load as load_trace
     from sim.trace.io import save as save_trace
@@ -54,7 +54,7 @@ _HOMES = {
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
     "sim.search": ("largest_batch", "smallest_budget"),
-    "sim.sweeps": ("sweep",),
+    "sim.sweeps.sweep": ("sweep",),
     "sim.hardware.platform": ("Platform",),
     "sim.hardware.profile": ("load_profile", "profile_names"),
     "sim.log": ("EventLog",),

@@ -212,7 +212,7 @@ class Ledger:
         """What is still held when the log ends."""
         return [stay for stay in self.stays if stay.release == FOREVER]
 
-    def use(self, tier: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    def use(self, tier: int) -> tuple[np.ndarray, np.ndarray]:
         """Times of the changes of a tier and the bytes in use after each."""
         rows = self.log.changes[self.log.changes[:, 1] == tier]
         return rows[:, 0], np.cumsum(rows[:, 2])

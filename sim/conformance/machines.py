@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sim.conformance.networks import Digits
+from sim.conformance.digits import Digits
 from sim.hardware.assemble import assemble
 from sim.hardware.platform import Platform
 from sim.hardware.schema import ProfileFile

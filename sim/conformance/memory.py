@@ -84,8 +84,8 @@ def _transfers_have_space(ledger: Ledger, run: Replayed) -> None:
     for stay in ledger.stays:
         if stay.cause == MOVED_IN and stay.copy is None and run.done and stay.gone_by != FREED:
             raise LawBroken(
-                f"{ledger.names[stay.tensor]!r} is in {ledger.tier_names[stay.tier]!r} from {stay.take} ns, but nothing "
-                "was transferred"
+                f"{ledger.names[stay.tensor]!r} is in {ledger.tier_names[stay.tier]!r} from {stay.take} ns, but "
+                "nothing was transferred"
             )
 
 

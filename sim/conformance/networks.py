@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from sim.conformance.digits import Digits
 from sim.trace.graph import Trace, TraceBuilder
 
-T = TypeVar("T")
 SIZES = (16, 1, 40, 64, 7, 100, 0)
 TIMES = (10, 1, 30, 100, 0)
 WORK = (0, 0, 0, 8, 30)
-
-
-class Digits:
-    """Choices written as one number: 0 is the first choice everywhere."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def pick(self, choices: Sequence[T]) -> T:
-        """The next choice."""
-        self.code, digit = divmod(self.code, len(choices))
-        return choices[digit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +67,8 @@ def networks(
     needs: of `sim.policies.base.NEEDS`, those that are of the trace: `chain`, `layers`, `backward`. With
     two devices each runs its copy of the net and the weight gradients are summed by a collective, or the
     first half of the ops is on device 0 and results go to the other half by send and receive, or unsent.
-    cpu: the optimizer, or some ops of each phase, may run on the engine `cpu`. unit: bytes of the smallest tensor. Shrinks to an op.
+    cpu: the optimizer, or some ops of each phase, may run on the engine `cpu`. unit: bytes of the
+    smallest tensor. Shrinks to one op.
     """
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
@@ -119,36 +105,6 @@ def networks(
         kept = [grad for net in nets for _, grad in net.gradients] or [nets[-1].last]
         return b.build(outputs=kept, carry=())
     return b.build()
-
-
-def models() -> st.SearchStrategy[Trace]:
-    """Two-layer transformers with all that real ones have, each with another attention, precision and optimizer."""
-    return st.sampled_from(range(len(_MODELS))).map(_model)
-
-
-_MODELS = (
-    ("sdpa", "fp32", "sgd_momentum", None),
-    ("eager", "amp_bf16", "adamw_fused", None),
-    ("eager", "mixed_bf16", "adamw_foreach", 0.0),
-    ("flash", "bf16", "adamw_loop", None),
-)
-
-
-@lru_cache
-def _model(which: int) -> Trace:
-    from workloads.transformer import transformer  # a program that checks nothing need not load it
-
-    attention, precision, optimizer, dropout = _MODELS[which]
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 24, "n_positions": 8}
-    return transformer(
-        config,
-        batch=4,
-        sequence=8,
-        precision=precision,
-        attention=attention,
-        optimizer=optimizer,
-        dropout=dropout,
-    )
 
 
 def _reduce(b: TraceBuilder, nets: list[_Net]) -> None:
@@ -255,8 +211,8 @@ class _Net:
                 if self.style == "pipeline":
                     for t in list(gradient):
                         if t in back:
-                            come = self.send(gradient.pop(t), 1, 0, "backward")
-                            self.take(gradient, back[t], come, i)
+                            sent = self.send(gradient.pop(t), 1, 0, "backward")
+                            self.take(gradient, back[t], sent, i)
             come = [gradient[t] for t in made if t in gradient]
             targets = [t for t in reads if t not in self.constant and back.get(t) not in self.constant]
             if not come or not (targets or weight is not None):

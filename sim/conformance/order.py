@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def _groups_in_one_tier(ledger: Ledger) -> set[int]:
 
 
 def _forced(run: Replayed) -> set[int]:
-    """Tensors of the trace that ran which the asked trace itself makes move: no tier is in reach of all who use them."""
+    """Tensors that the asked trace itself makes move, because no tier is in reach of all that use them."""
     assert run.plan is not None
     asked = _crossing(run.trace, run)
     ran = run.plan.trace
@@ -117,7 +118,7 @@ def check_order(run: Replayed) -> None:
             lanes[work.lane].append(work)
     for lane, works in lanes.items():
         works.sort(key=lambda work: (work.start, work.end))
-        for first, second in zip(works, works[1:]):
+        for first, second in pairwise(works):
             if second.start < first.end:
                 names = [ledger.op_names[work.op] for work in (first, second)]
                 raise LawBroken(

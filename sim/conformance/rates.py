@@ -37,9 +37,9 @@ def check_rates(ledger: Ledger) -> None:
     uses: dict[str, list[Use]] = defaultdict(list)
     for copy in (*ledger.copies, *ledger.group_moves):
         _one_transfer(ledger, copy)
-        fixed = sum(links[link].fixed for link in copy.route)
-        for link in copy.route:
-            name = links[link].name
+        fixed = sum(links[i].fixed for i in copy.route)
+        for i in copy.route:
+            name = links[i].name
             uses[name].append(Use(name, copy.start, min(copy.start + fixed, copy.end), copy.end, copy.bytes))
     for link in links:
         _at_once(ledger, link.name, link.copy_engines)
@@ -101,7 +101,8 @@ def _windows(name: str, uses: list[tuple[Use, Fraction]], rate: int) -> None:
         over = np.flatnonzero(inside & (total * NANO > limit))
         if len(over):
             raise LawBroken(
-                f"{name!r} carries {total[over[0]] / common:g} B from {begin} to {ends[over[0]]} ns; its rate is {rate} B/s"
+                f"{name!r} carries {total[over[0]] / common:g} B from {begin} to {ends[over[0]]} ns; "
+                f"its rate is {rate} B/s"
             )
 
 

@@ -10,8 +10,10 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from sim.conformance.digits import Digits
 from sim.conformance.machines import Document, machines, platform_of
-from sim.conformance.networks import Digits, models, networks
+from sim.conformance.models import models
+from sim.conformance.networks import networks
 from sim.experiment import reference_run
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
@@ -93,6 +95,8 @@ def _peak_and_floor(log: EventLog) -> tuple[int, int]:
 
 
 def for_each(drawn: st.SearchStrategy[Example], look: Callable[[Example], None], count: int, first: int) -> None:
+    """Look at `count` examples; those that the seed `first` gives, whatever else is on this machine."""
+
     @seed(first)
     @settings(
         max_examples=count,
@@ -121,8 +125,8 @@ def on_its_own() -> Iterator[None]:
     if own is None:
         yield
         return
-    providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
+    providers._get_local_constants = providers.Constants
     try:
         yield
     finally:
-        providers._get_local_constants = own  # type: ignore[attr-defined]
+        providers._get_local_constants = own

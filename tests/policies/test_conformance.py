@@ -13,6 +13,8 @@ EXAMPLES = {False: 25, True: 2}
 def test_a_policy_keeps_the_law(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a failing law writes its shrunken trace here
     report = check_policy(load(name), examples=EXAMPLES[policy_class(name).slow], name=name)
+    if report.skipped == report.examples and any("OR-Tools" in note for note in report.notes):
+        pytest.skip("OR-Tools is not installed (extra `solvers`)")
     assert report.passed, report.as_text()
 
 
