@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sim.conformance.replayed import run_policy
-from sim.conformance.situations import Example, for_each, situations
+from sim.conformance.situations import Example, for_each, situations_for
 from sim.errors import PolicyError
 from sim.policies import load
 from sim.policies.base import Policy
@@ -25,7 +25,7 @@ def fingerprints(policy: Policy, *, examples: int, seed: int) -> list[str]:
         answer = run.log.content_hash if run.log is not None else ""
         found.append(f"{answer} {type(run.error or run.crash).__name__}: {run.error or run.crash}")
 
-    for_each(situations(policy.needs), look, examples, seed)
+    for_each(situations_for(policy), look, examples, seed)
     return found
 
 

@@ -10,8 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from sim.log import CAUSE, WHY, EventLog
 from sim.trace.graph import Trace
 
@@ -211,8 +209,3 @@ class Ledger:
     def remaining(self) -> list[Stay]:
         """What is still held when the log ends."""
         return [stay for stay in self.stays if stay.release == FOREVER]
-
-    def use(self, tier: int) -> tuple[np.ndarray, np.ndarray]:
-        """Times of the changes of a tier and the bytes in use after each."""
-        rows = self.log.changes[self.log.changes[:, 1] == tier]
-        return rows[:, 0], np.cumsum(rows[:, 2])

@@ -17,10 +17,18 @@ from sim.conformance.networks import networks
 from sim.experiment import reference_run
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
+from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
 SPARE = (100, 60, 45, 30, 15, 70, 5, 50, 20, 0, 80, -10)
 """Budgets, as a percentage of the way from what the neediest op takes to the peak when all is kept."""
+
+
+def situations_for(policy: Policy) -> st.SearchStrategy[Example]:
+    """What a policy is tried on: its needs are met, and where it plans slowly the traces are small."""
+    if policy.slow:
+        return situations(policy.needs, real=0, longest=5)
+    return situations(policy.needs)
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,13 @@ class Example:
 
 
 @st.composite
-def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: bool = False, real: int = 1) -> Example:
+def situations(
+    draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: bool = False, real: int = 1, longest: int = 0
+) -> Example:
     """A trace and a machine that meet a policy's needs, and a budget from ample to too little.
 
-    real: of ten traces, how many are of small models. exact: no allocator with addresses.
+    real: of ten traces, how many are of small models. exact: no allocator with addresses. longest: most
+    forward ops of the other traces, 0 for what suits the needs.
     """
     digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
     one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history"})
@@ -54,8 +65,8 @@ def situations(draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: b
     if kind >= 10 - real:
         trace = draw(models())
     else:
-        longest = 18 if needs & {"chain", "layers"} else 12
-        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=longest))
+        most = longest or (18 if needs & {"chain", "layers"} else 12)
+        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=most))
     log = reference_run(trace, platform_of(machine))
     if tight and host:
         # a host that holds what lies there from the start, and some percent of what the device needs
@@ -121,11 +132,11 @@ def on_its_own() -> Iterator[None]:
     """
     from hypothesis.internal.conjecture import providers
 
-    own = getattr(providers, "_get_local_constants", None)
-    if own is None:
+    own, nothing = (getattr(providers, name, None) for name in ("_get_local_constants", "Constants"))
+    if own is None or nothing is None:
         yield
         return
-    providers._get_local_constants = providers.Constants
+    providers._get_local_constants = nothing
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from sim.conformance.machines import toml_of
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
-from sim.conformance.situations import Example, for_each, on_its_own, situations
+from sim.conformance.situations import Example, for_each, on_its_own, situations_for
 from sim.conformance.traits import Exercised
 from sim.conformance.values import check_values
 from sim.policies.base import Policy
@@ -127,13 +127,19 @@ def _sentence(check: Callable[[Replayed], None]) -> str:
 
 
 def check_policy(
-    policy: Policy, *, examples: int = 50, seed: int = 0, name: str = "", folder: str | os.PathLike[str] = "."
+    policy: Policy,
+    *,
+    examples: int = 50,
+    seed: int = 0,
+    name: str = "",
+    folder: str | os.PathLike[str] = ".",
+    across_processes: bool = True,
 ) -> Report:
     """Hold a policy to every law on random examples; the same arguments give the same report.
 
     examples: how many to draw. name: what to call the policy, best as `sim.policies.load` knows it, so that
     the commands in the report work and a second process can be asked for law 7. folder: where a failing
-    example is written, as a trace and a profile.
+    example is written, as a trace and a profile. across_processes: whether law 7 asks that process.
     """
     name = name or type(policy).__name__
     seen = Exercised(policy)
@@ -147,7 +153,7 @@ def check_policy(
             if text:
                 broken.setdefault(law, []).append((example, text))
 
-    drawn = situations(policy.needs)
+    drawn = situations_for(policy)
     for_each(drawn, look, examples, seed)
     found = []
     for law, cases in broken.items():

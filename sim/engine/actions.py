@@ -38,7 +38,8 @@ class Actions:
         self.slow_after: set[int] = set()
         self.recomputed: list[int] = []
         for action in plan.actions:
-            self._anchor(action)
+            if not (type(action) is Move and self._plain_move(action)):
+                self._anchor(action)
         self.born: dict[int, tuple[int, int | None]] = {}
         for tensor, where in plan.place.items():
             name, offset = (where, None) if isinstance(where, str) else where
@@ -47,6 +48,20 @@ class Actions:
         self.asks_before = state.online is not None and type(state.online).before is not Online.before
 
     # ---- names -------------------------------------------------------------------------------
+
+    def _plain_move(self, move: Move) -> bool:
+        """Note a move that is given by ids, as most are; False leaves it to the general way, and its complaints."""
+        tensor, before, after, tier = move.tensor, move.before, move.after, self._tier_ids.get(move.to)
+        at, side = (after, self.after) if before is None else (before, self.before)
+        if type(tensor) is not int or type(at) is not int or tier is None or move.wire is not None:
+            return False
+        if not (0 <= tensor < self._tensors and 0 <= at < self._ops) or (before is not None and after is not None):
+            return False
+        if at in side:
+            side[at].append(Act("move", tensor, tier, move))
+        else:
+            side[at] = [Act("move", tensor, tier, move)]
+        return True
 
     def _anchor(self, action: Action) -> None:
         before, after = action.before, action.after
@@ -77,10 +92,6 @@ class Actions:
 
     def _resolve(self, action: Action, device: int) -> Act:
         trace = self._prepared.trace
-        if type(action) is Move and type(action.tensor) is int and action.wire is None:
-            tier = self._tier_ids.get(action.to)  # what most moves are, without the calls
-            if tier is not None and 0 <= action.tensor < self._tensors:
-                return Act("move", action.tensor, tier, action)
         if isinstance(action, Recompute):
             op = trace.op_id(action.op)
             if any(self._prepared.replaces[t] >= 0 for t in self._prepared.writes[op]):

@@ -80,12 +80,16 @@ class Device:
                 yield from self._perform(i)
                 continue
             reads, writes, out, workspace, ns = op
-            total = used[home] + out + workspace
+            ready = True
             for t in reads:
                 if copies[t] & mask != bit:
-                    op = None
+                    ready = False
                     break
-            if op is None or total > capacity[home] or state.queued_for_space or guests[lane]:
+            if not ready and t in transfers and self._is_coming(reads, bit):
+                yield from self._until_there(reads, bit, i)
+                ready = all(copies[t] & mask == bit for t in reads)
+            total = used[home] + out + workspace
+            if not ready or total > capacity[home] or state.queued_for_space or guests[lane]:
                 yield from self._perform(i)
                 continue
             start = state.now
@@ -153,6 +157,30 @@ class Device:
                 yield At(env, state.now - env.now, STARTS)
         yield from self._catch_up()
         self.finished.succeed()
+
+    def _is_coming(self, reads: Sequence[int], bit: int) -> bool:
+        """Whether every read is at home to stay or on its way there."""
+        state = self._state
+        for t in reads:
+            if state.copies[t] & bit:
+                if state.copies[t] & LEAVING:
+                    return False
+            else:
+                transfer = state.transfers.get(t)
+                if transfer is None or transfer.target != self._home or transfer.stage == WAITS:
+                    return False
+        return True
+
+    def _until_there(self, reads: Sequence[int], bit: int, op: int) -> Steps:
+        """Wait for the reads that are on their way home."""
+        state = self._state
+        for t in reads:
+            state.locks[t] += 1
+        for t in reads:
+            while not state.copies[t] & bit and t in state.transfers:
+                yield from self._arrival(t, "transfer", op)
+        for t in reads:
+            state.locks[t] -= 1
 
     def _catch_up(self) -> Steps:
         """Let the event queue's clock come up to this device's."""
