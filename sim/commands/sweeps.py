@@ -13,9 +13,7 @@ Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 
 def sweep(
     study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md says what may stand in it")],
-    out: Annotated[
-        str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")
-    ] = None,
+    out: Annotated[str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")] = None,
     jobs: Annotated[Optional[int], typer.Option(help="worker processes; default: one a core")] = None,  # noqa: UP045
     resume: Annotated[bool, typer.Option("--resume", help="go on with what is missing")] = False,
     json: Json = False,

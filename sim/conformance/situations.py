@@ -27,7 +27,7 @@ SPARE = (100, 60, 45, 30, 15, 70, 5, 50, 20, 0, 80, -10)
 def situations_for(policy: Policy) -> st.SearchStrategy[Example]:
     """What a policy is tried on: its needs are met, and where it plans slowly the traces are small."""
     if policy.slow:
-        return situations(policy.needs, real=0, longest=5)
+        return situations(policy.needs, real=0, longest=8)
     return situations(policy.needs)
 
 
@@ -65,8 +65,8 @@ def situations(
     if kind >= 10 - real:
         trace = draw(models())
     else:
-        most = longest or (18 if needs & {"chain", "layers"} else 12)
-        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=most))
+        steps = longest or (18 if needs & {"chain", "layers"} else 12)
+        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=steps))
     log = reference_run(trace, platform_of(machine))
     if tight and host:
         # a host that holds what lies there from the start, and some percent of what the device needs

@@ -160,9 +160,9 @@ def check_policy(
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, Path(folder))
         found.append(Broken(law, _sentence(CHECKS[law]), len(cases), text, files, command))
-    elsewhere = (
-        [] if "repeats" in broken else differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
-    )
+    elsewhere: list[str] = []
+    if across_processes and "repeats" not in broken:
+        elsewhere = differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
     found += [Broken("repeats", _sentence(check_repeats), 1, text) for text in elsewhere]
     return Report(
         policy=name,
