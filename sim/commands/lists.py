@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from sim.commands.options import (
 
 
 def profiles(
-    name: Annotated[Optional[str], typer.Argument(help="a profile's name or file")] = None,  # noqa: UP045
+    name: Annotated[str | None, typer.Argument(help="a profile's name or file")] = None,
     toml: Annotated[bool, typer.Option("--toml", help="print the file, to start one's own from")] = False,
     json: Json = False,
 ) -> None:
@@ -28,8 +28,8 @@ def profiles(
 
 
 def policies(
-    name: Annotated[Optional[str], typer.Argument(help="a policy's name")] = None,  # noqa: UP045
-    new: Annotated[Optional[str], typer.Option(help="write a policy of that name and its test here")] = None,  # noqa: UP045
+    name: Annotated[str | None, typer.Argument(help="a policy's name")] = None,
+    new: Annotated[str | None, typer.Option(help="write a policy of that name and its test here")] = None,
     json: Json = False,
 ) -> None:
     """List the policies, print what one does and takes, or start one's own."""
@@ -45,7 +45,7 @@ def policies(
 
 
 def models(
-    name: Annotated[Optional[str], typer.Argument(help="a model's name")] = None,  # noqa: UP045
+    name: Annotated[str | None, typer.Argument(help="a model's name")] = None,
     json: Json = False,
 ) -> None:
     """List the models, or print one's configuration and size with its source."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from sim.commands.options import Attention, Batch, Json, Model, Seq, platform_of
 def calibrate(
     out: Annotated[str, typer.Option("-o", "--out", help="profile to write: my_machine.toml")],
     quick: Annotated[bool, typer.Option("--quick", help="few and small sizes: for trying it out, not for use")] = False,
-    device: Annotated[Optional[str], typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,  # noqa: UP045
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
 ) -> None:
     """Measure the machine this runs on and write its profile (extra `torch`)."""
     from sim.measure.calibrate import calibrate as measure
@@ -26,9 +26,9 @@ def validate(
     seq: Seq = 128,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or amp_bf16")] = "fp32",
     attention: Attention = "sdpa",
-    device: Annotated[Optional[str], typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,  # noqa: UP045
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
     repeats: Annotated[int, typer.Option(help="steps timed a policy; the median counts")] = 7,
-    profile: Annotated[Optional[str], typer.Option(help="profile of this machine, for the times")] = None,  # noqa: UP045
+    profile: Annotated[str | None, typer.Option(help="profile of this machine, for the times")] = None,
     json: Json = False,
 ) -> None:
     """Run a real training step here under several policies, and print it beside the simulated one (extra `torch`)."""

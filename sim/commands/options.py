@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
-# typer reads these annotations at run time, hence Optional
 Profile = Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")]
-Model = Annotated[Optional[str], typer.Option(help="model name or Hugging Face config.json")]  # noqa: UP045
-TraceFile = Annotated[Optional[str], typer.Option("--trace", help="trace file, instead of a model")]  # noqa: UP045
+Model = Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")]
+TraceFile = Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")]
 Batch = Annotated[int, typer.Option(help="samples an iteration")]
 Seq = Annotated[int, typer.Option("--seq", "--sequence", help="tokens a sample")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16")]
 Attention = Annotated[str, typer.Option(help="eager, sdpa or flash")]
 Optimizer = Annotated[str, typer.Option(help="adamw_foreach, adamw_fused, adamw_loop, sgd_momentum")]
 Loss = Annotated[str, typer.Option(help="torch, fused or chunked")]
-Dropout = Annotated[Optional[float], typer.Option(help="dropout probability; default: the model's own")]  # noqa: UP045
+Dropout = Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")]
 MicroBatches = Annotated[int, typer.Option(help="micro-batches whose gradients are summed")]
-Budget = Annotated[Optional[str], typer.Option(help='bytes of the device, "7 GB"; default: all of it')]  # noqa: UP045
-Set = Annotated[Optional[list[str]], typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"')]  # noqa: UP045
+Budget = Annotated[str | None, typer.Option(help='bytes of the device, "7 GB"; default: all of it')]
+Set = Annotated[list[str] | None, typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"')]
 Seed = Annotated[int, typer.Option(help="seed of everything random")]
-Iterations = Annotated[Optional[int], typer.Option(help="iterations to run; the last one is reported")]  # noqa: UP045
-Out = Annotated[Optional[str], typer.Option("-o", "--out", help="folder for tables, figures and the timeline")]  # noqa: UP045
+Iterations = Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")]
+Out = Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")]
-Parameters = Annotated[Optional[list[str]], typer.Option("-p", "--param", help="policy parameter: heuristic=lru")]  # noqa: UP045
+Parameters = Annotated[list[str] | None, typer.Option("-p", "--param", help="policy parameter: heuristic=lru")]
 
 
 def workload(options: dict[str, Any]) -> Any:

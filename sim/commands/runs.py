@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -81,7 +81,7 @@ def compare(
     profile: Profile,
     model: Model = None,
     trace: TraceFile = None,
-    policies: Annotated[Optional[str], typer.Option(help="a,b,…; default: all that apply and plan quickly")] = None,  # noqa: UP045
+    policies: Annotated[str | None, typer.Option(help="a,b,…; default: all that apply and plan quickly")] = None,
     batch: Batch = 1,
     seq: Seq = 1024,
     precision: Precision = "amp_bf16",

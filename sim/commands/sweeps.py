@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 def sweep(
     study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md says what may stand in it")],
     out: Annotated[str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")] = None,
-    jobs: Annotated[Optional[int], typer.Option(help="worker processes; default: one a core")] = None,  # noqa: UP045
+    jobs: Annotated[int | None, typer.Option(help="worker processes; default: one a core")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what is missing")] = False,
     json: Json = False,
 ) -> None:
@@ -35,7 +35,7 @@ def list_(folder: Folder, json: Json = False) -> None:
 
 def show(
     folder: Folder,
-    cell: Annotated[Optional[str], typer.Argument(help="a cell's id or its beginning")] = None,  # noqa: UP045
+    cell: Annotated[str | None, typer.Argument(help="a cell's id or its beginning")] = None,
     json: Json = False,
 ) -> None:
     """Print the cells of a sweep, or all of one."""
