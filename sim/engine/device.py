@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 from sim.engine.actions import Act, Actions
 from sim.engine.events import ENDS, STARTS, At, Event, fire
-from sim.engine.state import FREED, LEAVING, MADE, MOVED_IN, WORKSPACE, State
+from sim.engine.state import FREED, LEAVING, MADE, MOVED_IN, MOVED_OUT, WORKSPACE, State
 from sim.engine.transfer import WAITS, Transfer, Transfers
 from sim.engine.work import Work, Works
 from sim.errors import IllegalPlan
@@ -48,6 +48,7 @@ class Device:
         self._quick = quick
         self._lane = state.prepared.main[index]
         self._home = state.prepared.home[self._lane]
+        self._reach = state.prepared.reach[self._lane]
 
     # ---- the walk ----------------------------------------------------------------------------
 
@@ -165,6 +166,8 @@ class Device:
             if state.copies[t] & bit:
                 if state.copies[t] & LEAVING:
                     return False
+            elif state.copies[t] & self._reach:
+                return False  # the engine reads it where it is
             else:
                 transfer = state.transfers.get(t)
                 if transfer is None or transfer.target != self._home or transfer.stage == WAITS:
@@ -268,8 +271,8 @@ class Device:
             while not state.copies[tensor] & reach:
                 if tensor in state.transfers:
                     yield from self._arrival(tensor, "transfer", work.op)
-                elif tensor in state.awaited:
-                    yield from self._arrival(tensor, state.awaited[tensor], work.op)
+                elif tensor in state.awaited or (tensor, home) in state.making:
+                    yield from self._arrival(tensor, state.awaited.get(tensor, "peer"), work.op)
                 elif not state.copies[tensor]:
                     if not state.made[tensor]:
                         yield from self._arrival(tensor, "peer", work.op)
@@ -289,7 +292,7 @@ class Device:
         under_way = state.transfers.get(tensor)
         if under_way is not None and under_way.stage != WAITS:
             return
-        if under_way is None and not copies & ~LEAVING:
+        if (under_way is None and not copies & ~LEAVING) or (tensor, home) in state.making:
             return
         if tensor in state.overwriting and copies & ~LEAVING == 1 << state.overwriting[tensor]:
             by = self._name(state.prepared.producer[state.prepared.replaced_by[tensor]])
@@ -399,9 +402,25 @@ class Device:
                 if state.blocks[tier] is not None:
                     reason = "its results" if tensor >= 0 else "its workspace"
                     yield from self._room(tier, bytes, op, reason, offset)
+                if tensor >= 0 and work.why != "run" and self._came_meanwhile(work, tensor, tier):
+                    tensor = -1
                 handle = state.take(tensor, tier, bytes, op, MADE if tensor >= 0 else WORKSPACE, offset)
                 if tensor < 0:
                     work.scratch.append((tier, bytes, handle))
+
+    def _came_meanwhile(self, work: Work, tensor: int, tier: int) -> bool:
+        """Whether a result is there, or on its way, since space was asked for; else it is noted as being made."""
+        state = self._state
+        under_way = state.transfers.get(tensor)
+        if under_way is not None and under_way.target == tier and under_way.stage == WAITS:
+            self._transfers.cancel(under_way)  # nothing is left to copy
+            if not under_way.keep:
+                self._transfers.release_copy(tensor, under_way.source, work.op, MOVED_OUT)
+        elif state.copies[tensor] & 1 << tier or (under_way is not None and under_way.target == tier):
+            work.fresh.remove((tensor, tier))
+            return True
+        state.making.add((tensor, tier))
+        return False
 
     def _run_here(self, work: Work) -> Steps:
         state, env, works = self._state, self._state.env, self._works

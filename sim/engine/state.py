@@ -100,6 +100,7 @@ class State:
         self.queued_for_space = 0  # devices and transfers that wait for space somewhere
         self.running = 0  # ops under way on other engines, and groups
         self.overwriting: dict[int, int] = {}  # old values that an op under way overwrites in place: in which tier
+        self.making: set[tuple[int, int]] = set()  # (tensor, tier) of results that an op is making again
         self.on_unlock: dict[int, list[Event]] = {}  # who waits to overwrite a value until its readers have ended
         self.idle_waiters: list[Event] = []
         self.awaited: dict[int, str] = {}  # results under way on another engine or device: why one waits for them

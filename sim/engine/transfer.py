@@ -122,7 +122,7 @@ class Transfers:
         if not held:
             state.counters["ignored_actions"] += 1
             return
-        if held & 1 << target:
+        if held & 1 << target or (tensor, target) in state.making:
             if not move.keep and held != 1 << target:
                 self.release_copy(tensor, self._nearest(tensor, held & ~(1 << target), target), op, MOVED_OUT)
             return

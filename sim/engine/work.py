@@ -160,6 +160,7 @@ class Works:
             state.awaited.pop(new, None)
             state.arrive(new, tier)
         for tensor, tier in work.fresh:
+            state.making.discard((tensor, tier))
             state.awaited.pop(tensor, None)
             state.arrive(tensor, tier)
         for tensor in state.prepared.reads[work.op]:

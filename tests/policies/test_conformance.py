@@ -1,26 +1,34 @@
-"""Every policy keeps the law of all policies, on traces that nobody picked by hand."""
+"""Every policy keeps every law, on traces nobody picked by hand."""
+
+from __future__ import annotations
 
 import pytest
 
-from sim import check_policy
+from sim.conformance import check_policy
+from sim.conformance.elsewhere import differences
 from sim.policies import load, names, policy_class
 
-EXAMPLES = {False: 25, True: 2}
-"""Random examples a policy; fewer for those that plan slowly."""
+EXAMPLES = 40
+RARELY: dict[str, str] = {
+    # policies that show a declared trait in fewer than 30 % of random examples, and why
+    "checkmate": "the cheapest plan that fits seldom runs anything again on nets this small",
+    "moccasin": "the cheapest plan that fits seldom runs anything again on nets this small",
+    "rockmate": "the cheapest plan that fits seldom runs anything again on nets this small",
+    "vlad": "it runs ops again only where a chain of them is long enough",
+    "vdnn": "it moves what convolutions read, and few random nets have many; it rewrites only what it must",
+    "delta": "it moves only what is dearer to run again than to copy",
+    "dtr": "half of the examples fit without dropping anything",
+    "selective_recompute": "it rewrites only casts of weights that autocast keeps",
+}
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_policy_keeps_the_law(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failing law writes its shrunken trace here
-    report = check_policy(load(name), examples=EXAMPLES[policy_class(name).slow], name=name)
-    if report.skipped == report.examples and any("OR-Tools" in note for note in report.notes):
-        pytest.skip("OR-Tools is not installed (extra `solvers`)")
+def test_policy_keeps_every_law(name, tmp_path):
+    report = check_policy(load(name), examples=EXAMPLES, name=name, folder=tmp_path, across_processes=False)
     assert report.passed, report.as_text()
+    assert set(report.not_exercised) == set() or name in RARELY, report.as_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", names())
-def test_a_policy_keeps_the_law_on_many_examples(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    report = check_policy(load(name), examples=200, seed=1, name=name)
-    assert report.passed, report.as_text()
+def test_another_process_comes_to_the_same_logs():
+    quick = [(name, load(name)) for name in names() if not policy_class(name).slow]
+    assert differences(quick, examples=5, seed=3) == []

@@ -1,0 +1,176 @@
+"""The suite as a tool: its report, its files, and that it says when it has tested nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim.conformance import CHECKS, check_policy, run_policy
+from sim.conformance.machines import platform_of, toml_of
+from sim.conformance.situations import Example, for_each, situations
+from sim.errors import PolicyError
+from sim.experiment import simulate
+from sim.hardware import load_profile
+from sim.policies import load
+from sim.policies.base import MANAGES, Policy
+from sim.trace.chain import chain
+from sim.trace.io import load as load_trace
+
+LIAR = '''
+from dataclasses import dataclass
+from sim.plan import Move, Plan, Problem
+from sim.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liar(Policy):
+    """Moves the largest result, and says that it moves nothing."""
+
+    needs = frozenset({"host"})
+    times: int = 1
+
+    def plan(self, problem: Problem) -> Plan:
+        trace = problem.trace
+        made = [t for t in trace.tensors if trace.producer[t.id] >= 0 and t.bytes and t.role == "activation"]
+        if not made:
+            return Plan(trace)
+        largest = max(made, key=lambda t: (t.bytes, -t.id)).id
+        return Plan(trace, (Move(largest, "host", after=int(trace.producer[largest])),))
+'''
+
+
+@pytest.fixture
+def liar(tmp_path: Path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "liar.py").write_text(LIAR)
+    return "liar.py:Liar"
+
+
+def test_a_policy_that_keeps_the_laws_passes():
+    report = check_policy(load("keep_all"), examples=20, name="keep_all")
+    assert report.passed
+    assert report.as_dict()["passed"] is True
+    assert report.examples == 20
+    text = report.as_text()
+    assert text.startswith("keep_all: passed: 20 examples")
+    assert text.count("ok    Law") == len(CHECKS)
+
+
+def test_a_broken_law_comes_with_the_smallest_example_and_the_command_that_runs_it(liar):
+    report = check_policy(load(liar, times=2), examples=30, name=liar)
+    assert not report.passed
+    assert [entry.law for entry in report.broken] == ["ops"]
+    entry = report.broken[0]
+    assert "the policy does not say that it moves" in entry.text
+    assert "FAIL  Law 3" in report.as_text()
+    trace_file, profile_file = entry.files
+    assert trace_file == "tiersim-check-liar.py_Liar-ops.jsonl"
+    trace = load_trace(trace_file)
+    assert len(trace.ops) <= 3
+    words = shlex.split(entry.command)
+    assert words[:4] == ["tiersim", "run", "--trace", trace_file]
+    assert words[words.index("-p") + 1] == "times=2"
+    budget = words[words.index("--budget") + 1]
+    result = simulate(trace, load_profile(words[words.index("--profile") + 1]), liar, budget=budget, times=2)
+    assert (result.log.interval("why") == 2).any()
+    assert load_profile(f"./{profile_file}").name
+
+
+def test_the_same_seed_gives_the_same_report_and_another_one_other_examples(liar):
+    policy = load(liar)
+    first, again = (check_policy(policy, examples=15, name=liar, across_processes=False) for _ in range(2))
+    assert first == again
+    other = check_policy(policy, examples=15, seed=1, name=liar, across_processes=False)
+    assert other.broken[0].text != first.broken[0].text or other.refused != first.refused or other != first
+
+
+def test_it_leaves_nothing_behind_but_failing_examples(liar):
+    check_policy(load("keep_all"), examples=5, name="keep_all")
+    assert sorted(os.listdir()) == ["liar.py"]
+
+
+class Refuses(Policy):
+    """Needs what no example has."""
+
+    def plan(self, problem):
+        raise PolicyError("needs a quantum computer")
+
+
+def test_a_policy_that_refuses_every_example_has_not_passed():
+    report = check_policy(Refuses(), examples=5)
+    assert not report.passed
+    assert report.skipped == 5
+    assert "nothing ran: no law was put to the test" in report.as_text()
+    assert "needs a quantum computer" in report.as_text()
+
+
+class OnlySays(Policy):
+    """Says that it recomputes and moves, and never does."""
+
+    recomputes = True
+    moves = True
+    manages = MANAGES
+
+    def plan(self, problem):
+        return load("keep_all").plan(problem)
+
+
+def test_a_trait_that_never_shows_is_reported():
+    report = check_policy(OnlySays(), examples=20)
+    assert "recomputes" in report.not_exercised
+    assert "not exercised: recomputes" in report.as_text()
+
+
+# ---- what examples are like --------------------------------------------------------------------
+
+
+def drawn(needs: set[str], count: int = 40) -> list[Example]:
+    found: list[Example] = []
+    for_each(situations(frozenset(needs)), found.append, count, 0)
+    return found
+
+
+def test_examples_meet_the_needs_that_a_policy_declares():
+    for example in drawn({"chain", "host"}):
+        trace, platform = example.trace, example.platform
+        assert platform.host is not None
+        costs = np.ones(len(trace.ops), np.int64)
+        assert chain(trace, costs) is not None
+    for example in drawn({"layers"}):
+        assert (example.trace.op_columns.layer >= 0).any()
+    for example in drawn({"backward"}):
+        assert (example.trace.op_columns.phase == 1).any()
+    for example in drawn({"cpu", "host"}):
+        assert any(engine.name == "cpu" for engine in example.platform.engines)
+
+
+def test_examples_have_every_feature_now_and_then():
+    found = drawn(set(), 150)
+    platforms = [example.platform for example in found]
+    traces = [example.trace for example in found]
+    assert {platform.devices for platform in platforms} == {1, 2}
+    assert {platform.tiers[0].allocator.name for platform in platforms} == {"exact", "pool", "caching"}
+    assert any(platform.pools for platform in platforms)
+    assert any(platform.host is None for platform in platforms)
+    assert any("nvme" in platform.tier_ids for platform in platforms)
+    assert any(link.copy_engines > 1 for platform in platforms for link in platform.links)
+    assert any(len(engine.reaches) > 1 for platform in platforms for engine in platform.engines)
+    assert any((trace.tensor_columns.replaces >= 0).any() for trace in traces)
+    assert any(set(trace.op_columns.engine.values()) == {"cpu"} for trace in traces)
+    kinds = {op.kind for trace in traces for op in trace.ops}
+    assert {"send", "recv", "collective", "conv", "matmul", "optimizer"} <= kinds
+    assert any(trace.meta["model"] == "gpt2" for trace in traces)
+    runs = [run_policy(load("keep_all"), example.trace, example.platform) for example in found]
+    assert 0.25 < np.mean([run.done for run in runs]) < 0.75
+
+
+def test_a_machine_as_text_is_the_machine(tmp_path):
+    for example in drawn(set(), 20):
+        path = tmp_path / "random.toml"
+        path.write_text(toml_of(example.machine))
+        read, made = load_profile(path), platform_of(example.machine)
+        assert (read.tiers, read.engines, read.links, read.pools) == (made.tiers, made.engines, made.links, made.pools)
