@@ -461,8 +461,8 @@ class Device:
         queue = state.space_waiters[tier]
         mine: Event | None = None
         while True:
-            # first come, first served; where nothing else can happen, also who came later
-            if state.fits(tier, bytes, offset) and (mine is not None or not queue or state.env.peek() == float("inf")):
+            # first come, first served; `replay` lets others pass where nothing else can happen
+            if state.fits(tier, bytes, offset) and (mine is not None or not queue):
                 if queue:
                     state.stale_tiers.add(tier)
                     state.poke()
@@ -473,8 +473,6 @@ class Device:
                         continue
                 elif state.keep_dead and state.free_the_dead(tier):
                     continue
-            if state.env.peek() == float("inf"):
-                raise state.out_of_memory(tier, bytes, op, reason)
             event = state.env.event()
             if mine is None:
                 queue.append(event)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Prepared:
 
     plain[i]: (reads, writes with their sizes, bytes of all outputs, workspace, ns) of an op that takes a
     fixed time on its device's main engine, makes every result anew and is in no group; None for others.
+    plans: of plans that have run, by id: a weak reference and their actions by anchor.
     """
 
     trace: Trace
@@ -53,6 +55,7 @@ class Prepared:
     freeable: list[bool]
     groups: Mapping[str, tuple[int, ...]]
     group_of: Mapping[int, str]
+    plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def first_tier(self) -> list[int]:

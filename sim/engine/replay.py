@@ -108,7 +108,7 @@ def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | D
     """Why nothing can happen any more: no space for a device, or waiters that wait for each other."""
     waiters = [f"device {device.index}: {device.waits_for}" for device in devices if device.waits_for]
     for device in devices:
-        if device.request is not None:
+        if device.request is not None:  # one that fits has been let go on
             return state.out_of_memory(*device.request)
     names = state.prepared.trace.tensor_columns.name
     if all(device.finished.processed for device in devices):
