@@ -9,9 +9,11 @@ each counts, so that other work on the machine disturbs all alike.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import simpy
 
@@ -69,17 +71,26 @@ def cases(trace: Trace) -> dict[str, Callable[[], object]]:
 def measure(trace: Trace, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
     """Per case its microseconds an op and its ratio to the bare loop."""
     ops = len(trace.ops)
-    runs = {name: run for name, run in cases(trace).items() if name in names}
-    best = dict.fromkeys(["bare", *runs], float("inf"))
-    for _ in range(repeats):
-        for name in best:
-            began = time.process_time()
-            if name == "bare":
-                bare(ops)
-            else:
-                runs[name]()
-            best[name] = min(best[name], time.process_time() - began)
+    runs = {"bare": lambda: bare(ops)} | {name: run for name, run in cases(trace).items() if name in names}
+    best = dict.fromkeys(runs, float("inf"))
+    with only_own_garbage():
+        for _ in range(repeats):
+            for name, run in runs.items():
+                began = time.process_time()
+                run()
+                best[name] = min(best[name], time.process_time() - began)
     return {name: {"us_per_op": s / ops * 1e6, "ratio": s / best["bare"]} for name, s in best.items()}
+
+
+@contextmanager
+def only_own_garbage() -> Iterator[None]:
+    """Python's collector passes over what was there before, or a run would pay for the size of its process."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def main() -> None:

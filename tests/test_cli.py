@@ -254,6 +254,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(capsys, tmp_pa
     assert str(blocker) in err
 
 
+@pytest.mark.alone
 def test_help_starts_in_three_tenths_of_a_second():
     import time
 

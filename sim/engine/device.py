@@ -38,7 +38,7 @@ class Device:
         self.index = index
         self.waits_for = ""
         self.request: tuple[int, int, int, str] | None = None
-        self.asking: Event | None = None
+        self.asking: tuple[Event, int | None] | None = None  # what wakes it, and the offset that it needs
         self.finished = state.env.event()
         self._state = state
         self._transfers = transfers
@@ -481,7 +481,7 @@ class Device:
             mine = event
             state.queued_for_space += 1
             state.poke()
-            self.request, self.asking = (tier, bytes, op, reason), event
+            self.request, self.asking = (tier, bytes, op, reason), (event, offset)
             yield from self._stall(event, "space", op, -1, f"{bytes:,} B in {state.names[tier]!r} for {reason}")
             self.request = self.asking = None
             if event in queue:

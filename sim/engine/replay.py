@@ -98,8 +98,11 @@ def _place(state: State, prepared: Prepared, actions: Actions) -> None:
 def _wake_behind(state: State, devices: list[Device]) -> bool:
     """Where nothing else can happen, let a device go on whose request fits but came after one that does not."""
     for device in devices:
-        if device.request is not None and device.asking is not None and state.fits(*device.request[:2]):
-            state.wake((device.asking,))
+        if device.request is None or device.asking is None:
+            continue
+        event, offset = device.asking
+        if state.fits(*device.request[:2], offset):
+            state.wake((event,))
             return True
     return False
 

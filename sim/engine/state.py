@@ -131,7 +131,8 @@ class State:
         self.batching = False
         if self.wanted:
             self.wanted = False
-            if self.env.peek() > self.now:
+            # while something waits for space it is granted at the end of the instant, when all that goes has gone
+            if self.env.peek() > self.now and not self.queued_for_space:
                 self.settle()
             else:
                 self.poke()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sim.conformance import CHECKS, replayed
 from sim.engine.replay import replay
 from sim.errors import IllegalPlan, OutOfMemory
 from sim.hardware.platform import Engine, Link, Platform, Tier
-from sim.plan import Drop, Move, Online, Plan, Wait
+from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import TraceBuilder
 from tests.engine.random_plans import Anything
 
@@ -214,3 +216,29 @@ def test_a_request_that_fits_is_not_refused_because_a_larger_one_came_before():
     run = lawful(plan, machine(2, hbm=100))
     assert isinstance(run.error, OutOfMemory)
     assert run.error.need_bytes == 80
+
+
+def test_an_op_reads_in_place_what_is_on_its_way_home():
+    """The engine reads the host's memory, so it does not wait for the copy; and both paths say so."""
+    b = TraceBuilder()
+    x, y = b.tensor("x", 50, "input"), b.tensor("y", 10)
+    b.op("use", reads=[x], writes=[y], duration=10)
+    near = machine()
+    platform = replace(near, engines=(replace(near.engines[0], reaches=("hbm", "host")),))
+    plan = Plan(b.build(outputs=[y], carry=()), [Move("x", "hbm", before="use")], place={x: "host"})
+    assert spans(lawful(plan, platform).log, "npu") == [("use", 0, 10)]
+
+
+def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once():
+    """Both wait for the 75 B that leave until 85; the op comes first, and then nothing is left to copy."""
+    b = TraceBuilder()
+    x, _ = b.tensor("x", 10, "input"), b.tensor("z", 75, "input")
+    y, t, end = (b.tensor(name, 10) for name in ("y", "t", "end"))
+    b.op("make", reads=[x], writes=[y], duration=10)
+    b.op("fill", writes=[t], duration=10)
+    b.op("late", reads=[y, t], writes=[end], duration=10)
+    actions = [Move("y", "host", after="make"), Wait("y", after="make"), Move("z", "host", before="late")]
+    actions += [Move("y", "hbm", before="late"), Recompute("make", before="late")]
+    log = lawful(Plan(b.build(outputs=[end], carry=()), actions), machine(hbm=95)).log
+    assert spans(log, "npu")[2:] == [("make", 105, 115), ("late", 115, 125)]
+    assert [row[0] for row in spans(log, "h2d")] == []

@@ -443,6 +443,7 @@ def test_a_file_is_found_by_a_string_with_a_separator_or_suffix(small, monkeypat
     assert load_profile("small.toml").name == load_profile("./plain").name.replace("plain", "small") == "small"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", profile_names())
 def test_a_profile_loads_in_thirty_milliseconds(name):
     load_profile(name)

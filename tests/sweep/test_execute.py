@@ -117,6 +117,7 @@ def _cells(study):
     return load_study(study()).cells()
 
 
+@pytest.mark.alone
 def test_the_driver_spends_less_than_two_milliseconds_a_cell(study, tmp_path):
     cells = _cells_of(study(batch=list(range(1, 31)), seed=list(range(10)), policy="keep_all", budget="all"))
     jobs = [Job({**cell.task, "figures": {"no.such": "key"}}, cell.group) for cell in cells]  # refused at once

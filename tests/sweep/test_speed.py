@@ -24,6 +24,7 @@ def bare():
     env.run()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("policy", "budget", "limit"), [("keep_all", "all", 25), ("dtr", "80%", 150)])
 def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit):
     # 150 and 30 cells/s where a bare loop takes 0.31 ms are 21.5 and 107 bare loops

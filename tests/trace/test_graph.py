@@ -148,6 +148,7 @@ def test_equal_traces_have_equal_hashes_and_any_change_shows(trace: Trace) -> No
     assert rebuilt(priority=1) != trace
 
 
+@pytest.mark.alone
 def test_checking_a_hundred_thousand_ops_takes_a_fraction_of_making_them() -> None:
     b = TraceBuilder()
     started = time.process_time()

@@ -455,6 +455,7 @@ def test_integers_of_numpy_are_integers():
 # ---- speed -------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "seconds"), [("gpt2-xl", 1.5), ("gpt3-175b", 3.0)])
 def test_large_traces_are_built_in_seconds(name, seconds):
     began = time.process_time()  # not the wall clock: other work must not make this fail

@@ -58,6 +58,7 @@ def test_small_mirror_graphs(n, budget, best, run):
     assert told(run, unit_mirror(n), budget).time == best == pytest.approx(published(unit_mirror(n), budget))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("budget", "best"), [pytest.param(14, 79, marks=pytest.mark.slow), (20, 73)])
 def test_61_nodes_are_proven_within_seconds(budget, best, run):
     began = time.perf_counter()

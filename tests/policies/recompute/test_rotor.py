@@ -190,6 +190,7 @@ def test_more_memory_is_used_to_save_time(run):
     assert times[0] > full.time
 
 
+@pytest.mark.alone
 def test_planning_is_fast():
     draw = random.Random(1)
     x = [draw.randint(10**6, 10**7) for _ in range(49)]
