@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from sim.policies.base import Policy
     from sim.search import largest_batch, smallest_budget
     from sim.sweeps.sweep import sweep as sweep
-    from sim.trace.graph import Trace, TraceBuilder
+    from sim.trace.builder import TraceBuilder
+    from sim.trace.graph import Trace
     from sim.trace.io import load as load_trace
     from sim.trace.io import save as save_trace
 
@@ -61,7 +62,8 @@ _HOMES = {
     "sim.plan": ("Drop", "Memory", "Move", "Online", "Plan", "Problem", "Recompute", "Wait"),
     "sim.policies": (("load_policy", "load"), ("policy_names", "names")),
     "sim.policies.base": ("Policy",),
-    "sim.trace.graph": ("Trace", "TraceBuilder"),
+    "sim.trace.builder": ("TraceBuilder",),
+    "sim.trace.graph": ("Trace",),
     "sim.trace.io": (("load_trace", "load"), ("save_trace", "save")),
 }
 """Where each public name lives; it is imported when first asked for, so that the command line starts at once."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from sim.errors import WorkloadError, near
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.backward import backward
 from workloads.convnets import NETS
 from workloads.image_layers import ImageTape

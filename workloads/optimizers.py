@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.errors import WorkloadError, near
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 from workloads import costs
 from workloads.precision import BYTES, Precision
 from workloads.tape import Value

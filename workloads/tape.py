@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 from workloads.precision import BYTES, Precision
 
 FLOATS = frozenset(("fp32", "bf16", "fp16"))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from sim.errors import WorkloadError, near
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.attention import Core, causal_mask
 from workloads.backward import backward
 from workloads.experts import routing

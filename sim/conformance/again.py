@@ -11,7 +11,8 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import UNLIMITED
 from sim.log import EventLog
 from sim.policies.base import Policy
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 
 
 def check_repeats(run: Replayed) -> None:

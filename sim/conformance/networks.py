@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from sim.conformance.digits import Digits
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 
 SIZES = (16, 1, 40, 64, 7, 100, 0)
 TIMES = (10, 1, 30, 100, 0)

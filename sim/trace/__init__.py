@@ -1,6 +1,7 @@
 """What has to be computed: tensors, ops, and the graph that they make."""
 
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from sim.trace.op import KINDS, PHASES, Implementation, Op
 from sim.trace.tensor import ROLES, Tensor
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TraceError, near
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from sim.trace.io_columns import take_columns
 from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from sim.trace.op import Op
 from sim.trace.origin import Expr, Glue, Origin, Same
 from sim.trace.tensor import Tensor

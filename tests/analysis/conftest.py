@@ -9,7 +9,8 @@ import pytest
 
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import CAUSE, STALL, WHY, EventLog
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 
 GPU, CPU, OUT, BACK = range(4)
 HBM, HOST = range(2)

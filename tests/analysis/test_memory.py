@@ -19,7 +19,7 @@ from sim.analysis import (
 )
 from sim.errors import ProfileError
 from sim.hardware.platform import Allocator
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 
 from .conftest import GPU, HBM, HOST, log_of, machine
 

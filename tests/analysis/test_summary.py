@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sim.analysis import bounds, bubbles, fragmentation, lifetimes, pareto, pareto_front, peak_memory, summarize
 from sim.log import CAUSE, STALL, WHY, EventLog
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 
 from .conftest import GPU, HBM, HOST, OUT, log_of, machine
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sim.analysis import bubbles, overlap, stalls, stalls_by_op, traffic
 from sim.analysis.lanes import covered_before, overlap_ns, runs, total_ns, union
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 
 from .conftest import BACK, GPU, OUT, log_of, machine
 

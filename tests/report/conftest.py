@@ -11,7 +11,7 @@ import pytest
 
 from sim.hardware.platform import Engine, Fact, Link, Platform, Tier
 from sim.log import CAUSE, STALL, WHY, EventLog
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 
 MIB = 2**20
 GIB = 2**30

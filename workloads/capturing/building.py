@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import kind_of
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TraceError
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from sim.trace.op import KINDS, PHASES
 from workloads.importers.aten import flops_of, kind_of, phase_of
 from workloads.importers.chakra_nodes import ChakraNode, nodes_of

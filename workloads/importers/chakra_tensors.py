@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 from sim.trace.tensor import ROLES
 from workloads.importers.aten import DTYPES
 from workloads.importers.chakra_nodes import ChakraNode

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, ITEM_BYTES, flops_of, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
 from workloads.importers.optrace import RANDOM

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sim.errors import TraceError, near
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.importers.aten import kind_of
 from workloads.importers.optrace import RANDOM
 from workloads.importers.reading import MAX_BYTES, need, parse_json, read_bytes, texts, whole

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, flops_of, is_silent, kind_of, phase_of
 from workloads.importers.execution_nodes import Node, Seen, read_node
 from workloads.importers.optrace import RANDOM

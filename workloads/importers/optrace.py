@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
-from sim.trace.graph import Trace, TraceBuilder
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
 from workloads.importers.reading import MAX_BYTES, need, read_json
 
 FORMAT = "op-trace-1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from sim.trace.graph import TraceBuilder
+from sim.trace.builder import TraceBuilder
 
 
 @dataclass
