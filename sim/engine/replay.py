@@ -58,14 +58,12 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
         for tensor in prepared.reads[op]:
             state.uses[tensor] += 1
     quick = fast and plan.online is None and not plan.keep_dead
-    devices = []
-    for index in range(plan.trace.devices):
-        exact = state.blocks[prepared.home[prepared.main[index]]] is None
-        devices.append(Device(index, state, transfers, works, actions, view, quick=quick and exact))
+    devices = [Device(index, state, transfers, works, actions, view) for index in range(plan.trace.devices)]
     try:
         _place(state, prepared, actions)
         for device in devices:
-            env.process(device.walk())
+            exact = state.blocks[prepared.home[prepared.main[device.index]]] is None
+            env.process(device.walk(quick and exact))
         closing = env.process(devices[0].close(devices))
         env.run()
         while not closing.processed and _wake_behind(state, devices):

@@ -1,0 +1,133 @@
+"""How a device waits: for space, first come first served, for a tensor, or for what is under way; each a stall."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+
+from sim.engine.actions import Act, Actions
+from sim.engine.events import Event
+from sim.engine.state import MOVED_IN, State
+from sim.engine.transfer import Transfer, Transfers
+from sim.engine.work import Works
+from sim.log import STALL, WHY
+from sim.plan import Memory, Need
+
+Steps = Generator[Event, None, None]
+
+
+class Waiting:
+    """A device as far as it waits, and asks the policy for room."""
+
+    def __init__(
+        self,
+        index: int,
+        state: State,
+        transfers: Transfers,
+        works: Works,
+        actions: Actions,
+        view: Memory,
+    ) -> None:
+        self.index = index
+        self.waits_for = ""
+        self.request: tuple[int, int, int, str] | None = None
+        self.asking: tuple[Event, int | None] | None = None  # what wakes it, and the offset that it needs
+        self.finished = state.env.event()
+        self._state = state
+        self._transfers = transfers
+        self._works = works
+        self._actions = actions
+        self._view = view
+        self._lane = state.prepared.main[index]
+        self._home = state.prepared.home[self._lane]
+        self._reach = state.prepared.reach[self._lane]
+
+    def _room(self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None) -> Steps:
+        """Return once a request fits and no device came before; ask the policy, then wait."""
+        state = self._state
+        queue = state.space_waiters[tier]
+        mine: Event | None = None
+        while True:
+            # first come, first served; `replay` lets others pass where nothing else can happen
+            if state.fits(tier, bytes, offset) and (mine is not None or not queue):
+                if queue:
+                    state.stale_tiers.add(tier)
+                    state.poke()
+                return
+            if not state.fits_later(tier, bytes, offset) and not state.fits(tier, bytes, offset):
+                if state.online is not None:  # where it keeps the dead, they are its to drop
+                    if self._ask(tier, bytes, op, reason):
+                        continue
+                elif state.keep_dead and state.free_the_dead(tier):
+                    continue
+            event = state.env.event()
+            if mine is None:
+                queue.append(event)
+            else:
+                queue.appendleft(event)
+            mine = event
+            state.queued_for_space += 1
+            state.poke()
+            self.request, self.asking = (tier, bytes, op, reason), (event, offset)
+            yield from self._stall(event, "space", op, -1, f"{bytes:,} B in {state.names[tier]!r} for {reason}")
+            self.request = self.asking = None
+            if event in queue:
+                queue.remove(event)
+            state.queued_for_space -= 1
+
+    def _ask(self, tier: int, bytes: int, op: int, reason: str) -> bool:
+        """Ask the online policy to make room; whether its answer made any."""
+        state = self._state
+        if state.online is None:
+            return False
+        missing = bytes - (state.capacity[tier] - state.used[tier]) - state.leaving[tier]
+        need = Need(state.names[tier], bytes, max(1, missing), op, reason)
+        state.counters["pressure_calls"] += 1
+        answer = self._actions.answer(state.online.on_pressure(need, self._view), self.index, pressure=True)
+        was = state.used[tier], state.leaving[tier]
+        self._apply(answer, op, True)
+        return was != (state.used[tier], state.leaving[tier])
+
+    def _arrival(self, tensor: int, cause: str, op: int) -> Steps:
+        event = self._state.env.event()
+        self._state.on_arrival.setdefault(tensor, []).append(event)
+        yield from self._stall(event, cause, op, tensor)
+
+    def _stall(self, event: Event, cause: str, op: int, tensor: int, what: str = "") -> Steps:
+        state = self._state
+        start = state.now
+        subject = what or f"tensor {self._tensor(tensor)!r}"
+        self.waits_for = f"op {self._name(op)!r} waits for {subject} ({cause})"
+        yield event
+        state.now = int(state.env.now)
+        self.waits_for = ""
+        if state.now > start:
+            state.spans.rows += (start, state.now, self.index, self._lane, WHY["stall"], op, tensor, STALL[cause], 0)
+
+    def _demand(self, transfer: Transfer, op: int) -> Steps:
+        """A transfer that a device waits for gets space as an op would."""
+        state = self._state
+        yield from self._room(transfer.target, transfer.size, op, f"reading {self._tensor(transfer.tensor)!r}")
+        if self._transfers.outside(transfer.tensor) is transfer:
+            state.take(transfer.tensor, transfer.target, transfer.size, op, MOVED_IN)
+            self._transfers.adopt(transfer)
+
+    def _drain(self, op: int) -> Steps:
+        state = self._state
+        while state.transfers or state.running:
+            event = state.env.event()
+            state.idle_waiters.append(event)
+            yield from self._stall(event, "drain", op, -1, "the end of all copies and ops under way")
+
+    def _apply(self, batch: Iterable[Act], op: int, strict: bool) -> None:
+        """Drops and moves, then one settling."""
+        state = self._state
+        state.batching = True
+        for act in batch:
+            self._actions.apply(act, self.index, op, strict)
+        state.flush()
+
+    def _name(self, op: int) -> str:
+        return self._state.prepared.trace.op_columns.name[op]
+
+    def _tensor(self, tensor: int) -> str:
+        return self._state.prepared.trace.tensor_columns.name[tensor]
