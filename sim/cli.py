@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands import lists, measure, runs, sweeps, traces
+from sim.commands import lists, measure, report, runs, sweeps, traces
 
 app = typer.Typer(
     add_completion=True,
@@ -18,7 +18,7 @@ app = typer.Typer(
     help="Compare memory policies for training on accelerators that are not at hand.",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(runs.demo, runs.run, runs.compare, sweeps.sweep, runs.check),
+    *(runs.demo, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
     *(lists.profiles, lists.policies, lists.models),
     *(measure.calibrate, measure.validate),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError
@@ -24,12 +26,15 @@ Request = str | tuple[str, Mapping[str, Any]] | Policy
 class Comparison:
     """Rows of a comparison, one a policy, and the results of those that fit.
 
+    trace, platform: what was compared on what.
     rows: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`, `manages`, and
     the keys of `Result.summary`; for those that do not fit `error`, `holders` and `floor_bytes`, the
     smallest budget found to fit.
     left_out: policies that were not run, and why. failed: whether a row is neither an answer nor a refusal.
     """
 
+    trace: Trace
+    platform: Platform
     rows: tuple[Mapping[str, Any], ...]
     results: Mapping[str, Result] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +49,12 @@ class Comparison:
         import pandas as pd
 
         return pd.json_normalize([dict(row) for row in self.rows])
+
+    def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
+        """Write a page with these rows and every run that fits: one HTML file that needs no network; see `Result`."""
+        from sim.pages import report_comparison
+
+        return report_comparison(self, path, command=command)
 
 
 def compare(
@@ -91,7 +102,7 @@ def compare(
         else:
             results[label] = result
             rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
-    return Comparison(tuple(rows), results, left_out)
+    return Comparison(trace, platform, tuple(rows), results, left_out)
 
 
 def _asked(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.engine.prepare import Prepared, prepare
@@ -76,6 +78,15 @@ class Result:
         from sim.analysis.summary import summarize
 
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
+
+    def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
+        """Write a page of this run: one HTML file, to look at in a browser without a network.
+
+        command: what repeats the run, to be shown. Written aside and renamed. Raises OSError.
+        """
+        from sim.pages import report_run
+
+        return report_run(self, path, command=command)
 
     @cached_property
     def events(self) -> pd.DataFrame:

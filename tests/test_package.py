@@ -24,7 +24,9 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_every_data_file_and_no_tests(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for pattern in ("hardware_profiles/*.toml", "workloads/configs/*.toml", "sim/**/*.py", "workloads/**/*.py"):
+    data = ("hardware_profiles/*.toml", "workloads/configs/*.toml")
+    page = ("template.html", "*.css", "*.js", "uplot/*")
+    for pattern in (*data, *(f"sim/report/page/{part}" for part in page), "sim/**/*.py", "workloads/**/*.py"):
         for path in ROOT.glob(pattern):
             assert path.relative_to(ROOT).as_posix() in names
     assert "sim/py.typed" in names

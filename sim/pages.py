@@ -1,0 +1,67 @@
+"""Report pages of results: what `Result.report`, `Comparison.report` and `tiersim report` hand to `sim.report.page`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sim.comparison import Comparison
+from sim.experiment import Result
+from sim.report.cells import ordered
+from sim.report.foot import Foot
+from sim.report.page import RunView, TableView, write_run_page, write_table_page
+
+Links = tuple[tuple[str, str], ...]
+
+
+def run_view(result: Result, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
+    """A result as a page shows it. title: by default the policy's name; command: what repeats the run."""
+    policy = result.policy
+    foot = Foot(
+        result.platform, warm_up=len(result.warm_up), command=command, workload=workload_text(result.log.trace.meta)
+    )
+    return RunView(
+        title=title or result.name,
+        log=result.log,
+        summary=result.summary(),
+        foot=foot,
+        fidelity=policy.fidelity,
+        manages=policy.manages,
+        doc=inspect.getdoc(type(policy)) or "",
+        links=links,
+    )
+
+
+def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:
+    """A comparison as a page shows it; its results are the runs that can be looked at."""
+    meta = comparison.trace.meta
+    return TableView(
+        title=str(meta.get("model", "trace")),
+        lead=workload_text(meta).partition(", ")[2],
+        subtitle=comparison.platform.name,
+        labels=("policy",),
+        rows=[{**row, "id": row["policy"]} for row in ordered(comparison.rows)],
+        platforms=[comparison.platform],
+        runs={name: run_view(result, title=name) for name, result in comparison.results.items()},
+        notes=[f"not run: {name}: {why}" for name, why in comparison.left_out.items()],
+        command=command,
+    )
+
+
+def report_run(result: Result, path: str | os.PathLike[str], *, command: str = "") -> Path:
+    """Write the page of one run; see `Result.report`."""
+    return write_run_page(run_view(result, command=command), path)
+
+
+def report_comparison(comparison: Comparison, path: str | os.PathLike[str], *, command: str = "") -> Path:
+    """Write the page of a comparison; see `Comparison.report`."""
+    return write_table_page(comparison_view(comparison, command=command), path)
+
+
+def workload_text(meta: Mapping[str, Any]) -> str:
+    """What a trace stands for, in a few words."""
+    known = [f"{key} {meta[key]}" for key in ("batch", "sequence", "precision", "attention") if key in meta]
+    return ", ".join([str(meta.get("model", "trace")), *known])

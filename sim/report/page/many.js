@@ -1,0 +1,151 @@
+// The page of many runs: a table that sorts, markers of time against memory, and a page for each row.
+
+function tablePage(table, about, colours) {
+  const count = table.ids.length;
+  const values = table.values;
+  const has = (name) => Object.hasOwn(values, name);
+  const label = (row) => table.labels.filter((name) => !table.constant.some(([same]) => same === name))
+    .map((name) => valueText(values[name][row])).join(", ") || String(values.policy ? values.policy[row] : table.ids[row]);
+  const opened = new Set(about.runs);
+  const address = (row) => `#run=${encodeURIComponent(table.ids[row])}`;
+
+  const counts = new Map();
+  const state = (row) => (has("status") ? values.status[row]
+    : values.fits[row] ? "fits" : values.fits[row] === false ? "does not fit" : "not run");
+  for (let row = 0; row < count; row++) counts.set(state(row), (counts.get(state(row)) || 0) + 1);
+  const head = el("header", { class: "top" },
+    el("p", { class: "kicker" }, table.subtitle),
+    el("h1", {}, table.title),
+    table.lead ? el("p", { class: "lead" }, table.lead) : null,
+    table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
+  const tiles = el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
+    [...counts].sort(([, a], [, b]) => b - a).map(([name, many]) => tile(words(name), numberText(many), null, many / count)));
+
+  const shown = new Set(table.shown);
+  let wanted = "";
+  const off = new Set(); // policies that are left out
+  const text = (row) => table.labels.map((name) => valueText(values[name][row])).concat(state(row)).join(" ").toLowerCase();
+  const every = Array.from({ length: count }, (_, row) => row);
+  let texts = null; // of all rows, made when somebody filters
+  const chosen = () => {
+    const of = off.size ? every.filter((row) => !off.has(String(values.policy[row]))) : every;
+    if (!wanted) return of;
+    texts = texts || every.map(text);
+    return of.filter((row) => wanted.split(/\s+/).every((word) => texts[row].includes(word)));
+  };
+
+  const scatter = new Scatter({
+    tell: (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
+      .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)],
+    open: (row) => { location.hash = address(row); },
+  });
+  const column = (name) => table.columns.find(([each]) => each === name);
+  const holder = el("div");
+  const found = el("span", { class: "span", role: "status" });
+  let sort = null;
+
+  function tableOf(rows) {
+    const columns = table.columns.filter(([name]) => shown.has(name));
+    columns.sort(([a], [b]) => place(a) - place(b)); // the policy comes first
+    return grid({
+      caption: "Runs", rows, page: PAGE, sort, rowHeader: 0,
+      columns: columns.map(([name, title, kind], number) => ({
+        title, kind, down: kind === "bytes" || kind === "time" || kind === "change" ? false : undefined,
+        hint: HINTS[name] || null,
+        value: (row) => values[name][row],
+        cell: number === 0 || name === "over_fastest" || name === "fits" || name === "error" || name === "status"
+          ? (row) => cell(name, kind, row, number === 0) : null,
+      })),
+    });
+  }
+  const place = (name) => { const at = table.shown.indexOf(name); return at < 0 ? table.shown.length + table.columns.findIndex(([each]) => each === name) : at; };
+
+  function cell(name, kind, row, first) {
+    const value = values[name][row];
+    const said = valueText(value, kind);
+    if (first) {
+      const sign = markerSign(...table.policies[String(value)]);
+      return el("a", { href: address(row), class: "nowrap", title: opened.has(table.ids[row]) ? "Open this run" : "All figures" }, sign, said, opened.has(table.ids[row]) ? el("span", { class: "has" }, " ▸ timeline") : null);
+    }
+    if (name === "over_fastest") return value === 0 ? badge("fastest", "good") : table.same[row] ? `≈ ${said}` : said;
+    if (name === "error") return el("span", { class: "clip", title: value || null }, value || "");
+    if (name === "fits" || name === "status") {
+      const good = value === true || value === "ok";
+      return badge(said, good ? "good" : value === "infeasible" || value === false ? "warn" : value === null || value === "not_applicable" || value === "missing" ? "" : "bad");
+    }
+    return said;
+  }
+
+  function refresh(rebuild = false) {
+    const rows = chosen();
+    found.textContent = rows.length === count ? "" : `${numberText(rows.length)} of ${numberText(count)}`;
+    if (rebuild || !holder.firstChild) { shownGrid = tableOf(rows); holder.replaceChildren(shownGrid.root); }
+    else shownGrid.show(rows);
+    const fitting = has("makespan_ns") && has("peak_bytes")
+      ? rows.filter((row) => values.makespan_ns[row] !== null && values.peak_bytes[row] !== null && values.fits[row]) : [];
+    scatter.show(fitting.map((row) => {
+      const [colour, shape] = table.policies[String(values.policy[row])];
+      return { x: values.makespan_ns[row], y: values.peak_bytes[row], colour, shape, row, name: fitting.length > NAMED ? "" : label(row),
+        hollow: has("fidelity") && values.fidelity[row] === "reconstruction" };
+    }));
+  }
+  let shownGrid = null;
+
+  const filter = el("input", { type: "search", placeholder: "Filter: gpt2 dtr 60%", "aria-label": "Filter the rows",
+    oninput: (event) => { wanted = event.currentTarget.value.trim().toLowerCase(); refresh(); } });
+  const picker = el("details", { class: "picker" }, el("summary", {}, "columns"),
+    el("div", {}, table.columns.map(([name, title]) => {
+      const box = el("input", { type: "checkbox", disabled: name === "policy", onchange: (event) => {
+        if (event.currentTarget.checked) shown.add(name); else shown.delete(name);
+        refresh(true);
+      } });
+      box.checked = shown.has(name);
+      return el("label", {}, box, title);
+    })));
+  const policies = Object.entries(table.policies);
+  const legend = policies.length < 2 ? null : el("div", { class: "legend toggles", role: "group", "aria-label": "Policies that are shown" },
+    policies.map(([name, [colour, shape]]) => el("button", {
+      type: "button", "aria-pressed": "true",
+      onclick: (event) => {
+        if (!off.delete(name)) off.add(name);
+        event.currentTarget.setAttribute("aria-pressed", String(!off.has(name)));
+        refresh();
+      },
+    }, markerSign(colour, shape), name)));
+
+  const picture = card("Time against memory", { hint: "Hollow: a reconstruction, detail of the published system was not public. A click opens a run." }, legend, scatter.holder);
+  const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
+    table.notes.length ? el("ul", { class: "notes" }, [
+      ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}`] : []),
+      ...table.notes].map((note) => el("li", {}, note))) : null);
+  whenShown(runs, () => {
+    refresh();
+    new ResizeObserver(() => scatter.draw()).observe(scatter.holder);
+  });
+  return [head, tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
+}
+
+const HINTS = {
+  over_fastest: "above the fastest policy on the same job",
+  overhead: "against the time with unlimited memory",
+  recompute_share: "of the devices' time",
+  stall_share: "of the devices' time",
+  moved_bytes: "on all links together",
+  saved_fraction: "of the peak of keep_all",
+};
+
+// All that is known of one row: its figures, and its run where that is in the file.
+function rowPage(table, id, run, colours) {
+  const row = table.ids.indexOf(id);
+  if (row < 0) return [el("p", { class: "loading" }, "There is no such run in this file.")];
+  const differ = table.labels.filter((name) => !table.constant.some(([same]) => same === name));
+  const where = el("nav", { class: "way", "aria-label": "Where this is" }, el("a", { href: "#" }, `‹ ${table.title}`),
+    el("span", {}, differ.map((name) => (name === "policy" ? "" : `${words(name)} `) + valueText(table.values[name][row])).join(" · ")));
+  if (run) return [where, ...runPage(run, colours)];
+  const lines = table.columns.map(([name, title, kind]) => [title === words(name) || kind === "text" ? words(name) : title, table.values[name][row], kind])
+    .filter(([, value]) => value !== null && value !== "" && value !== undefined)
+    .map(([title, value, kind]) => [title, kind === "bytes" ? bytesText(value) : kind === "time" ? timeText(value) : valueText(value, kind)]);
+  return [where, el("header", { class: "top" }, el("h1", {}, String(table.values.policy ? table.values.policy[row] : id)),
+    el("p", { class: "lead" }, "The figures of this run. Its timeline is not in this file."),
+    fileLinks(table.links[id] || [])), card("All figures", {}, pairs(lines))];
+}

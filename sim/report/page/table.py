@@ -1,0 +1,157 @@
+"""What the page shows of many runs, as JSON values: a row a run, units in the names of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim.hardware.platform import Platform
+from sim.report.cells import FRACTIONS, MODEL_ERROR, device_ns, key_lines, name_of, standings, total
+from sim.report.colours import policy_colour, policy_marker
+from sim.report.page.run import SCOPE, RunView, facts_data
+
+Row = Mapping[str, Any]
+
+TITLES = {
+    "fits": "fits",
+    "status": "status",
+    "peak_bytes": "peak",
+    "makespan_ns": "time",
+    "over_fastest": "vs fastest",
+    "overhead": "vs unlimited",
+    "recompute_share": "recompute",
+    "stall_share": "stall",
+    "moved_bytes": "moved",
+    "saved_fraction": "saved",
+    "tokens_per_s": "tokens/s",
+    "fidelity": "fidelity",
+    "floor_bytes": "fits from",
+    "error": "error",
+}
+"""Columns that are shown at first, in order, and their titles; the others can be asked for."""
+
+
+@dataclass(frozen=True)
+class TableView:
+    """Many runs as a page shows them.
+
+    rows: each has `id` (what links name it by), the axes in `labels`, `policy` among them, `fits`, and the keys of
+    `Result.summary`, or `error` and `floor_bytes` where it did not fit. platforms: whose figures are listed. runs: by
+    id, those that can be looked at. links: by id (text, address) of files kept beside. notes: lines under the table.
+    """
+
+    title: str
+    labels: Sequence[str]
+    rows: Sequence[Row]
+    subtitle: str = ""
+    lead: str = ""
+    platforms: Sequence[Platform] = ()
+    runs: Mapping[str, RunView] = field(default_factory=dict)
+    links: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    command: str = ""
+
+
+def table_data(view: TableView) -> dict[str, Any]:
+    """All that the page needs of the table; the runs come beside it."""
+    rows = [_flat(row) | _shares(row) for row in view.rows]
+    for row, over in zip(rows, _over_fastest(view.rows, view.labels), strict=True):
+        row |= over
+    names = list(dict.fromkeys([*view.labels, *TITLES, *(name for row in rows for name in row)]))
+    names = [name for name in names if name not in ("id", "same") and any(_known(row.get(name)) for row in rows)]
+    differ = [name for name in view.labels if len({str(row.get(name)) for row in rows}) > 1]
+    axes = ["policy", *(name for name in differ if name != "policy")]
+    policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
+    return {
+        "title": view.title,
+        "subtitle": view.subtitle,
+        "lead": view.lead,
+        "command": view.command,
+        "ids": [row["id"] for row in rows],
+        "columns": [[name, TITLES.get(name, name_of(name)), _kind(name, rows)] for name in names],
+        "values": {name: [row.get(name) for row in rows] for name in names},
+        "same": [bool(row.get("same")) for row in rows],
+        "shown": [*axes, *(name for name in TITLES if name in names and (name != "fits" or "status" not in names))],
+        "labels": [name for name in view.labels if name in names],
+        "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
+        "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
+        "links": {id: [list(link) for link in links] for id, links in view.links.items()},
+        "notes": [*_keys(view.rows), *view.notes],
+        "scope": [list(line) for line in SCOPE],
+        "facts": facts_data(view.platforms),
+        "model_error": MODEL_ERROR,
+    }
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{part}": amount for part, amount in value.items()}
+        elif key == "holders":
+            flat["held by"] = "; ".join(f"{name} {bytes:,} B ({why})" for name, bytes, why in value or ())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            flat[key] = ", ".join(map(str, sorted(value) if isinstance(value, (set, frozenset)) else value))
+        else:
+            flat[key] = value
+    return flat
+
+
+def _shares(row: Row) -> dict[str, Any]:
+    """Times as shares of all that the row's devices spent, and the bytes on all links together."""
+    whole, found = device_ns(row), {}
+    for key, name in (("recompute_ns", "recompute_share"), ("stall_ns", "stall_share")):
+        spent = _sum(row, key)
+        found[name] = None if spent is None or not whole else spent / whole
+    found["moved_bytes"] = _sum(row, "moved_bytes")
+    return found
+
+
+def _sum(row: Row, key: str) -> int | None:
+    """A figure that is kept by cause or by link, whole: nested, or flat as `stall_ns.transfer`."""
+    if row.get(key) is not None:
+        return total(row[key])
+    if row.get("makespan_ns") is None:
+        return None
+    return sum(value or 0 for name, value in row.items() if name.startswith(f"{key}."))
+
+
+def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Per row how far its time is above that of the fastest policy on the same job, and whether that can be told."""
+    job = [name for name in labels if name != "policy" and not name.startswith("policy.")]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(row.get(name)) for name in job), []).append(row)
+    found = {}
+    for group in groups.values():
+        fitting = [{**row, "policy": row["id"]} for row in group if row["fits"]]
+        for id, standing in standings(fitting).items():
+            found[id] = {"over_fastest": standing.over, "same": standing.same and standing.over > 0}
+    return [found.get(row["id"], {}) for row in rows]
+
+
+def _keys(rows: Sequence[Row]) -> list[str]:
+    """What the columns mean; the page itself says what its signs mean."""
+    sums = ("stall_ns", "moved_bytes")
+    ran = [{**row, "policy": row["id"], **{key: _sum(row, key) for key in sums}} for row in rows if row["fits"]]
+    return [line for line in key_lines(ran) if not line.startswith(("≈", "manages"))]
+
+
+def _known(value: Any) -> bool:
+    return value is not None and value != ""
+
+
+def _kind(name: str, rows: Sequence[Row]) -> str:
+    """How the page writes a column: by the unit that its name tells, or by what its values are."""
+    base = name.partition(".")[0]
+    if base.endswith("_ns"):
+        return "time"
+    if base.endswith("_bytes") or base == "peak_by_tier":
+        return "bytes"
+    if base in FRACTIONS or base.endswith(("_share", "_fraction")) or base == "over_fastest":
+        return "change" if base in ("overhead", "recompute_overhead", "over_fastest") else "percent"
+    kinds = {type(row.get(name)) for row in rows} - {type(None)}
+    if kinds == {bool}:
+        return "flag"
+    return "number" if kinds and kinds <= {int, float} else "text"

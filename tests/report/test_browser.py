@@ -1,0 +1,505 @@
+"""The report page in a real browser without a network: it draws, zooms, tells and sorts, and asks for nothing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sim import TraceBuilder
+from sim.analysis import peak_memory, roles_over_time, summarize
+from sim.report.colours import WHY_COLOURS
+from sim.report.foot import Foot
+from sim.report.page import RunView, TableView, write_run_page, write_table_page
+
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no browser: `chromium` is not installed", allow_module_level=True)
+playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
+
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens a file in a fresh browser without a network; afterwards nothing may have been said or asked for."""
+    contexts, said = [], []
+
+    def go(path, *, size=DESKTOP, scheme="light", touch=False):
+        context = browser.new_context(
+            viewport=size, color_scheme=scheme, offline=True, has_touch=touch, is_mobile=touch
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("request", lambda request: request.url == path.as_uri() or said.append(f"asked for {request.url}"))
+        page.goto(path.as_uri())
+        page.wait_for_selector("main[aria-busy=false]")
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def view_of(log, **more):
+    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "foot": Foot(log.platform)}
+    return RunView(**{**about, "fidelity": "equations", "manages": ("activations",), "doc": "What it does.", **more})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def drawn(drawn_log, folder):
+    return write_run_page(view_of(drawn_log), folder / "drawn.html")
+
+
+@pytest.fixture(scope="module")
+def step(step_log, folder):
+    return write_run_page(view_of(step_log), folder / "step.html")
+
+
+@pytest.fixture(scope="module")
+def many(step_log, drawn_log, folder):
+    rows = []
+    for i in range(250):
+        policy, fits = ("keep_all", "dtr", "chen")[i % 3], i % 7 != 3
+        row = {"id": f"cell{i:03}", "policy": policy, "batch": i // 3 + 1, "fits": fits, "fidelity": "code"}
+        figures = {
+            "peak_bytes": (i * 7919 % 997 + 1) * MIB,
+            "makespan_ns": (i * 104729 % 1009 + 1) * 10**6,
+            "devices": 1,
+        }
+        rows.append(row | (figures if fits else {"error": "it does not fit", "floor_bytes": 10**9}))
+    runs = {"cell000": view_of(step_log, title="the run of cell 0"), "cell004": view_of(drawn_log)}
+    view = TableView("a study", ("policy", "batch"), rows, platforms=[step_log.platform], runs=runs, notes=["a note"])
+    return write_table_page(view, folder / "many.html"), rows
+
+
+def timeline(page):
+    return {
+        key: float(value) for key, value in page.evaluate("({...document.querySelector('#timeline').dataset})").items()
+    }
+
+
+def after_drawing(page, act):
+    """Do something that changes the span of time, and wait until it is drawn."""
+    before = timeline(page)["drawn"]
+    act()
+    until = time.monotonic() + 30
+    while timeline(page)["drawn"] == before:
+        assert time.monotonic() < until, "nothing was drawn"
+        page.wait_for_timeout(5)
+    page.wait_for_timeout(30)  # a second frame, where one gesture asked for more than one
+    return timeline(page)
+
+
+def drag(page, box, start, end):
+    y = box["y"] + 12
+    page.mouse.move(box["x"] + box["width"] * start, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * (start + end) / 2, y)
+    page.mouse.move(box["x"] + box["width"] * end, y)
+    page.mouse.up()
+
+
+def told(page):
+    """What the box beside the pointer says: its title, and its lines as a dict."""
+    page.wait_for_selector(".tip:not([hidden])")
+    lines = zip(page.locator(".tip dt").all_inner_texts(), page.locator(".tip dd").all_inner_texts())
+    return page.locator(".tip-title").inner_text(), dict(lines)
+
+
+def at(page, where, share, row=0):
+    """Move the pointer to a time of the lanes (by row) or of the memory."""
+    box = page.locator(where).bounding_box()
+    page.mouse.move(box["x"] + box["width"] * share, box["y"] + 20 + 30 * row)
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_run_is_drawn_within_the_width_of_the_window(visit, step, size, scheme):
+    page = visit(step, size=size, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+    assert page.locator("h1").inner_text() == "some_policy"
+    headings = page.locator("h2").all_inner_texts()
+    for part in ("Timeline", "Alive at the peak", "Where the time goes", "Stalls by cause", "Figures of the machine"):
+        assert part in headings
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(245, 246, 248)"
+    assert light == (scheme == "light")
+
+
+def test_lanes_have_the_colours_of_all_figures(visit, drawn):
+    page = visit(drawn)
+    colours = page.evaluate(
+        """() => {
+          const canvas = document.querySelector('.lanes canvas');
+          const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+          const found = new Set();
+          for (let i = 0; i < data.length; i += 4)
+            found.add('#' + [0, 1, 2].map((k) => data[i + k].toString(16).padStart(2, '0')).join('').toUpperCase());
+          return [...found];
+        }"""
+    )
+    assert {WHY_COLOURS[why] for why in ("run", "recompute", "move")} <= set(colours)
+
+
+@pytest.fixture
+def measured(browser):
+    """Opens a file; then `spent()` says how many seconds the page's own thread has computed since it last did.
+
+    On an idle machine that is what people wait; what else a busy one does is not counted.
+    """
+    context = browser.new_context(viewport=DESKTOP, offline=True)
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    meter = context.new_cdp_session(page)
+    meter.send("Performance.enable", {"timeDomain": "threadTicks"})
+    last = 0.0
+
+    def spent():
+        nonlocal last
+        metrics = meter.send("Performance.getMetrics")["metrics"]
+        now = next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
+        before, last = last, now
+        return now - before
+
+    def go(path):
+        spent()
+        page.goto(path.as_uri())
+        page.wait_for_selector("main[aria-busy=false]")
+        return page, spent
+
+    yield go
+    context.close()
+
+
+@pytest.mark.alone
+def test_the_first_drawing_and_a_zoom_of_100_000_events_take_a_second_at_most(measured, make_log, folder):
+    log = make_log(34_000)
+    assert len(log.intervals) > 100_000
+    page, spent = measured(write_run_page(view_of(log), folder / "long.html"))
+    assert 0 < spent() < 1.0
+    box = page.locator(".area").bounding_box()
+    for start, end in ((0.2, 0.9), (0.4, 0.6), (0.45, 0.55)):
+        after_drawing(page, lambda: drag(page, box, start, end))  # noqa: B023
+        assert 0 < spent() < 1.0
+
+
+@pytest.mark.alone
+def test_a_table_of_10_000_runs_is_drawn_and_sorted_within_a_second(measured, folder):
+    rows = []
+    for i in range(10_000):
+        row = {"id": str(i), "policy": f"policy_{i % 5}", "batch": i // 5, "fits": True, "devices": 1}
+        rows.append({**row, "peak_bytes": 10**9 + i * 7919 % 10_007, "makespan_ns": 10**9 + i * 104_729 % 10_009})
+    page, spent = measured(write_table_page(TableView("long", ("policy", "batch"), rows), folder / "table.html"))
+    assert 0 < spent() < 1.0
+    page.get_by_role("button", name="time", exact=True).click()
+    assert 0 < spent() < 1.0
+    assert len(column(page, "time")) == 100
+
+
+def test_a_run_in_which_nothing_happened_is_drawn(visit, drawn_log, folder):
+    nothing = {"intervals": drawn_log.intervals[:0], "changes": drawn_log.changes[:0], "end": 0, "complete": False}
+    page = visit(write_run_page(view_of(replace(drawn_log, **nothing)), folder / "nothing.html"))
+    assert "did not end" in page.locator(".badges").inner_text()
+    assert "No device ever waited." in page.locator("#stalls").inner_text()
+
+
+# ---- zoom ----------------------------------------------------------------------------------------
+
+
+def test_dragging_zooms_and_a_double_click_shows_all(visit, step, step_log):
+    page = visit(step)
+    assert (timeline(page)["start"], timeline(page)["end"]) == (0, step_log.end)
+    for where in (".area", ".u-over"):
+        box = page.locator(where).bounding_box()
+        now = after_drawing(page, lambda: drag(page, box, 0.25, 0.5))  # noqa: B023
+        assert now["start"] == pytest.approx(step_log.end * 0.25, abs=step_log.end * 0.01)
+        assert now["end"] == pytest.approx(step_log.end * 0.5, abs=step_log.end * 0.01)
+        now = after_drawing(page, lambda: page.locator(where).dblclick(position={"x": 40, "y": 12}))  # noqa: B023
+        assert (now["start"], now["end"]) == (0, step_log.end)
+
+
+def test_buttons_keys_and_the_wheel_zoom_and_move(visit, step, step_log):
+    page = visit(step)
+    span = after_drawing(page, lambda: page.get_by_label("Zoom in").click())
+    assert span["end"] - span["start"] == pytest.approx(step_log.end / 2)
+    page.locator(".area").focus()
+    span = after_drawing(page, lambda: page.keyboard.press("+"))
+    assert span["end"] - span["start"] == pytest.approx(step_log.end / 4)
+    moved = after_drawing(page, lambda: page.keyboard.press("Shift+ArrowRight"))
+    assert moved["start"] == pytest.approx(span["start"] + step_log.end / 20)
+    box = page.locator(".area").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12)
+    page.keyboard.down("Control")
+    span = after_drawing(page, lambda: page.mouse.wheel(0, 60))
+    page.keyboard.up("Control")
+    assert span["end"] - span["start"] > step_log.end / 4
+    span = after_drawing(page, lambda: page.keyboard.press("0"))
+    assert (span["start"], span["end"]) == (0, step_log.end)
+
+
+def test_a_tap_on_a_phone_tells(visit, drawn):
+    page = visit(drawn, size=PHONE, touch=True)
+    page.locator(".area").scroll_into_view_if_needed()
+    box = page.locator(".area").bounding_box()
+    page.touchscreen.tap(box["x"] + box["width"] * 5 / 67, box["y"] + 20)
+    assert told(page)[0] == "f"
+
+
+def test_two_fingers_zoom_on_a_phone_and_one_moves(visit, step, step_log):
+    page = visit(step, size=PHONE, touch=True)
+    page.locator(".area").scroll_into_view_if_needed()
+    box = page.locator(".area").bounding_box()
+    touch = page.context.new_cdp_session(page)
+    middle, y = box["x"] + box["width"] / 2, box["y"] + 20
+
+    def fingers(kind, apart):
+        points = [{"x": middle + side * apart, "y": y, "id": i} for i, side in enumerate((-1, 1))]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points if apart else []})
+
+    def pinch():
+        fingers("touchStart", 20)
+        for apart in (30, 45, 60, 80):
+            fingers("touchMove", apart)
+        fingers("touchEnd", 0)
+
+    span = after_drawing(page, pinch)
+    assert span["end"] - span["start"] == pytest.approx(step_log.end * 20 / 80, rel=0.1)
+    assert (span["start"] + span["end"]) / 2 == pytest.approx(step_log.end / 2, rel=0.05)
+
+    def swipe():
+        for kind, x in (("touchStart", 0), ("touchMove", -20), ("touchMove", -40), ("touchEnd", None)):
+            points = [] if x is None else [{"x": middle + x, "y": y, "id": 0}]
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    moved = after_drawing(page, swipe)
+    assert moved["end"] - moved["start"] == pytest.approx(span["end"] - span["start"])
+    assert moved["start"] > span["start"]
+
+
+# ---- hover ---------------------------------------------------------------------------------------
+
+
+def test_an_interval_says_what_it_is(visit, drawn):
+    page = visit(drawn)
+    at(page, ".area", 5 / 67)
+    name, lines = told(page)
+    assert name == "f"
+    assert (lines["why"], lines["kind"], lines["phase"], lines["layer"]) == ("run", "matmul", "forward", "3")
+    assert (lines["takes"], lines["start"], lines["end"]) == ("10 ns", "0 ns", "10 ns")
+    at(page, ".area", 27 / 67)
+    assert told(page)[0] == "recompute f"
+    at(page, ".area", 50 / 67)
+    name, lines = told(page)
+    assert name == "stall: transfer"
+    assert lines["waits for"] == "a copy of something that it reads"
+    assert lines["tensor"] == "a"
+    at(page, ".area", 50 / 67, row=2)
+    name, lines = told(page)
+    assert name == "a"
+    assert (lines["lane"], lines["from"], lines["to"], lines["bytes"]) == ("h2d0", "host", "hbm0", "16.78 MB")
+
+
+def test_memory_says_what_each_role_holds(visit, step, step_log):
+    page = visit(step)
+    at(page, ".u-over", 0.5, row=4)
+    name, lines = told(page)
+    box = page.locator(".u-over").bounding_box()
+    moment = step_log.end * round(box["width"] * 0.5) / box["width"]
+    table = roles_over_time(step_log)
+    row = table[table["time_ns"] <= moment].iloc[-1]
+    sizes = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "B": 1}
+    for role in set(table.columns) - {"time_ns"}:
+        number, unit = lines[role.replace("_", " ")].split()
+        assert float(number) * sizes[unit] == pytest.approx(row[role], rel=1e-3)
+    assert name.endswith("in hbm0")
+
+
+def test_keys_step_through_intervals_and_say_them(visit, drawn):
+    page = visit(drawn)
+    page.locator(".area").focus()
+    page.keyboard.press("ArrowRight")
+    for name in ("stall: transfer", "b"):
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function(
+            "(text) => document.querySelector('.said').textContent.startsWith(text)", arg=f"{name}: why"
+        )
+    page.keyboard.press("ArrowDown")
+    assert page.locator(".said").inner_text().startswith("a: why move")
+
+
+# ---- what is held --------------------------------------------------------------------------------
+
+
+def alive(page):
+    rows = page.locator(".alive tbody tr")
+    names = rows.locator("th").all_inner_texts()
+    return dict(zip(names, rows.locator("td:nth-child(2)").all_inner_texts()))
+
+
+def test_the_tensors_at_the_peak_are_those_of_the_analysis(visit, step, step_log):
+    page = visit(step)
+    peak = peak_memory(step_log, largest=12)
+    shown = alive(page)
+    shown.pop("(workspace)", None)
+    largest = {holder.tensor: holder.bytes for holder in peak.largest}
+    assert len(shown) >= 11
+    for name, text in shown.items():
+        assert float(text.split()[0]) * 1e6 == pytest.approx(largest[name], rel=1e-3)
+    assert f"as {peak.op} ran" in page.locator(".alive .hint").first.inner_text()
+
+
+def test_a_click_on_the_memory_lists_what_is_held_then(visit, drawn):
+    page = visit(drawn)
+    box = page.locator(".u-over").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 35 / 67, box["y"] + 100)
+    page.wait_for_function("() => document.querySelector('.alive h2').textContent.startsWith('Alive at 3')")
+    assert alive(page) == {"x": "4.194 MB", "y": "8.389 MB"}  # a lies in the host, f has run
+    page.get_by_role("button", name="back to the peak").click()
+    assert alive(page) == {"a": "16.78 MB", "y": "8.389 MB", "x": "4.194 MB", "z": "1.049 MB"}
+    page.get_by_role("button", name="host").click()
+    assert alive(page) == {"a": "16.78 MB"}
+
+
+def test_a_role_can_be_hidden_and_shown(visit, step):
+    page = visit(step)
+    button = page.locator(".toggles button", has_text="activation")
+    for pressed in ("false", "true"):
+        after_drawing(page, button.click)
+        assert button.get_attribute("aria-pressed") == pressed
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def column(page, title, root="#runs"):
+    heads = page.locator(f"{root} thead th").all_inner_texts()
+    number = next(i for i, head in enumerate(heads) if head.strip() == title)
+    return page.locator(f"{root} tbody tr > :nth-child({number + 1})").all_inner_texts()
+
+
+def test_a_table_sorts_by_mouse_and_by_key(visit, many):
+    path, rows = many
+    page = visit(path)
+    head = page.locator("#runs thead th", has=page.get_by_role("button", name="time", exact=True))
+    assert head.get_attribute("aria-sort") == "none"
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    times = sorted(row["makespan_ns"] for row in rows if row["fits"])
+    assert column(page, "time")[:100] == [
+        f"{ns // 10**6} ms" if ns < 10**9 else f"{ns / 1e9:.3g} s" for ns in times[:100]
+    ]
+    head.get_by_role("button").focus()
+    page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "descending"
+    shown = column(page, "time")
+    assert shown[0] == f"{times[-1] / 1e9:.3g} s"
+    assert "–" not in shown  # what has no time comes last either way
+    page.locator(".more").first.click()
+    assert len(column(page, "time")) == len(rows)
+    assert column(page, "time")[-1] == "–"
+
+
+def test_rows_are_filtered_and_columns_are_chosen(visit, many):
+    path, rows = many
+    page = visit(path)
+    page.get_by_label("Filter the rows").fill("dtr 17")
+    expected = [row for row in rows if row["policy"] == "dtr" and str(row["batch"]).find("17") >= 0]
+    assert column(page, "batch") == [str(row["batch"]) for row in expected]
+    page.get_by_label("Filter the rows").fill("")
+    page.locator(".toggles button", has_text="chen").click()
+    assert {text.strip() for text in column(page, "policy")} <= {
+        "keep_all ▸ timeline",
+        "keep_all",
+        "dtr",
+        "dtr ▸ timeline",
+    }
+    page.locator(".picker summary").click()
+    page.locator(".picker").get_by_label("devices").check()
+    assert "1" in column(page, "devices")
+
+
+def test_a_row_leads_to_its_run_and_back(visit, many, step_log):
+    path, _ = many
+    page = visit(path)
+    page.locator("#runs tbody a").first.click()
+    page.wait_for_selector("#timeline")
+    assert page.locator("h1").inner_text() == "the run of cell 0"
+    assert timeline(page)["end"] == step_log.end
+    page.get_by_role("link", name="a study").click()
+    page.wait_for_selector("#runs")
+    page.locator("#runs tbody a").nth(1).click()
+    page.wait_for_function("() => location.hash === '#run=cell001' && !document.querySelector('#runs')")
+    assert "batch" in page.locator(".pairs dt").all_inner_texts()
+    page.go_back()
+    page.wait_for_selector("#runs")
+
+
+def test_a_marker_of_the_picture_tells_its_run(visit, many):
+    path, rows = many
+    page = visit(path)
+    page.get_by_label("Filter the rows").fill("keep_all 1")
+    found = page.evaluate("() => document.querySelector('.scatter canvas').getBoundingClientRect().toJSON()")
+    page.wait_for_timeout(50)
+    for x in np.linspace(found["x"] + 70, found["x"] + found["width"] - 20, 60):
+        for y in np.linspace(found["y"] + 15, found["y"] + found["height"] - 60, 12):
+            page.mouse.move(x, y)
+            if page.locator(".tip:not([hidden])").count():
+                name, lines = told(page)
+                assert name.startswith("keep_all, 1")
+                batch = int(name.split(", ")[1])
+                (row,) = [row for row in rows if row["policy"] == "keep_all" and row["batch"] == batch]
+                assert row["fits"]
+                assert lines["peak"].endswith("MB") or lines["peak"].endswith("GB")
+                return
+    raise AssertionError("no marker was found")
+
+
+# ---- names that mean ill -------------------------------------------------------------------------
+
+
+def test_names_from_a_file_are_shown_and_not_run(visit, drawn_log, folder):
+    name = "</script><img src=x onerror='window.pwned=1'>"
+    b = TraceBuilder({"model": name})
+    x = b.tensor(name, 2**20, "input")
+    b.op(name, "matmul", reads=[x], writes=[b.tensor("y", 2**20)])
+    intervals = np.array([[0, 10, 0, 0, 0, 0, -1, 0, 0]], np.int64)
+    changes = np.array([[0, 0, 2**20, 0, -1, 0], [0, 0, 2**20, 1, 0, 1]], np.int64)
+    log = replace(drawn_log, trace=b.build(), intervals=intervals, changes=changes, end=10)
+    view = view_of(log, title=name, foot=Foot(log.platform, workload=name, command=name), doc=name)
+    page = visit(write_run_page(view, folder / "mean.html"))
+    at(page, ".area", 0.5)
+    assert told(page)[0] == name
+    assert page.locator("h1").inner_text() == name
+    assert name in alive(page)
+    table = TableView(name, ("policy", name), [{"id": name, "policy": name, name: name, "fits": False, "error": name}])
+    other = visit(write_table_page(table, folder / "mean_table.html"))
+    assert other.locator("#runs tbody a").inner_text().strip() == name
+    other.locator("#runs tbody a").click()
+    other.wait_for_selector(".pairs")
+    for each in (page, other):
+        assert each.evaluate("window.pwned") is None
+        assert each.locator("img").count() == 0
