@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands.options import Json
+from sim.commands.options import Json, parameters
 
 Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 
@@ -16,12 +16,21 @@ def sweep(
     out: Annotated[str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")] = None,
     jobs: Annotated[int | None, typer.Option(help="worker processes; default: one a core")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what is missing")] = False,
+    dask: Annotated[
+        str | None, typer.Option(help="run on a Dask cluster: address, scheduler file, or slurm (with --jobs)")
+    ] = None,
+    slurm: Annotated[
+        list[str] | None, typer.Option(help="setting of --dask slurm: queue=NAME, submit_command=yhbatch, …")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run every cell of a study that has no answer yet."""
     from sim.sweeps.command import run_study
 
-    code = run_study(study, out=out, jobs=jobs, resume=resume, as_json=json)
+    for pair in slurm or ():
+        if "=" not in pair:
+            raise typer.BadParameter(f"--slurm {pair!r}: expected NAME=VALUE, as in queue=debug")
+    code = run_study(study, out=out, jobs=jobs, resume=resume, dask=dask, slurm=parameters(slurm), as_json=json)
     if code:
         raise typer.Exit(code)
 
@@ -46,13 +55,15 @@ def show(
 
 def export(
     folder: Folder,
-    csv: Annotated[str, typer.Option("--csv", help="file to write")],
+    csv: Annotated[str | None, typer.Option("--csv", help="CSV file to write")] = None,
+    parquet: Annotated[str | None, typer.Option("--parquet", help="Parquet file to write; needs pyarrow")] = None,
     timing: Annotated[bool, typer.Option("--timing", help="with wall time, host and date, which vary")] = False,
 ) -> None:
     """Write the results as one table."""
     from sim.sweeps.command import export_results
 
-    print(export_results(folder, csv, timing=timing))
+    for path in export_results(folder, csv, parquet=parquet, timing=timing):
+        print(path)
 
 
 def query(

@@ -6,7 +6,7 @@
 `study` reads what to run, `cell` runs one, `execute` runs many, `store` keeps them, `frame` and `index` show them.
 """
 
-from sim.sweeps.frame import frame, write_csv
+from sim.sweeps.frame import frame, write_csv, write_parquet
 from sim.sweeps.index import query
 from sim.sweeps.store import Store, StoreError
 from sim.sweeps.study import Cell, Study, StudyError, load_study
@@ -26,4 +26,5 @@ __all__ = [
     "run_sweep",
     "sweep",
     "write_csv",
+    "write_parquet",
 ]

@@ -2,8 +2,8 @@
 
 A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
 changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
-`seed`, `iterations`, `folder` (where the timeline goes, or None), and `sums`: what the contents of profile and
-workload were when the cell got its identity.
+`seed`, `iterations`, `folder` (where the timeline goes, or None), `time_limit_s` (which whoever runs the process
+keeps, see `pool`), and `sums`: what the contents of profile, workload and policy were when the cell got its identity.
 """
 
 from __future__ import annotations
@@ -13,65 +13,48 @@ import hashlib
 import json
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from sim.analysis.peak_memory import peak_bytes
 from sim.analysis.summary import summarize
 from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError, WorkloadError
-from sim.experiment import Result, reference_run, simulate
+from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import EventLog
 from sim.policies import load
+from sim.sweeps.identity import policy_identity
+from sim.sweeps.kept import Kept
+from sim.sweeps.plans import remembering
+from sim.sweeps.timeline import write_cell
 from sim.trace.graph import Trace
 
 Task = Mapping[str, Any]
 Outcome = dict[str, Any]
-T = TypeVar("T")
 
-STATUSES = ("ok", "infeasible", "not_applicable", "failed", "killed")
+STATUSES = ("ok", "infeasible", "not_applicable", "failed", "killed", "timed_out")
 """ok: it ran. infeasible: it does not fit. not_applicable: policy, workload and platform do not go together.
-failed: an illegal plan or a fault of the program. killed: the process that ran it died each time."""
+failed: an illegal plan or a fault of the program. killed: the process that ran it died each time. timed_out: it
+took longer than the study allows."""
 
-KEPT_OPS = 50_000  # of traces, and of reference runs; the last one of each is kept however large it is
+KEPT_OPS = 50_000  # of traces, of reference runs, of solvers' plans; the last one of each is kept however large
 KEPT_PLATFORMS = 256
 COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
 
 
-class Kept:
-    """The things used last, by key, as many as weigh `most` together."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.things: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
-        self.weight = 0
-
-    def get(self, key: Any, make: Callable[[], T], weigh: Callable[[T], int] = lambda thing: 1) -> T:
-        """The thing of that key, made if need be."""
-        if key in self.things:
-            self.things.move_to_end(key)
-        else:
-            made = make()
-            self.things[key] = made, weigh(made)
-            self.weight += self.things[key][1]
-            while self.weight > self.most and len(self.things) > 1:
-                self.weight -= self.things.popitem(last=False)[1][1]
-        thing: T = self.things[key][0]
-        return thing
-
-
 class Bench:
-    """Runs tasks one after another in this process, and keeps the traces, platforms and reference runs they share."""
+    """Runs tasks one after another in this process, and keeps what they share: traces, platforms, reference runs,
+    and the plans of solvers."""
 
     def __init__(self) -> None:
         self._traces = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
         self._references = Kept(KEPT_OPS)
+        self._plans = Kept(KEPT_OPS)
         self._ops = 0
 
     def run(self, task: Task) -> Outcome:
@@ -112,6 +95,8 @@ class Bench:
         given = task["parameters"].items()
         policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
         known["fidelity"] = policy.fidelity
+        if policy_identity(policy) != task["sums"]["policy"]:
+            raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; start it again")
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]), _ops)
         reference, peak, refusal = self._references.get(
@@ -128,9 +113,10 @@ class Bench:
         limited = platform
         if budget is not None:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
-        result = simulate(trace, limited, policy, seed=task["seed"], iterations=task["iterations"])
+        chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, task["sums"]["policy"]))
+        result = simulate(trace, limited, chosen, seed=task["seed"], iterations=task["iterations"])
         if task.get("folder"):
-            _write_folder(replace(result, name=task["policy"]), reference, Path(task["folder"]))
+            write_cell(replace(result, name=task["policy"]), reference, Path(task["folder"]))
         notes = result.plan.notes
         row = {
             "status": "ok",
@@ -199,17 +185,3 @@ def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int |
         return None, None, error
     peaks = peak_bytes(log)
     return log, max(peaks[platform.home(device).name] for device in range(trace.devices)), None
-
-
-def _write_folder(result: Result, reference: EventLog | None, folder: Path) -> None:
-    """The timeline of a cell and its summary, each written aside and renamed."""
-    from sim.report.files import write_aside
-    from sim.report.timeline import write_timeline
-
-    write_timeline(result.log, folder / "timeline.pftrace.gz")
-    text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
-
-    def write(file: IO[bytes]) -> None:
-        file.write(text.encode())
-
-    write_aside(folder / "summary.json", write)

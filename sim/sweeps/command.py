@@ -8,13 +8,13 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, near
-from sim.sweeps.frame import flat_rows, write_csv
+from sim.sweeps.frame import flat_rows, write_csv, write_parquet
 from sim.sweeps.index import query
 from sim.sweeps.store import Store
 from sim.sweeps.study import load_study
@@ -26,22 +26,34 @@ EVERY_S = 0.1
 
 
 def run_study(
-    study: str, *, out: str | None = None, jobs: int | None = None, resume: bool = False, as_json: bool = False
+    study: str,
+    *,
+    out: str | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    dask: str | None = None,
+    slurm: Mapping[str, Any] | None = None,
+    as_json: bool = False,
 ) -> int:
     """`tiersim sweep`: run a study into a folder (default: its name with `-results`) and print a summary.
 
     Progress goes to standard error where that is a terminal. as_json: the rows on standard output, and nothing
-    else. Returns the exit status: 0 where every cell has an answer, 1 where one failed or was killed. Raises
-    KeyboardInterrupt after it has said how to go on.
+    else. Returns the exit status: 0 where every cell has an answer, 1 where one failed, was killed or took too long.
+    Raises KeyboardInterrupt after it has said how to go on.
     """
     read = load_study(study)
     folder = out or f"{Path(study).stem}-results"
     last: list[Progress] = []
     try:
         with _bar(last) as on_progress:
-            swept = run_sweep(read, out=folder, jobs=jobs, resume=resume, on_progress=on_progress)
+            swept = run_sweep(
+                read, out=folder, jobs=jobs, resume=resume, dask=dask, slurm=slurm, on_progress=on_progress
+            )
     except KeyboardInterrupt:
-        words = ["tiersim", "sweep", study, "-o", folder, *(["--jobs", str(jobs)] if jobs else []), "--resume"]
+        words = ["tiersim", "sweep", study, "-o", folder, *(["--jobs", str(jobs)] if jobs else [])]
+        words += ["--dask", dask] if dask else []
+        words += [part for key, value in (slurm or {}).items() for part in ("--slurm", f"{key}={_setting(value)}")]
+        words.append("--resume")
         how = last[-1].text() if last else "no cell was finished"
         print(f"tiersim: {how}\ntiersim: go on with: {shlex.join(words)}", file=sys.stderr)
         raise
@@ -49,12 +61,16 @@ def run_study(
         print(json.dumps(flat_rows(swept.rows), allow_nan=False))
     else:
         print(swept.progress.text())
-        for status in ("failed", "killed"):
+        for status in ("failed", "killed", "timed_out"):
             for cell, record in swept.rows:
                 if record["row"]["status"] == status:
                     print(f"{status}: {cell['id'][:12]} {_name(cell['labels'])}: {record['row']['error']}")
         print(f"results in {folder}; tiersim results show {shlex.quote(folder)}")
     return 1 if swept.failed else 0
+
+
+def _setting(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _name(labels: dict[str, Any]) -> str:
@@ -125,7 +141,7 @@ def list_results(folder: str, *, as_json: bool = False) -> str:
     )
 
 
-_STATES = ("ok", "infeasible", "not_applicable", "failed", "killed", "missing", "damaged_lines")
+_STATES = ("ok", "infeasible", "not_applicable", "failed", "killed", "timed_out", "missing", "damaged_lines")
 
 
 def show_results(folder: str, cell: str | None = None, *, as_json: bool = False) -> str:
@@ -155,9 +171,22 @@ def show_results(folder: str, cell: str | None = None, *, as_json: bool = False)
     return "\n".join(lines)
 
 
-def export_results(folder: str, csv: str | os.PathLike[str], *, timing: bool = False) -> Path:
-    """`tiersim results export DIR --csv FILE`: the whole table; the same cells give the same bytes. Raises OSError."""
-    return write_csv(Store(folder).rows(), csv, timing=timing)
+def export_results(
+    folder: str,
+    csv: str | os.PathLike[str] | None = None,
+    *,
+    parquet: str | os.PathLike[str] | None = None,
+    timing: bool = False,
+) -> list[Path]:
+    """`tiersim results export DIR --csv FILE --parquet FILE`: the whole table in either or both.
+
+    The same cells give the same bytes. Raises OSError; TiersimError where neither is asked for, or pyarrow is missing.
+    """
+    if csv is None and parquet is None:
+        raise TiersimError("export: say where to: --csv FILE, --parquet FILE, or both")
+    rows = list(Store(folder).rows())
+    written = [] if csv is None else [write_csv(rows, csv, timing=timing)]
+    return written if parquet is None else [*written, write_parquet(rows, parquet, timing=timing)]
 
 
 def query_results(folder: str, sql: str, *, as_json: bool = False) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.analysis.summary import Summary
+from sim.errors import TiersimError
 from sim.report.files import write_aside
 
 if TYPE_CHECKING:
@@ -74,7 +76,10 @@ def _column(values: list[Any]) -> tuple[list[Any], None, str]:
         return values, None, "boolean" if some else "bool"
     if kinds == {int}:
         return values, None, "Int64" if some else "int64"
-    return values, None, "float64" if kinds and kinds <= {int, float} else "object"
+    if kinds and kinds <= {int, float}:
+        return values, None, "float64"
+    same = len(kinds) <= 1
+    return [value if same or value is None else str(value) for value in values], None, "object"
 
 
 def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
@@ -90,5 +95,17 @@ def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False)
 
     def write(file: IO[bytes]) -> None:
         file.write(text.getvalue().encode())
+
+    return write_aside(path, write)
+
+
+def write_parquet(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
+    """Write the table as Parquet, aside and renamed. Raises OSError; TiersimError where pyarrow is not installed."""
+    if find_spec("pyarrow") is None:
+        raise TiersimError("Parquet needs pyarrow: pip install 'tiersim[parquet]'")
+    table = frame(rows, timing=timing)
+
+    def write(file: IO[bytes]) -> None:
+        table.to_parquet(file, engine="pyarrow", index=False)
 
     return write_aside(path, write)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -21,8 +21,11 @@ from typing import Any
 from sim.policies.base import Policy
 
 PACKAGES = ("sim", "workloads")
-ENGINE = ("sim.sweeps.cell", "sim.experiment", "sim.analysis.summary")
+ENGINE = ("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.kept", "sim.experiment", "sim.analysis.summary")
 """What turns a trace, a platform and a policy into figures; `sim.sweeps.cell` is what runs a cell."""
+
+APART = ("sim.report", "sim.pages", "sim.commands", "sim.sweeps")
+"""What shows figures or hands out cells, and makes none; followed only where it is named in `ENGINE`."""
 
 WORKLOADS = ("workloads.transformer", "sim.trace.io")
 LIBRARIES = ("simpy", "numpy")
@@ -74,22 +77,33 @@ def _class_source(found: type[Policy]) -> str:
 @cache
 def source_hash(modules: tuple[str, ...]) -> str:
     """Hash of the sources of modules of this program and of all of it that they import, directly or not."""
+    return digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files_of(modules).items()})
+
+
+def files_of(modules: tuple[str, ...]) -> dict[str, Path]:
+    """The files of modules of this program and of all of it that they import and that may count."""
     found: dict[str, Path] = {}
     queue = [name for module in modules for name in _with_parents(module)]
     while queue:
         name = queue.pop()
         path = _file_of(name)
-        if name in found or path is None:
+        is_apart = any(name == each or name.startswith(f"{each}.") for each in APART)
+        if name in found or path is None or (is_apart and name not in modules):
             continue
         found[name] = path
         queue += [each for imported in _imports(path) for each in _with_parents(imported)]
-    return digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()})
+    return found
 
 
 def sources_stamp() -> str:
-    """A quick look at all sources: it differs where one was saved since, so that a process may compare its own."""
-    files = [path.stat() for package in PACKAGES if (root := _root(package)) for path in sorted(root.rglob("*.py"))]
-    return f"{len(files)}-{sum(f.st_size for f in files)}-{max((f.st_mtime_ns for f in files), default=0)}"
+    """Hash of all sources as they are now and of the libraries under them, for processes that must be alike."""
+    files = {
+        f"{package}/{path.relative_to(root).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for package in PACKAGES
+        if (root := _root(package))
+        for path in sorted(root.rglob("*.py"))
+    }
+    return digest([files, _versions((*LIBRARIES, *SOLVER_LIBRARIES))])
 
 
 def _with_parents(module: str) -> Iterator[str]:
@@ -135,7 +149,8 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _nodes(node)
 
 
-def _versions(libraries: Iterable[str]) -> Mapping[str, str]:
+@cache
+def _versions(libraries: tuple[str, ...]) -> Mapping[str, str]:
     found = {}
     for name in libraries:
         try:

@@ -11,10 +11,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Str
 
 from sim.errors import ProfileError, TiersimError, UnitError, near
 from sim.policies.base import Policy
-from sim.units import format_bytes, parse_bytes
+from sim.units import format_bytes, format_time, parse_bytes, parse_time
 
 PERCENT = re.compile(r"(\d{1,4}(?:\.\d{1,6})?)\s*%")
 COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
+LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; less says something about the machine alone
 DERIVED = ("tokens",)
 """What filters may name besides the axes: tokens is batch times sequence."""
 
@@ -154,6 +155,17 @@ def _policies(value: Any) -> list[Chosen]:
     return found
 
 
+def _time_limit(value: Any) -> float:
+    """Seconds."""
+    try:
+        limit = parse_time(value)
+    except UnitError as error:
+        raise ValueError(str(error)) from None
+    if limit < LEAST_LIMIT:
+        raise ValueError(f"value {value!r}: expected at least {format_time(LEAST_LIMIT)}")
+    return limit / 1e9
+
+
 def _condition(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
@@ -239,6 +251,7 @@ class StudyFile(BaseModel):
     skip: Annotated[list[Filter], Listed] = []
     only: Annotated[list[Filter], Listed] = []
     timeline: Annotated[Any, PlainValidator(_timeline)] = False
+    time_limit: Annotated[float | None, PlainValidator(_time_limit)] = None
 
 
 WORKLOAD_AXES = (

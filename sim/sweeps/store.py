@@ -6,8 +6,9 @@
     index.sqlite          made from these when asked for; may be deleted at any time
     lock                  held by the sweep that writes
 
-A segment belongs to one run of the driver. What a kill or a full disk cut short fails its checksum and is run
-again. A record's `ran` (time, host, …) is no part of what is compared.
+A segment belongs to one run of the driver, which alone writes, whatever executor runs the cells: file systems of
+clusters are short of inodes, and one writer needs no lock that they may not have. What a kill or a full disk cut
+short fails its checksum and is run again. A record's `ran` (time, host, …) is no part of what is compared.
 """
 
 from __future__ import annotations
@@ -85,6 +86,13 @@ def is_answer(record: Mapping[str, Any]) -> bool:
     return row["status"] in ANSWERS and not row.get("time_limited")
 
 
+def stands(record: Mapping[str, Any], time_limit_s: float | None) -> bool:
+    """Whether a sweep with that time limit leaves a record as it is: an answer, or a cell that would again be ended."""
+    if record["row"]["status"] == "timed_out":
+        return time_limit_s is not None and time_limit_s <= record["ran"]["time_limit_s"]
+    return is_answer(record)
+
+
 def line_of(record: Mapping[str, Any]) -> bytes:
     """A record as a segment holds it."""
     text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
@@ -147,8 +155,10 @@ class Writer:
                     self._path.unlink()
         self._drop_lock()
 
-    def begin(self, source: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Say what the study is; the answers that there are already, by id."""
+    def begin(
+        self, source: Mapping[str, Any], cells: Iterable[Mapping[str, Any]], *, time_limit_s: float | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Say what the study is; the records that stand already, by id."""
         about = {"tiersim_store": FORMAT, "study": source, "cells": list(cells)}
         text = json.dumps(about, indent=None, default=str) + "\n"
 
@@ -157,7 +167,7 @@ class Writer:
 
         write_aside(self.folder / "study.json", write)
         records = Store(self.folder).records()
-        return {id: record for id, record in records.items() if is_answer(record)}
+        return {id: record for id, record in records.items() if stands(record, time_limit_s)}
 
     def add(self, id: str, labels: Mapping[str, Any], outcome: Outcome) -> None:
         """Write a finished cell; when this returns, killing this process does not lose it. Raises StoreError."""
@@ -178,7 +188,7 @@ class Writer:
 
     def cell_folder(self, id: str) -> Path:
         """Where the timeline of a cell goes."""
-        return self.folder / "cells" / id[:16]
+        return self.folder.absolute() / "cells" / id[:16]
 
     def _open_segment(self) -> None:
         last = max((int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdigit()), default=0)

@@ -241,7 +241,12 @@ class _Expansion:
                         "seed": seed,
                         "iterations": iterations,
                         "timeline": timeline,
-                        "sums": {"profile": platform_sum, "workload": workload_sum[0]},
+                        "time_limit_s": file.time_limit,
+                        "sums": {
+                            "profile": platform_sum,
+                            "workload": workload_sum[0],
+                            "policy": identities[chosen.label],
+                        },
                     }
                     found.setdefault(id, Cell(id, labels, task, group))
         if not found:

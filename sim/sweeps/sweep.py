@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
 from sim.sweeps.cell import STATUSES
-from sim.sweeps.execute import Executor, Job, Local, executor_for
+from sim.sweeps.execute import Executor, Job
 from sim.sweeps.frame import frame
-from sim.sweeps.store import Writer
+from sim.sweeps.pool import executor_for
+from sim.sweeps.store import ANSWERS, Writer
 from sim.sweeps.study import Cell, Study, StudyError, load_study
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ class Progress:
 
     total: int
     reused: int
-    jobs: int = 1
     statuses: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
     _left: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ class Swept:
     @property
     def failed(self) -> int:
         """Cells without an answer."""
-        return sum(record["row"]["status"] in ("failed", "killed") for _, record in self.rows)
+        return sum(record["row"]["status"] not in ANSWERS for _, record in self.rows)
 
     def to_frame(self, *, timing: bool = False) -> pd.DataFrame:
         """One row a cell; see `sim.sweeps.frame`."""
@@ -106,16 +106,23 @@ def sweep(
     out: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     resume: bool = False,
+    dask: str | None = None,
+    slurm: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Run a study and return its table: one row a cell, units in the names of the columns.
 
     study: a TOML file, or a dict with the same keys. out: folder that keeps every cell as it finishes; None
     keeps nothing. jobs: processes; None for one a processor, or this one alone for few cells. resume: the
-    folder may hold results, and what is known is not run again. on_progress: called after every cell.
-    Raises StudyError with all mistakes of the study, StoreError, OSError.
+    folder may hold results, and what is known is not run again. dask: the address of a Dask scheduler, its
+    scheduler file, or "slurm" for `jobs` workers of its own; slurm: what those need, see `sim.sweeps.cluster`.
+    on_progress: called after every cell.
+    Raises StudyError with all mistakes of the study, StoreError, OSError; TiersimError where Dask is not
+    installed or not to be reached.
     """
-    return run_sweep(study, out=out, jobs=jobs, resume=resume, on_progress=on_progress).to_frame()
+    return run_sweep(
+        study, out=out, jobs=jobs, resume=resume, dask=dask, slurm=slurm, on_progress=on_progress
+    ).to_frame()
 
 
 def run_sweep(
@@ -124,12 +131,20 @@ def run_sweep(
     out: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     resume: bool = False,
+    dask: str | None = None,
+    slurm: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     on_progress: OnProgress | None = None,
 ) -> Swept:
-    """As `sweep`, with the records themselves. executor: where cells run, instead of `jobs`."""
+    """As `sweep`, with the records themselves. executor: where cells run, instead of `jobs` and `dask`."""
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+    if dask is not None:
+        from sim.sweeps.cluster import Dask  # checks what was asked before any work is done
+
+        executor = executor or Dask(dask, jobs=jobs, slurm=slurm)
+    elif slurm:
+        raise TiersimError("slurm: goes with dask 'slurm'")
     read = load_study(study)
     cells = read.cells()
     if out is None and any(cell.task["timeline"] for cell in cells):
@@ -149,17 +164,18 @@ def _run(
     on_progress: OnProgress | None,
 ) -> Swept:
     listed = [{"id": cell.id, "labels": dict(cell.labels)} for cell in cells]
-    known = writer.begin(study.raw, listed) if writer else {}
+    limit = study.file.time_limit
+    known = writer.begin(study.raw, listed, time_limit_s=limit) if writer else {}
     records: dict[str, Mapping[str, Any]] = {cell.id: known[cell.id] for cell in cells if cell.id in known}
     todo = {cell.id: cell for cell in cells if cell.id not in records}
-    chosen = executor or executor_for(jobs, len(todo))
-    progress = Progress(len(cells), len(records), chosen.jobs if isinstance(chosen, Local) else 1)
+    chosen = executor or executor_for(jobs, len(todo), limit is not None)
+    progress = Progress(len(cells), len(records))
     progress._left.update(str(cell.labels["policy"]) for cell in todo.values())
     where = {"host": platform.node(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     with _closing(chosen.run([_job(cell, writer) for cell in todo.values()])) as outcomes:
         for id, outcome in outcomes:
             cell = todo[id]
-            outcome = {"row": outcome["row"], "ran": {**outcome["ran"], **where}}
+            outcome = {"row": outcome["row"], "ran": {**where, **outcome["ran"]}}
             if writer:
                 writer.add(id, cell.labels, outcome)
             records[id] = {"id": id, **outcome}

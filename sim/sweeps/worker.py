@@ -1,4 +1,4 @@
-"""A worker of `sim.sweeps.execute.Local`: tasks on standard input, outcomes on standard output, one a line.
+"""What runs in a process of `sim.sweeps.process.Worker`: tasks on standard input, outcomes on standard output.
 
 It ends when its input does: a driver that dies takes its workers with it, even in the middle of a cell.
 """
@@ -12,8 +12,8 @@ import sys
 import threading
 
 
-def main() -> None:
-    """Run tasks until there are no more."""
+def main(idle_s: float | None = None) -> None:
+    """Run tasks until there are no more, or none has come for `idle_s` seconds."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is not an outcome
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -27,10 +27,10 @@ def main() -> None:
         out.write(sources_stamp().encode() + b"\n")
         out.flush()
         while True:
-            outcome = bench.run(json.loads(tasks.get()))
+            outcome = bench.run(json.loads(tasks.get(timeout=idle_s)))
             out.write(json.dumps(outcome).encode() + b"\n")
             out.flush()
-    except BrokenPipeError:  # the driver is gone
+    except (BrokenPipeError, queue.Empty):  # the driver is gone, or needs it no more
         os._exit(0)
 
 

@@ -17,6 +17,7 @@ TINY = {
 MISBEHAVED = '''
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,49 @@ class Killer(Policy):
         if marks < self.times:
             (Path(self.folder) / f"mark{marks}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        return Plan(problem.trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillsParent(Policy):
+    """Kills what started its process until `times` marks stand in `folder`."""
+
+    folder: str
+    times: int = 1000
+
+    def plan(self, problem):
+        marks = len(list(Path(self.folder).glob("mark*")))
+        if marks < self.times:
+            (Path(self.folder) / f"mark{marks}").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return Plan(problem.trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver(Policy):
+    """Leaves a mark in `folder` for each plan that it makes."""
+
+    solver = "thought"
+    folder: str
+    seeded: bool = False
+    hurried: bool = False
+
+    def plan(self, problem):
+        marks = len(list(Path(self.folder).glob("plan*")))
+        (Path(self.folder) / f"plan{marks}").touch()
+        seed = problem.seed if self.seeded else 0
+        return Plan(problem.trace, notes={"time_limited": self.hurried, "seed": seed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleeper(Policy):
+    """Takes long."""
+
+    seconds: float = 60.0
+
+    def plan(self, problem):
+        time.sleep(self.seconds)
         return Plan(problem.trace)
 
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import pytest
 
 from sim.errors import TiersimError
-from sim.sweeps import Store, command
+from sim.sweeps import Store, command, frame
 
 RUN = "import sys; from sim.sweeps.command import run_study; sys.exit(run_study(sys.argv[1], out=sys.argv[2], jobs=2))"
 
@@ -71,6 +72,21 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(study_file, tmp_path):
     assert store.damaged == 0
 
 
+def test_ctrl_c_on_a_cluster_says_how_to_go_on_there(study_file, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_sweep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.run_study(study_file(), out="o", jobs=4, dask="slurm", slurm={"queue": "thcp1", "cores": 2})
+    said = capsys.readouterr().err.splitlines()
+    words = "-o o --jobs 4 --dask slurm --slurm queue=thcp1 --slurm cores=2 --resume"
+    assert said == [
+        "tiersim: no cell was finished",
+        f"tiersim: go on with: tiersim sweep {study_file()} {words}",
+    ]
+
+
 def test_results_are_listed_and_shown(folder, tmp_path):
     assert command.list_results(str(tmp_path)).startswith(f"{folder}: 8 cells: ")
     head, *rows = command.show_results(folder).splitlines()
@@ -90,12 +106,35 @@ def test_an_unknown_cell_or_folder_is_one_line(folder, tmp_path):
 
 
 def test_a_csv_is_the_whole_table(folder, tmp_path):
-    path = command.export_results(folder, tmp_path / "t.csv")
+    (path,) = command.export_results(folder, tmp_path / "t.csv")
     head, *rows = path.read_text().splitlines()
     assert len(rows) == 8
     assert head.startswith("cell,model,batch,sequence,precision,profile,policy,budget,seed,status,fits,error,fidelity,")
     assert "wall_s" not in head
-    assert "wall_s" in command.export_results(folder, tmp_path / "u.csv", timing=True).read_text().splitlines()[0]
+    (path,) = command.export_results(folder, tmp_path / "u.csv", timing=True)
+    assert "wall_s" in path.read_text().splitlines()[0]
+
+
+def test_parquet_holds_what_the_csv_does(folder, tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'tiersim[parquet]'")
+    csv, parquet = command.export_results(folder, tmp_path / "t.csv", parquet=tmp_path / "t.parquet")
+    table = pd.read_parquet(parquet)
+    assert list(table.columns) == csv.read_text().splitlines()[0].split(",")
+    assert table.astype(str).equals(frame(Store(folder).rows()).astype(str))
+    (again,) = command.export_results(folder, parquet=tmp_path / "u.parquet")
+    assert again.read_bytes() == parquet.read_bytes()
+
+
+def test_parquet_without_pyarrow_is_one_line(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TiersimError, match=r"^Parquet needs pyarrow: pip install 'tiersim\[parquet\]'$"):
+        command.export_results(folder, parquet=tmp_path / "t.parquet")
+    assert not (tmp_path / "t.parquet").exists()
+
+
+def test_an_export_to_nowhere_says_what_is_missing(folder):
+    with pytest.raises(TiersimError, match="--csv FILE, --parquet FILE"):
+        command.export_results(folder)
 
 
 def test_a_query_prints_a_table(folder):
@@ -106,3 +145,46 @@ def test_a_query_prints_a_table(folder):
 @pytest.mark.parametrize(("seconds", "text"), [(41.6, "42 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
 def test_the_time_left_reads_as_people_say_it(seconds, text):
     assert command.clock_text(seconds) == text
+
+
+def tiersim(*words, monkeypatch, capsys):
+    """(exit status, standard output, standard error) of a command, run in this process."""
+    from sim import cli
+
+    monkeypatch.setattr(sys, "argv", ["tiersim", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    return end.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slurm", "queue"], "--slurm 'queue': expected NAME=VALUE, as in queue=debug"),
+        (["--slurm", "queue=x"], "slurm: goes with dask 'slurm'"),
+        (["--jobs", "0"], "jobs: value 0: expected at least 1"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line_and_status_2(
+    study_file, tmp_path, monkeypatch, capsys, words, message
+):
+    code, out, err = tiersim(
+        "sweep", study_file(), "-o", str(tmp_path / "out"), *words, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_work_together(study_file, tmp_path, monkeypatch, capsys):
+    def run(*words):
+        return tiersim(*words, monkeypatch=monkeypatch, capsys=capsys)
+
+    out, csv = str(tmp_path / "out"), str(tmp_path / "t.csv")
+    assert run("sweep", study_file(time_limit="60 s"), "-o", out, "--jobs", "1")[0] == 0
+    assert run("results", "list", out)[1].startswith(f"{out}: 8 cells: ")
+    assert run("results", "export", out, "--csv", csv) == (0, f"{csv}\n", "")
+    assert run("results", "query", out, "SELECT COUNT(*) AS n FROM cells")[1].split() == ["n", "8"]
+    assert run("results", "export", out)[0] == 2

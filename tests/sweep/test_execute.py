@@ -6,7 +6,10 @@ import pytest
 
 from sim.errors import TiersimError
 from sim.sweeps import run_sweep, write_csv
-from sim.sweeps.execute import Inline, Job, Local, _Pool
+from sim.sweeps.execute import Inline, Job
+from sim.sweeps.identity import sources_stamp
+from sim.sweeps.pool import Local, _Pool
+from sim.sweeps.process import Worker
 
 
 def csv(swept, tmp_path, name="out.csv"):
@@ -48,7 +51,7 @@ def test_a_cell_that_kills_its_worker_is_tried_thrice_and_takes_no_other_with_it
     statuses = {(c["labels"]["policy"].partition("(")[0], r["row"]["status"]) for c, r in swept.rows}
     assert statuses == {("keep_all", "ok"), (own("Killer"), "killed"), ("dtr", "ok")}
     assert len(list(tmp_path.glob("mark*"))) == 3
-    assert "died 3 times" in next(r["row"]["error"] for _, r in swept.rows if r["row"]["status"] == "killed")
+    assert "died each time" in next(r["row"]["error"] for _, r in swept.rows if r["row"]["status"] == "killed")
     assert swept.failed == 1
 
 
@@ -139,7 +142,7 @@ def _cells_of(study):
 
 
 def test_a_worker_that_starts_with_other_sources_stops_the_sweep(study, monkeypatch):
-    monkeypatch.setattr("sim.sweeps.execute.sources_stamp", lambda: "those of before an edit")
+    monkeypatch.setattr("sim.sweeps.pool.sources_stamp", lambda: "those of before an edit")
     with pytest.raises(TiersimError, match="the program was changed while the sweep ran"):
         run_sweep(study(), executor=Local(1))
 
@@ -151,3 +154,48 @@ def test_progress_counts_and_estimates(study):
     assert seen[0][2] > 0
     assert seen[-1][2] == 0
     assert seen[-1][3].startswith("8 of 8 cells in ")
+
+
+# ---- plans of solvers ----------------------------------------------------------------------------
+
+
+def plans_made(study, own, tmp_path, **how):
+    policy = {"name": own("Solver"), "folder": str(tmp_path), **how}
+    asked = study(policy=[policy], budget=["all", "99%"], batch=[1, 2], seed=[0, 1, 2])
+    swept = run_sweep(asked, executor=Inline())
+    assert len(swept.rows) == 12
+    assert {record["row"]["status"] for _, record in swept.rows} <= {"ok", "infeasible"}
+    return len(list(tmp_path.glob("plan*")))
+
+
+@pytest.mark.parametrize(
+    ("how", "count"), [({}, 4), ({"seeded": True}, 12), ({"hurried": True}, 12)], ids=["by itself", "seeded", "hurried"]
+)
+def test_a_solver_plans_once_for_cells_that_differ_in_what_it_does_not_read(study, own, tmp_path, how, count):
+    assert plans_made(study, own, tmp_path, **how) == count
+
+
+def test_a_plan_that_is_shared_gives_the_row_that_one_alone_does(study, tmp_path):
+    asked = study(policy=["rotor", "sac_knapsack"], budget=["all", "95%"], batch=1, seed=[0, 1])
+    together = run_sweep(asked, executor=Inline())
+    alone = [run_sweep({**asked, "seed": seed}, executor=Inline()) for seed in (0, 1)]
+    rows = {cell["id"]: record["row"] for swept in alone for cell, record in swept.rows}
+    assert {cell["id"]: record["row"] for cell, record in together.rows} == rows
+    assert "ok" in together.progress.statuses
+
+
+def test_a_policy_edited_while_a_sweep_runs_gives_no_wrong_answer(study, own):
+    (cell,) = _cells_of(study(policy=own("Loud"), budget="all", batch=1))
+    task = {**cell.task, "sums": {**cell.task["sums"], "policy": "that of before an edit"}}
+    (_, outcome), *_ = Local(1).run([Job(task, cell.group)])
+    assert outcome["row"]["status"] == "failed"
+    assert "the policy was changed while the program ran" in outcome["row"]["error"]
+
+
+def test_a_process_that_nobody_uses_ends_by_itself():
+    worker = Worker(idle_s=0.2)
+    try:
+        worker.begin(sources_stamp())
+        assert worker.process.wait(timeout=30) == 0
+    finally:
+        worker.close()

@@ -25,9 +25,13 @@ def bare():
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("policy", "budget", "limit"), [("keep_all", "all", 25), ("dtr", "80%", 150)])
-def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit):
-    # 150 and 30 cells/s where a bare loop takes 0.31 ms are 21.5 and 107 bare loops
+@pytest.mark.parametrize(
+    ("policy", "budget", "limit", "status"),
+    [("keep_all", "all", 25, "ok"), ("dtr", "80%", 150, "ok"), ("dtr", "70%", 215, "infeasible")],
+)
+def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit, status):
+    # 150 and 30 cells/s where a bare loop takes 0.31 ms are 21.5 and 107 bare loops, 215 with two cores; a budget just
+    # below what dtr can do makes it run half of all ops again before it gives up
     study = {
         "model": "gpt2", "batch": 2, "sequence": 512, "precision": "fp32",
         "profile": "mt3000_survey", "policy": policy, "budget": budget,
@@ -35,7 +39,7 @@ def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit):
     (cell,) = load_study(study).cells()
     bench = Bench()
     row = bench.run(cell.task)["row"]  # makes what cells share
-    assert row["status"] == "ok"
+    assert row["status"] == status
     best = {"bare": float("inf"), "cell": float("inf")}
     for _ in range(6):
         for name, run in (("bare", bare), ("cell", lambda: bench.run(cell.task))):

@@ -5,8 +5,10 @@ import os
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from sim.sweeps import Store, StoreError, query, run_sweep, sweep, write_csv
@@ -232,7 +234,15 @@ def test_timelines_are_written_for_the_cells_that_ask(study, tmp_path):
     folders = sorted((tmp_path / "out" / "cells").iterdir())
     (cell,) = [c for c, _ in swept.rows if c["labels"]["policy"] == "dtr" and c["labels"]["batch"] == 1]
     assert [folder.name for folder in folders] == [cell["id"][:16]]
-    assert sorted(p.name for p in folders[0].iterdir()) == ["summary.json", "timeline.pftrace.gz"]
+    names = {"summary.json", "timeline.pftrace.gz"}
+    if find_spec("pyarrow"):
+        names |= {"events.parquet", "memory.parquet"}
+        assert pd.read_parquet(folders[0] / "events.parquet")["end_ns"].max() == max(
+            r["row"]["makespan_ns"] for c, r in swept.rows if c["id"] == cell["id"]
+        )
+    assert {p.name for p in folders[0].iterdir()} == names
+    run_sweep({**asked, "seed": [0, 1]}, out=tmp_path / "out", resume=True)
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 2  # and nothing half written
     with pytest.raises(Exception, match="expected an output folder"):
         sweep(asked)
 

@@ -256,6 +256,14 @@ def test_a_source_is_hashed_with_all_that_it_imports(tmp_path, monkeypatch):
             each.cache_clear()
 
 
+def test_what_shows_figures_is_no_part_of_the_engine():
+    from sim.sweeps.identity import ENGINE, files_of
+
+    names = set(files_of(ENGINE))
+    assert {"sim.engine.device", "sim.hardware.cost", "sim.analysis.summary", "sim.sweeps.cell"} <= names
+    assert not [name for name in names if name.startswith(("sim.report", "sim.pages", "sim.sweeps.store", "sim.cli"))]
+
+
 def test_the_studies_of_the_how_to_are_studies(tmp_path):
     import re
 

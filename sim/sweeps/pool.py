@@ -1,0 +1,168 @@
+"""A pool of processes on this machine that survives the death of any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+
+from sim.errors import TiersimError
+from sim.sweeps.cell import Outcome
+from sim.sweeps.execute import TRIES, Executor, Inline, Job, killed, timed_out
+from sim.sweeps.identity import sources_stamp
+from sim.sweeps.process import CHANGED, Worker
+
+STILLBORN = 10
+"""Workers in a row that may die before they are ready."""
+
+FEW = 16
+"""Cells that are done before a pool has started."""
+
+
+class Local:
+    """A pool of processes on this machine.
+
+    Each has one job at a time, so that a death costs that job alone. It is tried again, twice and with
+    nothing else running, and then its outcome is `killed`. A job that takes longer than it may is ended with its
+    process, and its outcome is `timed_out`. jobs: how many processes.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
+        """See `Executor`."""
+        pool = _Pool(jobs, min(self.jobs, len(jobs)))
+        try:
+            yield from pool.run()
+        finally:
+            pool.stop()
+
+
+class _Pool:
+    """The workers of one run, the jobs not yet given, by group, and those whose worker died."""
+
+    def __init__(self, jobs: Sequence[Job], size: int) -> None:
+        self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
+        for job in jobs:
+            self.groups.setdefault(job.group, deque()).append(job)
+        self.size = size
+        self.suspects: deque[Job] = deque()
+        self.deaths: dict[str, int] = {}
+        self.stillborn = 0
+        self.stamp = sources_stamp()
+        self.workers: dict[int, Worker] = {}
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> Iterator[tuple[str, Outcome]]:
+        """Outcomes as they come."""
+        for _ in range(self.size):
+            self.start()
+        while self.groups or self.suspects or any(worker.job for worker in self.workers.values()):
+            limits = [left for worker in self.workers.values() if (left := worker.left_s) is not None]
+            for key, _ in self.selector.select(min(limits, default=None)):
+                worker = self.workers[key.fd]
+                lines = worker.lines()
+                if lines is None:
+                    yield from self.bury(worker)
+                    continue
+                for line in lines:
+                    if worker.job is None:
+                        if line.decode() != self.stamp:
+                            raise TiersimError(CHANGED)
+                        worker.ready, self.stillborn = True, 0
+                    else:
+                        job, worker.job = worker.job, None
+                        self.deaths.pop(job.id, None)
+                        yield job.id, json.loads(line)
+            for worker in [worker for worker in self.workers.values() if worker.left_s == 0]:
+                yield from self.end(worker)
+            self.feed()
+
+    def feed(self) -> None:
+        """Give each idle worker a job, of the group that it has just worked on where there is one."""
+        idle = [worker for worker in self.workers.values() if worker.ready and worker.job is None]
+        for worker in idle:
+            group = self.next_group(worker)
+            if group is None:
+                break
+            jobs = self.groups[group]
+            worker.give(jobs.popleft())
+            if not jobs:
+                del self.groups[group]
+        if not self.groups and self.suspects and not any(worker.job for worker in self.workers.values()):
+            ready = next((worker for worker in idle if worker.job is None), None)
+            if ready is not None:
+                ready.give(self.suspects.popleft())
+
+    def next_group(self, worker: Worker) -> str | None:
+        """Its own, else one that nobody works on, else the longest."""
+        if worker.group in self.groups:
+            return worker.group
+        taken = {other.job.group for other in self.workers.values() if other.job is not None}
+        free = next((group for group in self.groups if group not in taken), None)
+        return free if free is not None else max(self.groups, key=lambda g: len(self.groups[g]), default=None)
+
+    def start(self) -> None:
+        """Start a worker; it says when it is ready."""
+        worker = Worker()
+        self.workers[worker.output.fileno()] = worker
+        self.selector.register(worker.output, selectors.EVENT_READ)
+
+    def bury(self, worker: Worker) -> Iterator[tuple[str, Outcome]]:
+        """Replace a worker that is dead; its job goes to those that run alone, or is given up."""
+        self.close(worker)
+        if not worker.ready:
+            self.stillborn += 1
+            if self.stillborn >= STILLBORN:
+                raise TiersimError(f"workers do not start: {worker.how()}")
+        job = worker.job
+        if job is not None:
+            self.deaths[job.id] = self.deaths.get(job.id, 0) + 1
+            if self.deaths[job.id] < TRIES:
+                self.suspects.append(job)
+            else:
+                yield job.id, killed(worker.how())
+        self.replace()
+
+    def end(self, worker: Worker) -> Iterator[tuple[str, Outcome]]:
+        """End a worker whose job takes too long, and replace it."""
+        self.close(worker)
+        job = worker.job
+        assert job is not None
+        assert job.limit_s is not None
+        yield job.id, timed_out(job.limit_s)
+        self.replace()
+
+    def replace(self) -> None:
+        """Start a worker for one that is gone, while there is something to do for it."""
+        if self.groups or (self.suspects and not self.workers):
+            self.start()
+
+    def close(self, worker: Worker) -> None:
+        """End a worker and forget it."""
+        self.selector.unregister(worker.output)
+        del self.workers[worker.output.fileno()]
+        worker.close()
+
+    def stop(self) -> None:
+        """End all workers at once, whatever they do."""
+        for worker in list(self.workers.values()):
+            self.close(worker)
+        self.selector.close()
+
+
+def usable_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def executor_for(jobs: int | None, cells: int, limited: bool) -> Executor:
+    """In this process for few cells or one job, else a pool of `jobs` processes, by default one a processor.
+
+    limited: whether the cells have a time limit, which only a process of their own can keep.
+    """
+    count = (1 if cells <= FEW else usable_cpus()) if jobs is None else jobs
+    return Inline() if count == 1 and not limited else Local(count)

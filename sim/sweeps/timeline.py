@@ -1,0 +1,56 @@
+"""The folder of a cell that was asked for its timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from sim.analysis.summary import summarize
+from sim.experiment import Result
+from sim.log import EventLog
+
+
+def write_cell(result: Result, reference: EventLog | None, folder: Path) -> None:
+    """Write a cell's folder aside, sync it and rename it; one that is there already is replaced.
+
+    It holds the timeline for Perfetto, `summary.json`, and where pyarrow is installed the log as Parquet:
+    `events.parquet` and `memory.parquet`, with the columns of `Result.events` and `Result.memory`. Raises OSError.
+    """
+    from sim.report.timeline import write_timeline
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        write_timeline(result.log, aside / "timeline.pftrace.gz")
+        text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
+        (aside / "summary.json").write_text(text, encoding="utf-8")
+        if find_spec("pyarrow"):
+            result.events.to_parquet(aside / "events.parquet", engine="pyarrow", index=False)
+            result.memory.to_parquet(aside / "memory.parquet", engine="pyarrow", index=False)
+        for path in (*aside.iterdir(), aside):
+            _sync(path)
+        aside.chmod(0o777 & ~_mask())
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _mask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
