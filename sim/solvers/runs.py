@@ -104,6 +104,10 @@ class Runs:
 
         What is there from the start and any device touches counts where it is first touched.
         """
+        return max(self.peaks(device))
+
+    def peaks(self, device: int = 0) -> list[int]:
+        """What a device holds at the start, then per step the most while that step runs, as in `peak`."""
         ledger = self.ledger
         size, replaces, producer = ledger.size, ledger.replaces, ledger.producer
         uses = [0] * len(size)
@@ -113,9 +117,11 @@ class Runs:
         kept = set(self.ledger.trace.outputs)
         here = self._starts_on(device)
         live: set[int] = set(here)
-        held = peak = sum(size[t] for t in here)
+        held = sum(size[t] for t in here)
+        found = [held]
         for (op, _), gone in zip(self.steps, self.drops, strict=True):
             if ledger.device[op] != device:
+                found.append(held)
                 continue
             scratch = ledger.workspace[op]
             for t in ledger.writes[op]:
@@ -127,7 +133,7 @@ class Runs:
                 else:
                     live.add(t)
                     held += size[t]
-            peak = max(peak, held + scratch)
+            found.append(held + scratch)
             for t in gone:
                 if t in live:
                     live.discard(t)
@@ -138,7 +144,7 @@ class Runs:
                 if uses[t] <= 0 and t in live and producer[t] >= 0 and t not in kept:
                     live.discard(t)
                     held -= size[t]
-        return peak
+        return found
 
     def _starts_on(self, device: int) -> list[int]:
         first: dict[int, int] = {}

@@ -271,14 +271,16 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
         layers[layer] = min(a, stage), max(b, stage)
     layers.pop(-1, None)
     border = {t: i for i, t in enumerate(borders)}
+    # what is made of weights or of nothing (a mask, rotary tables) may be read anywhere, as weights are
+    activation = _counted(trace)
     users: dict[int, tuple[int, int]] = {}
     for k, op in enumerate(ops.tolist()):
         for t in trace.reads(op):
             maker = int(trace.producer[t])
             stage = int(stage_of[maker])
-            if maker >= 0 and trace.op_columns.phase[maker] == FORWARD:
+            if activation[t]:
                 span = stage, stage + 1 if t in border else stage
-            elif maker < 0:
+            elif maker < 0 or trace.op_columns.phase[maker] == FORWARD:
                 if t not in users:
                     at = [int(stage_of[r]) for r in trace.readers(t) if trace.op_columns.phase[r] == FORWARD]
                     users[t] = (min(at), max(at)) if at else (0, top)

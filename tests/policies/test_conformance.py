@@ -18,6 +18,10 @@ RARELY: dict[str, str] = {
     "vdnn": "it moves what convolutions read, and few random nets have many; it rewrites only what it must",
     "delta": "it moves only what is dearer to run again than to copy",
     "dtr": "half of the examples fit without dropping anything",
+    "colossal_auto": "weights leave only where that is faster than running ops again",
+    "twremat": "nets this small seldom leave room between what it needs and keeping all",
+    "megtaichi": "half of the examples fit as they are, and a partition is tried only where that is not so",
+    "tso": "it captures only where launches outweigh the capture",
     "selective_recompute": "it rewrites only casts of weights that autocast keeps",
 }
 

@@ -13,6 +13,8 @@ from sim.solvers.nodes import Nodes, body
 from sim.solvers.outcome import Answer, planned, refused, rerun_ns
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.turning import by_turning
+from sim.solvers.unfreeing import unfreed
 
 METHODS = ("milp", "rounding")
 ATTEMPTS = 4
@@ -32,14 +34,17 @@ class Checkmate(Policy):
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place
         writes count as in the engine. Weights, inputs, weight gradients once made, and the update are outside;
         what makes a weight gradient runs once.
-        The known plan that the search starts from is the rounding's. Rounding tries many thresholds, at the
-        whole budget and at 0.9 of it, and takes the cheapest plan that fits exactly.
+        The known plan that the search starts from is the rounding's. Rounding tries many thresholds and some
+        draws, for several budgets, and takes the cheapest plan that fits exactly (`sim.solvers.rounding`).
+        Rounding for more than `max_ops` ops relaxes one stage of the program alone, that of the first backward op
+        (`sim.solvers.turning`), and lets what need not go stay; op by op, with a bound for all plans. Where that
+        finds nothing, ops run again stage by stage.
         SciPy gives no way to set the number of threads of HiGHS; the same question got the same plan so far.
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
     grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
         and what they read and leave is taken to lie there meanwhile. None: "op" up to `max_ops`, beyond
-        that "stage" for rounding, an error for the exact method.
+        that the one stage, then "stage", for rounding, an error for the exact method.
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
     node_limit: nodes of the search tree. time_limit: seconds of search.
     Notes of the plan: `status` is "optimal" only where proven (to one part in a million of the rerun time
@@ -75,8 +80,15 @@ class Checkmate(Policy):
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0)
+        if self.method == "rounding" and self.grain is None and body(problem, "checkmate") > self.max_ops:
+            known, bound = by_turning(problem, ledger)
+            if known is not None:
+                status = "optimal" if rerun_ns(problem, known) == bound else "feasible"
+                return planned(problem, known, status=status, bound=bound)
         nodes, exact = self._nodes(problem, ledger)
         known, bound = by_rounding(problem, ledger, nodes)
+        if known is not None and not exact:
+            known = unfreed(known, [problem.cost.op_ns(op) for op in range(len(ledger.reads))], problem.budget)
         least, smallest = (known, False) if known else tightest(ledger, nodes)
         if least.peak() <= problem.budget:
             known = least

@@ -107,12 +107,13 @@ class Rockmate(Policy):
             least = _least_room(line, self.slots)
             found = attempt(least)
         if found is None or found.peak() > problem.budget:
+            floor = found.peak() if found is not None else outside + least
             raise Infeasible(
                 f"rockmate finds no schedule of {len(chain)} stages in {format_bytes(problem.budget)}; "
-                f"{format_bytes(outside + least)} would do",
-                floor_bytes=outside + least,
+                f"{format_bytes(floor, digits=None)} would do",
+                floor_bytes=floor,
             )
-        limit = "time" if "time" in menu.limits else ""
+        limit = "time" if "time" in menu.limits else "nodes" if menu.limits else ""
         return planned(problem, found, status="feasible", bound=None, limit=limit)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.errors import Infeasible, PolicyError
@@ -15,6 +16,12 @@ from sim.trace.chain import Chain
 from sim.units import format_bytes
 
 ATTEMPTS = 8
+TIGHT = (1.0, 1.05, 1.25, 1.5, 2.0, 3.0)
+"""Rooms to try near the floor, as parts of the least for which the model has a schedule: what lies outside the model
+makes the exact peak of the tightest schedule no more the least one."""
+
+Attempt = tuple[ChainTable, Runs, int]
+"""The model's answer for some room, the plan that it gives, and what its exact peak exceeds the budget by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class Rotor(Policy):
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
         outside = held_outside(problem, line)
 
-        def attempt(room: int) -> tuple[ChainTable, Runs, int] | None:
+        def attempt(room: int) -> Attempt | None:
             """The best schedule for that much room by the model, and what its exact peak exceeds the budget by."""
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
@@ -70,30 +77,38 @@ class Rotor(Policy):
             return table, found, found.peak() - problem.budget
 
         # weight gradients come while activations go: hope that none adds to the peak, then make sure
-        high = problem.budget - outside + line.gradients
-        best = attempt(high)
-        if best is None or best[2] > 0:
-            over = best[2] if best is not None else 0
-            low = self._floor(costs)  # the model may count too much: see what the least takes
-            best = attempt(low)
-            if best is None or best[2] > 0:
-                raise Infeasible(
-                    f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
-                    f"{format_bytes(outside + low)} would do",
-                    floor_bytes=outside + low,
-                )
-            for _ in range(ATTEMPTS):
-                middle = high - over if low < high - over < high else (low + high) // 2
-                tried = attempt(middle)
-                if tried is not None and tried[2] <= 0:
-                    low = middle
-                    best = min(best, tried, key=lambda one: one[0].time)
-                else:
-                    high, over = middle, tried[2] if tried is not None else 0
-                if high - low < problem.budget // self.slots:
+        room = high = problem.budget - outside + line.gradients
+        low, best = 0, None
+        for _ in range(ATTEMPTS):
+            tried = attempt(room)
+            excess = tried[2] if tried is not None else 0
+            if tried is not None and excess <= 0:
+                low = room
+                best = tried if best is None else min(best, tried, key=lambda one: one[0].time)
+                if high - low < max(1, problem.budget // self.slots):
                     break
+                room = (low + high) // 2
+            else:
+                high = room
+                room = room - excess if excess and room - excess > low else (low + high) // 2
+        if best is None:
+            best = self._tight(problem, costs, attempt)
         table, found, _ = best
         return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
+
+    def _tight(self, problem: Problem, costs: ChainCosts, attempt: Callable[[int], Attempt | None]) -> Attempt:
+        """The fastest schedule for little room that fits. Raises Infeasible naming the least peak of them."""
+        floor = self._floor(costs)
+        tries = [tried for part in TIGHT if (tried := attempt(int(floor * part))) is not None]
+        fitting = [tried for tried in tries if tried[2] <= 0]
+        if fitting:
+            return min(fitting, key=lambda one: one[0].time)
+        least = problem.budget + min(excess for _, _, excess in tries)
+        raise Infeasible(
+            f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
+            f"{format_bytes(least, digits=None)} would do",
+            floor_bytes=least,
+        )
 
     def _floor(self, costs: ChainCosts) -> int:
         """The fewest bytes that some schedule fits in by the model."""

@@ -1,0 +1,115 @@
+"""Measuring blocks by running each twice: the collecting iteration of an input-aware planner, and its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sim.errors import PolicyError
+from sim.log import CAUSE
+from sim.plan import Problem
+from sim.plan import Run as Iteration
+from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
+from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The layers of a trace as blocks that can be checkpointed.
+
+    casts: 16-bit copies of weights that autocast keeps to the end of the forward pass, and the op that ends it.
+    """
+
+    ledger: Ledger
+    regions: Sequence[Region]
+    casts: Mapping[int, int]
+
+    def checkpointed(self, chosen: Sequence[int]) -> Runs:
+        """The iteration with the chosen blocks run again just before their backward."""
+        again = rerun_regions(self.ledger, [self.regions[i] for i in chosen])
+        return runs(self.ledger, again, hold=self.casts)
+
+    @cached_property
+    def freed(self) -> tuple[tuple[int, ...], ...]:
+        """Per block the tensors that lie there from its forward to its backward, and not if it is checkpointed."""
+        ledger, everything = self.ledger, self.checkpointed(range(len(self.regions)))
+        dropped = {t for (_, anchor), gone in zip(everything.steps, everything.drops) if anchor < 0 for t in gone}
+        found = []
+        for region in self.regions:
+            inside = set(region.forward)
+            made = [t for op in region.forward for t in ledger.writes[op] if t in dropped and t not in self.casts]
+            found.append(tuple(t for t in made if not inside.issuperset(ledger.trace.readers(t))))
+        return tuple(found)
+
+    def shuttled(self) -> Runs:
+        """The collecting iteration: each block runs plainly, keeping all it would keep, then checkpointed.
+
+        Between the two runs it holds what a plain forward leaves behind, so that it can be measured; then
+        that goes, and the second run keeps the block's results alone. Random ops draw the same numbers again.
+        """
+        ledger = self.ledger
+        again: dict[int, list[int]] = {}
+        hold = dict(self.casts)
+        for region in self.regions:
+            last, inside = region.forward[-1], set(region.forward)
+            made = [t for op in region.forward for t in ledger.writes[op]]
+            outside = [t for t in made if not inside.issuperset(ledger.trace.readers(t))]
+            ops = [op for op in region.forward if not self.casts.keys() >= set(ledger.writes[op])]
+            legal = [op for op in ops if ledger.can_run_again(op, last + 1)]
+            if len(legal) < len(ops):
+                legal = backward_slice(ledger, legal, outside)
+            again[last + 1] = legal
+            hold.update({t: last for t in outside if t not in self.casts})
+        for anchor, ops in rerun_regions(ledger, self.regions).items():
+            again.setdefault(anchor, []).extend(ops)
+        return self._with_casts_kept(runs(ledger, again, hold=hold))
+
+    def _with_casts_kept(self, found: Runs) -> Runs:
+        """Second runs of blocks leave the cached copies of weights where they are."""
+        drops = [list(gone) for gone in found.drops]
+        place = {op: i for i, (op, anchor) in enumerate(found.steps) if anchor < 0}
+        for i, (_, anchor) in enumerate(found.steps):
+            early = [t for t in drops[i] if anchor >= 0 and self.casts.get(t, -1) >= anchor]
+            for t in early:
+                drops[i].remove(t)
+                drops[place[self.casts[t]]].append(t)
+        return Runs(found.ledger, found.steps, drops)
+
+
+def blocks_of(problem: Problem, policy: str) -> Blocks:
+    """A block a layer. Raises PolicyError on several devices, without layers, or without a backward phase."""
+    trace = problem.trace
+    if trace.devices > 1:
+        raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
+    if not (trace.op_columns.phase == 1).any():
+        raise PolicyError(f"policy {policy!r} needs a trace with a backward phase")
+    ledger = Ledger(trace)
+    regions = layer_regions(ledger, policy)
+    return Blocks(ledger, regions, cached_casts(ledger, regions))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one collecting iteration showed, in bytes. blocks: per block what it keeps from forward to backward.
+
+    model: what the iteration would have taken, had no block been checkpointed: its peak and all that blocks
+    keep. That is a little too much, for at the peak itself some block may have lain there whole.
+    """
+
+    blocks: tuple[int, ...]
+    model: int
+
+
+def measured(iteration: Iteration, freed: Sequence[Sequence[int]]) -> Measured:
+    """Read the log of a collecting iteration; sizes are as the tier's allocator counts them."""
+    log = iteration.log
+    home = log.platform.tier_ids[log.platform.home(0).name]
+    rows = log.changes[log.change("tier") == home]
+    made = rows[rows[:, 5] == CAUSE["made"]]
+    tensors, first = np.unique(made[:, 3], return_index=True)
+    size = dict(zip(tensors.tolist(), made[first, 2].tolist(), strict=True))
+    blocks = tuple(sum(size.get(t, 0) for t in kept) for kept in freed)
+    return Measured(blocks, int(np.cumsum(rows[:, 2]).max(initial=0)) + sum(blocks))

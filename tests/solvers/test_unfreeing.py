@@ -1,0 +1,109 @@
+"""Leaving reruns out: by hand, against all subsets, and never against the plan or the budget."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.unfreeing import unfreed
+from sim.trace import TraceBuilder
+from tests.solvers.reruns import small_graphs
+from workloads.synthetic import uniform_chain
+
+
+def time_of(found: Runs, cost) -> int:
+    return sum(cost[op] for op, anchor in found.steps if anchor >= 0)
+
+
+def draw_runs(trace, seed: int) -> Runs:
+    draw = random.Random(seed)
+    again = {t: [i for i in range(t) if draw.random() < 0.4] for t in range(len(trace.ops)) if draw.random() < 0.5}
+    return runs(Ledger(trace), again, prune=True)
+
+
+@settings(max_examples=150)
+@given(trace=small_graphs(), seed=st.integers(0, 2**32), share=st.floats(0.3, 1.3))
+def test_never_slower_and_never_above_both_the_budget_and_the_plan(trace, seed, share):
+    found, cost = draw_runs(trace, seed), [op.duration or 0 for op in trace.ops]
+    budget = int(share * found.peak())
+    better = unfreed(found, cost, budget)
+    assert time_of(better, cost) <= time_of(found, cost)
+    assert better.peak() <= max(found.peak(), budget)
+    if budget >= runs(found.ledger, {}).peak():
+        assert better.reruns() == 0
+
+
+def test_nearly_always_the_best_subset_of_the_reruns_is_left():
+    best = worse = 0
+    for seed in range(60):
+        trace = uniform_chain(6) if seed % 2 else _fan(seed)
+        cost = [op.duration or 0 for op in trace.ops]
+        found = draw_runs(trace, seed)
+        reruns = [(op, anchor) for op, anchor in found.steps if anchor >= 0]
+        if not 0 < len(reruns) <= 8:
+            continue
+        least, most = sorted((found.peak(), runs(found.ledger, {}).peak()))
+        budget = (least + most) // 2
+        times = []
+        for count in range(len(reruns) + 1):
+            for kept in combinations(reruns, count):
+                again: dict[int, list[int]] = {}
+                for op, anchor in kept:
+                    again.setdefault(anchor, []).append(op)
+                some = runs(found.ledger, again, prune=True)
+                if some.peak() <= max(budget, found.peak()):
+                    times.append(time_of(some, cost))
+        mine = time_of(unfreed(found, cost, budget), cost)
+        assert mine >= min(times)
+        best += mine == min(times)
+        worse += mine > min(times)
+    assert best > 15
+    assert best > 3 * worse
+
+
+def _fan(seed: int):
+    """Results of several sizes that a last op reads all together."""
+    draw = random.Random(seed)
+    b = TraceBuilder()
+    made: list[int] = []
+    for i in range(7):
+        t = b.tensor(f"t{i}", draw.randint(1, 6))
+        b.op(f"o{i}", reads=made[-1:], writes=[t], duration=draw.randint(1, 9))
+        made.append(t)
+    end = b.tensor("end", 1)
+    b.op("join", reads=made, writes=[end], duration=1)
+    return b.build(outputs=(end,), carry=())
+
+
+def test_of_two_that_would_fit_singly_the_dearer_byte_stays():
+    b = TraceBuilder()
+    sizes = {"cheap": 4, "dear": 4, "wide": 6, "end": 1}
+    cheap, dear, wide, end = (b.tensor(name, size) for name, size in sizes.items())
+    b.op("make cheap", writes=[cheap], duration=2)
+    b.op("make dear", writes=[dear], duration=7)
+    b.op("make wide", reads=[cheap, dear], writes=[wide], duration=1)
+    small = b.tensor("small", 1)
+    b.op("shrink", reads=[wide], writes=[small], workspace=5, duration=1)
+    b.op("join", reads=[cheap, dear, small], writes=[end], duration=1)
+    trace = b.build(outputs=(end,), carry=())
+    found = runs(Ledger(trace), {4: [0, 1]})
+    cost = [op.duration or 0 for op in trace.ops]
+    # while `shrink` runs: wide 6, small 1, workspace 5, and what stays
+    assert found.peak() == 14  # `make wide`
+    assert unfreed(found, cost, 15).steps == found.steps
+    assert time_of(unfreed(found, cost, 16), cost) == 2
+    assert time_of(unfreed(found, cost, 20), cost) == 0
+
+
+def test_what_ran_again_only_for_what_stays_is_left_out_with_it():
+    trace = uniform_chain(8)
+    ledger = Ledger(trace)
+    # f0, f1, f2 for f2's result alone
+    found = runs(ledger, {trace.op_id("b3"): [0, 1, 2]}, prune=True)
+    assert found.reruns() == 3
+    kept = unfreed(found, [1] * 16, 8)
+    assert kept.reruns() == 0
