@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -140,6 +141,12 @@ def test_there_are_examples_in_docstrings():
 # ---- notebooks ---------------------------------------------------------------------------------
 
 
+def code_of(path):
+    """The lines of a notebook's code."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code").splitlines()
+
+
 def results(book):
     """What the cells tagged "checked" printed and returned, as text."""
     found = []
@@ -156,6 +163,8 @@ def results(book):
 def test_a_notebook_runs_and_finds_what_it_shows(path, tmp_path):
     import nbformat
 
+    if re.search(r"^import torch$", "\n".join(code_of(path)), re.MULTILINE):
+        pytest.importorskip("torch", reason=f"{path.name} needs the extra `torch`")
     shown = results(nbformat.read(path, as_version=4))
     assert shown, "no cell is tagged 'checked'"
     found = results(tool("run_notebooks").executed(path, tmp_path))
