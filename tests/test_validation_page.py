@@ -62,4 +62,24 @@ def test_a_changed_figure_changes_the_page(script, figures):
 def test_page_says_what_has_not_been_run(script, figures):
     text = script.page(figures)
     assert "No CUDA device was at hand" in text
-    assert "tiersim calibrate -o my_machine.toml && tiersim validate --profile my_machine.toml" in text
+    assert "python -m sim.measure.grid -o my_machine" in text
+
+
+def test_what_a_cuda_device_gave_replaces_what_was_not_run(script, figures):
+    about = {"model": "gpt2-small", "batch": 8, "sequence": 1024, "precision": "bf16"}
+    rows = [
+        {**about, "policy": "none", "measured_bytes": 2**30, "simulated_bytes": 2**30, "measured_ns": 10**8}
+        | {"simulated_ns": 9 * 10**7, "simulated_by": "keep_all"},
+        {**about, "policy": "none", "limit": 2**29, "really": False, "simulated": False},
+        {**about, "policy": "save_on_cpu", "not_run": "there was no time left"},
+    ]
+    text = script.page({**figures, "cuda": {"machine": "A card", "rows": rows}})
+    assert "No CUDA device was at hand" not in text
+    assert "| none | 1,024.0 | 1,024.0 | 0 | 100.0 | 90.0 | -10.00% |" in text
+    assert "in 512 MiB it does not run really and does not run in the simulation" in text
+    assert "not run: there was no time left" in text
+    assert json.loads(script.dump({"cuda": {"machine": "A card", "rows": rows}}))["cuda"]["rows"] == rows
+
+
+def test_later_cases_are_what_is_simulated_now(script, figures):
+    assert script.more_rows() == figures["more"]

@@ -6,6 +6,7 @@ from workloads.importers.any_format import load_trace
 from workloads.models import Config, model_names, read_config
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
 from workloads.transformer import transformer
+from workloads.varied import joined, varied_lengths
 
 __all__ = [
     "Config",
@@ -14,6 +15,7 @@ __all__ = [
     "chain",
     "cnn",
     "cnn_names",
+    "joined",
     "load_trace",
     "model_names",
     "random_dag",
@@ -21,5 +23,6 @@ __all__ = [
     "transformer",
     "unet",
     "uniform_chain",
+    "varied_lengths",
     "w1",
 ]

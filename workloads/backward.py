@@ -33,7 +33,7 @@ def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
         if all(gradient is None for gradient in arrived):
             continue
         made = node.rule(*arrived)
-        tape.finish_node()
+        tape.finish_node(arrived)
         for value, gradient in zip(node.inputs, made, strict=True):
             if gradient is None or value.slot < 0:
                 continue

@@ -8,7 +8,11 @@ same step, to the byte.
 Departs from a run on a GPU: kernels are those of PyTorch's CPU path, with `kernels="cuda"` except dropout,
 attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes
 for itself is not known; autocast has to be entered for device type "cpu"; Python's cycle collector rests
-meanwhile, so that what only a cycle holds lives to the end of the iteration.
+meanwhile, so that what only a cycle holds lives to the end of the iteration; functions that were compiled run
+as they were before, and a compiled module is refused. A model that asks whether it is traced may do something
+else then: Hugging Face's (version 5) pass an attention mask that a real run of unpadded batches leaves out, which
+keeps flash attention from being chosen, unless `transformers.masking_utils.find_packed_sequence_indices` is
+replaced by a function that returns None.
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -125,6 +129,7 @@ def capture(
             tuned.zero_grad(set_to_none=True)
 
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_no_collection())
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())

@@ -87,14 +87,14 @@ def _grouped(
     )
     ends = tape.constant(f"{name}.ends", (c.experts,), "int32")
     tape.op(f"{name}.sort", "other", [choice], [order, inverse, source, ends], flops=rows)
-    sorted_scores = gather(tape, f"{name}.scores", scores, order, (rows, 1))
-    picked = gather(tape, f"{name}.dispatch", x, source, (rows, c.hidden))
+    sorted_scores = gather(tape, f"{name}.scores", scores, (rows, 1), order)
+    picked = gather(tape, f"{name}.dispatch", x, (rows, c.hidden), source)
     both = grouped_linear(tape, f"{name}.gate_up", picked, weights[f"{name}.gate_up.weight"], ends)
     gate, up = split(tape, f"{name}.gate_up", both, dict.fromkeys(("gate", "up"), (rows, width)))
     hidden = multiply(tape, f"{name}.mul", unary(tape, f"{name}.act", c.activation, gate), up)
     down = grouped_linear(tape, f"{name}.down", hidden, weights[f"{name}.down.weight"], ends)
     weighted = multiply(tape, f"{name}.weight", down, sorted_scores)  # fp32, as the scores are
-    back = gather(tape, f"{name}.combine", weighted, inverse, (rows, c.hidden))
+    back = gather(tape, f"{name}.combine", weighted, (rows, c.hidden), inverse)
     total = tape.result(f"{name}.combine.sum.out", (tokens, c.hidden), back.dtype)
     tape.op(f"{name}.combine.sum", "reduce", [back], [total], flops=element_flops("sum", back.elements))
     # the sum's gradient is a view of that of its result, repeated
@@ -133,10 +133,10 @@ def _loop(
         if not rows:
             continue
         e = f"{name}.expert{expert}"
-        index = tape.constant(f"{e}.rows", (rows,), "int64")
-        tape.op(f"{e}.find", "other", [scores], [index], flops=scores.shape[0])
-        picked = gather(tape, f"{e}.dispatch", x, index, (rows, c.hidden))
-        share = gather(tape, f"{e}.scores", scores, index, (rows, 1))
+        index, rank = (tape.constant(f"{e}.{what}", (rows,), "int64") for what in ("rows", "ranks"))
+        tape.op(f"{e}.find", "other", [scores], [index, rank], flops=scores.shape[0])
+        picked = gather(tape, f"{e}.dispatch", x, (rows, c.hidden), index)
+        share = gather(tape, f"{e}.scores", scores, (rows, 1), index, rank)
         gate = unary(tape, f"{e}.act", c.activation, linear(tape, f"{e}.gate", picked, weights[f"{e}.gate.weight"]))
         up = linear(tape, f"{e}.up", picked, weights[f"{e}.up.weight"])
         hidden = multiply(tape, f"{e}.mul", gate, up)
@@ -151,10 +151,12 @@ def _add_rows(tape: Tape, name: str, total: Value, rows: Value, index: Value) ->
     flops = element_flops("add", rows.elements)
     tape.op(name, "elementwise", [total, rows, index], [out], flops=flops, bytes=3 * tape.builder.bytes_of(rows.tensor))
     tape.save(index, "rows whose gradients are picked")
+    tape.save(rows, "shape of the gradient: index_add_ keeps all that it added")
 
     def rule(g: Value) -> Gradients:
         gradient = tape.gradient(rows)
-        tape.op(f"{name}.bwd", "embedding", [g, index], [gradient], bytes=2 * tape.builder.bytes_of(gradient.tensor))
+        touched = 2 * tape.builder.bytes_of(gradient.tensor)
+        tape.op(f"{name}.bwd", "embedding", [g, index, rows], [gradient], bytes=touched)
         return [g, gradient]
 
     tape.record([total, rows], [out], rule)

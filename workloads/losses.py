@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from sim.errors import WorkloadError, near
 from workloads.costs import element_flops, matmul_flops
+from workloads.precision import BYTES
 from workloads.primitives import Gradients, elementwise, linear
 from workloads.tape import Tape, Value
 
@@ -41,7 +42,7 @@ def head_loss(
     rows = logits.viewed(labels.elements, logits.shape[-1])
     if kind == "fused":
         return _fused(tape, "loss", rows, targets)
-    wide = tape.cast(rows, "fp32", "loss.up") if causal else tape.to_full(rows, "loss.up")
+    wide = tape.cast(rows, "fp32", "loss.up") if causal else rows
     return cross_entropy(tape, "loss", wide, targets, held=(x, rows, wide, *padded))
 
 
@@ -61,7 +62,11 @@ def shifted(tape: Tape, labels: Value) -> tuple[Value, ...]:
 
 
 def cross_entropy(tape: Tape, name: str, x: Value, targets: Value, *, held: tuple[Value, ...] = ()) -> Value:
-    """log_softmax and nll_loss. held: what the caller of the model still refers to when the loss is made."""
+    """log_softmax and nll_loss. held: what the caller of the model still refers to when the loss is made.
+
+    PyTorch's cross_entropy asks for log_softmax in the type of x, also under autocast, which then casts what
+    nll_loss reads.
+    """
     logs = tape.result(f"{name}.log_softmax.out", x.shape, x.dtype)
     flops = element_flops("log_softmax", x.elements)
     tape.op(f"{name}.log_softmax", "loss", [x], [logs], flops=flops)
@@ -74,18 +79,26 @@ def cross_entropy(tape: Tape, name: str, x: Value, targets: Value, *, held: tupl
         return [gradient]
 
     tape.record([x], [logs], logs_rule)
-    out = tape.result(f"{name}.out", (1,), x.dtype)
-    count = tape.constant(f"{name}.total_weight", (1,), x.dtype)
+    read = tape.to_full(logs, f"{name}.log_softmax.up")
+    out = tape.result(f"{name}.out", (1,), read.dtype)
+    count = tape.constant(f"{name}.total_weight", (1,), read.dtype)
     tape.save(count, "by what the mean divides")
+    # the backward kernel is given its input and does not look at it: noted only where a copy is kept for it alone
+    kept = [read] if read is not logs else []
+    for value in kept:
+        tape.save(value, "input of the loss")
     # it touches one logarithm a row; the rest of what it reads is only held
     rows = targets.elements
-    touched = rows * (8 + tape.builder.bytes_of(logs.tensor) // logs.elements)
-    tape.op(name, "loss", [logs, targets, *held], [out, count], flops=rows, bytes=touched)
+    touched = rows * (8 + BYTES[read.dtype])
+    tape.op(name, "loss", [read, targets, *held], [out, count], flops=rows, bytes=touched)
 
     def rule(g: Value) -> Gradients:
-        return [elementwise(tape, f"{name}.bwd.scatter", "copy", [g, targets, count], tape.gradient(logs))]
+        gradient = tape.gradient(read)
+        touched = rows * 8 + tape.builder.bytes_of(gradient.tensor) if kept else None
+        tape.op(f"{name}.bwd.scatter", "copy", [g, targets, count, *kept], [gradient], bytes=touched)
+        return [gradient]
 
-    tape.record([logs], [out], rule)
+    tape.record([read], [out], rule)
     return out
 
 

@@ -143,13 +143,19 @@ class Step:
 
     def adamw_loop(self) -> None:
         """One parameter after another."""
+        if self.precision.master:
+            self.by_layer("cast", self._cast)
         before = 0
         accesses = costs.FOREACH_MOMENTS + costs.FOREACH_SQRT + costs.FOREACH_STEP
+        last = {slot.layer: slot for slot in self.slots}
         for slot in self.slots:
-            reads = [slot.gradient, slot.update, slot.state["m"], slot.state["v"]]
+            reads = [slot.gradient, slot.update, slot.state["m"], slot.state["v"], *_held(slot)]
+            if slot is last[slot.layer]:
+                reads += [t for s in self.slots if s.layer == slot.layer for t in _gradients(s)]
             writes = [*self.renew(slot, ("m", "v")), *self.new_weight(slot)]
-            scratch = before + (3 if self.precision.master else 2) * slot.bytes
+            scratch = before + 2 * slot.bytes
             flops = costs.ADAM_FLOPS * slot.weight.elements
+            reads = list(dict.fromkeys(reads))
             self.op(f"optimizer.{slot.weight.name}", reads, writes, accesses * slot.bytes, flops, scratch)
             before = slot.bytes
 
@@ -172,11 +178,15 @@ def _elements(slots: list[Slot]) -> int:
     return sum(slot.weight.elements for slot in slots)
 
 
+def _gradients(slot: Slot) -> list[int]:
+    """Gradients of a parameter, which live until zero_grad: as backward made it, and copied for its master."""
+    return [slot.gradient, slot.held] if slot.held >= 0 else [slot.gradient]
+
+
 def _held(slot: Slot) -> list[int]:
-    """Gradients of a parameter that live until zero_grad."""
-    gradients = [slot.gradient, slot.held] if slot.held >= 0 else [slot.gradient]
+    """What an op of a parameter's update holds beside what it reads."""
     # 16-bit weights are written, never read, when there is a master; they have to be there all the same
-    return gradients if slot.update == slot.weight.tensor else [*gradients, slot.weight.tensor]
+    return _gradients(slot) + ([] if slot.update == slot.weight.tensor else [slot.weight.tensor])
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Step], None], tuple[str, ...]]] = {

@@ -72,7 +72,8 @@ def _times(tape: Tape, name: str, g: Value, factor: Value, target: Value) -> Val
     elementwise(tape, name, "mul", [g, factor], product)
     if target.elements != g.elements:
         total = tape.gradient(target) if target.dtype == wide else tape.temporary(f"{name}.sum.out", target.shape, wide)
-        tape.op(f"{name}.sum", "reduce", [product], [total], flops=element_flops("sum", g.elements))
+        flops = element_flops("sum", g.elements)
+        tape.op(f"{name}.sum", "reduce", [product], [total], flops=flops, settles=True)
         product = total
     return tape.gradient_cast(product, target, f"{name}.cast")
 
@@ -245,16 +246,17 @@ def embedding(tape: Tape, name: str, ids: Value, table: Value) -> Value:
     return out
 
 
-def gather(tape: Tape, name: str, x: Value, index: Value, shape: tuple[int, ...]) -> Value:
-    """Rows of x in another order, or several times. Saves the index; backward adds into zeros."""
+def gather(tape: Tape, name: str, x: Value, shape: tuple[int, ...], *indices: Value) -> Value:
+    """Rows (with two indices: elements) of x, some several times. Saves the indices; backward adds into zeros."""
     out = tape.result(f"{name}.out", shape, x.dtype)
-    moved = 2 * out.elements * BYTES[x.dtype] + index.elements * 8
-    tape.op(name, "embedding", [x, index], [out], bytes=moved)
-    tape.save(index, "rows whose gradients are scattered")
+    moved = 2 * out.elements * BYTES[x.dtype] + 8 * sum(index.elements for index in indices)
+    tape.op(name, "embedding", [x, *indices], [out], bytes=moved)
+    for index in indices:
+        tape.save(index, "rows whose gradients are scattered")
 
     def rule(g: Value) -> Gradients:
         gradient = tape.gradient(x)
-        tape.op(f"{name}.bwd", "embedding", [g, index], [gradient], flops=element_flops("sum", g.elements))
+        tape.op(f"{name}.bwd", "embedding", [g, *indices], [gradient], flops=element_flops("sum", g.elements))
         return [gradient]
 
     tape.record([x], [out], rule)

@@ -56,7 +56,7 @@ class Node(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One op of the trace before it is appended."""
+    """One op of the trace before it is appended. settles: see `Tape.op`."""
 
     name: str
     kind: str
@@ -65,12 +65,14 @@ class Kernel(NamedTuple):
     flops: int
     bytes: int | None
     random: bool
+    settles: bool
 
 
 class Tape:
     """Appends ops to a trace and remembers how to differentiate them.
 
-    layer, phase: of the ops appended now. prefix: put before every name (the microbatch).
+    layer, phase: of the ops appended now. prefix: put before every name (the microbatch). samples: how many the
+    inputs hold; from 2 on, ops say that they may be split by batch.
     """
 
     def __init__(self, builder: TraceBuilder, precision: Precision) -> None:
@@ -85,6 +87,10 @@ class Tape:
         self.shared: set[int] = set()  # slots whose gradient is a sum not yet complete
         self.product_flops = 0  # of matrix products and attention so far
         self.accumulating = False  # whether weights have gradients of an earlier microbatch
+        self.samples = 0
+        self._rows: set[int] = set()  # tensors with one row a sample
+        self._sums: set[int] = set()  # tensors that are summed over samples
+        self._gradient_of: dict[int, int] = {}
         self._kernels: list[Kernel] = []  # of the backward node at hand
         self._overwritten: set[int] = set()
         self._slots = 0
@@ -127,8 +133,11 @@ class Tape:
         elif value.parameter:
             role = "gradient"
         if over:
-            return self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
-        return self._value(name, value.shape, value.dtype, role, -1)
+            made = self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
+        else:
+            made = self._value(name, value.shape, value.dtype, role, -1)
+        self._gradient_of[made.tensor] = value.tensor
+        return made
 
     def overwrite(self, value: Value, name: str, role: str) -> Value:
         """A new value in the storage of `value`, which is gone then."""
@@ -156,30 +165,42 @@ class Tape:
         flops: int = 0,
         bytes: int | None = None,
         random: bool = False,
+        settles: bool = False,
     ) -> None:
-        """Append a kernel. The type of its arithmetic is that of what it reads."""
+        """Append a kernel. The type of its arithmetic is that of what it reads.
+
+        settles: it brings a gradient that a node has made into the shape and the type of its value. Autograd
+        does that (validate_outputs) for all of them when the node's own kernels are done.
+        """
         if kind in ("matmul", "attention"):
             self.product_flops += flops
-        kernel = Kernel(name, kind, reads, writes, flops, bytes, random)
+        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles)
         if self.phase == "forward":
             self._append(kernel, [])
         else:
             self._kernels.append(kernel)
 
-    def finish_node(self) -> None:
-        """Append the backward kernels of one node.
+    def finish_node(self, given: Sequence[Value | None] = ()) -> None:
+        """Append the backward kernels of one node; `given` are the gradients of its outputs.
 
-        What a node has saved, and the gradients that it was given, are released when the node is done
-        (autograd's release_variables): its last kernel holds what the others read.
+        What a node was given is released when its own kernels are done, what it has saved when the gradients that
+        it has made are settled, too (autograd's release_variables): the last kernel holds what the others read.
         """
-        if not self._kernels:  # the gradient only passes through
-            return
-        *others, last = self._kernels
-        for kernel in others:
-            self._append(kernel, [])
-        held = [v for kernel in others for v in kernel.reads if not v.parameter and v.tensor not in self._overwritten]
-        self._append(last, held)
+        own = [kernel for kernel in self._kernels if not kernel.settles]
+        settling = [kernel for kernel in self._kernels if kernel.settles]
         self._kernels.clear()
+        passing = {v.tensor for v in given if v} | {v.tensor for kernel in own for v in kernel.writes}
+        saved = [v for v in self._held(own) if v.tensor not in passing]
+        for kernels, held in ((own, self._held(own[:-1])), (settling, self._held(settling[:-1]) + saved)):
+            for kernel in kernels[:-1]:
+                self._append(kernel, [])
+            if kernels:  # none where the gradient only passes through
+                self._append(kernels[-1], held)
+
+    def _held(self, kernels: Sequence[Kernel]) -> list[Value]:
+        """What kernels read and a node holds on to: neither weights nor what was overwritten."""
+        reads = (v for kernel in kernels for v in kernel.reads)
+        return [v for v in reads if not v.parameter and v.tensor not in self._overwritten]
 
     def _append(self, kernel: Kernel, held: Sequence[Value]) -> None:
         operands = (*kernel.reads, *kernel.writes)
@@ -199,7 +220,21 @@ class Tape:
             bytes=touched,
             random=kernel.random,
             dtype=next((v.dtype for v in operands if v.dtype in FLOATS), ""),
+            splits=self._splits((*reads, *extra), kernel.writes) if self.samples > 1 else (),
         )
+
+    def _splits(self, reads: Sequence[int], writes: Sequence[Value]) -> tuple[str, ...]:
+        """How a kernel may be split: `batch` if its results have a row a sample, `batch_sum` if they add up over them.
+
+        The gradient of what has rows has rows; that of a weight, a position or a loss is a sum.
+        """
+        if self._rows.isdisjoint(reads) and self._sums.isdisjoint(reads):
+            return ()
+        for v in writes:
+            of = self._gradient_of.get(v.tensor)
+            summed = v.shape[0] % self.samples if of is None else of not in self._rows
+            (self._sums if summed else self._rows).add(v.tensor)
+        return ("batch",) if any(v.tensor in self._rows for v in writes) else ("batch_sum",)
 
     def record(self, inputs: Sequence[Value], outputs: Sequence[Value], rule: Rule) -> None:
         """Remember a differentiable op."""
@@ -254,7 +289,7 @@ class Tape:
         if gradient.dtype == value.dtype:
             return gradient
         out = self.gradient(value)
-        self.op(name, "copy", [gradient], [out])
+        self.op(name, "copy", [gradient], [out], settles=True)
         return out
 
     # ---- names -------------------------------------------------------------------------------
@@ -263,6 +298,8 @@ class Tape:
         name = _unique(name, self._tensor_names)
         size = prod(shape) * BYTES[dtype]
         tensor = self.builder.tensor(name, size, role, layer=self.layer, shape=shape, dtype=dtype)
+        if role == "input":
+            self._rows.add(tensor)
         return Value(tensor, shape, dtype, slot, name)
 
     def new_slot(self) -> int:

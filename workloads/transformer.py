@@ -101,6 +101,8 @@ def _build(
     weights = make_parameters(tape, c)
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
+    if micro_batches == 1 and loss != "chunked" and not c.experts:  # those divide their tokens otherwise
+        tape.samples = samples
     loads = []
     forward_flops = 0
     for i in range(micro_batches):
@@ -203,7 +205,7 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     y = model.norm(tape, "transform.ln", y)
     tokens = head_loss(tape, loss, "head", y, w["wte.weight"], labels, bias=w["head.bias"], causal=False)
     two = linear(tape, "next_sentence", pooled, w["next_sentence.weight"], w["next_sentence.bias"])
-    sentence = cross_entropy(tape, "next_sentence.loss", tape.to_full(two, "next_sentence.up"), following)
+    sentence = cross_entropy(tape, "next_sentence.loss", two, following)
     return add(tape, "loss.add", tokens, sentence)
 
 
@@ -227,7 +229,7 @@ def _positions(tape: Tape, name: str, x: Value, table: Value) -> Value:
         if x.shape[0] == 1:
             return [g, g]
         gradient = tape.gradient(vectors)
-        tape.op(f"{name}.add.bwd", "reduce", [g], [gradient], flops=g.elements)
+        tape.op(f"{name}.add.bwd", "reduce", [g], [gradient], flops=g.elements, settles=True)
         return [g, gradient]
 
     tape.record([x, vectors], [out], rule)

@@ -16,14 +16,16 @@ def require_torch(what: str) -> None:
 
 
 def choose_device(name: str | None) -> str:
-    """`cuda` where there is such a device, else `cpu`; or the one named. Raises TiersimError where it is not there."""
+    """`cuda` where there is such a device, else `cpu`; or the one named (`cuda:1`). Raises TiersimError without it."""
     import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in name and not number.isdecimal()):
         raise TiersimError(f"device {name!r} is neither 'cpu' nor 'cuda'")
     if kind == "cuda" and not torch.cuda.is_available():
         raise TiersimError(f"device {name!r}: this PyTorch ({torch.__version__}) sees no CUDA device")
+    if kind == "cuda" and number and int(number) >= torch.cuda.device_count():
+        raise TiersimError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return name

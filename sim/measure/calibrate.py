@@ -9,7 +9,9 @@ import os
 import platform as system
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from sim.errors import TiersimError
@@ -41,7 +43,7 @@ def calibrate(
     require_torch("tiersim calibrate")
     import torch
 
-    from sim.measure.samples import DTYPES, FULL, QUICK, Bench, op_samples, op_sizes
+    from sim.measure.samples import CUDA_STREAMS, DTYPES, FULL, QUICK, Bench, op_samples, op_sizes
 
     path = Path(out)
     if path.suffix != ".toml":
@@ -52,7 +54,8 @@ def calibrate(
     is_cuda = place.type == "cuda"
     effort = QUICK if quick else FULL
     dtypes = [name for name in DTYPES if is_cuda or name == "fp32"]
-    total = op_sizes(effort, len(dtypes)) + (op_sizes(effort, 1) + 3 * len(effort.copies) if is_cuda else 0)
+    here = replace(effort, streams=CUDA_STREAMS) if is_cuda and not quick else effort
+    total = op_sizes(here, len(dtypes)) + (op_sizes(effort, 1) + 3 * len(effort.copies) if is_cuda else 0)
     say = progress or _on_terminal
     done = 0
 
@@ -62,11 +65,9 @@ def calibrate(
         say(min(done, total), total, what)
 
     say(0, total, f"about {_minutes(_seconds(total, effort.seconds))} on {place}")
-    bench = Bench(place, effort, tick)
-    # a product in fp32 is to be one, not one in TF32
-    torch.set_float32_matmul_precision("highest")
+    bench = Bench(place, here, tick)
     machine = _machine(place)
-    with torch.no_grad():
+    with torch.no_grad(), _no_tf32():
         ops = fit_ops(op_samples(bench, dtypes))
         host, links = None, None
         if is_cuda:
@@ -98,6 +99,19 @@ def _measure_links(bench: object) -> Links:
     sizes, times = copy_times(bench, pinned=True, both=True)
     factors = {way: min(1.0, fit_copies(sizes, ns).rate / fits[way].rate) for way, ns in times.items()}
     return Links(fits, factors)
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """A product in fp32 is to be one, not one in TF32."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _machine(place: object) -> Machine:

@@ -93,15 +93,25 @@ class Gpt2(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, run: Run) -> Tensor:
         """Mean cross-entropy of the next token. ids, labels: (batch, seq)."""
-        seq = ids.shape[1]
-        positions = torch.arange(seq, device=ids.device).unsqueeze(0)
+        x = self.body(ids, run)
+        return next_token_loss(F.linear(x, self.wte.weight), labels)
+
+    def body(self, ids: Tensor, run: Run) -> Tensor:
+        """What the head is given. (batch, seq) -> (batch, seq, hidden)."""
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         x = F.dropout(self.wte(ids) + self.wpe(positions), self.p, self.training)
         mask = causal_mask(ids, x.dtype) if self.attention == "eager" else None
         for layer in self.layers:
             x = run(layer, x) if mask is None else run(partial(layer, mask=mask), x)
-        logits = F.linear(self.ln_f(x), self.wte.weight).float()
-        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), shifted.view(-1))
+        normal: Tensor = self.ln_f(x)
+        return normal
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32; 16-bit logits are held meanwhile, as Hugging Face's models hold them."""
+    wide = logits.float()
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(wide.view(-1, wide.size(-1)), shifted.view(-1))
 
 
 def causal_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAM_BYTES = 28
 """Bytes a parameter that Adam in fp32 moves: reads weight, gradient and two moments, writes three of them."""
 
+BATCH_BYTES, MOST_COPIES = 1 << 22, 16
+"""So many bytes are copied between two events, in at most so many copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -35,6 +38,8 @@ class Effort:
 
 
 FULL = Effort(0.5, range(7, 14), (6, 8, *range(21, 27)), range(12, 30), range(7, 14))
+CUDA_STREAMS = (6, 8, *range(25, 29))
+"""Sizes of streams on a GPU, whose caches hold more than a CPU core's: 128 MiB a tensor and more."""
 QUICK = Effort(0.02, range(6, 10), (6, 14, 18, 20), range(14, 24, 3), range(6, 10))
 
 
@@ -48,8 +53,8 @@ class Bench:
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def ns(self, run: Callable[[], object]) -> float:
         """Median nanoseconds of one call among batches of them, back to back as in a training step."""
@@ -164,13 +169,15 @@ def stream(name: str, device: torch.device, n: int) -> tuple[Sample, Callable[[]
 def copy_times(bench: Bench, *, pinned: bool, both: bool) -> tuple[list[int], dict[str, list[float]]]:
     """Sizes and, by direction (`d2h`, `h2d`), nanoseconds of copies between a CUDA device and the host.
 
-    both: the two directions at once, each on a stream of its own; each is timed by events on its stream.
+    Each direction has a stream of its own and is timed by events on it, small copies several at a time. both: the
+    two directions at once.
     """
     sizes: list[int] = []
     found: dict[str, list[float]] = {"d2h": [], "h2d": []}
     streams = {"d2h": torch.cuda.Stream(bench.device), "h2d": torch.cuda.Stream(bench.device)}
     for power in bench.effort.copies:
         size = 1 << power
+        calls = max(1, min(MOST_COPIES, BATCH_BYTES // size))
         ends = {
             way: (
                 torch.zeros(size, dtype=torch.uint8, pin_memory=pinned),
@@ -178,6 +185,7 @@ def copy_times(bench: Bench, *, pinned: bool, both: bool) -> tuple[list[int], di
             )
             for way in streams
         }
+        bench.synchronize()  # the zeros are written on another stream
         times: dict[str, list[float]] = {"d2h": [], "h2d": []}
         stop = time.perf_counter() + bench.effort.seconds
         while len(times["d2h"]) < 5 or time.perf_counter() < stop:
@@ -185,20 +193,19 @@ def copy_times(bench: Bench, *, pinned: bool, both: bool) -> tuple[list[int], di
                 marks = {}
                 for way in ways:
                     host, device = ends[way]
+                    to, source = (host, device) if way == "d2h" else (device, host)
                     with torch.cuda.stream(streams[way]):
                         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                         first.record()
-                        if way == "d2h":
-                            host.copy_(device, non_blocking=pinned)
-                        else:
-                            device.copy_(host, non_blocking=pinned)
+                        for _ in range(calls):
+                            to.copy_(source, non_blocking=pinned)
                         last.record()
-                        marks[way] = first, last
-                torch.cuda.synchronize()
+                    marks[way] = first, last
+                bench.synchronize()
                 for way, (first, last) in marks.items():
-                    times[way].append(first.elapsed_time(last) * 1e6)
+                    times[way].append(first.elapsed_time(last) * 1e6 / calls)
         sizes.append(size)
         for way in found:
-            found[way].append(statistics.median(times[way]))
+            found[way].append(statistics.median(times[way][1:]))  # the first copy pays for what is set up once
         bench.tick(f"{'pinned' if pinned else 'pageable'} copies{', both ways' if both else ''} 2^{power}")
     return sizes, found

@@ -1,4 +1,4 @@
-"""Training steps of a GPT-2 on the machine at hand, measured."""
+"""Training steps of a GPT-2 or a Llama on the machine at hand, measured."""
 
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
 
@@ -13,17 +13,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sim.measure.gpt2 import Gpt2, Run, checkpointed, plain, saved_on_host, selective
 from sim.measure.ledger import Ledger, OpClock
+from sim.measure.llama import Llama
 from workloads.measured import MeasuredOp
 
 WARM_UP = 2
 """Steps before the measured ones: the optimizer's state is made in the first."""
 
 COPY_BYTES = 1 << 26
-"""Size of the copies that `copy_rate` times."""
+"""Size of the copies that `copy_rates` times."""
+UNIT = 512
+"""To multiples of so many bytes PyTorch's CUDA allocator rounds."""
 
 RUNS: Mapping[str, Run] = {
     "none": plain,
@@ -35,7 +38,11 @@ RUNS: Mapping[str, Run] = {
 
 
 class Steps:
-    """One model with its data and optimizer (AdamW, foreach) on one device."""
+    """One model with its data and optimizer (AdamW, foreach) on one device.
+
+    config: keys of a Hugging Face `config.json` of GPT-2 or Llama. beside: bytes on a CUDA device, as `peak` found
+    them, that no tensor of the step holds: workspaces that cuBLAS keeps once it has them.
+    """
 
     def __init__(
         self,
@@ -49,13 +56,17 @@ class Steps:
     ) -> None:
         torch.manual_seed(0)
         self.device, self.precision = torch.device(device), precision
-        self.model = Gpt2(config, attention=attention, dropout=dropout).to(self.device).train()
-        if precision == "bf16":
-            self.model = self.model.to(torch.bfloat16)
+        is_gpt2 = config["model_type"] == "gpt2"
+        with self.device:
+            built = (
+                Gpt2(config, attention=attention, dropout=dropout) if is_gpt2 else Llama(config, attention=attention)
+            )
+        self.model = built.to(torch.bfloat16 if precision == "bf16" else torch.float32).train()
         self.ids = torch.randint(config["vocab_size"], (batch, sequence), device=self.device)
         self.labels = self.ids.clone()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
         self.is_cuda = self.device.type == "cuda"
+        self.beside = 0
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -96,19 +107,26 @@ class Steps:
                 taken[policy].append(time.perf_counter_ns() - began)
         return {policy: round(statistics.median(each)) for policy, each in taken.items()}
 
+    def _held(self) -> list[Tensor]:
+        """All tensors that there are between two steps; a step counter is 4 bytes that none of ours stands for."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return [*self.model.parameters(), *(v for v in state if v.numel() > 1), self.ids, self.labels]
+
     def _cuda_peak(self, policy: str) -> int:
         gc.collect()
+        self.synchronize()
+        known = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in self._held()}
+        rounded = sum(-(-size // UNIT) * UNIT for size in known.values())
+        self.beside = int(torch.cuda.memory_allocated(self.device)) - rounded
         torch.cuda.reset_peak_memory_stats(self.device)
         self.step(policy)
         self.synchronize()
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return int(torch.cuda.max_memory_allocated(self.device)) - self.beside
 
     def _ledger_peak(self, policy: str) -> int:
         gc.collect()
         ledger = Ledger(self.device.type)
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
-        # a step counter is 4 bytes that no tensor of ours stands for
-        ledger.hold([*self.model.parameters(), *(v for v in state if v.numel() > 1), self.ids, self.labels])
+        ledger.hold(self._held())
 
         def enter(phase: str) -> None:
             ledger.phase = phase
@@ -117,12 +135,28 @@ class Steps:
             self.step(policy, enter)
         return ledger.peak
 
+    def fits(self, policy: str, limit: int) -> bool:
+        """Whether a step runs on a CUDA device of which PyTorch may take `limit` bytes."""
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), self.device)
+        try:
+            self.step(policy)
+            self.synchronize()
+        except torch.cuda.OutOfMemoryError:
+            return False
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        return True
+
     def op_times(self, repeats: int = 3) -> list[MeasuredOp]:
         """The ops of a plain iteration in order, each with its median time over `repeats` iterations."""
         self.step("none")
         lists = []
         for _ in range(repeats):
-            clock = OpClock(self.synchronize)
+            clock = OpClock(self.device.type)
 
             def enter(phase: str, clock: OpClock = clock) -> None:
                 clock.phase = phase
@@ -133,17 +167,22 @@ class Steps:
             lists.append(clock.ops)
         return [replace(op, ns=round(statistics.median(times))) for op, times in _zipped(lists)]
 
-    def copy_rate(self) -> int:
-        """Bytes per second of a copy from the device to ordinary host memory."""
+    def copy_rates(self) -> tuple[int, int]:
+        """Bytes per second of copies to new pages of ordinary host memory, and back."""
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        times = []
+        there, back = [], []
         for _ in range(5):
             self.synchronize()
             began = time.perf_counter_ns()
-            source.to("cpu", copy=True)
+            packed = source.to("cpu", copy=True)
             self.synchronize()
-            times.append(time.perf_counter_ns() - began)
-        return round(COPY_BYTES * 10**9 / statistics.median(times))
+            middle = time.perf_counter_ns()
+            packed.to(self.device, copy=True)
+            self.synchronize()
+            there.append(middle - began)
+            back.append(time.perf_counter_ns() - middle)
+        out, home = (round(COPY_BYTES * 10**9 / statistics.median(times)) for times in (there, back))
+        return out, home
 
 
 def _zipped(lists: list[list[MeasuredOp]]) -> Iterator[tuple[MeasuredOp, list[int]]]:
@@ -153,7 +192,7 @@ def _zipped(lists: list[list[MeasuredOp]]) -> Iterator[tuple[MeasuredOp, list[in
 
 
 @contextmanager
-def _layers_known(model: Gpt2, clock: OpClock) -> Iterator[None]:
+def _layers_known(model: Gpt2 | Llama, clock: OpClock) -> Iterator[None]:
     """While this lasts the clock knows the layer: forward from the calls, backward from the gradients as they pass."""
 
     def set_to(layer: int) -> Callable[[Tensor], None]:
@@ -162,16 +201,16 @@ def _layers_known(model: Gpt2, clock: OpClock) -> Iterator[None]:
 
         return hook
 
-    def before(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def before(layer: int) -> Callable[[Any, tuple[Tensor, ...]], None]:
+        def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
             clock.layer = layer
             if inputs[0].requires_grad:
                 inputs[0].register_hook(set_to(layer - 1))  # its gradient is whole: what follows is the layer before
 
         return hook
 
-    def after(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def after(layer: int) -> Callable[[Any, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             clock.layer = -1
             if layer == len(model.layers) - 1:
                 output.register_hook(set_to(layer))

@@ -77,17 +77,21 @@ def validate(
     device: str | None = None,
     repeats: int = 7,
     profile: Platform | None = None,
+    policies: Sequence[str] = tuple(POLICIES),
     progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Run and simulate one step under each of `POLICIES`; a row each.
+    """Run and simulate one step under each of `policies`; a row each.
 
-    model: a GPT-2 by name, a config, or None for a tiny one. precision: fp32, bf16, amp_bf16. attention: sdpa
-    or eager. device: `cuda` or `cpu`, by default the first of them there is. repeats: steps timed a policy,
-    the median counts. profile: of this machine, for the times. progress: told what runs.
+    model: a GPT-2 or a Llama by name, a config, or None for a tiny GPT-2. precision: fp32, bf16, amp_bf16.
+    attention: sdpa or eager. device: `cuda` or `cpu`, by default the first of them there is. repeats: steps timed
+    a policy, the median counts. profile: of this machine, for the times. policies: names in `POLICIES`. progress:
+    told what runs.
 
-    On CUDA the measured peak is `max_memory_allocated`, which holds kernels' workspaces too. On a CPU it is a
-    ledger of storages, which does not; dropout is 0 there, because its CPU kernel keeps a mask of another
-    size. Raises TiersimError without PyTorch or the device, WorkloadError for a model that is no GPT-2.
+    On CUDA the measured peak is `max_memory_allocated` without what is allocated between steps and belongs to no
+    tensor of the step (cuBLAS's workspaces; a note says how much); workspaces that kernels take for a moment and
+    the allocator's rounding are in it. On a CPU it is a ledger of storages, which has neither; dropout is 0 there,
+    because its CPU kernel keeps a mask of another size. Raises TiersimError without PyTorch or the device,
+    WorkloadError for a model of another family.
     """
     require_torch("tiersim validate")
     from sim.measure.steps import Steps
@@ -99,52 +103,72 @@ def validate(
         raise WorkloadError(f"attention {attention!r} cannot be validated{near(attention, ('sdpa', 'eager'))}")
     if repeats < 1:
         raise TiersimError(f"repeats must be at least 1, not {repeats}")
-    config = _config(TINY if model is None else model, sequence)
-    dropout = 0.1 if place.startswith("cuda") else 0.0
+    for policy in policies:
+        if policy not in POLICIES:
+            raise TiersimError(f"policy {policy!r} cannot be validated{near(policy, POLICIES)}")
+    config = config_of(TINY if model is None else model, sequence)
+    on_cuda = place.startswith("cuda")
+    dropout = 0.1 if on_cuda and config["model_type"] == "gpt2" else 0.0
     trace = transformer(
         config, batch=batch, sequence=sequence, precision=precision, attention=attention, dropout=dropout
     )
     steps = Steps(config, batch, sequence, precision, attention, dropout, place)
     say = progress or (lambda text: None)
-    on_host = place.startswith("cuda")
-    run = [policy for policy in POLICIES if on_host or policy != "save_on_cpu"]
-    peaks = {}
+    run = [policy for policy in policies if on_cuda or policy != "save_on_cpu"]
+    peaks, beside = {}, {}
     for policy in run:
         say(f"{policy}: memory of a step on {place}")
-        peaks[policy] = steps.peak(policy)
+        peaks[policy], beside[policy] = steps.peak(policy), steps.beside
     say(f"{repeats} steps under each policy, in turn")
     times = steps.times(run, repeats)
     say("op times of the plain step")
-    timed = _timed(trace, steps, times["none"]) if profile is None else trace
-    platform = roomy(steps.copy_rate()) if profile is None else unlimited(profile)
+    timed = _timed(trace, steps, times.get("none") or steps.times(["none"], repeats)["none"]) if not profile else trace
+    platform = roomy(*steps.copy_rates()) if profile is None else unlimited(profile)
     rows = []
-    for policy, (name, parameters) in POLICIES.items():
+    for policy in policies:
+        name, parameters = POLICIES[policy]
         if policy not in run:
             rows.append(Row(policy, name, None, None, None, None, "the host is the device here: nothing would move"))
             continue
         say(f"{policy}: simulated by {name}")
         log = simulate(timed, platform, name, **parameters).log
-        peak = rounded_peak(log, 512 if on_host else 1)
-        given = "its op times are given" if policy == "none" and profile is None else ""
-        rows.append(Row(policy, name, peaks[policy], peak, times[policy], log.end, given))
+        peak = rounded_peak(log, 512 if on_cuda else 1)
+        notes = ["its op times are given"] if policy == "none" and profile is None else []
+        if beside[policy]:
+            notes.append(f"{beside[policy] / 2**20:.1f} MiB that lie beside it left out")
+        rows.append(Row(policy, name, peaks[policy], peak, times[policy], log.end, "; ".join(notes)))
     return rows
 
 
-def _config(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
-    """Keys of a GPT-2's `config.json`. Raises WorkloadError for another family."""
+def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
+    """Keys of a `config.json` for `sim.measure.steps`. Raises WorkloadError for a family that cannot be run here."""
     found = read_config(model)
-    if found.family != "gpt2":
-        names = [name for name in model_names() if name.startswith("gpt2")]
-        raise WorkloadError(f"model {found.name!r} is no GPT-2{near(found.name, names)}")
-    return {
-        "model_type": "gpt2",
-        "n_layer": found.layers,
-        "n_head": found.heads,
-        "n_embd": found.hidden,
-        "n_positions": max(found.positions, sequence),
-        "vocab_size": found.vocabulary,
-        "activation_function": "gelu_new",
-    }
+    positions = max(found.positions, sequence)
+    if found.family == "gpt2":
+        return {
+            "model_type": "gpt2",
+            "n_layer": found.layers,
+            "n_head": found.heads,
+            "n_embd": found.hidden,
+            "n_positions": positions,
+            "vocab_size": found.vocabulary,
+            "activation_function": "gelu_new",
+        }
+    if found.family == "llama" and not found.biases and found.activation == "silu":
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": found.layers,
+            "num_attention_heads": found.heads,
+            "num_key_value_heads": found.kv_heads,
+            "head_dim": found.head,
+            "hidden_size": found.hidden,
+            "intermediate_size": found.ffn,
+            "max_position_embeddings": positions,
+            "vocab_size": found.vocabulary,
+            "tie_word_embeddings": found.tied,
+        }
+    names = [name for name in model_names() if name.startswith(("gpt2", "llama"))]
+    raise WorkloadError(f"model {found.name!r} is neither a GPT-2 nor a Llama{near(found.name, names)}")
 
 
 def _timed(trace: Trace, steps: Any, plain_ns: int) -> Trace:
@@ -155,14 +179,14 @@ def _timed(trace: Trace, steps: Any, plain_ns: int) -> Trace:
     return with_measured(trace, ops, phase_ns={p: round(plain_ns * ns / whole) for p, ns in spent.items()}).trace
 
 
-def roomy(copy_rate: int) -> Platform:
-    """A machine whose memory never fills, for traces that bring their own op times; copies at `copy_rate` bytes/s."""
+def roomy(out: int, back: int) -> Platform:
+    """A machine whose memory never fills, for traces that bring their own op times; rates of copies in bytes/s."""
     room = 1 << 60
     return Platform(
         "this machine",
         (Tier("hbm", room, room, 10**12, device=0), Tier("host", room, room, 10**11, kind="ddr")),
         (Engine("device", 0, "hbm", ("hbm",), {"fp32": 10**13}),),
-        (Link("d2h", "hbm", "host", copy_rate), Link("h2d", "host", "hbm", copy_rate)),
+        (Link("d2h", "hbm", "host", out), Link("h2d", "host", "hbm", back)),
     )
 
 

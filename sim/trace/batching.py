@@ -15,29 +15,40 @@ from sim.trace.tensor import ROLE_CODE, Tensor
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
     """Per op whether it says that it may be split by batch. Shape (ops,)."""
+    return _saying(trace, "batch") | _saying(trace, "batch_sum")
+
+
+def _saying(trace: Trace, way: str) -> NDArray[np.bool_]:
     out = np.zeros(len(trace.ops), np.bool_)
-    out[[op for op, ways in trace.op_columns.splits.items() if "batch" in ways]] = True
+    out[[op for op, ways in trace.op_columns.splits.items() if way in ways]] = True
     return out
 
 
 def batched(trace: Trace) -> NDArray[np.bool_]:
     """Per tensor whether it has one row a sample, so that a microbatch needs a slice of it. Shape (tensors,).
 
-    These are the inputs, and what an op that may be split by batch makes, except gradients of weights,
-    weights, optimizer states and scalars: what such an op makes there is a sum over the samples.
+    These are the inputs, and what an op makes that says `batch`, except gradients of weights, weights,
+    optimizer states, and what its shape rules out (a scalar, a random state): what such an op makes there, and
+    all that one makes which says `batch_sum`, is a sum over the samples, or the same for all.
     """
     c = trace.tensor_columns
-    by_batch_op = np.append(batch_ops(trace), False)[trace.producer]  # -1, no producer, is the last entry
+    by_batch_op = np.append(_saying(trace, "batch"), False)[trace.producer]  # -1, no producer, is the last entry
     summed = np.isin(c.role, (*PERSISTENT, ROLE_CODE["gradient"]))
     out: NDArray[np.bool_] = np.where(trace.producer < 0, c.role == ROLE_CODE["input"], by_batch_op & ~summed)
-    out[[t for t, shape in c.shape.items() if shape == () and trace.producer[t] >= 0]] = False
+    out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, trace)]] = False
     return out
+
+
+def _has_no_rows(shape: tuple[int, ...], trace: Trace) -> bool:
+    """Whether a shape rules out a row a sample: a scalar, or a length that the samples do not divide."""
+    batch, parts = trace.meta.get("batch"), trace.meta.get("microbatches", 1)
+    return shape == () or (isinstance(batch, int) and batch > parts and shape[0] % (batch // parts) > 0)
 
 
 def split_batch(trace: Trace, n: int) -> Trace:
     """Run forward and backward once per microbatch, `n` times, then the update: names gain `.mb0`, `.mb1`, ….
 
-    Every op that reads a slice of the batch must say `batch` in its `splits`. Gradients of weights are
+    Every op that reads a slice of the batch must say `batch` or `batch_sum` in its `splits`. Gradients of weights are
     added up in place, by an op after each microbatch but the first. An op that may not be split runs
     once: where microbatch 0 passes it if it reads no slice (a cast of a weight), where the last
     microbatch passes it if it reads what is added up (an optimizer). Rows of activations, FLOPs and
@@ -189,7 +200,7 @@ def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, n: int, total: int | No
     stands_for = Same(t.id) if k == n - 1 else Microbatch(Same(t.id), 0, k + 1, n)
     grown = new.tensor(t, stands_for, name=t.name if k == n - 1 else f"{t.name}.sum{k}", replaces=total)
     new.glue(
-        f"{t.name}.add.mb{k}",
+        f"{t.name}.sum.add.mb{k}",
         "elementwise",
         [total, term],
         [grown],

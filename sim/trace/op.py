@@ -28,8 +28,12 @@ KINDS = (
 PHASES = ("forward", "backward", "update")
 """Phases of an iteration, in order."""
 
-SPLITS = ("batch", "rows", "columns", "heads")
-"""Ways in which an op may be split into equal parts."""
+SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
+"""Ways in which an op may be split into equal parts.
+
+`batch`: what it makes has one row a sample, except gradients of weights, which add up over the samples;
+`batch_sum`: all that it makes adds up over them.
+"""
 
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}

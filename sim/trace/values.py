@@ -7,7 +7,7 @@ whether a rewritten trace computes what its base computes, op by op: given that 
 
 - An op that stands for base op o finds among its reads every tensor that o reads (of that iteration, no
   other version), and then has o's results to write: whole, in parts, or into a pack.
-- A `Microbatch` of o needs `batch` in o's `splits`; it finds the same microbatch of what has rows, and
+- A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`; it finds the same microbatch of what has rows, and
   whole what has none; its results are that microbatch of o's results. A `Part` of an elementwise op
   finds that part of all it reads; of another op it may find some whole.
 - All parts together are the tensor; all microbatches together are the tensor, by concatenation where it
@@ -258,7 +258,7 @@ class _Check:
             if isinstance(around, Microbatch):
                 possible, way = bool(self.by_batch[leaf.id]), "by batch"
             else:
-                ways = set(b.splits.get(leaf.id, ())) - {"batch"}
+                ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum"}
                 possible, way = bool(ways) or base.ops[leaf.id].kind in ELEMENTWISE, "into parts"
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")

@@ -33,6 +33,23 @@ def test_simulated_memory_is_what_the_real_step_took(rows):
 
 
 @needs_torch
+def test_a_llama_with_grouped_queries_takes_the_memory_that_is_simulated():
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 160,
+        "vocab_size": 500,
+        "tie_word_embeddings": True,
+    }
+    policies = ("none", "checkpoint", "selective checkpoint")
+    for row in validate(config, attention="eager", sequence=96, device="cpu", repeats=1, policies=policies):
+        assert abs(row.memory_error) <= 0.02, row.policy
+
+
+@needs_torch
 def test_times_are_of_this_machine_and_the_plain_one_is_given(rows):
     found = {row.policy: row for row in rows}
     assert abs(found["none"].time_error) < 1e-3
@@ -75,7 +92,9 @@ def test_a_ledger_counts_each_storage_once_and_until_it_goes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": "llama2-7b"}, "GPT-2"),
+        ({"model": "bert-base"}, "neither a GPT-2 nor a Llama"),
+        ({"policies": ("nome",)}, "did you mean 'none'"),
+        ({"device": "cuda:x"}, "neither"),
         ({"precision": "fp8"}, "fp8"),
         ({"attention": "flash"}, "flash"),
         ({"device": "tpu"}, "tpu"),

@@ -27,11 +27,6 @@ HOST_PEAK = {
 }
 
 
-def autocast_offload(case, phase):
-    """Autocast's cached copies of weights: PyTorch keeps them until the forward pass ends, our policy does not."""
-    return case in OFFLOAD and CASES[case]["precision"].startswith("amp") and phase == "forward"
-
-
 def wanted(case, phase, category="total"):
     column = f"peak_{oracle.PHASE_COLUMNS[phase]}__"
     if category == "rest":
@@ -43,8 +38,7 @@ def wanted(case, phase, category="total"):
 def test_peak_of_every_phase_agrees(case):
     got = oracle.simulated(case)
     for phase in oracle.PHASE_COLUMNS:
-        if not autocast_offload(case, phase):
-            assert got.total(phase) == pytest.approx(wanted(case, phase), rel=0.006), phase
+        assert got.total(phase) == pytest.approx(wanted(case, phase), rel=0.006), phase
     peak = max(map(got.total, oracle.PHASE_COLUMNS))
     assert peak == pytest.approx(int(CASES[case]["peak_total"]), rel=1e-4)
     highest = max(oracle.PHASE_COLUMNS, key=got.total)
@@ -60,7 +54,7 @@ def test_peak_of_every_phase_agrees_by_category(case):
             continue  # the highest point is another moment there, with other tensors alive
         for category in ("activation", "rest"):
             # of two moments equally high either may be the first: they differ by one tensor's category
-            assert got.category(phase, category) == pytest.approx(wanted(case, phase, category), rel=1e-3, abs=2**24)
+            assert got.category(phase, category) == pytest.approx(wanted(case, phase, category), rel=1e-3, abs=2**25)
 
 
 @pytest.mark.parametrize("case", OFFLOAD)
@@ -72,18 +66,11 @@ def test_host_holds_what_pytorch_copied_there(case):
     assert oracle.simulated(case).host + second == pytest.approx(HOST_PEAK[case], rel=2e-5)
 
 
-@pytest.mark.parametrize("case", [case for case in OFFLOAD if autocast_offload(case, "forward")])
-@pytest.mark.xfail(strict=True, reason="save_on_cpu gives up autocast's cached copies of weights: 6.5 % too low")
-def test_offload_under_autocast_keeps_the_cached_copies_of_weights(case):
-    assert oracle.simulated(case).total("forward") == pytest.approx(wanted(case, "forward"), rel=0.04)
-
-
 def test_error_of_the_peak_is_within_the_goal():
     errors = [
         abs(oracle.simulated(case).total(phase) / wanted(case, phase) - 1)
         for case in CASES
         for phase in oracle.PHASE_COLUMNS
-        if not autocast_offload(case, phase)
     ]
     assert statistics.median(errors) <= 1e-4
     assert max(errors) <= 0.04

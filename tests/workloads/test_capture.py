@@ -218,6 +218,101 @@ class VGG16(nn.Sequential):
         super().__init__(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(7), nn.Flatten(), *hidden, nn.Linear(4096, 1000))
 
 
+class UNet(nn.Module):
+    """A step of a diffusion model: down, attention over places with the time added, up, with a link across."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1)])
+        self.norm, self.time = nn.GroupNorm(4, 32), nn.Linear(8, 32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.up, self.out = nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.Linear(32 * 32 * 32, 10)
+        self.register_buffer("frequencies", torch.arange(4.0))
+
+    def forward(self, x):
+        angles = x[:, 0, 0, :1] * self.frequencies
+        time = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
+        wide = functional.silu(self.down[0](x))
+        low = functional.silu(self.norm(self.down[1](wide))) + time[:, :, None, None]
+        rows = low.flatten(2).transpose(1, 2)
+        rows = rows + self.attention(rows, rows, rows, need_weights=False)[0]
+        low = rows.transpose(1, 2).reshape(low.shape)
+        return self.out(torch.cat([wide, self.up(low)], dim=1).flatten(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 6, -1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+class Frozen(nn.Module):
+    """A backbone without gradients, its batch norm still in training, under a head that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.backbone.requires_grad_(False)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.backbone(x).mean((2, 3)))
+
+
+class Written(nn.Module):
+    """Ops in place on whole tensors and on parts of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        y = self.first(x).add_(1.0).relu_()
+        both = torch.zeros(x.shape[0], 128)
+        both[:, :64] = y
+        both[:, 64:] = y * 2
+        return self.second(both.view(-1, 2, 64).sum(1)).mul_(2)
+
+
+class Spectral(nn.Module):
+    """Complex weights, multiplied in the frequency domain."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, 10)
+        self.weight = nn.Parameter(torch.zeros(17, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=32))
+
+
+class Narrow(nn.Module):
+    """A copy of an activation in 8-bit floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.head(y * y.detach().to(torch.float8_e4m3fn).to(y.dtype))
+
+
+class Reentrant(Checkpointed):
+    def forward(self, x):
+        x = x + self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
 def images():
     return torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
 
@@ -253,6 +348,13 @@ CASES = {
     "checkpointed": (Checkpointed, rows(32), adam_loop, 1),
     "attention": (GPT, tokens, adam, 1),
     "no_optimizer": (Custom, rows(64), None, 1),
+    "unet": (UNet, images, adam, 1),
+    "encoder": (Encoder, rows(32), adam, 3),
+    "frozen": (Frozen, images, adam, 1),
+    "in_place": (Written, rows(32), adam_loop, 1),
+    "complex": (Spectral, rows(32), adam, 1),
+    "float8": (Narrow, rows(32), momentum, 1),
+    "reentrant": (Reentrant, rows(32), adam, 1),
 }
 LOSS = functional.cross_entropy
 
@@ -537,6 +639,70 @@ class Choosy(nn.Module):
 def test_what_needs_data_is_named_with_its_module():
     with pytest.raises(WorkloadError, match=r"op aten\.\w+.* in module 'pick' cannot run without data"):
         capture(Choosy, torch.zeros(4, 8))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return (y * 2 if y.sum() > 0 else y).sum()
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+
+    def forward(self, ids):
+        return self.table(ids).sum()
+
+
+def compiled_whole():
+    return torch.compile(nn.Linear(8, 1))
+
+
+def compiled_part():
+    return nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 1)))
+
+
+def compiled_in_place():
+    module = nn.Linear(8, 1)
+    module.compile()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (Branching, torch.zeros(4, 8), r"_local_scalar_dense.* cannot run without data"),
+        (Sparse, torch.zeros(4, dtype=torch.int64), r"in module 'table': torch.sparse_coo tensors have no storage"),
+        (compiled_whole, torch.zeros(4, 8), r"it was compiled with torch.compile"),
+        (compiled_part, torch.zeros(4, 8), r"part '1' was compiled with torch.compile"),
+        (compiled_in_place, torch.zeros(4, 8), r"it was compiled with torch.compile"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_not_guessed(module, inputs, message):
+    with pytest.raises(WorkloadError, match=message):
+        capture(module, inputs, loss=torch.sum)
+
+
+def test_a_compiled_function_runs_as_it_was_before():
+    class Calls(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.inner, self.function = nn.Linear(8, 8), function
+
+        def forward(self, x):
+            return self.function(self.inner(x)).sum()
+
+    def plain(x):
+        return torch.tanh(x) * x
+
+    compiled = torch.compile(plain)
+    assert capture(lambda: Calls(compiled), torch.zeros(4, 8)) == capture(lambda: Calls(plain), torch.zeros(4, 8))
 
 
 @pytest.mark.parametrize(

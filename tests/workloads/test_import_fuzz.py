@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from workloads import load_trace
 from workloads.importers.chakra_schema import attribute, encode, messages
 
 DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[2]
 MOST = 1 << 24
 FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
@@ -333,3 +336,53 @@ def test_calls_nested_five_thousand_deep_are_read(folder: Path) -> None:
         for i in reversed(range(count))
     ]
     assert isinstance(read(json.dumps(chain).encode(), folder), Trace)
+
+
+MEMORY = """
+import sys
+from sim.errors import TraceError
+from workloads import load_trace
+
+def most():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+before = most()
+try:
+    load_trace(sys.argv[1], max_bytes=int(sys.argv[2]))
+    said = "a trace"
+except TraceError as error:
+    said = str(error)
+print(most() - before, said)
+"""
+
+
+def packed(piece: bytes, size: int) -> bytes:
+    """`size` bytes of one piece over and over, gzipped."""
+    return gzip.compress(piece * (size // len(piece)), 6, mtime=0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the high-water mark from /proc")
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (packed(b" ", 1 << 28), "it is empty"),
+        (packed(b"[", 1 << 28), "larger than"),
+        (b"[" + b"[]," * (MOST // 4) + b"0]", "memory"),
+        (b'{"traceEvents": [' + b"{}," * (MOST // 4) + b"0]}", "memory"),
+        (b'{"schema": "1", "nodes": [' + b'{"a":{}},' * (MOST // 10) + b"0]}", "memory"),
+        (b'{"format": "op-trace-1", "ops": ' + b"[" * (MOST // 2) + b"}", "memory"),
+        (b'{"traceEvents": [' + b"9" * (MOST // 2) + b"]}", "no valid JSON"),
+        (b'{"traceEvents": [' + b"1.5," * (MOST // 8) + b"0]}", ""),
+    ],
+    ids=["spaces", "brackets", "lists", "objects", "objects in objects", "deep", "one number", "numbers"],
+)
+def test_a_hostile_file_takes_bounded_memory(data: bytes, words: str, folder: Path) -> None:
+    """16 MiB may be read: what a process takes at most is counted by its own high-water mark."""
+    path = folder / "hostile"
+    path.write_bytes(data)
+    ran = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(path), str(MOST)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    taken, said = ran.stdout.split(" ", 1)
+    assert words in said
+    assert int(taken) < 16 * MOST

@@ -37,6 +37,7 @@ def fake_module(torch: Any, mode: Any, module: Any, optimizer: Any) -> tuple[Any
         raise WorkloadError("optimizer: give a function of the parameters, for the module is built by a function")
     if not ready:
         module = _built(torch, mode, module)
+    _refuse_compiled(module)
     memo = _memo(torch, mode, module, optimizer if tuned else None)
     with mode:
         module = copy.deepcopy(module, memo)
@@ -50,6 +51,16 @@ def fake_module(torch: Any, mode: Any, module: Any, optimizer: Any) -> tuple[Any
         if not trainable:
             raise WorkloadError("optimizer: the module has no trainable parameter")
         return module, optimizer(trainable)
+
+
+def _refuse_compiled(module: Any) -> None:
+    for name, part in module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+            which = f"part {name!r}" if name else "it"
+            raise WorkloadError(
+                f"module: {which} was compiled with torch.compile, whose kernels are not PyTorch's own; capture the "
+                "module as it was before"
+            )
 
 
 def _built(torch: Any, mode: Any, build: Any) -> Any:

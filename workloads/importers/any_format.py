@@ -64,7 +64,7 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
 def _from_json(path: str | os.PathLike[str], data: bytes, max_bytes: int) -> Trace:
     """A trace from a JSON document, or several after each other, told by its keys."""
     try:
-        document = parse_json(data, str(path))
+        document = parse_json(data, str(path), max_bytes)
     except TraceError:
         if re.search(rb'"(dataDeps|data_deps|ctrlDeps|durationMicros|duration_micros|version)"', data[:START]):
             return build_chakra([(str(path), data)], str(path))

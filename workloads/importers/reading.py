@@ -15,6 +15,13 @@ from sim.errors import TraceError
 MAX_BYTES = 1 << 30
 """Unpacked bytes above which a file is refused; a caller may allow more."""
 
+MEMORY_FACTOR = 12
+"""Memory that the values of a JSON document may take, as a multiple of the bytes that a file may have. Traces of
+profilers take 6 to 9 times their text, 9 to 11 by the estimate below; a file of brackets takes up to 40."""
+
+VALUE, LIST, OBJECT = 48, 104, 232
+"""Bytes that Python takes for a value and its place, for a list and for an object with its first entry."""
+
 MAX_SIZE = 1 << 50
 """Bytes of one tensor, or nanoseconds of one op, above which a file is taken to be wrong."""
 
@@ -54,17 +61,30 @@ def read_start(path: str | os.PathLike[str], count: int) -> bytes:
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:
     """A JSON document. Raises TraceError naming line and column."""
-    return parse_json(read_bytes(path, max_bytes), str(path))
+    return parse_json(read_bytes(path, max_bytes), str(path), max_bytes)
 
 
-def parse_json(data: bytes | str, where: str) -> Any:
-    """A JSON document from text. Raises TraceError naming line and column."""
+def parse_json(data: bytes | str, where: str, max_bytes: int = MAX_BYTES) -> Any:
+    """A JSON document from text. Raises TraceError naming line and column.
+
+    A document is refused before it is parsed if its values would take more than `MEMORY_FACTOR * max_bytes`.
+    """
+    if MEMORY_FACTOR * len(data) > max_bytes and _memory_of(data) > MEMORY_FACTOR * max_bytes:
+        most = f"{MEMORY_FACTOR * max_bytes:,} bytes of memory"
+        raise TraceError(f"{where}: its values would take more than {most}; allow more with max_bytes")
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
         raise TraceError(f"{where}: line {error.lineno}, column {error.colno}: no valid JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, nested too deep
         raise TraceError(f"{where}: no valid JSON ({type(error).__name__})") from None
+
+
+def _memory_of(data: bytes | str) -> int:
+    """About what the values of a JSON text take: nearly each of them follows a comma or a bracket."""
+    signs = (b",", b"[", b"{") if isinstance(data, bytes) else (",", "[", "{")
+    commas, lists, objects = (data.count(sign) for sign in signs)  # type: ignore[arg-type]
+    return len(data) + VALUE * commas + LIST * lists + OBJECT * objects
 
 
 def need(value: Any, kind: type | tuple[type, ...], where: str) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
 from sim.policies.offload._undoing import forward_of
+from sim.solvers.regions import Region, cached_casts
+from sim.solvers.runs import Ledger
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
 from sim.trace.origin import Same
@@ -39,7 +42,9 @@ class SaveOnCpu(Policy):
     The device waits for each copy, one after the other: nothing overlaps, nothing is prefetched. As in
     PyTorch each saving op makes a copy of its own, of weights and inputs, too, so that a tensor saved
     twice is copied twice, and each backward op unpacks a new device copy, of a weight beside the weight.
-    A rewrite adds a tensor, and an op of no time, for each copy but the last of a tensor.
+    A rewrite adds a tensor, and an op of no time, for each copy but the last of a tensor. Copies of weights in
+    a narrower type go to the host like all that is saved, but autocast's cache holds them on the device, too,
+    until the forward pass ends.
     Source: `torch.autograd.graph.save_on_cpu` (PyTorch documentation and source): pack copies and blocks,
         unpack copies back on the computing stream.
     Bounds: time = compute + all copies out + all copies in; in backward the device holds what one op needs.
@@ -104,7 +109,7 @@ class SaveOnCpu(Policy):
 
     def _saves(self, trace: Trace) -> list[_Save]:
         c, role = trace.op_columns, trace.tensor_columns.role
-        undoes = forward_of(trace)
+        undoes, cached = forward_of(trace), cached_casts(Ledger(trace), _forward_passes(trace))
         ignored = [ROLE_CODE["gradient"], ROLE_CODE["optimizer_state"]]
         if not self.weights:
             ignored.append(ROLE_CODE["weight"])
@@ -118,6 +123,7 @@ class SaveOnCpu(Policy):
             if not early:
                 continue
             last = max(early)
+            until = cached.get(t, last)
             # one copy a forward op that saves it: a node of several backward ops unpacks it once
             nodes: dict[int, list[int]] = {}
             for op in late:
@@ -126,11 +132,20 @@ class SaveOnCpu(Policy):
             saves = [_Save(t, at, tuple(ops)) for at, ops in nodes.items()]
             k = max(range(len(saves)), key=lambda i: saves[i].at)
             # the device must be there when those ops end: to wait for the copy, and before it comes back
-            plain = not any(c.engine.get(op) or c.group.get(op) for op in (saves[k].at, last))
+            plain = not any(c.engine.get(op) or c.group.get(op) for op in (saves[k].at, until))
             if role[t] != ROLE_CODE["weight"] and plain:
-                saves[k] = saves[k]._replace(used_until=last)
+                saves[k] = saves[k]._replace(used_until=until)
             found += saves
         return found
+
+
+def _forward_passes(trace: Trace) -> list[Region]:
+    """Runs of forward ops of one device with no backward op of that device between them: one a microbatch."""
+    c = trace.op_columns
+    device, phase = c.device.tolist(), c.phase.tolist()
+    ops = sorted((op for op in range(len(phase)) if phase[op] <= BACKWARD), key=device.__getitem__)
+    parts = groupby(ops, key=lambda op: (device[op], phase[op]))
+    return [Region(tuple(part), ()) for (_, kind), part in parts if kind == FORWARD]
 
 
 def _pack(new: Rewriter, trace: Trace, save: _Save, source: int) -> tuple[int, int]:

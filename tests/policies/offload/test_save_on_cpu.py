@@ -60,6 +60,26 @@ def test_a_weight_is_unpacked_beside_itself(run) -> None:
     assert run(shared_input(), "save_on_cpu", weights=False).peak == 1 + 300 + 10 + 30 + 10 + 200
 
 
+@pytest.mark.parametrize(("kind", "held"), [("copy", 50), ("elementwise", 0)])
+def test_a_cast_weight_goes_to_the_host_and_stays_until_the_forward_pass_ends(kind: str, held: int, run) -> None:
+    b = TraceBuilder()
+    x0, w = b.tensor("x0", 1, "input"), b.tensor("w", 100, "weight")
+    x, narrow, p, q = b.tensor("x", 10), b.tensor("w.16", 50), b.tensor("p", 30), b.tensor("q", 400)
+    b.op("first", reads=[x0], writes=[x], duration=5)
+    b.op("cast", kind, reads=[w], writes=[narrow], duration=5)  # autocast's cache holds copies of weights
+    b.op("mid", "matmul", reads=[x, narrow], writes=[p], duration=10)
+    b.op("next", reads=[p], writes=[q], duration=10)
+    loss, g = b.tensor("loss.out", 0), b.tensor("g", 30, "temporary")
+    b.op("loss", "loss", reads=[q], writes=[loss], duration=5)
+    b.op("seed", reads=[], writes=[g], phase="backward", duration=0)
+    made = [b.tensor("dx", 10, "temporary"), b.tensor("dw", 50, "gradient")]
+    b.op("mid.bwd", "matmul", reads=[g, x, narrow], writes=made, phase="backward", duration=20)
+    done = run(b.build(), "save_on_cpu")
+    assert sorted(bytes for _, bytes in done.out.items()) == sorted(bytes for _, bytes in done.back.items()) == [10, 50]
+    # while q is made: the input, the weight, p and q, and what the cache holds
+    assert done.peak == 1 + 100 + 30 + 400 + held
+
+
 def test_ordinary_host_memory_is_a_tier_of_its_own_where_the_machine_has_one(run) -> None:
     both = machine(pageable=GB // 2)
     slow = run(shared_input(), "save_on_cpu", on=both)

@@ -1,0 +1,198 @@
+"""calibrate, then validate over a grid of models, lengths, types and budgets on a CUDA device, in one command.
+
+    python -m sim.measure.grid -o my_machine
+
+writes my_machine.toml (the profile) and my_machine.json (a row a step), and prints each row. It ends within ten
+minutes: what there was no time or no memory for is in the file by name. Needs PyTorch with CUDA.
+"""
+
+# mypy: disable-error-code="import-not-found", allow-subclassing-any
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.errors import OutOfMemory, TiersimError
+from sim.experiment import simulate, unlimited
+from sim.hardware.platform import Platform
+from sim.hardware.profile import load_profile
+from sim.measure import choose_device, require_torch
+from sim.measure.calibrate import calibrate
+from sim.measure.validate import POLICIES, Row, config_of, roomy, rounded_peak, validate
+from workloads.transformer import transformer
+
+SECONDS = 570.0
+"""Time for everything."""
+
+ON_DEVICE = ("none", "checkpoint", "selective checkpoint")
+"""Policies that copy nothing; `save_on_cpu` moves all that is saved through ordinary memory, slow for large steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, batch, length and type, and which policies it runs under. budget: also with too little memory."""
+
+    model: str
+    batch: int
+    sequence: int
+    precision: str
+    policies: Sequence[str] = ON_DEVICE
+    budget: bool = False
+
+
+ALL = tuple(POLICIES)
+GRID = (
+    Case("gpt2-small", 8, 1024, "amp_bf16", ALL, budget=True),
+    Case("gpt2-small", 8, 1024, "bf16", ALL),
+    Case("gpt2-small", 4, 512, "fp32", ALL),
+    Case("gpt2-small", 16, 256, "amp_bf16"),
+    Case("gpt2-medium", 8, 1024, "amp_bf16", budget=True),
+    Case("gpt2-medium", 4, 512, "bf16"),
+    Case("llama-1b", 2, 1024, "bf16"),
+    Case("llama-1b", 4, 2048, "bf16", budget=True),
+    Case("llama-1b", 1, 2048, "amp_bf16"),
+    Case("gpt2-large", 4, 1024, "amp_bf16", budget=True),
+    Case("gpt2-xl", 2, 1024, "bf16"),
+    Case("gpt2-xl", 4, 1024, "amp_bf16", budget=True),
+)
+"""From small to large, so that what does not fit any more comes last."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a step runs in `limit` bytes, really and simulated."""
+
+    policy: str
+    limit: int
+    really: bool
+    simulated: bool
+
+
+def budget_rows(case: Case, platform: Platform, device: str) -> list[Fit]:
+    """Steps with and without checkpointing in a budget half-way between their simulated peaks."""
+    from sim.measure.steps import Steps
+
+    config = config_of(case.model, case.sequence)
+    dropout = 0.1 if config["model_type"] == "gpt2" else 0.0
+    trace = transformer(config, batch=case.batch, sequence=case.sequence, precision=case.precision, dropout=dropout)
+    peaks = {name: simulated_peak(case, name) for name in ("none", "checkpoint")}
+    limit = sum(peaks.values()) // 2
+    steps = Steps(config, case.batch, case.sequence, case.precision, "sdpa", dropout, device)
+    steps.peak("checkpoint")  # makes the optimizer's state, and finds what lies beside
+    rows = []
+    for name in peaks:
+        policy, parameters = POLICIES[name]
+        try:
+            simulated = simulate(trace, platform, policy, budget=limit, **parameters).log.complete
+        except OutOfMemory:
+            simulated = False
+        rows.append(Fit(name, limit, steps.fits(name, limit + max(0, steps.beside)), simulated))
+    return rows
+
+
+def simulated_peak(case: Case, policy: str) -> int:
+    """The peak of a case, from the configuration alone."""
+    config = config_of(case.model, case.sequence)
+    trace = transformer(config, batch=case.batch, sequence=case.sequence, precision=case.precision)
+    name, parameters = POLICIES[policy]
+    return rounded_peak(simulate(trace, roomy(10**10, 10**10), name, **parameters).log, 512)
+
+
+def run(
+    grid: Sequence[Case],
+    platform: Platform,
+    device: str,
+    *,
+    stop: float,
+    say: Callable[[str], None],
+    free: Callable[[], int],
+) -> list[dict[str, Any]]:
+    """A row a case and policy. stop: `time.monotonic()` at which no further case begins. free: bytes on the device."""
+    rows: list[dict[str, Any]] = []
+    longest = 0.0
+    for case in grid:
+        about = {"model": case.model, "batch": case.batch, "sequence": case.sequence, "precision": case.precision}
+        began = time.monotonic()
+        policies = [name for name in case.policies if simulated_peak(case, name) < 0.9 * free()]
+        for name in case.policies:
+            if name not in policies:
+                rows.append({**about, "policy": name, "not_run": "it needs more memory than there is"})
+        if began + longest > stop:
+            rows += [{**about, "policy": name, "not_run": "there was no time left"} for name in policies]
+            continue
+        if policies:
+            say(f"{case.model}, {case.batch} × {case.sequence}, {case.precision}")
+            measured = validate(
+                case.model,
+                batch=case.batch,
+                sequence=case.sequence,
+                precision=case.precision,
+                device=device,
+                repeats=3,
+                profile=platform,
+                policies=policies,
+            )
+            rows += [about | _shown(row) for row in measured]
+        if case.budget and policies and device.startswith("cuda"):
+            gc.collect()
+            rows += [{**about, **asdict(fit)} for fit in budget_rows(case, platform, device)]
+        longest = max(longest, time.monotonic() - began)
+        gc.collect()
+    return rows
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in asdict(row).items() if value not in (None, "")}
+
+
+def write(path: Path, machine: str, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as JSON, one a line, written aside and renamed."""
+    text = ",\n".join(json.dumps(row) for row in rows)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")
+    os.replace(aside, path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run everything. Returns 0, or 2 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m sim.measure.grid", description="calibrate and validate, CUDA")
+    parser.add_argument("-o", "--out", required=True, help="name of what is written, without .toml and .json")
+    parser.add_argument("--profile", help="profile of this machine; none: it is measured first")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything")
+    given = parser.parse_args(arguments)
+    stop = time.monotonic() + given.seconds
+    try:
+        require_torch("the grid")
+        device = choose_device("cuda")
+        import torch
+
+        target = Path(f"{given.out}.toml")
+        profile = given.profile or str(calibrate(target, device=device))
+        platform = unlimited(load_profile(profile))
+
+        def free() -> int:
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(device)[0])
+
+        rows = run(GRID, platform, device, stop=stop, say=lambda text: print(text, file=sys.stderr), free=free)
+        machine = f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+        write(Path(f"{given.out}.json"), machine, rows)
+    except TiersimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for row in rows:
+        print(json.dumps(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
