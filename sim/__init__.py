@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Infeasible,
         OutOfMemory,
         PolicyError,
+        PolicyFailed,
         ProfileError,
         TiersimError,
         TraceError,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "sim.conformance": ("check_policy",),
     "sim.errors": (
-        *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "ProfileError"),
+        *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "PolicyFailed", "ProfileError"),
         *("TiersimError", "TraceError", "UnitError", "WorkloadError"),
     ),
     "sim.comparison": ("Comparison", "compare"),
@@ -108,6 +109,7 @@ __all__ = [  # noqa: RUF022  (in the order in which one meets them)
     "TraceError",
     "WorkloadError",
     "PolicyError",
+    "PolicyFailed",
     "IllegalPlan",
     "Deadlock",
     "Infeasible",

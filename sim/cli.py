@@ -58,7 +58,7 @@ def tiersim(
 
 def main() -> None:
     """Run the command line: 0 done, 1 infeasible or failed, 2 usage; mistakes are one line each on standard error."""
-    from sim.errors import Deadlock, IllegalPlan, Infeasible, TiersimError
+    from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
 
     try:
         code = typer.main.get_command(app)(standalone_mode=False)
@@ -73,7 +73,7 @@ def main() -> None:
     except TiersimError as error:
         for line in str(error).splitlines():
             print(f"tiersim: {line}", file=sys.stderr)
-        code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan)) else 2
+        code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan, PolicyFailed)) else 2
     except OSError as error:
         print(f"tiersim: {error.filename or 'file'}: {error.strerror}", file=sys.stderr)
         code = 2

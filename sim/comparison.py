@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError
-from sim.experiment import Result, simulate
+from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, PolicyFailed, TiersimError
+from sim.experiment import Result, check_trace, simulate, to_platform
 from sim.hardware.platform import Platform
+from sim.policies import label as label_of
 from sim.policies import load, names
 from sim.policies.base import Policy
 from sim.search import smallest_budget
@@ -18,8 +20,15 @@ from sim.trace.graph import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
-Request = str | tuple[str, Mapping[str, Any]] | Policy
+Request = str | tuple[str, Mapping[str, Any]] | Policy | type[Policy]
+
+KEY_COLUMNS = (
+    *("policy", "fits", "peak_bytes", "makespan_ns", "overhead", "recompute_ns", "saved_fraction"),
+    *("floor_bytes", "fidelity", "error"),
+)
+"""What a notebook shows of a comparison; `Comparison.to_frame` has everything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +48,15 @@ class Comparison:
     results: Mapping[str, Result] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        fitting = sum(row["fits"] is True for row in self.rows)
+        return f"<Comparison of {len(self.rows)} policies on {self.platform.name}, {self.trace!r}: {fitting} fit>"
+
+    def _repr_html_(self) -> str:
+        frame = self.to_frame()
+        shown: str = frame[[key for key in KEY_COLUMNS if key in frame]].to_html(index=False, na_rep="")
+        return shown
+
     @property
     def failed(self) -> bool:
         """Whether a policy that was asked for gave no answer at all."""
@@ -50,6 +68,12 @@ class Comparison:
 
         return pd.json_normalize([dict(row) for row in self.rows])
 
+    def plot(self) -> Figure:
+        """Figure of time against peak memory, a marker a policy; see `sim.report.plot.plot_comparison`."""
+        from sim.report.plot import plot_comparison
+
+        return plot_comparison(self.rows, budget=next((r.platform.budget for r in self.results.values()), None))
+
     def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
         """Write a page with these rows and every run that fits: one HTML file that needs no network; see `Result`."""
         from sim.pages import report_comparison
@@ -59,10 +83,10 @@ class Comparison:
 
 def compare(
     trace: Trace,
-    platform: Platform,
-    policies: Sequence[Request] | None = None,
+    platform: Platform | str | os.PathLike[str],
+    policies: Request | Sequence[Request] | None = None,
     *,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     seed: int = 0,
     iterations: int | None = None,
     find_floor: bool = True,
@@ -70,11 +94,15 @@ def compare(
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
-    policies: names, `(name, parameters)` pairs or policies; None for all that apply and plan quickly.
+    platform: one there is, or the name or file of a profile.
+    policies: names, `(name, parameters)` pairs, policies or their classes, or one of these; None for all that
+    apply and plan quickly.
     find_floor: search the smallest budget of those that do not fit. on_progress: called with each label.
     Raises PolicyError for an unknown name or parameter, before anything runs.
     """
-    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_asked, policies or names())]
+    check_trace(trace)
+    platform = to_platform(platform)
+    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_asked, _listed(policies))]
     rows: list[Mapping[str, Any]] = []
     results: dict[str, Result] = {}
     left_out: dict[str, str] = {}
@@ -90,14 +118,15 @@ def compare(
         except (Infeasible, Deadlock) as error:
             rows.append({**traits, **_refusal(error)})
             if find_floor:
-                floor = smallest_budget(trace, platform, policy, seed=seed, iterations=iterations, tolerance=0.02)
-                rows[-1] = {**rows[-1], "floor_bytes": floor}
+                with suppress(PolicyError, IllegalPlan, PolicyFailed):  # a fault at another budget leaves it unknown
+                    floor = smallest_budget(trace, platform, policy, seed=seed, iterations=iterations, tolerance=0.02)
+                    rows[-1] = {**rows[-1], "floor_bytes": floor}
         except PolicyError as error:
             if policies is None:
                 left_out[label] = str(error)
             else:
                 rows.append({**traits, "fits": None, "error": str(error)})
-        except IllegalPlan as error:
+        except (IllegalPlan, PolicyFailed) as error:
             rows.append({**traits, "fits": None, "error": str(error)})
         else:
             results[label] = result
@@ -105,12 +134,22 @@ def compare(
     return Comparison(trace, platform, tuple(rows), results, left_out)
 
 
+def _listed(policies: Request | Sequence[Request] | None) -> Sequence[Request]:
+    """Requests, of which a single one need not stand in a list."""
+    if policies is None:
+        return names()
+    is_pair = isinstance(policies, tuple) and len(policies) == 2 and isinstance(policies[1], Mapping)
+    is_one = is_pair or isinstance(policies, (str, Policy, type))
+    return cast("Sequence[Request]", (policies,) if is_one else policies)
+
+
 def _asked(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
     """(label, policy, parameters) of what was asked for."""
     if isinstance(request, str):
         return request, request, {}
-    if isinstance(request, Policy):
-        return repr(request), request, {}
+    if isinstance(request, (Policy, type)):
+        policy = load(request)
+        return label_of(policy), policy, {}
     name, parameters = request
     inside = ", ".join(f"{key}={value}" for key, value in parameters.items())
     return (f"{name}({inside})" if inside else name), name, parameters

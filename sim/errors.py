@@ -6,6 +6,7 @@
     ├── TraceError       a trace that cannot be computed: a read before the write, two producers, …
     ├── WorkloadError    a model configuration without a needed key, an unknown model, …
     ├── PolicyError      an unknown policy or parameter, or a need of a policy that the trace does not meet
+    ├── PolicyFailed     a fault in a policy's own code; the exception it raised is the cause
     ├── IllegalPlan      an action that cannot be carried out; names the op and the tensor
     ├── Deadlock         nothing can happen any more, and ops are left
     ├── Infeasible       a planner proved that no plan of its class fits the budget
@@ -50,6 +51,10 @@ class WorkloadError(TiersimError):
 
 class PolicyError(TiersimError):
     """An unknown policy, a wrong parameter, or a trace that does not meet what a policy needs."""
+
+
+class PolicyFailed(TiersimError):
+    """A fault in a policy's own code: it raised something else than these errors, or returned no plan."""
 
 
 class IllegalPlan(TiersimError):
@@ -108,9 +113,10 @@ def near(wrong: str, valid: Iterable[str]) -> str:
     " (did you mean 'gpt2'?)"
     """
     choices = sorted(valid)
-    close = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
+    folded = {choice.casefold(): choice for choice in choices}
+    close = difflib.get_close_matches(wrong.casefold(), folded, n=1, cutoff=0.5)
     if close:
-        return f" (did you mean {close[0]!r}?)"
+        return f" (did you mean {folded[close[0]]!r}?)"
     if not choices:
         return ""
     shown = ", ".join(repr(choice) for choice in choices[:8])

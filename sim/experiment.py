@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.analysis.peak_memory import peak_bytes
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import replay
-from sim.errors import PolicyError
+from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
+from sim.hardware.profile import load_profile
 from sim.log import EventLog
 from sim.plan import Plan, Problem, Run
-from sim.policies import load
+from sim.policies import label, load
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
-from sim.units import to_bytes
+from sim.units import format_bytes, format_time, to_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 UNLIMITED = 1 << 60
 """Capacity in bytes of the home tier in reference runs without a limit."""
@@ -73,11 +77,34 @@ class Result:
     plan_s: float = 0.0
     reference: Callable[[], EventLog] | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        peak = max(peak_bytes(self.log)[self.platform.home(device).name] for device in range(self.log.trace.devices))
+        figures = f"{format_time(self.log.end)}, peak {format_bytes(peak)}"
+        return f"<Result of {label(self.policy)} on {self.platform.name}: {figures}>"
+
     def summary(self) -> dict[str, Any]:
         """All figures of the run as one flat record; see `sim.analysis.summary`."""
         from sim.analysis.summary import summarize
 
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
+
+    def plot_memory(self, tier: str | None = None) -> Figure:
+        """Figure of the bytes in use of a tier over time, by default the device's; see `sim.report.plot`."""
+        from sim.report.plot import plot_memory
+
+        return plot_memory(self.log, tier)
+
+    def plot_lanes(self, window: tuple[int, int] | None = None) -> Figure:
+        """Figure of what each engine and link did, from one ns to another; see `sim.report.lanes`."""
+        from sim.report.lanes import plot_lanes
+
+        return plot_lanes(self.log, window)
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run for ui.perfetto.dev, to `x.pftrace` or `x.json`; see `sim.report.timeline`."""
+        from sim.report.timeline import write_timeline
+
+        return write_timeline(self.log, path)
 
     def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
         """Write a page of this run: one HTML file, to look at in a browser without a network.
@@ -97,6 +124,22 @@ class Result:
     def memory(self) -> pd.DataFrame:
         """Every change of each tier's use."""
         return self.log.memory
+
+
+def to_platform(platform: Platform | str | os.PathLike[str]) -> Platform:
+    """A platform, or that of a profile's name or file. Raises ProfileError."""
+    if isinstance(platform, Platform):
+        return platform
+    if not isinstance(platform, (str, os.PathLike)):
+        raise ProfileError(f"expected a platform or the name of a profile, not a {type(platform).__name__}")
+    return load_profile(platform)
+
+
+def check_trace(trace: Any) -> None:
+    """Raises TraceError where this is no trace."""
+    if not isinstance(trace, Trace):
+        given = repr(trace) if isinstance(trace, str) else f"a {type(trace).__name__}"
+        raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) make one")
 
 
 def problem_for(trace: Trace, platform: Platform, *, seed: int = 0, history: tuple[Run, ...] = ()) -> Problem:
@@ -123,24 +166,30 @@ def reference_run(trace: Trace, platform: Platform) -> EventLog:
 
 def simulate(
     trace: Trace | Sequence[Trace],
-    platform: Platform,
-    policy: str | Policy = "keep_all",
+    platform: Platform | str | os.PathLike[str],
+    policy: str | Policy | type[Policy] = "keep_all",
     *,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     iterations: int | None = None,
     seed: int = 0,
     **parameters: Any,
 ) -> Result:
     """Run a trace (or one trace an iteration) under a policy and return its steady state.
 
+    platform: one there is, or the name or file of a profile. policy: a name, `path/to/file.py:Class`, a policy
+    or its class.
     budget: bytes of every device's home tier, an int or text such as "7 GB"; None for the platform's own.
     iterations: how many to run, each planned with the history of those before; by default what the
     policy's `warm_up` needs and one more. Further keywords are the policy's parameters.
-    Raises OutOfMemory or Infeasible where it does not fit, PolicyError, IllegalPlan, Deadlock.
+    Raises OutOfMemory or Infeasible where it does not fit, PolicyError, PolicyFailed, IllegalPlan, Deadlock.
     """
+    traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
+    for each in traces:
+        check_trace(each)
+    platform = to_platform(platform)
     chosen = load(policy, **parameters)
+    name = policy if isinstance(policy, str) else type(chosen).__name__
     limited = platform if budget is None else platform.with_budget(to_bytes(budget))
-    traces = [trace] if isinstance(trace, Trace) else list(trace)
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
     if count < 1 or not traces:
         raise PolicyError(f"iterations must be at least 1, not {count}")
@@ -149,13 +198,21 @@ def simulate(
     for i in range(count):
         now = traces[min(i, len(traces) - 1)]
         began = time.perf_counter()
-        plan = chosen.plan(problem_for(now, limited, seed=seed, history=history))
-        plan_s += time.perf_counter() - began
-        history = (*history, Run(now, plan, replay(plan, limited)))
+        try:
+            plan = chosen.plan(problem_for(now, limited, seed=seed, history=history))
+            plan_s += time.perf_counter() - began
+            if not isinstance(plan, Plan):
+                kind = "None" if plan is None else f"a {type(plan).__name__}"
+                raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
+            history = (*history, Run(now, plan, replay(plan, limited)))
+        except TiersimError:
+            raise
+        except Exception as error:
+            raise PolicyFailed(f"policy {name!r}: {_fault(chosen, error)}") from error
     last = history[-1]
     return Result(
         policy=chosen,
-        name=policy if isinstance(policy, str) else type(policy).__name__,
+        name=name,
         platform=limited,
         plan=last.plan,
         log=last.log,
@@ -166,4 +223,15 @@ def simulate(
     )
 
 
-__all__ = ["Prices", "Result", "problem_for", "reference_run", "simulate", "unlimited"]
+def _fault(policy: Policy, error: Exception) -> str:
+    """Where an exception came from, best a line of the policy's own file, and what it says, in one line."""
+    # what an online part raises comes as a copy whose cause knows the line
+    raised = [each for each in (error, error.__cause__) if each is not None]
+    frames = [frame for each in raised for frame in traceback.extract_tb(each.__traceback__)]
+    code = getattr(type(policy).plan, "__code__", None)
+    at = next((frame for frame in reversed(frames) if code and frame.filename == code.co_filename), frames[-1])
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{Path(at.filename).name} line {at.lineno}: {text}"
+
+
+__all__ = ["Prices", "Result", "check_trace", "problem_for", "reference_run", "simulate", "to_platform", "unlimited"]

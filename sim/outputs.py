@@ -5,24 +5,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from sim.comparison import Comparison
+from sim.errors import TiersimError
 from sim.experiment import Result
 from sim.report.files import write_aside
 
 LARGE_TIMELINE = 200_000
 """Intervals above which a timeline is compressed."""
 
+MARKS = {"comparison": "comparison.json", "sweep": "study.json", "run": "summary.json"}
+"""The file by which a folder's kind of results is known; that of a comparison holds its fastest run, too."""
 
-def open_folder(path: str | os.PathLike[str]) -> Path:
-    """Make an output folder and see that it can be written, before any work is done. Raises OSError."""
+
+def check_folder(path: str | os.PathLike[str], kind: str) -> Path:
+    """See that a folder can take results of a kind of `MARKS`, before any work is done; what writes them makes it.
+
+    Raises OSError where it cannot be written, TiersimError where it holds results of another kind.
+    """
     folder = Path(path)
+    held = next((name for name, mark in MARKS.items() if (folder / mark).exists()), kind)
+    if held != kind:
+        raise TiersimError(f"{folder}: holds a {held} ({MARKS[held]!r}); choose another folder for a {kind}")
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".writable-{os.getpid()}"
     probe.touch()
     probe.unlink()
+    with suppress(OSError):  # another run may have begun to write beside it
+        for each in missing:
+            each.rmdir()
     return folder
 
 

@@ -21,7 +21,11 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
     """A result as a page shows it. title: by default the policy's name; command: what repeats the run."""
     policy = result.policy
     foot = Foot(
-        result.platform, warm_up=len(result.warm_up), command=command, workload=workload_text(result.log.trace.meta)
+        result.platform,
+        warm_up=len(result.warm_up),
+        command=command,
+        workload=workload_text(result.log.trace.meta),
+        trace=result.log.trace,
     )
     return RunView(
         title=title or result.name,

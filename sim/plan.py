@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -168,6 +169,12 @@ class Plan:
     online: Callable[[], Online] | None = None
     keep_dead: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        kinds = Counter(type(action).__name__ for action in self.actions)
+        what = [f"{count} {kind}" for kind, count in sorted(kinds.items())] or ["no actions"]
+        more = [word for word in ("place", "online", "keep_dead") if getattr(self, word)]
+        return f"<Plan for {self.trace!r}: {', '.join([*what, *more])}>"
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,22 @@ does not), so that what is found is *a* boundary between fitting and not: the se
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from sim.analysis.bounds import bounds
 from sim.analysis.peak_memory import peak_bytes
-from sim.errors import Deadlock, Infeasible
-from sim.experiment import reference_run, simulate
+from sim.errors import Deadlock, Infeasible, WorkloadError
+from sim.experiment import check_trace, reference_run, simulate, to_platform
 from sim.hardware.platform import Platform
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
 
-def fits(trace: Trace, platform: Platform, policy: str | Policy, **options: Any) -> bool:
+def fits(
+    trace: Trace, platform: Platform | str | os.PathLike[str], policy: str | Policy | type[Policy], **options: Any
+) -> bool:
     """Whether a policy completes; options as `simulate` takes them."""
     try:
         simulate(trace, platform, policy, **options)
@@ -29,8 +32,8 @@ def fits(trace: Trace, platform: Platform, policy: str | Policy, **options: Any)
 
 def smallest_budget(
     trace: Trace,
-    platform: Platform,
-    policy: str | Policy = "keep_all",
+    platform: Platform | str | os.PathLike[str],
+    policy: str | Policy | type[Policy] = "keep_all",
     *,
     tolerance: float = 0.005,
     **options: Any,
@@ -38,7 +41,10 @@ def smallest_budget(
     """Bytes of the smallest budget found to fit by bisection, within `tolerance` of it; None if none does.
 
     The search runs from what one op needs at least to what keeping everything needs.
+    platform: one there is, or the name or file of a profile.
     """
+    check_trace(trace)
+    platform = to_platform(platform)
     everything = reference_run(trace, platform)
     homes = [platform.home(device).name for device in range(trace.devices)]
     low = max(bounds(everything, home).memory_bytes for home in homes)
@@ -58,8 +64,8 @@ def smallest_budget(
 
 def largest_batch(
     make_trace: Callable[[int], Trace],
-    platform: Platform,
-    policy: str | Policy = "keep_all",
+    platform: Platform | str | os.PathLike[str],
+    policy: str | Policy | type[Policy] = "keep_all",
     *,
     limit: int = 1 << 16,
     **options: Any,
@@ -67,7 +73,12 @@ def largest_batch(
     """The largest batch found to fit, 0 if not even one sample does; doubling, then bisection.
 
     make_trace: batch size -> trace, for example `lambda b: transformer("gpt2", batch=b, sequence=1024)`.
+    platform: one there is, or the name or file of a profile. Raises WorkloadError where make_trace is no function.
     """
+    if not callable(make_trace):
+        model = make_trace if isinstance(make_trace, str) else "gpt2"
+        raise WorkloadError(f"expected a function of the batch size: lambda b: transformer({model!r}, batch=b, …)")
+    platform = to_platform(platform)
     good, bad = 0, 1
     while bad <= limit and fits(make_trace(bad), platform, policy, **options):
         good, bad = bad, bad * 2

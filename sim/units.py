@@ -98,15 +98,17 @@ def parse_energy(text: str) -> float:
     return float(_exact(text, ENERGIES, "an energy per byte such as '60 pJ/B'"))
 
 
-def to_bytes(value: SupportsIndex | str) -> int:
-    """Bytes of an integer, taken as bytes, or of a size with its unit. Raises UnitError.
+def to_bytes(value: SupportsIndex | float | str) -> int:
+    """Bytes of a whole number such as 7.5e9, taken as bytes, or of a size with its unit. Raises UnitError.
 
     >>> to_bytes("7 GB") == to_bytes(7_000_000_000)
     True
     """
     if isinstance(value, str):
         return parse_bytes(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
         raise UnitError(f"value {value!r}: expected a whole number of bytes or a size such as '80 GiB'")
     number = operator.index(value)
     if number < 0:

@@ -175,6 +175,9 @@ MISTAKES = {
     "unknown policy": (["run", "--profile", "h100", *JOB, "--policy", "dtrr"], "'dtr'"),
     "unknown policy in a list": (["compare", "--profile", "h100", *JOB, "--policies", "keep_al"], "keep_all"),
     "unknown parameter": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "heuristc=lru"], "heuristic"),
+    "parameter of another type": (["run", "--profile", "h100", *JOB, "--policy", "every_k", "-p", "k=two"], "int"),
+    "parameter that is no bool": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "by_size=yes"], "bool"),
+    "no examples": (["check", "keep_all", "--examples", "0"], "examples"),
     "unknown precision": (["run", "--profile", "h100", *JOB, "--precision", "amp_bf61"], "amp_bf16"),
     "unknown option": (["run", "--profil", "h100"], "--profile"),
     "unknown command": (["rum"], "run"),
@@ -244,6 +247,20 @@ def test_a_policy_that_asks_for_the_impossible_exits_1(capsys, tmp_path):
     assert err.count("\n") == 1
 
 
+def test_a_fault_of_a_policy_is_one_line_and_one_row(capsys, tmp_path):
+    path = tmp_path / "faulty.py"
+    path.write_text(
+        "from sim import Policy\nclass Faulty(Policy):\n    def plan(self, problem):\n        return 1 / 0\n"
+    )
+    code, out, err = tiersim("run", "--profile", "h100", *JOB, "--policy", path, capsys=capsys)
+    assert (code, out) == (1, "")
+    assert err == f"tiersim: policy '{path}': faulty.py line 4: ZeroDivisionError: division by zero\n"
+    words = ["compare", "--profile", "h100", *JOB, "--policies", f"keep_all,{path}", "--json"]
+    code, out, _ = tiersim(*words, capsys=capsys)
+    assert code == 1
+    assert [row["fits"] for row in json.loads(out)] == [True, None]
+
+
 def test_a_folder_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
@@ -278,3 +295,157 @@ def test_help_imports_nothing_heavy():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert run.stdout.strip() == "[]"
+
+
+# ---- options that would be passed over, folders that hold something else, budgets ------------------
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory):
+    from sim.trace.io import save
+    from workloads import transformer
+
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    save(transformer("gpt2", batch=1, sequence=16, precision="amp_bf16"), path)
+    return path
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--model", "gpt2"), ("--batch", "1"), ("--seq", "64"), ("--precision", "fp32"), ("--dropout", "0")],
+)
+def test_an_option_that_a_trace_file_would_pass_over_is_refused(command, option, value, trace_file, capsys):
+    words = [command, "--profile", "h100", "--trace", trace_file, option, value]
+    code, out, err = tiersim(*words, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert f"{option}:" in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_of_a_trace_file_is_reported_with_a_command_that_works(trace_file, capsys, tmp_path):
+    words = ["--profile", "h100", "--trace", trace_file]
+    assert tiersim("run", *words, "-o", tmp_path / "r", capsys=capsys)[0] == 0
+    asked = json.loads((tmp_path / "r" / "summary.json").read_text())["asked"]
+    assert {"batch", "seq", "precision"}.isdisjoint(asked)
+    assert tiersim("report", tmp_path / "r", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "holds", "refused"),
+    [
+        ("run", ["comparison.json", "summary.json"], "comparison.json"),
+        ("run", ["study.json"], "study.json"),
+        ("compare", ["summary.json"], "summary.json"),
+        ("compare", ["study.json"], "study.json"),
+    ],
+)
+def test_a_folder_with_results_of_another_kind_is_left_as_it_is(command, holds, refused, trace_file, capsys, tmp_path):
+    for name in holds:
+        (tmp_path / name).write_text("{}")
+    code, _, err = tiersim(command, "--profile", "h100", "--trace", trace_file, "-o", tmp_path, capsys=capsys)
+    assert code == 2
+    assert refused in err
+    assert {path.name for path in tmp_path.iterdir()} == set(holds)
+    assert all((tmp_path / name).read_text() == "{}" for name in holds)
+
+
+def test_results_of_the_same_kind_are_written_over(trace_file, capsys, tmp_path):
+    for name in ("comparison.json", "summary.json"):
+        (tmp_path / name).write_text("{}")
+    words = ["compare", "--profile", "h100", "--trace", trace_file, "--policies", "keep_all", "-o", tmp_path]
+    assert tiersim(*words, capsys=capsys)[0] == 0
+    assert json.loads((tmp_path / "comparison.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("wrong", [["--profile", "nowhere"], ["--profile", "h100", "--budget", "0.5 GB"]])
+def test_a_run_that_fails_leaves_no_folder(wrong, trace_file, capsys, tmp_path):
+    code, *_ = tiersim("run", *wrong, "--trace", trace_file, "-o", tmp_path / "new" / "er", capsys=capsys)
+    assert code in (1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_examples_below_one_is_refused(capsys):
+    code, _, err = tiersim("check", "keep_all", "--examples", "0", capsys=capsys)
+    assert code == 2
+    assert "--examples" in err
+
+
+def test_trace_build_makes_the_folder_and_names_the_file_that_it_cannot_write(capsys, tmp_path):
+    words = ["trace", "build", "--model", "gpt2", "--seq", "16", "-o"]
+    assert tiersim(*words, tmp_path / "a" / "t.jsonl", capsys=capsys)[0] == 0
+    code, _, err = tiersim(*words, tmp_path / "a", capsys=capsys)
+    assert code == 2
+    assert err.startswith(f"tiersim: {tmp_path / 'a'}: ")
+
+
+def test_a_folder_as_a_profile_is_called_one(capsys, tmp_path):
+    _, _, err = tiersim("run", "--profile", tmp_path, *JOB, capsys=capsys)
+    assert "a folder" in err
+
+
+def test_capitals_do_not_hide_the_name_that_was_meant(capsys):
+    _, _, err = tiersim("run", "--profile", "H100", *JOB, capsys=capsys)
+    assert "'h100'" in err
+    _, _, err = tiersim("run", "--profile", "h100", *JOB, "--policy", "SWAP_ALL", capsys=capsys)
+    assert "did you mean 'swap_all'" in err
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "7e9", "0 GB", "0%", "-5%", "much"])
+def test_what_is_no_budget_is_named_beside_one_that_is(budget, capsys):
+    code, _, err = tiersim("run", "--profile", "h100", *JOB, f"--budget={budget}", capsys=capsys)
+    assert code == 2
+    assert "'--budget'" in err
+    assert repr(budget) in err
+    assert "'7.5 GB'" in err
+
+
+def test_a_budget_in_percent_is_one_of_the_unconstrained_peak(trace_file, capsys, tmp_path):
+    words = ["run", "--profile", "h100", "--trace", trace_file, "--json"]
+    peak = json.loads(tiersim(*words, capsys=capsys)[1])["peak_bytes"]
+    share = ["--budget", "112.5%", "-o", tmp_path / "r"]
+    _, out, _ = tiersim(*words, *share, capsys=capsys)
+    assert json.loads(out)["capacity_bytes"] == 9 * peak // 8
+    assert tiersim("report", tmp_path / "r", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+    compared = ["compare", *words[1:], "--policies", "keep_all", "--budget", "95%"]
+    (row,) = json.loads(tiersim(*compared, capsys=capsys)[1])
+    assert row["fits"] is False
+
+
+def test_run_as_json_that_does_not_fit_prints_the_row_of_compare(trace_file, capsys):
+    words = ["--profile", "h100", "--trace", trace_file, "--budget", "90%", "--json"]
+    code, out, err = tiersim("run", *words, "--policy", "keep_all", capsys=capsys)
+    assert code == 1
+    assert err.count("\n") == 1
+    _, rows, _ = tiersim("compare", *words, "--policies", "keep_all", capsys=capsys)
+    assert [json.loads(out)] == json.loads(rows)
+    assert json.loads(out)["holders"]
+    assert json.loads(out)["floor_bytes"] > 0
+
+
+def test_models_show_their_own_count_beside_the_published_one_and_their_aliases(capsys):
+    _, listed, _ = tiersim("models", capsys=capsys)
+    (line,) = [line for line in listed.splitlines() if line.startswith("gpt2-small ")]
+    assert "124,439,808" in line  # as released
+    assert "124,000,000" in line
+    assert " gpt2," in line
+    _, out, _ = tiersim("models", "gpt2", "--json", capsys=capsys)
+    record = json.loads(out)
+    assert record["parameters"] == 124_439_808
+    assert "gpt2" in record["aliases"]
+
+
+def test_profiles_as_json_have_the_columns_of_the_list(capsys):
+    _, out, _ = tiersim("profiles", "--json", capsys=capsys)
+    (record,) = [record for record in json.loads(out) if record["name"] == "mt3000_survey"]
+    assert (record["home_tier"], record["home_bytes"]) == ("zone", 8_000_000_000)
+    assert record["peak"] > 0
+    assert record["peak_dtype"] == "fp16"
+    assert record["host_link"] == 40_000_000_000
+    assert record["assumed"] == 16
+
+
+@pytest.mark.parametrize(("command", "options"), [("run", 2), ("report", 1)])
+def test_help_says_which_options_repeat(command, options, capsys):
+    _, out, _ = tiersim(command, "--help", capsys=capsys)
+    assert " ".join(out.split()).count("more than once") == options

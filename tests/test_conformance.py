@@ -108,6 +108,46 @@ def test_a_policy_that_refuses_every_example_has_not_passed():
     assert "needs a quantum computer" in report.as_text()
 
 
+class Divides(Policy):
+    """Fails on every example."""
+
+    def plan(self, problem):
+        return 1 // 0
+
+
+def test_a_policy_that_fails_on_every_example_ran_on_none(tmp_path):
+    report = check_policy(Divides(), examples=3, folder=tmp_path)
+    assert not report.passed
+    assert (report.ran, report.failed) == (0, 3)
+    text = report.as_text()
+    assert "FAILED: 3 examples, 0 ran, 3 failed, 0 did not fit" in text
+    assert "ok  " not in text
+    assert "–     Law 1" in text
+    assert "nothing ran: no law was put to the test" in text
+
+
+class FailsLarge(Policy):
+    """Fails on some examples."""
+
+    def plan(self, problem):
+        return [] if len(problem.trace.ops) % 2 else load("keep_all").plan(problem)
+
+
+def test_those_that_failed_are_not_among_those_that_ran(tmp_path):
+    report = check_policy(FailsLarge(), examples=20, folder=tmp_path)
+    assert not report.passed
+    assert report.failed > 0
+    assert report.ran > 0
+    assert report.examples == report.ran + report.failed + report.refused + report.skipped
+    assert f"{report.ran} ran, {report.failed} failed, " in report.as_text()
+    assert report.as_dict()["failed"] == report.failed
+
+
+def test_no_examples_are_refused():
+    with pytest.raises(PolicyError, match="examples must be at least 1, not 0"):
+        check_policy(load("keep_all"), examples=0)
+
+
 class OnlySays(Policy):
     """Says that it recomputes and moves, and never does."""
 

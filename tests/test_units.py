@@ -109,10 +109,14 @@ def test_units_are_case_sensitive():
 
 def test_to_bytes_takes_whole_numbers_as_bytes_and_text_with_its_unit():
     assert to_bytes(7_000_000_000) == to_bytes("7 GB") == to_bytes(np.int64(7_000_000_000)) == 7_000_000_000
+    assert to_bytes(7.5e9) == to_bytes(np.float64(7.5e9)) == 7_500_000_000
+    assert type(to_bytes(7.5e9)) is int
     assert type(to_bytes(np.int64(5))) is int
 
 
-@pytest.mark.parametrize("value", [7.0, True, -1, "7", "7 gb", None, [7], Fraction(7)])
+@pytest.mark.parametrize(
+    "value", [7.5, -7.0, float("inf"), float("nan"), True, -1, "7", "7 gb", None, [7], Fraction(7)]
+)
 def test_to_bytes_refuses_all_else(value):
     with pytest.raises(UnitError):
         to_bytes(value)

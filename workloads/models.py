@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sim.errors import WorkloadError, near
 
@@ -144,13 +144,24 @@ def _tables() -> dict[str, Mapping[str, Any]]:
     return tables
 
 
-def read_config(config: str | Path | Mapping[str, Any]) -> Config:
-    """The configuration of a named model, of a dict in Hugging Face's keys, or of a `config.json`.
+class HasDict(Protocol):
+    """An object that gives its keys as a dict, as Hugging Face's configuration classes do."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of its `config.json`."""
+
+
+def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
+    """The configuration of a named model, of a dict in Hugging Face's keys, of its object, or of a `config.json`.
 
     A string is a name unless it ends in .json or is a path that exists; a folder stands for the
     `config.json` in it. Raises WorkloadError: an unknown name or model_type, a missing or impossible key, a
     file that is not there or no JSON object.
     """
+    if not isinstance(config, (str, Path, Mapping)):
+        if not hasattr(config, "to_dict"):
+            raise WorkloadError(f"model: expected a name, a path, a dict or a configuration, not {config!r}")
+        config = config.to_dict()
     if isinstance(config, Mapping):
         name = next((config[k] for k in ("name", "_name_or_path", "model_type") if config.get(k)), "dict")
         return parse_config(config, str(name))

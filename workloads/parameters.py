@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from sim.trace.builder import TraceBuilder
 from workloads.models import Config
+from workloads.precision import precision_of
 from workloads.tape import Tape, Value
 
 
@@ -92,3 +94,10 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
         if not c.tied:
             weight("head.weight", c.vocabulary, c.hidden)
     return weights
+
+
+def parameter_count(config: Config) -> int:
+    """How many parameters a model has, tied weights once."""
+    tape = Tape(TraceBuilder(), precision_of("fp32"))
+    make_parameters(tape, config)
+    return sum(value.elements for value, _ in tape.parameters)

@@ -16,7 +16,7 @@ from workloads.backward import backward
 from workloads.experts import routing
 from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
 from workloads.losses import check_loss, cross_entropy, head_loss
-from workloads.models import Config, read_config
+from workloads.models import Config, HasDict, read_config
 from workloads.optimizers import check_optimizer, update
 from workloads.parameters import make_parameters
 from workloads.precision import Precision, precision_of
@@ -27,7 +27,7 @@ ATTENTIONS = ("eager", "sdpa", "flash")
 
 
 def transformer(
-    config: str | Path | Mapping[str, Any],
+    config: str | Path | Mapping[str, Any] | HasDict,
     *,
     batch: int,
     sequence: int,
@@ -42,7 +42,8 @@ def transformer(
 ) -> Trace:
     """One iteration, forward, loss, backward and optimizer step, in its steady state.
 
-    config: name of a model (`model_names()`), path of a Hugging Face `config.json`, or a dict with its keys.
+    config: name of a model (`model_names()`), path of a Hugging Face `config.json`, a dict with its keys, or a
+    configuration object of `transformers` (whatever has `to_dict()`).
     batch: samples an iteration; sequence: tokens a sample. precision: fp32, bf16, fp16 (everything in that
     type, the optimizer's state too), amp_bf16, amp_fp16 (fp32 weights under autocast), mixed_bf16,
     mixed_fp16 (16-bit weights and gradients, fp32 master weights and state). attention: eager, sdpa or

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from fractions import Fraction
 from typing import Annotated, Any
 
 import typer
+
+AXES = ("model", "batch", "seq", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches")
+"""Options of which a trace is made: a trace that was read has them behind it."""
+
+
+def _readable(budget: str | None) -> str | None:
+    """A budget as it was given, if it is one: a size above zero or a part of the unconstrained peak."""
+    if budget is None:
+        return None
+    from sim.errors import UnitError
+    from sim.units import parse_bytes
+
+    hint = ""
+    try:
+        if (_share(budget) or parse_bytes(budget)) > 0:
+            return budget
+    except UnitError as error:
+        _, found, rest = str(error).partition(" (did you mean ")
+        hint = found + rest
+    wanted = "a size above zero with its unit, such as '7.5 GB', or a part of the unconstrained peak, such as '80%'"
+    raise typer.BadParameter(f"{budget!r}: expected {wanted}{hint}")
+
 
 Profile = Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")]
 Model = Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")]
@@ -18,18 +42,32 @@ Optimizer = Annotated[str, typer.Option(help="adamw_foreach, adamw_fused, adamw_
 Loss = Annotated[str, typer.Option(help="torch, fused or chunked")]
 Dropout = Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")]
 MicroBatches = Annotated[int, typer.Option(help="micro-batches whose gradients are summed")]
-Budget = Annotated[str | None, typer.Option(help='bytes of the device, "7 GB"; default: all of it')]
-Set = Annotated[list[str] | None, typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"')]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        callback=_readable,
+        help='bytes of the device, "7.5 GB", or a part of what keeping everything takes, "80%"; default: all of it',
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"; may be given more than once'),
+]
 Seed = Annotated[int, typer.Option(help="seed of everything random")]
 Iterations = Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")]
 Out = Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")]
-Parameters = Annotated[list[str] | None, typer.Option("-p", "--param", help="policy parameter: heuristic=lru")]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option("-p", "--param", help="policy parameter: heuristic=lru; may be given more than once"),
+]
 
 
 def workload(options: dict[str, Any]) -> Any:
-    """The trace that was asked for."""
+    """The trace that was asked for; options["ctx"], where there is one, knows which options were given."""
     if options["trace"]:
+        if "ctx" in options:
+            _refuse_axes(options["ctx"])
         from workloads import load_trace
 
         return load_trace(options["trace"])
@@ -49,6 +87,35 @@ def workload(options: dict[str, Any]) -> Any:
         micro_batches=options["micro_batches"],
         **more,
     )
+
+
+def _refuse_axes(ctx: typer.Context) -> None:
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(str(option.name))
+        if option.name in AXES and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{option.opts[0]}: a file of --trace is made already; give one or the other")
+
+
+def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
+    """Bytes of a budget that was asked for; a part such as "80%" is one of the unconstrained peak, as in sweeps."""
+    if budget is None:
+        return None
+    from sim.units import parse_bytes
+
+    share = _share(budget)
+    if share is None:
+        return parse_bytes(budget)
+    from sim.analysis.peak_memory import peak_bytes
+    from sim.experiment import reference_run
+
+    peaks = peak_bytes(reference_run(trace, platform))
+    return int(share * max(peaks[platform.home(device).name] for device in range(trace.devices)))
+
+
+def _share(budget: str) -> Fraction | None:
+    """The part of a text such as "80%", None for any other text."""
+    found = re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*%\s*", budget, re.ASCII)
+    return Fraction(found[1]) / 100 if found else None
 
 
 def platform_of(profile: str, changes: list[str] | None) -> Any:
@@ -102,9 +169,8 @@ def label(trace: Any) -> str:
 
 def about_run(options: dict[str, Any], platform: Any, trace: Any) -> dict[str, Any]:
     """What a file of results says of its run: what was asked, on what, and which figures are assumed."""
-    asked = {
-        key: value for key, value in options.items() if value is not None and key not in ("out", "json", "options")
-    }
+    beside = ("ctx", "out", "json", *(AXES if options["trace"] else ()))
+    asked = {key: value for key, value in options.items() if value is not None and key not in beside}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {
         "asked": asked,

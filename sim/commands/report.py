@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import typer
 
-from sim.commands.options import parameters, platform_of, say, workload
+from sim.commands.options import budget_of, parameters, platform_of, say, workload
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -34,7 +34,10 @@ MAY_BE_LEFT_OUT = ("trace", "model", "dropout", "budget", "seed", "iterations", 
 def report(
     source: Annotated[str, typer.Argument(help="folder of `run -o`, `compare -o`, `demo` or `sweep`")],
     out: Annotated[str, typer.Option("-o", "--out", help="page to write: report.html")],
-    cell: Annotated[list[str] | None, typer.Option(help="a cell whose run to put in, by the start of its id")] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(help="a cell whose run to put in, by the start of its id; may be given more than once"),
+    ] = None,
     runs: Annotated[int, typer.Option(help="how many runs to put into the page at most", min=0)] = 24,
 ) -> None:
     """Write a saved run, comparison or sweep as one HTML file that opens without a network."""
@@ -115,7 +118,7 @@ def _run_again(
         trace,
         platform,
         policy,
-        budget=options["budget"],
+        budget=budget_of(options["budget"], trace, platform),
         seed=options["seed"] or 0,
         iterations=options["iterations"],
         **given,

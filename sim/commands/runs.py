@@ -27,6 +27,7 @@ from sim.commands.options import (
     TraceFile,
     about_run,
     again,
+    budget_of,
     label,
     parameters,
     platform_of,
@@ -36,6 +37,7 @@ from sim.commands.options import (
 
 
 def run(
+    ctx: typer.Context,
     profile: Profile,
     policy: Annotated[str, typer.Option(help="policy name or path/to/file.py:Class")] = "keep_all",
     model: Model = None,
@@ -58,14 +60,24 @@ def run(
 ) -> None:
     """Run one policy and print what came of it."""
     options = locals()
+    from sim.comparison import compare as run_all
+    from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
-    from sim.outputs import open_folder, to_json, write_run
+    from sim.outputs import check_folder, to_json, write_run
     from sim.report.foot import Foot
     from sim.report.table import print_summary
 
-    folder = open_folder(out) if out else None
+    folder = check_folder(out, "run") if out else None
     platform, work = platform_of(profile, set_), workload(options)
-    result = simulate(work, platform, policy, budget=budget, seed=seed, iterations=iterations, **parameters(param))
+    given, limit = parameters(param), budget_of(budget, work, platform)
+    try:
+        result = simulate(work, platform, policy, budget=limit, seed=seed, iterations=iterations, **given)
+    except (Infeasible, Deadlock):
+        if json:
+            asked = [(policy, given)]
+            (row,) = run_all(work, platform, asked, budget=limit, seed=seed, iterations=iterations).rows
+            print(to_json({**row, "policy": policy}))
+        raise
     about = about_run(options, platform, work)
     if folder:
         for path in write_run(result, folder, about=about):
@@ -73,11 +85,13 @@ def run(
     if json:
         print(to_json({"policy": policy, **result.summary()}))
     else:
-        foot = Foot(result.platform, warm_up=len(result.warm_up), command=again(), workload=label(work))
+        warm_up = len(result.warm_up)
+        foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work)
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
 
 
 def compare(
+    ctx: typer.Context,
     profile: Profile,
     model: Model = None,
     trace: TraceFile = None,
@@ -104,32 +118,32 @@ def compare(
 
 def _compare(options: dict[str, Any], command: str) -> None:
     from sim.comparison import compare as run_all
-    from sim.outputs import open_folder, to_json, write_comparison
+    from sim.outputs import check_folder, to_json, write_comparison
     from sim.policies import names
     from sim.report.foot import Foot
     from sim.report.table import comparison_text, print_comparison
-    from sim.units import to_bytes
 
-    folder = open_folder(options["out"]) if options["out"] else None
+    folder = check_folder(options["out"], "comparison") if options["out"] else None
     asked = None
     if options["policies"] == "all":
         asked = list(names())
     elif options["policies"]:
         asked = [name.strip() for name in options["policies"].split(",") if name.strip()]
     platform, work = platform_of(options["profile"], options["set_"]), workload(options)
+    limit = budget_of(options["budget"], work, platform)
     comparison = run_all(
         work,
         platform,
         asked,
-        budget=options["budget"],
+        budget=limit,
         seed=options["seed"],
         iterations=options["iterations"],
         on_progress=lambda name: say(f"… {name}"),
     )
     left_out = [f"not run: {name}: {why}" for name, why in comparison.left_out.items()]
-    limited = platform if options["budget"] is None else platform.with_budget(to_bytes(options["budget"]))
+    limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
-    foot = Foot(limited, warm_up=warm_up, command=command, workload=label(work), notes=tuple(left_out))
+    foot = Foot(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=tuple(left_out))
     if folder:
         text = comparison_text(comparison.rows, foot=foot)
         for path in write_comparison(comparison, folder, about=about_run(options, platform, work), text=text):
@@ -167,7 +181,7 @@ def demo(
 
 def check(
     policy: Annotated[str, typer.Argument(help="policy name or path/to/file.py:Class")],
-    examples: Annotated[int, typer.Option(help="random examples a law")] = 50,
+    examples: Annotated[int, typer.Option(help="random examples a law", min=1)] = 50,
     param: Parameters = None,
     seed: Seed = 0,
     json: Json = False,

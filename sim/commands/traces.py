@@ -19,6 +19,7 @@ from sim.commands.options import (
     Precision,
     Profile,
     Seq,
+    budget_of,
     parameters,
     platform_of,
     workload,
@@ -99,5 +100,6 @@ def export(
     from workloads import load_trace
     from workloads.exporters.chakra import export_chakra
 
-    result = simulate(load_trace(path), platform_of(profile, None), policy, budget=budget, **parameters(param))
+    platform, work = platform_of(profile, None), load_trace(path)
+    result = simulate(work, platform, policy, budget=budget_of(budget, work, platform), **parameters(param))
     export_chakra(result.log, out)

@@ -26,6 +26,7 @@ from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.conformance.situations import Example, for_each, on_its_own, situations_for
 from sim.conformance.traits import Exercised
 from sim.conformance.values import check_values
+from sim.errors import PolicyError
 from sim.policies.base import Policy
 from sim.trace.io import save
 
@@ -66,8 +67,9 @@ class Report:
     """What the suite found of one policy.
 
     examples: how many were drawn; skipped: of them, those that the policy refused because a need was not
-    met; refused: those that did not fit. shares: of those that ran, the fraction in which each declared
-    trait really showed. broken: laws that were not kept. notes: what a reader should know.
+    met; refused: those that did not fit; failed: those that ended in any other error. shares: of those that
+    ran, the fraction in which each declared trait really showed. broken: laws that were not kept. notes: what
+    a reader should know.
     """
 
     policy: str
@@ -75,14 +77,20 @@ class Report:
     examples: int
     skipped: int
     refused: int
+    failed: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)
     broken: tuple[Broken, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
+    def ran(self) -> int:
+        """Examples that ran to their end."""
+        return self.examples - self.skipped - self.refused - self.failed
+
+    @property
     def passed(self) -> bool:
         """Whether every law was kept, and there was something to keep it on."""
-        return not self.broken and self.examples > self.skipped + self.refused
+        return not self.broken and self.ran > 0
 
     @property
     def not_exercised(self) -> tuple[str, ...]:
@@ -96,22 +104,23 @@ class Report:
 
     def as_text(self) -> str:
         """The report as lines to read."""
-        ran = self.examples - self.skipped - self.refused
+        failed = f"{self.failed} failed, " if self.failed else ""
         lines = [
-            f"{self.policy}: {'passed' if self.passed else 'FAILED'}: {self.examples} examples, {ran} ran, "
-            f"{self.refused} did not fit, {self.skipped} skipped (needs not met); seed {self.seed}"
+            f"{self.policy}: {'passed' if self.passed else 'FAILED'}: {self.examples} examples, {self.ran} ran, "
+            f"{failed}{self.refused} did not fit, {self.skipped} skipped (needs not met); seed {self.seed}"
         ]
         broken = {entry.law: entry for entry in self.broken}
         for law, check in CHECKS.items():
             sentence = _sentence(check)
-            lines.append(f"  {'FAIL' if law in broken else 'ok':4}  {sentence}")
+            verdict = "FAIL" if law in broken else "ok" if self.ran else "–"
+            lines.append(f"  {verdict:4}  {sentence}")
             if law in broken:
                 entry = broken[law]
                 lines.append(f"        broken on {entry.examples} of {self.examples} examples; on the smallest:")
                 lines.append(f"        {entry.text}")
                 if entry.command:
                     lines.append(f"        {entry.command}")
-        if ran == 0:
+        if self.ran == 0:
             lines.append("  nothing ran: no law was put to the test")
         for trait, share in self.shares.items():
             mark = "  not exercised: " if share < 0.3 else "  "
@@ -140,7 +149,10 @@ def check_policy(
     examples: how many to draw. name: what to call the policy, best as `sim.policies.load` knows it, so that
     the commands in the report work and a second process can be asked for law 7. folder: where a failing
     example is written, as a trace and a profile. across_processes: whether law 7 asks that process.
+    Raises PolicyError where no example is asked for.
     """
+    if examples < 1:
+        raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
@@ -170,6 +182,7 @@ def check_policy(
         examples=seen.examples,
         skipped=seen.skipped,
         refused=seen.refused,
+        failed=seen.failed,
         shares=seen.shares(),
         broken=tuple(found),
         notes=tuple(seen.notes()),

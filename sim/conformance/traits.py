@@ -15,7 +15,7 @@ class Exercised:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.examples = self.skipped = self.refused = self.ran = 0
+        self.examples = self.skipped = self.refused = self.failed = self.ran = 0
         self.counts = {trait: 0 for trait in ("recomputes", "moves", "rewrites") if getattr(policy, trait)}
         self.why_skipped = ""
 
@@ -30,6 +30,7 @@ class Exercised:
             self.refused += 1
             return
         if not run.done or run.log is None or run.plan is None:
+            self.failed += 1
             return
         self.ran += 1
         shows = {

@@ -99,7 +99,7 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
     if is_file:
         file, name, label = Path(given), Path(given).stem, given
         if not file.is_file():
-            raise ProfileError(f"{label}: no such file")
+            raise ProfileError(f"{label}: {'a folder, not a TOML file' if file.is_dir() else 'no such file'}")
     else:
         if given not in profile_names():
             raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names())}")

@@ -1,7 +1,8 @@
 """The policies: the file is the registration.
 
 `policies/offload/vdnn.py` is the policy `vdnn` of family `offload`. Others register theirs through the
-entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`.
+entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`, or `path/to/file.py` alone
+where it defines one policy.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from sim.errors import PolicyError, near
 from sim.policies.base import Policy
@@ -47,12 +49,12 @@ def names() -> tuple[str, ...]:
 
 def family(name: str) -> str:
     """The family of a policy: its folder, or "registered" or "file"."""
-    return _own().get(name, "file" if ":" in name else "registered")
+    return _own().get(name, "file" if _is_file(name) else "registered")
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class of a policy given by name or as `path/to/file.py:Class`. Raises PolicyError."""
-    if ":" in name:
+    """The class of a policy given by name, as `path/to/file.py:Class` or as `path/to/file.py`. Raises PolicyError."""
+    if _is_file(name):
         return _from_file(name)
     if name in _own():
         return _only_policy(importlib.import_module(f"sim.policies.{_own()[name]}.{name}"), name)
@@ -64,36 +66,93 @@ def policy_class(name: str) -> type[Policy]:
     raise PolicyError(f"no policy is called {name!r}{near(name, names())}")
 
 
-def load(name: str | Policy, **parameters: Any) -> Policy:
-    """A policy with its parameters. Raises PolicyError naming an unknown parameter and the nearest one."""
+def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
+    """A policy with its parameters: by name, from its class, or one there is with some of them changed.
+
+    Raises PolicyError naming an unknown parameter and the nearest one, or a value of another type.
+    """
     if isinstance(name, Policy):
-        return dataclasses.replace(name, **parameters) if parameters else name
-    found = policy_class(name)
+        return dataclasses.replace(name, **_checked(type(name), label(name), parameters))
+    if isinstance(name, type):
+        found, called = name, name.__name__
+        if not issubclass(found, Policy):
+            raise PolicyError(f"{called!r} is not a Policy")
+    else:
+        found, called = policy_class(name), name
+    checked = _checked(found, called, parameters)
+    try:
+        return found(**checked)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"policy {called!r}: {error}") from None
+
+
+def label(policy: Policy) -> str:
+    """A policy in a few words: its name, or that of its class, and the parameters that are not the defaults."""
+    module = type(policy).__module__
+    name = module.rpartition(".")[2] if module.startswith("sim.policies.") else type(policy).__name__
+    values = [(field, getattr(policy, field.name)) for field in dataclasses.fields(policy)]
+    inside = ", ".join(f"{field.name}={value}" for field, value in values if value != _default(field))
+    return f"{name}({inside})" if inside else name
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _checked(found: type[Policy], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a policy, all known and each of its declared type, lists as tuples where it takes those."""
+    if not parameters:
+        return {}
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # here, because the command line starts without it
+
     known = [field.name for field in dataclasses.fields(found)]
-    for key in parameters:
+    try:
+        hints = get_type_hints(found)
+    except NameError:  # a type that the file imports for type checkers alone
+        hints = {}
+    checked = {}
+    for key, value in parameters.items():
         if key not in known:
             has = near(key, known) if known else "; it has no parameters"
             raise PolicyError(f"policy {name!r} has no parameter {key!r}{has}")
-    try:
-        return found(**parameters)
-    except (TypeError, ValueError) as error:
-        raise PolicyError(f"policy {name!r}: {error}") from None
+        expected = hints.get(key, Any)
+        said = inspect.formatannotation(expected)
+        given = tuple(value) if isinstance(value, list) and "tuple" in said else value
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+        try:
+            # in a tuple, because some types refuse a configuration from outside
+            TypeAdapter(tuple[expected], config=config).validate_python((given,))  # type: ignore[valid-type]
+        except ValidationError:
+            raise PolicyError(f"policy {name!r}: {key} is {value!r}; expected {said}") from None
+        checked[key] = given
+    return checked
+
+
+def _policies_of(module: Any) -> list[type[Policy]]:
+    """The policies that a file defines and offers."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Policy)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
+    ]
 
 
 def _only_policy(module: Any, name: str) -> type[Policy]:
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module.__name__
-    ]
-    public = [value for value in own if not value.__name__.startswith("_")]
+    public = _policies_of(module)
     if len(public) != 1:
         raise PolicyError(f"the file of policy {name!r} must define one policy; it defines {len(public)}")
     return public[0]
 
 
+def _is_file(name: str) -> bool:
+    return ":" in name or name.endswith(".py")
+
+
 def _from_file(name: str) -> type[Policy]:
-    path_text, _, class_name = name.rpartition(":")
+    path_text, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     path = Path(path_text)
     if path.suffix != ".py" or not path.is_file():
         raise PolicyError(f"policy {name!r}: no Python file {path_text!r}")
@@ -110,6 +169,16 @@ def _from_file(name: str) -> type[Policy]:
         except Exception as error:
             del sys.modules[key]
             raise PolicyError(f"policy {name!r}: {path_text}: {type(error).__name__}: {error}") from error
+    if not class_name:
+        public = _policies_of(module)
+        if not public:
+            raise PolicyError(f"policy {name!r}: the file defines no subclass of Policy")
+        if len(public) > 1:
+            raise PolicyError(
+                f"policy {name!r}: the file defines {len(public)} policies; name the class: "
+                f"{path_text}:{public[0].__name__}"
+            )
+        return public[0]
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         classes = [

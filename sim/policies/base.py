@@ -24,7 +24,7 @@ class Policy:
     run. optimal: proven best in its class of plans. needs: what the trace or the platform must have
     (`NEEDS`). solver: what it solves with, "" for nothing. warm_up: iterations before the steady state.
     manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
-    `code` (checked against the authors'), `equations` (the paper's), `reconstruction`.
+    `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
     """
 
@@ -38,9 +38,9 @@ class Policy:
     solver: ClassVar[str] = ""
     warm_up: ClassVar[int] = 0
     manages: ClassVar[tuple[str, ...]] = ("activations",)
-    fidelity: ClassVar[str] = "equations"
+    fidelity: ClassVar[str] = "reconstruction"
     slow: ClassVar[bool] = False
 
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define plan(problem)")

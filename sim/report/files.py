@@ -12,10 +12,18 @@ from typing import IO
 def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> Path:
     """Let `write` fill a file beside `path`, then rename it to `path`; its folder is made where missing.
 
-    After an error nothing is left behind and an older file of that name is untouched. Raises OSError.
+    After an error nothing is left behind and an older file of that name is untouched. Raises OSError that names `path`.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_and_rename(target, write)
+    except OSError as error:  # it names the file beside, of which nobody knows
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    return target
+
+
+def _write_and_rename(target: Path, write: Callable[[IO[bytes]], None]) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -27,4 +35,3 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]
     except BaseException:
         os.unlink(name)
         raise
-    return target

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.hardware.cost import peak_dtype
 from sim.hardware.platform import Platform
-from sim.units import format_bytes
+from sim.trace.graph import Trace
+from sim.units import format_bytes, parse_bytes
 
 INCLUDES = "ops, recomputed ops, codecs, stalls, and at the end the transfers that bring everything back"
 LEAVES_OUT = "planning, loading of input data, allocator calls, and what the framework does beside its launches"
@@ -18,7 +20,7 @@ class Foot:
 
     platform: the one that was run on, its budget set. steady: whether the figures are those of the steady state,
     after `warm_up` iterations. command: what repeats the result, "" where it came from Python. workload: one line.
-    notes: more lines, such as which policies were left out and why.
+    trace: what ran, for the type that it computes in. notes: more lines, such as which policies were left out and why.
     """
 
     platform: Platform
@@ -26,6 +28,7 @@ class Foot:
     warm_up: int = 0
     command: str = ""
     workload: str = ""
+    trace: Trace | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -34,6 +37,7 @@ def foot_lines(foot: Foot, *, binary: bool = False) -> list[str]:
     platform = foot.platform
     lines = [f"platform {platform.name}" + (f", workload {foot.workload}" if foot.workload else "")]
     lines.append("; ".join(_memory(platform, binary)))
+    lines += [*_beyond(platform, binary), *_stand_in(platform, foot.trace)]
     warm = f" after {foot.warm_up} for warm-up" if foot.warm_up else ""
     state = f"the steady state{warm}" if foot.steady else "the first iteration, not the steady state"
     lines.append(f"time: one iteration, {state}: {INCLUDES}")
@@ -64,3 +68,29 @@ def _memory(platform: Platform, binary: bool) -> list[str]:
         names = found[0][1] if len(found) == 1 else f"each of {len(found)} devices"
         return [f"{texts[0]} ({names})"]
     return [f"{text} ({name})" for text, name in found]
+
+
+def _beyond(platform: Platform, binary: bool) -> list[str]:
+    """A budget that the machine does not have; its profile says what it has."""
+    name = platform.home(0).name.partition("@")[0]
+    usable = next((parse_bytes(fact.text) for fact in platform.facts if fact.path == f"tiers.{name}.capacity"), None)
+    if platform.budget is None or usable is None or platform.budget <= usable:
+        return []
+    budget, most = (format_bytes(amount, binary=binary) for amount in (platform.budget, usable))
+    return [
+        f"the budget of {budget} is above what this machine has: a run that takes more than {most} does not fit on it"
+    ]
+
+
+def _stand_in(platform: Platform, trace: Trace | None) -> list[str]:
+    """The type in which most is computed, where the machine has no peak for it."""
+    if trace is None:
+        return []
+    flops: dict[str, int] = {}
+    columns = trace.op_columns
+    for dtype, count, measured in zip(columns.dtype, columns.flops.tolist(), columns.duration.tolist(), strict=True):
+        if dtype and count and measured < 0:
+            flops[dtype] = flops.get(dtype, 0) + count
+    main = max(flops, key=lambda dtype: flops[dtype], default="")
+    priced = peak_dtype(platform.main_engine(0), main)
+    return [f"no {main} peak in this profile: priced as {priced}"] if main and priced != main else []

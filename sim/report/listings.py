@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sim.units import format_bytes, format_flops, format_rate
 
 if TYPE_CHECKING:
+    from sim.hardware.platform import Platform
     from sim.trace.graph import Trace
 
 GAP = "  "
@@ -37,26 +38,33 @@ def profile_listing(as_json: bool = False) -> str:
     from sim.hardware.profile import load_profile, profile_names
 
     platforms = [load_profile(name) for name in profile_names()]
+    records = [_profile_record(platform) for platform in platforms]
     if as_json:
-        return _json([{"name": p.name, "description": p.description, "devices": p.devices} for p in platforms])
+        return _json(records)
     rows = [("profile", "devices", "home tier", "peak", "host link", "assumed", "what it is")]
-    for platform in platforms:
-        home, engine = platform.home(0), platform.main_engine(0)
-        dtype, peak = max(engine.peak.items(), key=lambda item: item[1])
-        route = platform.route(home.name, platform.host.name) if platform.host else ()
-        rate = format_rate(min(platform.links[i].rate for i in route)) if route else "none"
-        rows.append(
-            (
-                platform.name,
-                str(platform.devices),
-                f"{format_bytes(home.capacity)} {home.name}",
-                f"{format_flops(peak)} {dtype}",
-                rate,
-                str(len(platform.assumed)),
-                platform.description,
-            )
-        )
+    for r in records:
+        home, peak = f"{format_bytes(r['home_bytes'])} {r['home_tier']}", f"{format_flops(r['peak'])} {r['peak_dtype']}"
+        rate = format_rate(r["host_link"]) if r["host_link"] else "none"
+        rows.append((r["name"], str(r["devices"]), home, peak, rate, str(r["assumed"]), r["description"]))
     return aligned(rows)
+
+
+def _profile_record(platform: Platform) -> dict[str, Any]:
+    """A row of the list. home_bytes: usable ones; peak: FLOP/s; host_link: bytes/s, None without a host."""
+    home = platform.home(0)
+    dtype, peak = max(platform.main_engine(0).peak.items(), key=lambda item: item[1])
+    route = platform.route(home.name, platform.host.name) if platform.host else ()
+    return {
+        "name": platform.name,
+        "description": platform.description,
+        "devices": platform.devices,
+        "home_tier": home.name,
+        "home_bytes": home.capacity,
+        "peak": peak,
+        "peak_dtype": dtype,
+        "host_link": min(platform.links[i].rate for i in route) if route else None,
+        "assumed": len(platform.assumed),
+    }
 
 
 def profile_page(name: str, as_json: bool = False) -> str:
@@ -147,26 +155,39 @@ def _first(record: dict[str, Any]) -> str:
 
 def model_listing(as_json: bool = False) -> str:
     """One line a model."""
-    from workloads.models import model_names, read_config
+    from workloads.models import model_names
 
-    configs = [read_config(name) for name in model_names()]
+    records = [_model_record(name) for name in model_names()]
     if as_json:
-        return _json([dataclasses.asdict(config) for config in configs])
-    rows = [("model", "family", "layers", "hidden", "heads", "vocabulary", "parameters", "source")]
-    for c in configs:
-        sizes = (str(c.layers), str(c.hidden), str(c.heads), f"{c.vocabulary:,}")
-        rows.append((c.name, c.family, *sizes, f"{c.published:,}" if c.published else "", c.source))
+        return _json(records)
+    sizes = ("layers", "hidden", "heads", "vocabulary", "parameters", "published")
+    rows = [("model", "family", *sizes, "also called", "source")]
+    for r in records:
+        counts = (f"{r[size]:,}" if r[size] else "" for size in sizes)
+        rows.append((r["name"], r["family"], *counts, ", ".join(r["aliases"]), r["source"]))
     return aligned(rows)
+
+
+def _model_record(name: str) -> dict[str, Any]:
+    """A model's configuration, with `parameters` as its trace has them and the names that hubs give it."""
+    from workloads.models import HUB_NAMES, read_config
+    from workloads.parameters import parameter_count
+
+    config = read_config(name)
+    aliases = [alias for alias, named in HUB_NAMES.items() if named == config.name]
+    return {**dataclasses.asdict(config), "parameters": parameter_count(config), "aliases": aliases}
 
 
 def model_page(name: str, as_json: bool = False) -> str:
     """One model's configuration and its source."""
-    from workloads.models import read_config
-
-    config = dataclasses.asdict(read_config(name))
+    record = _model_record(name)
     if as_json:
-        return _json(config)
-    return aligned([(key, str(value)) for key, value in config.items()], header=False)
+        return _json(record)
+    return aligned([(key, _listed(value)) for key, value in record.items()], header=False)
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(sorted(value)) if isinstance(value, (list, frozenset)) else str(value)
 
 
 def trace_page(trace: Trace, as_json: bool = False) -> str:

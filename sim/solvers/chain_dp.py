@@ -23,7 +23,9 @@ class ChainCosts:
     that the output need not be made unless that backward reads it. x: L + 1 sizes of stage inputs, the last one that of
     the last output. xbar: what stage i saves for its own backward, its output included, L entries.
     of: bytes beyond input and output while a stage runs and saves nothing; of_saving: beyond input and
-    xbar while it saves; ob: beyond all that and the incoming gradient while it runs backward.
+    xbar while it saves; ob: beyond all that and the incoming gradient while it runs backward. there, grown:
+    bytes of weight gradients before a stage's backward begins, those of later stages, and what they add to
+    its peak, some of its own with them; none where empty.
     """
 
     uf: Sequence[int]
@@ -34,6 +36,8 @@ class ChainCosts:
     of: Sequence[int]
     of_saving: Sequence[int]
     ob: Sequence[int]
+    there: Sequence[int] = ()
+    grown: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.uf)
@@ -46,7 +50,8 @@ class ChainTable:
     best[i][j - i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
     outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
     (slots + 1,); INF where it cannot be. slot: bytes of one. saving, hold: slots that stage i needs to run
-    forward and save, beside the gradient that lies there, and to run backward.
+    forward and save, beside the gradients that lie there, and to run backward. lying: slots of the gradients
+    that lie there until stage j's backward, of its output and of weights.
     """
 
     costs: ChainCosts
@@ -56,6 +61,7 @@ class ChainTable:
     xbar: Sequence[int]
     saving: Sequence[int]
     hold: Sequence[int]
+    lying: Sequence[int]
     best: Sequence[NDArray[np.int64]]
 
     @property
@@ -87,7 +93,7 @@ class ChainTable:
                 stack += [("B", i), ("F", i)]
                 continue
             best = int(self.best[i][j - i, m])
-            if m >= max(self.hold[i], self.x[j + 1] + self.saving[i]):
+            if m >= max(self.hold[i], self.lying[j] + self.saving[i]):
                 time = uf[i] + self.costs.ub[i] + int(self.best[i + 1][j - i - 1, m - self.xbar[i]])
                 if time == best:
                     stack += [("B", i), (i + 1, j, m - self.xbar[i]), ("F", i)]
@@ -108,12 +114,12 @@ class ChainTable:
 
 
 def slots_for(costs: ChainCosts, budget: int, slots: int) -> tuple[Fraction, list[list[int]]]:
-    """Bytes of a slot, and x, xbar, of, of_saving and ob in whole slots, rounded up.
+    """Bytes of a slot, and x, xbar, of, of_saving, ob, there and grown in whole slots, rounded up.
 
     Exact where the budget holds no more than `slots` multiples of the sizes' greatest common divisor;
     else a slot is the budget's `slots`-th part.
     """
-    lists = (costs.x, costs.xbar, costs.of, costs.of_saving, costs.ob)
+    lists = (costs.x, costs.xbar, costs.of, costs.of_saving, costs.ob, costs.there, costs.grown)
     unit = math.gcd(*(size for sizes in lists for size in sizes)) or max(budget, 1)
     if budget // unit <= slots:
         return Fraction(unit), [[size // unit for size in sizes] for sizes in lists]
@@ -130,15 +136,19 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
     point, does the same without the first forward. So such cuts are left out.
     Departs: what a saving stage needs is checked beside the gradient that lies there while it runs forward,
     none before the loss, where the paper's code counts that of its own output; `turn` is `uf` in the paper.
+    Weight gradients, of which it knows none, lie beside stages i … j from those behind j on: as much
+    whatever runs when, so a constant of each part's end, and no more states.
     """
     count = len(costs)
-    slot, (x, xbar, of, of_saving, ob) = slots_for(costs, budget, slots)
+    slot, (x, xbar, of, of_saving, ob, there, grown) = slots_for(costs, budget, slots)
     total = int(budget / slot)
     x, xbar, of = [*x, 0], [*xbar, 0], [*of, 0]
+    there, grown = there or [0] * count, grown or [0] * count
     uf, turn, ub = [*costs.uf, 0], [*costs.turn, 0], [*costs.ub, 0]
     # what stage i needs inside to run backward, the gradient of its output beside it
-    hold = [x[i + 1] + xbar[i] + ob[i] for i in range(count)] + [x[count]]
+    hold = [x[i + 1] + xbar[i] + ob[i] + grown[i] for i in range(count)] + [x[count]]
     saving = [xbar[i] + of_saving[i] for i in range(count)] + [0]
+    lying = [x[i + 1] + there[i] for i in range(count)] + [0]
     width = total + 1
     best = [np.full((count + 1 - i, width), INF, np.int64) for i in range(count + 1)]
     # per j the rows of best[k][j - k] moved right by x[k], for k = 0 … j: what is left beside checkpoint k
@@ -152,7 +162,7 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
 
     for i in range(count + 1):
         row = np.full(width, INF, np.int64)
-        need = max(hold[i], x[i + 1] + saving[i])
+        need = max(hold[i], lying[i] + saving[i])
         row[min(need, width) :] = turn[i] + ub[i]
         put(i, i, row)
     for span in range(1, count + 1):
@@ -164,12 +174,12 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
                 leaf = beside[j][i + 1 : last + 1] + best[i][: last - i]
                 leaf += (passed[i + 1 : last + 1] - passed[i])[:, None]
                 sweep = max(x[i + 1] + of[i], max((x[k] + x[k + 1] + of[k] for k in range(i + 1, j)), default=0))
-                least = min(x[j + 1] + sweep, width)
+                least = min(lying[j] + sweep, width)
                 row[least:] = leaf[:, least:].min(axis=0)
-            least = min(max(hold[i], x[j + 1] + saving[i]), width)
+            least = min(max(hold[i], lying[j] + saving[i]), width)
             if least < width:
                 chained = best[i + 1][j - i - 1, least - xbar[i] : width - xbar[i]] + (uf[i] + ub[i])
                 row[least:] = np.minimum(row[least:], chained)
             np.minimum(row, INF, out=row)
             put(i, j, row)
-    return ChainTable(costs, total, slot, x, xbar, saving, hold, best)
+    return ChainTable(costs, total, slot, x, xbar, saving, hold, lying, best)

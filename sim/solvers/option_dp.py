@@ -19,13 +19,18 @@ Step = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Line:
-    """A chain of L stages. uf, ub: ns. x: L + 1 sizes. temp: bytes beyond input and output while saving nothing."""
+    """A chain of L stages. uf, ub: ns. x: L + 1 sizes. temp: bytes beyond input and output while saving nothing.
+
+    there, grown: weight gradients, as in `ChainCosts`; none where empty.
+    """
 
     uf: Sequence[int]
     ub: Sequence[int]
     x: Sequence[int]
     temp: Sequence[int]
     options: Sequence[Sequence[Option]]
+    there: Sequence[int] = ()
+    grown: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.uf)
@@ -40,23 +45,26 @@ class Table:
 
     def __init__(self, line: Line, budget: int, slots: int) -> None:
         self.line, count = line, len(line)
-        sizes = {*line.x, *line.temp}
+        sizes = {*line.x, *line.temp, *line.there, *line.grown}
         for option in (o for options in line.options for o in options):
             sizes |= {option.xbar, option.saving, option.undoing}
         unit = math.gcd(*sizes) or max(budget, 1)
         self.slot = Fraction(unit) if budget // unit <= slots else Fraction(budget, slots)
         self.slots = int(budget / self.slot)
         self.x = [*map(self._up, line.x), 0]
+        there, grown = line.there or [0] * count, line.grown or [0] * count
+        # the gradients that lie there until a stage's backward: of its output, and of weights
+        self.lying = [self.x[i + 1] + self._up(there[i]) for i in range(count)] + [0]
         # per stage and option: slots to start with, to save, and to have at least beside the gradient that lies there
         self.ways = [
             [(self._up(o.xbar), self._up(o.xbar) + self._up(o.saving),
-              self.x[i + 1] + self._up(o.xbar) + self._up(o.undoing)) for o in options]
+              self.x[i + 1] + self._up(o.xbar) + self._up(o.undoing) + self._up(grown[i])) for o in options]
             for i, options in enumerate(line.options)
         ] + [[(0, 0, self.x[count])]]  # fmt: skip
         self.best = [np.full((count + 1 - i, self.slots + 1), INF, np.int64) for i in range(count + 1)]
         for i in range(count + 1):
             for o, (_, saving, hold) in enumerate(self.ways[i]):
-                least = max(hold, self.x[i + 1] + saving)
+                least = max(hold, self.lying[i] + saving)
                 row = self.best[i][0]
                 row[least:] = np.minimum(row[least:], self._turning(i, o))
         for span in range(1, count + 1):
@@ -79,12 +87,12 @@ class Table:
         for k in range(i + 1, min(j, len(line) - 1) + 1):
             sweep = max(sweep, (x[k - 1] if k - 1 > i else 0) + x[k] + self._up(line.temp[k - 1]))
             passed += line.uf[k - 1]
-            least = max(x[j + 1] + sweep, x[k])
+            least = max(self.lying[j] + sweep, x[k])
             if least <= self.slots:
                 later = self.best[k][j - k, least - x[k] : self.slots + 1 - x[k]]
                 np.minimum(row[least:], later + self.best[i][k - 1 - i, least:] + passed, out=row[least:])
         for o, (xbar, saving, hold) in enumerate(self.ways[i]):
-            least = max(hold, x[j + 1] + saving)
+            least = max(hold, self.lying[j] + saving)
             if least <= self.slots:
                 behind = self.best[i + 1][j - i - 1, least - xbar : self.slots + 1 - xbar]
                 time = line.uf[i] + line.ub[i] + line.options[i][o].extra
@@ -121,7 +129,7 @@ class Table:
         """What a part's best time is made of, last first."""
         x, best = self.x, int(self.best[i][j - i, m])
         for o, (xbar, saving, hold) in enumerate(self.ways[i]):
-            if m < max(hold, x[j + 1] + saving):
+            if m < max(hold, self.lying[j] + saving):
                 continue
             if i == j:
                 if self._turning(i, o) == best:

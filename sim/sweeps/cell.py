@@ -21,7 +21,16 @@ from typing import Any
 
 from sim.analysis.peak_memory import peak_bytes
 from sim.analysis.summary import summarize
-from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, TiersimError, WorkloadError
+from sim.errors import (
+    Deadlock,
+    IllegalPlan,
+    Infeasible,
+    OutOfMemory,
+    PolicyError,
+    PolicyFailed,
+    TiersimError,
+    WorkloadError,
+)
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -83,9 +92,12 @@ class Bench:
             return {**_refusal("infeasible", False, error), **known, "floor_bytes": floor, "holders": holders}, {}
         except (PolicyError, WorkloadError) as error:
             return {**_refusal("not_applicable", None, error), **known}, {}
+        except PolicyFailed as error:  # a fault of a policy is one cell's, not the sweep's
+            row = _refusal("failed", None, error.__cause__ or error)
+            return {**row, **known}, {"traceback": traceback.format_exc()}
         except (IllegalPlan, TiersimError) as error:
             return {**_refusal("failed", None, error), **known}, {}
-        except Exception as error:  # a fault of a policy is one cell's, not the sweep's
+        except Exception as error:
             return {**_refusal("failed", None, error), **known}, {"traceback": traceback.format_exc()}
 
     def _figures(self, task: Task, known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,7 +153,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _refusal(status: str, fits: bool | None, error: Exception) -> dict[str, Any]:
+def _refusal(status: str, fits: bool | None, error: BaseException) -> dict[str, Any]:
     text = str(error) if isinstance(error, TiersimError) else f"{type(error).__name__}: {error}"
     return {"status": status, "fits": fits, "error": " ".join(text.split())}
 

@@ -85,9 +85,18 @@ _OP = {
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace; a name that ends in `.gz` is compressed. The file appears whole, or not at all.
 
-    The same trace gives the same bytes. Raises OSError where the place cannot be written.
+    The same trace gives the same bytes; the folder is made where missing. Raises OSError that names `path` where the
+    place cannot be written.
     """
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_and_rename(trace, target)
+    except OSError as error:  # it names the file beside, of which nobody knows
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+def _write_and_rename(trace: Trace, target: Path) -> None:
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as raw:

@@ -195,6 +195,38 @@ def test_the_foot_says_what_the_figures_stand_on(drawn_log):
     assert first[4] == "no figure of the profile is merely assumed (1 have a source)"
 
 
+def test_the_foot_says_when_the_budget_is_more_than_the_machine_has():
+    from sim import load_profile
+
+    machine = load_profile("mt3000_survey")  # 8 GB
+    said = "the budget of 20 GB is above what this machine has: a run that takes more than 8 GB does not fit on it"
+    assert said in foot_lines(Foot(machine.with_budget(20 * 10**9)))
+    for platform in (machine, machine.with_budget(8 * 10**9)):
+        assert not [line for line in foot_lines(Foot(platform)) if "above" in line]
+    bigger = load_profile("mt3000_survey", overrides={"tiers.zone.capacity": "32 GB", "tiers.zone.nominal": "32 GB"})
+    assert not [line for line in foot_lines(Foot(bigger.with_budget(20 * 10**9))) if "above" in line]
+    four = load_profile("mt3000_cluster")  # its tiers are called cluster@0, cluster@1, …
+    assert [line for line in foot_lines(Foot(four.with_budget(20 * 10**9))) if "more than 13.96 GB" in line]
+
+
+@pytest.mark.parametrize(
+    ("profile", "precision", "said"),
+    [
+        ("mt3000_survey", "amp_bf16", ["no bf16 peak in this profile: priced as fp16"]),
+        ("biren_br100", "amp_fp16", ["no fp16 peak in this profile: priced as bf16"]),
+        ("mt3000_survey", "fp32", []),
+        ("h100", "amp_bf16", []),
+    ],
+)
+def test_the_foot_names_the_peak_that_stands_in_for_a_missing_one(profile, precision, said):
+    from sim import load_profile
+    from workloads import transformer
+
+    work = transformer("gpt2", batch=1, sequence=16, precision=precision)
+    lines = foot_lines(Foot(load_profile(profile), trace=work))
+    assert [line for line in lines if "priced as" in line] == said
+
+
 def test_equal_devices_are_said_once(make_log):
     four = make_log(2, devices=4).platform
     assert foot_lines(Foot(four), binary=True)[1] == "budget 2 GiB, nominal 4 GiB (each of 4 devices)"

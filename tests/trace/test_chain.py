@@ -12,7 +12,7 @@ from sim.errors import TraceError
 from sim.trace import Trace, TraceBuilder
 from sim.trace.chain import backward_ops, blocks, chain, forward_ops, saved_tensors
 from tests.strategies import traces
-from workloads import synthetic
+from workloads import synthetic, transformer
 
 MIB = 2**20
 
@@ -227,3 +227,40 @@ def test_a_long_trace_is_cut_in_a_moment() -> None:
     trace = synthetic.w1(450)
     got = chain(trace, ns(trace))
     assert len(got) == 900 + 4  # layer 0 starts from the input, which is no activation
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+FAMILIES = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 100},
+    "bert": {"model_type": "bert", **SMALL, "max_position_embeddings": 64, "type_vocab_size": 2},
+    "llama": {"model_type": "llama", **SMALL},
+    "qwen": {"model_type": "qwen2", **SMALL, "num_key_value_heads": 2},
+    "mixtral": {"model_type": "mixtral", **SMALL, **EXPERTS, "num_local_experts": 4},
+    "deepseek": {
+        "model_type": "deepseek",
+        **SMALL,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_every_family_is_a_chain_of_its_layers(family: str, precision: str) -> None:
+    trace = transformer(FAMILIES[family], batch=2, sequence=16, precision=precision)
+    stages = chain(trace, [1] * len(trace.ops)).stages
+    assert sum(len(stage.forward) for stage in stages) == len(forward_ops(trace))
+    # each of the three layers is cut from its neighbours at least
+    assert len(stages) >= 3
+    assert all(stage.backward for stage in stages)

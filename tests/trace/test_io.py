@@ -250,3 +250,16 @@ def test_lines_leave_out_what_has_a_default(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[1] == {"tensor": "y", "bytes": 1, "role": "activation"}
     assert lines[2] == {"op": "f", "kind": "other", "phase": "forward", "reads": [], "writes": [0]}
+
+
+def test_the_folder_of_a_saved_trace_is_made(tmp_path):
+    path = tmp_path / "a" / "b" / "t.jsonl"
+    save(w1(1), path)
+    assert load(path).content_hash == w1(1).content_hash
+
+
+def test_a_trace_that_cannot_be_saved_is_named_as_it_was_asked_for(tmp_path):
+    with pytest.raises(IsADirectoryError) as refused:
+        save(w1(1), tmp_path)
+    assert refused.value.filename == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []

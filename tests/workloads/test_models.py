@@ -240,3 +240,26 @@ def test_gpt_parameters_follow_the_closed_form(layers, heads, head, vocabulary):
     }
     want = layers * (12 * h * h + 13 * h) + vocabulary * h + 7 * h + 2 * h
     assert parameter_count(parse_config(values, "m")) == want
+
+
+def test_an_object_with_to_dict_is_read_as_its_dict():
+    class LikeTransformers:
+        """What a configuration object of `transformers` has that is of use here."""
+
+        def __init__(self, **values):
+            self.values = values
+
+        def to_dict(self):
+            return dict(self.values)
+
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32, "model_type": "gpt2"}
+    given = LikeTransformers(**sizes, _name_or_path="", torch_dtype=None, use_cache=True)
+    assert read_config(given) == read_config(sizes)
+    asked = {"batch": 2, "sequence": 8}
+    assert transformer(given, **asked).content_hash == transformer(sizes, **asked).content_hash
+
+
+@pytest.mark.parametrize("what", [None, 3, ["gpt2"]])
+def test_what_is_no_configuration_is_refused(what):
+    with pytest.raises(WorkloadError, match="expected a name"):
+        read_config(what)

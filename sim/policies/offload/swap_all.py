@@ -32,6 +32,7 @@ class SwapAll(Policy):
 
     moves = True
     needs = frozenset({"host"})
+    fidelity = "equations"
 
     ahead: int = 1
     unit: str = "block"

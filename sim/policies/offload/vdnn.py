@@ -56,6 +56,7 @@ class Vdnn(Policy):
     moves = True
     rewrites = True
     needs = frozenset({"host"})
+    fidelity = "equations"
 
     variant: str = "dyn"
     algorithm: str = "p"

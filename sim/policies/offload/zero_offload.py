@@ -50,6 +50,7 @@ class ZeroOffload(Policy):
     moves = True
     rewrites = True
     needs = frozenset({"host", "cpu"})
+    fidelity = "equations"
     manages = ("gradients", "optimizer_state", "weights")
 
     bucket: int | str = 0

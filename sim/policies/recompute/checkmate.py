@@ -14,7 +14,6 @@ from sim.solvers.outcome import Answer, planned, refused, rerun_ns
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
 from sim.solvers.turning import by_turning
-from sim.solvers.unfreeing import unfreed
 
 METHODS = ("milp", "rounding")
 ATTEMPTS = 4
@@ -58,6 +57,7 @@ class Checkmate(Policy):
     recomputes = True
     optimal = True
     solver = "milp"
+    fidelity = "equations"
     slow = True
 
     method: str = "milp"
@@ -87,8 +87,6 @@ class Checkmate(Policy):
                 return planned(problem, known, status=status, bound=bound)
         nodes, exact = self._nodes(problem, ledger)
         known, bound = by_rounding(problem, ledger, nodes)
-        if known is not None and not exact:
-            known = unfreed(known, [problem.cost.op_ns(op) for op in range(len(ledger.reads))], problem.budget)
         least, smallest = (known, False) if known else tightest(ledger, nodes)
         if least.peak() <= problem.budget:
             known = least

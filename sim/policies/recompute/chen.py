@@ -38,6 +38,7 @@ class Chen(Policy):
 
     recomputes = True
     needs = frozenset({"chain"})
+    fidelity = "equations"
 
     method: str = "search"
     threshold: int | None = None

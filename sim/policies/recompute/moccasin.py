@@ -43,6 +43,7 @@ class Moccasin(Policy):
     recomputes = True
     optimal = True
     solver = "cp"
+    fidelity = "equations"
     slow = True
 
     runs: int = 2

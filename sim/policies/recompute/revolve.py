@@ -31,6 +31,7 @@ class Revolve(Policy):
 
     recomputes = True
     needs = frozenset({"chain", "backward"})
+    fidelity = "equations"
 
     slots: int | None = None
 

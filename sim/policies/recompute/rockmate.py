@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.recompute.rotor import costs_of, held_outside
+from sim.policies.recompute.rotor import Attempt, costs_of, fastest_fitting, room_of
 from sim.solvers.chain_dp import INF
 from sim.solvers.option_dp import Line, Step, Table
 from sim.solvers.options import Menu
 from sim.solvers.outcome import planned, rerun_ns
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.runs import Ledger, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
-
-ATTEMPTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Rockmate(Policy):
     Departs: blocks are the stages of the trace's chain. Options come from this package's program (see
         `checkmate`), op by op, with limits on what lies there between the stage's forward and backward and on
         what it holds at once; a forward that saves nothing runs all its ops in order. The plan's exact peak
-        is known afterwards: one that would pass the budget is made again for less room.
+        is known afterwards: then it is made again for more room or less, as in `rotor`.
 
     slots: parts into which the budget is divided, at least 2. levels: limits of either kind, at least 1.
     exact_ops: for stages of more ops, forward and backward together, options come from rounding the
@@ -46,6 +44,7 @@ class Rockmate(Policy):
     recomputes = True
     needs = frozenset({"chain", "backward"})
     solver = "milp+dp"
+    fidelity = "equations"
     slow = True
 
     slots: int = 500
@@ -77,44 +76,29 @@ class Rockmate(Policy):
         )
         costs = costs_of(problem, ledger, chain)
         options = [menu.of(stage, turn, self.max_ops) for stage, turn in zip(chain.stages, costs.turn, strict=True)]
-        line = Line(costs.uf, costs.ub, costs.x, costs.of, options)
-        outside = held_outside(problem, chain)
+        line = Line(costs.uf, costs.ub, costs.x, costs.of, options, costs.there, costs.grown)
 
-        def attempt(room: int) -> Runs | None:
+        def attempt(room: int) -> Attempt | None:
             table = Table(line, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
-            return runs(ledger, again_of(chain, line, table.schedule(), anchors), prune=True)
+            found = runs(ledger, again_of(chain, line, table.schedule(), anchors), prune=True)
+            return rerun_ns(problem, found), found, found.peak() - problem.budget
 
-        # weight gradients come while activations go: hope that none adds to the peak, then make sure
-        high, low = problem.budget - outside + chain.gradients, 0
-        room, found = high, None
-        for _ in range(ATTEMPTS):
-            tried = attempt(room)
-            excess = tried.peak() - problem.budget if tried is not None else 0
-            if tried is None or excess > 0:
-                high = room
-                room = room - excess if excess and room - excess > low else (low + high) // 2
-            else:
-                low = room
-                if found is None or rerun_ns(problem, tried) < rerun_ns(problem, found):
-                    found = tried
-                if high - low <= problem.budget // self.slots:
-                    break
-                room = (low + high) // 2
-        least = 0
-        if found is None:
-            least = _least_room(line, self.slots)
-            found = attempt(least)
-        if found is None or found.peak() > problem.budget:
-            floor = found.peak() if found is not None else outside + least
+        best = fastest_fitting(attempt, room_of(problem, chain), problem.budget // self.slots)
+        least = problem.budget
+        if best is None:
+            room = _least_room(line, self.slots)
+            best = attempt(room)
+            least += best[2] if best is not None else room - room_of(problem, chain)
+        if best is None or least > problem.budget:
             raise Infeasible(
                 f"rockmate finds no schedule of {len(chain)} stages in {format_bytes(problem.budget)}; "
-                f"{format_bytes(floor, digits=None)} would do",
-                floor_bytes=floor,
+                f"{format_bytes(least, digits=None)} would do",
+                floor_bytes=least,
             )
         limit = "time" if "time" in menu.limits else "nodes" if menu.limits else ""
-        return planned(problem, found, status="feasible", bound=None, limit=limit)
+        return planned(problem, best[1], status="feasible", bound=None, limit=limit)
 
 
 def again_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequence[int]) -> dict[int, list[int]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
 
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.chain_dp import INF, ChainCosts, ChainTable, solve
+from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of
 from sim.solvers.runs import Ledger, Runs, backward_slice, runs
 from sim.trace.chain import Chain
+from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 ATTEMPTS = 8
@@ -20,8 +24,8 @@ TIGHT = (1.0, 1.05, 1.25, 1.5, 2.0, 3.0)
 """Rooms to try near the floor, as parts of the least for which the model has a schedule: what lies outside the model
 makes the exact peak of the tightest schedule no more the least one."""
 
-Attempt = tuple[ChainTable, Runs, int]
-"""The model's answer for some room, the plan that it gives, and what its exact peak exceeds the budget by."""
+Attempt = tuple[int, Runs, int]
+"""A plan for some room: its time, ns, the plan, and what its exact peak exceeds the budget by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +39,15 @@ class Rotor(Policy):
         heterogeneous chains", 2019, arXiv:1911.13214.
     Bounds: O(L^3 slots) time, O(L^2 slots) memory for L stages: 0.05 s at 48, 4 s and 0.5 GB at 192.
     Departs: stages come from the trace's chain view. Weights and inputs are taken off the budget beforehand.
-        Weight gradients, and what else the chain does not count (an activation that a later stage's
-        backward reads, say), show in the plan's exact peak only: where a plan would pass the budget, the
-        room that the model is given is bisected. Sizes are exact, not rounded, where the budget is at
-        most `slots` multiples of their greatest common divisor. An op that runs again runs only where
-        its results are read, so the plan may take less time than the model's. Because rounding depends
-        on the budget, a little more of it may cost a little time: hence not `optimal`.
+        The paper knows no weight gradients; here each part of the chain is checked beside those of the
+        stages behind it. What else the chain does not count (an activation that a later stage's backward
+        reads, say) and what rounding counts too much show in the plan's exact peak: the model is given
+        more room or less, eight times at most, and the fastest plan that fits is taken.
+        Sizes are exact, not rounded, where the budget is at most `slots` multiples of their greatest
+        common divisor. An op that runs again runs only where its results are read, so the plan may take
+        less time than the model's. Because rounding depends on the budget, a little more of it may cost a
+        little time, and within some per cent of the least memory a simpler policy may fit where none of
+        the plans tried does: hence not `optimal`.
 
     slots: parts into which the budget is divided, at least 2.
     Raises PolicyError where the trace is no chain, Infeasible where no persistent schedule is found.
@@ -49,6 +56,7 @@ class Rotor(Policy):
     recomputes = True
     needs = frozenset({"chain", "backward"})
     solver = "dp"
+    fidelity = "equations"
 
     slots: int = 500
 
@@ -66,35 +74,19 @@ class Rotor(Policy):
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
-        outside = held_outside(problem, line)
 
         def attempt(room: int) -> Attempt | None:
-            """The best schedule for that much room by the model, and what its exact peak exceeds the budget by."""
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
             found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors), prune=True)
-            return table, found, found.peak() - problem.budget
+            return table.time, found, found.peak() - problem.budget
 
-        # weight gradients come while activations go: hope that none adds to the peak, then make sure
-        room = high = problem.budget - outside + line.gradients
-        low, best = 0, None
-        for _ in range(ATTEMPTS):
-            tried = attempt(room)
-            excess = tried[2] if tried is not None else 0
-            if tried is not None and excess <= 0:
-                low = room
-                best = tried if best is None else min(best, tried, key=lambda one: one[0].time)
-                if high - low < max(1, problem.budget // self.slots):
-                    break
-                room = (low + high) // 2
-            else:
-                high = room
-                room = room - excess if excess and room - excess > low else (low + high) // 2
+        best = fastest_fitting(attempt, room_of(problem, line), problem.budget // self.slots)
         if best is None:
             best = self._tight(problem, costs, attempt)
-        table, found, _ = best
-        return Plan(problem.trace, found.actions(), notes={"model_ns": table.time})
+        time, found, _ = best
+        return Plan(problem.trace, found.actions(), notes={"model_ns": time})
 
     def _tight(self, problem: Problem, costs: ChainCosts, attempt: Callable[[int], Attempt | None]) -> Attempt:
         """The fastest schedule for little room that fits. Raises Infeasible naming the least peak of them."""
@@ -102,7 +94,7 @@ class Rotor(Policy):
         tries = [tried for part in TIGHT if (tried := attempt(int(floor * part))) is not None]
         fitting = [tried for tried in tries if tried[2] <= 0]
         if fitting:
-            return min(fitting, key=lambda one: one[0].time)
+            return min(fitting, key=itemgetter(0))
         least = problem.budget + min(excess for _, _, excess in tries)
         raise Infeasible(
             f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
@@ -118,6 +110,28 @@ class Rotor(Policy):
         return floor
 
 
+def fastest_fitting(attempt: Callable[[int], Attempt | None], room: int, step: int) -> Attempt | None:
+    """The fastest plan that fits among a few tries for rooms near what the model has; None where none of them does.
+
+    The model counts too much, by its rounding, or too little, what lies outside the chain: so the next room
+    is that which would make up for the last one's exact peak, or halves what is left between the largest known to
+    fit and the smallest known not to, down to `step` bytes.
+    """
+    low, high, best = 0, room + room // 4, None
+    for _ in range(ATTEMPTS):
+        tried = attempt(room)
+        excess = tried[2] if tried is not None else 0
+        if excess > 0:
+            high = room
+        else:
+            low = room
+            best = min((one for one in (best, tried) if one is not None), key=itemgetter(0), default=None)
+        if high - low <= step:
+            break
+        room = room - excess if low < room - excess < high else (low + high) // 2
+    return best
+
+
 def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
     """What the dynamic program needs of a chain."""
     stages = line.stages
@@ -126,6 +140,7 @@ def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
         by_own = {t for op in stage.backward for t in ledger.reads[op]}
         wanted = [t for t in stage.saved if t in by_own or t != stage.output]
         turn.append(sum(problem.cost.op_ns(op) for op in backward_slice(ledger, stage.forward, wanted)))
+    there, grown = gradients_of(ledger, line)
     return ChainCosts(
         uf=[stage.uf for stage in stages],
         turn=turn,
@@ -135,7 +150,32 @@ def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
         of=[stage.forward_temp for stage in stages],
         of_saving=[stage.saving_temp for stage in stages],
         ob=[stage.backward_temp for stage in stages],
+        there=there,
+        grown=grown,
     )
+
+
+def gradients_of(ledger: Ledger, line: Chain) -> tuple[list[int], list[int]]:
+    """Bytes of weight gradients just before each stage's backward, and what they add to its peak."""
+    bare = Ledger(ledger.trace)
+    made = (ledger.trace.tensor_columns.role == ROLE_CODE["gradient"]) & (ledger.trace.producer >= 0)
+    bare.size = np.where(made, 0, bare.size).tolist()
+    full, less = (runs(one, {}).peaks() for one in (ledger, bare))  # entry k is of op k - 1
+    there, grown, lying = [], [], 0
+    for stage in reversed(line.stages):
+        more = 0
+        if stage.backward:
+            first, end = stage.backward[0], stage.backward[-1] + 1
+            lying = full[first] - less[first]
+            more = max(full[first + 1 : end + 1]) - max(less[first + 1 : end + 1])
+        there.append(lying)
+        grown.append(more)
+    return there[::-1], grown[::-1]
+
+
+def room_of(problem: Problem, line: Chain) -> int:
+    """Bytes of the budget that weights, optimizer states and the like leave for a chain and its weight gradients."""
+    return problem.budget - held_outside(problem, line) + line.gradients
 
 
 def held_outside(problem: Problem, line: Chain) -> int:

@@ -33,6 +33,7 @@ class Vlad(Policy):
 
     recomputes = True
     needs = frozenset({"backward"})
+    fidelity = "equations"
 
     base: int | None = None
     snapshots: int | None = None
