@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from sim.errors import TraceError
 from sim.trace.graph import Trace
 from sim.trace.io import load
 from workloads.importers.chakra import build_chakra, rank_files, read_chakra
 from workloads.importers.chrome import build_chrome
-from workloads.importers.dtr import build_dtr
+from workloads.importers.dtr import read_dtr
 from workloads.importers.execution_trace import build_execution_trace
 from workloads.importers.optrace import FORMAT, read_optrace
-from workloads.importers.reading import MAX_BYTES, parse_json, read_bytes, read_packed, read_start
+from workloads.importers.reading import MAX_BYTES, check_memory, read_bytes, read_packed, read_start
+from workloads.importers.streaming import Document, open_document
 
 FORMATS = (
     "tiersim JSON lines",
@@ -28,9 +32,15 @@ FORMATS = (
 
 START = 4096
 
+FIRST_ROWS, FIRST_BYTES = 100, 1 << 20
+"""Rows that are looked at for what they are."""
+
 
 def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
     """A trace from a file of any format in `FORMATS`, told by its content; gzip is unpacked.
+
+    The rows of Chrome JSON, execution traces and DTR logs are read one after another; op-trace-1 and Chakra are held
+    whole while they are read.
 
     max_bytes: most bytes to read, after unpacking. Raises TraceError, one line that names the file and what is wrong
     with it, or lists the formats where it is none of them.
@@ -57,39 +67,77 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error}") from None
     if re.match(rb'\{[^\n]*"INSTRUCTION"\s*:', start):
-        return build_dtr(read_bytes(path, max_bytes), str(path))
-    return _from_json(path, read_bytes(path, max_bytes), max_bytes)
+        return read_dtr(path, max_bytes=max_bytes)
+    return _from_json(path, start, max_bytes)
 
 
-def _from_json(path: str | os.PathLike[str], data: bytes, max_bytes: int) -> Trace:
+def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int) -> Trace:
     """A trace from a JSON document, or several after each other, told by its keys."""
-    try:
-        document = parse_json(data, str(path), max_bytes)
-    except TraceError:
-        if re.search(rb'"(dataDeps|data_deps|ctrlDeps|durationMicros|duration_micros|version)"', data[:START]):
-            return build_chakra([(str(path), data)], str(path))
-        raise
-    if isinstance(document, dict):
-        if document.get("format") == FORMAT:
-            return read_optrace(path, max_bytes=max_bytes)
-        if "traceEvents" in document:
-            return build_chrome(document, str(path))
-        if "workload_graph" in document or _is_chakra(document.get("nodes")):
-            return build_chakra([(str(path), data)], str(path))
-        if "nodes" in document:
-            return build_execution_trace(document, str(path))
-        raise _unknown(path, f"a JSON object with the keys {', '.join(map(repr, list(document)[:6]))[:200]}")
-    if _is_chakra(document):
+    with open_document(path, max_bytes) as document:
+        try:
+            kind, rows = _kind(document)
+        except TraceError:
+            if not re.search(rb'"(dataDeps|data_deps|ctrlDeps|durationMicros|duration_micros|version)"', start):
+                raise
+            kind, rows = "chakra", ()
+        if kind == "chrome":
+            return build_chrome(rows, str(path))
+        if kind == "execution trace":
+            return build_execution_trace(rows, document.about, str(path))
+    if kind == FORMAT:
+        return read_optrace(path, max_bytes=max_bytes)
+    if kind == "chakra":
+        data = read_bytes(path, max_bytes)
+        check_memory(data, str(path), max_bytes)
         return build_chakra([(str(path), data)], str(path))
-    if isinstance(document, list) and any(isinstance(row, dict) and "ph" in row for row in document[:100]):
-        return build_chrome(document, str(path))
-    raise _unknown(path, f"a JSON {type(document).__name__}")
+    raise _unknown(path, kind)
 
 
-def _is_chakra(nodes: object) -> bool:
+def _kind(document: Document) -> tuple[str, Iterable[Any]]:
+    """The format, or what stands in it if it is none, and the rows of those formats that are streamed."""
+    if document.is_list:
+        first, rows = _first(document.rows(), document)
+        if _is_chakra(first):
+            return "chakra", _past(rows)
+        if any(isinstance(row, dict) and "ph" in row for row in first):
+            return "chrome", rows
+        return "a JSON list", ()
+    while name := document.find("format", "traceEvents", "workload_graph", "nodes"):
+        if name == "traceEvents":
+            return "chrome", document.rows(name)
+        if name == "workload_graph":
+            document.find()
+            return "chakra", ()
+        if name == "nodes":
+            first, rows = _first(document.rows(name), document)
+            return ("chakra", _past(rows)) if _is_chakra(first) else ("execution trace", rows)
+        if document.about[name] == FORMAT:
+            return FORMAT, ()
+    return f"a JSON object with the keys {', '.join(map(repr, list(document.about)[:6]))[:200]}", ()
+
+
+def _first(rows: Iterable[Any], document: Document) -> tuple[list[Any], Iterable[Any]]:
+    """The first rows, of no more than about a megabyte, and all rows."""
+    rows, most = iter(rows), document.bytes + FIRST_BYTES
+    first: list[Any] = []
+    for row in rows:
+        first.append(row)
+        if len(first) == FIRST_ROWS or document.bytes > most:
+            break
+    return first, chain(first, rows)
+
+
+def _past(rows: Iterable[Any]) -> tuple[()]:
+    """No rows, after all have been read: what is no JSON in a format that is held whole is placed as in the others."""
+    for _ in rows:
+        pass
+    return ()
+
+
+def _is_chakra(nodes: list[Any]) -> bool:
     """Whether these are Chakra nodes: PyTorch's own list tensors and callers, not dependencies on data."""
     keys = {"data_deps", "dataDeps", "duration_micros", "durationMicros"}
-    return isinstance(nodes, list) and any(isinstance(row, dict) and keys & row.keys() for row in nodes[:100])
+    return any(isinstance(row, dict) and keys & row.keys() for row in nodes)
 
 
 def _may_be_chakra(start: bytes) -> bool:

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +32,14 @@ from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, ITEM_BYTES, flops_of, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
 from workloads.importers.optrace import RANDOM
-from workloads.importers.reading import MAX_BYTES, microseconds, need, read_json, texts, whole
+from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
 from workloads.importers.storages import Storages
+from workloads.importers.streaming import open_document
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
+KEPT = ("Sequence number", "Input type", "Input Dims")
+"""Arguments of a call that are used; the others are not held."""
 MOST_INPUTS = 4096
 MOST_TOUCHED = 64
 """Storages remembered for one sequence number."""
@@ -90,29 +95,22 @@ def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> 
     The device whose allocations add up to most is taken; events of others are counted in meta["left_out"].
     Raises TraceError naming the file and the entry.
     """
-    return build_chrome(read_json(path, max_bytes), str(path))
+    with open_document(path, max_bytes) as document:
+        document.find("traceEvents")
+        return build_chrome(document.rows("traceEvents"), str(path))
 
 
-def build_chrome(data: Any, path: str) -> Trace:
-    """As `read_chrome`, of a document that was read before."""
-    try:
-        rows = (
-            data
-            if isinstance(data, list)
-            else need(need(data, dict, "the document").get("traceEvents"), list, "traceEvents")
-        )
-        return _Reader(path, rows).trace()
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
-        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+def build_chrome(rows: Iterable[Any], path: str) -> Trace:
+    """As `read_chrome`, of its events, which are read once and not held. Errors do not name the file."""
+    return _Reader(path, rows).trace()
 
 
 class _Reader:
-    def __init__(self, path: str, rows: list[Any]) -> None:
+    def __init__(self, path: str, rows: Iterable[Any]) -> None:
         self.left_out: Counter[str] = Counter()
         self.assumed: Counter[str] = Counter()
         self.calls: list[Call] = []
+        self.threads: dict[tuple[str, str], tuple[str, str]] = {}
         self.launches: dict[Any, tuple[int, Any]] = {}
         self.kernels: list[tuple[Any, int]] = []
         by_device: dict[tuple[int, int], list[_Event]] = {}
@@ -153,12 +151,14 @@ class _Reader:
             start = microseconds(row.get("ts"), f"{where}: ts")
             span = microseconds(row.get("dur", 0), f"{where}: dur")
             thread = (str(row.get("pid"))[:80], str(row.get("tid"))[:80])
+            thread = self.threads.setdefault(thread, thread)
             if category in KERNELS:
                 self.kernels.append((_plain(args.get("correlation")), span))
             elif category in LAUNCHES:
                 self.launches[_plain(args.get("correlation"))] = (start, thread)
             else:
-                name = texts(row.get("name"), f"{where}: name")
+                name = sys.intern(texts(row.get("name"), f"{where}: name"))
+                args = {key: args[key] for key in KEPT if key in args}
                 self.calls.append(Call(name, start, start + span, thread, args, category == "cpu_op"))
         elif row.get("name") == "[memory]":
             args = need(row.get("args"), dict, f"{where}: args")

@@ -19,14 +19,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, BinaryIO
 
 from sim.errors import TraceError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.importers.aten import kind_of
 from workloads.importers.optrace import RANDOM
-from workloads.importers.reading import MAX_BYTES, need, parse_json, read_bytes, texts, whole
+from workloads.importers.reading import MAX_BYTES, need, open_unpacked, parse_json, read_lines, texts, whole
 from workloads.importers.storages import Storages
 
 INSTRUCTIONS = ("CONSTANT", "MEMORY", "ALIAS", "CALL", "MUTATE", "COPY", "COPY_FROM", "RELEASE", "ANNOTATE")
@@ -36,28 +37,31 @@ Row = tuple[str, dict[str, Any], str]
 
 
 def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from a DTR log.
+    """A trace from a DTR log, whose lines are read one after another.
 
     hold: a storage stays until the log releases it: the op before the release reads it. False: it goes after its
     last reader, as simrd would have it where nothing restores a tensor for its release alone.
     Raises TraceError naming the file and the line.
     """
-    return build_dtr(read_bytes(path, max_bytes), str(path), hold=hold)
-
-
-def build_dtr(data: bytes, path: str, *, hold: bool = True) -> Trace:
-    """As `read_dtr`, of a content that was read before."""
-    try:
-        return _Reader(data, path, hold).trace()
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
-        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+    with open_unpacked(path) as file:
+        try:
+            start = -1  # the log is read twice, since its first lines count if no START follows
+            for i, (kind, row, _) in enumerate(_rows(file, max_bytes)):
+                if _annotation(kind, row) == "START":
+                    start = i
+                    break
+            file.seek(0)
+            rows = islice(_rows(file, max_bytes), start + 1, None)
+            return _Reader(str(path), hold, start + 1).trace(rows)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
+        except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
+            raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
 
 
 class _Reader:
-    def __init__(self, data: bytes, path: str, hold: bool) -> None:
-        self.left_out: Counter[str] = Counter()
+    def __init__(self, path: str, hold: bool, before: int) -> None:
+        self.left_out: Counter[str] = Counter({"lines before START": before})
         self.meta: dict[str, Any] = {
             "model": "imported",
             "source": f"import of {os.path.basename(path)}",
@@ -72,16 +76,12 @@ class _Reader:
         self.ops = 0
         self.hold = hold
         self.pending: dict[str, Any] | None = None
-        self.rows = _rows(data)
         self.constants: set[int] = set()
         self.names: Counter[str] = Counter()
 
-    def trace(self) -> Trace:
-        """The trace of the whole log."""
-        rows = list(self.rows)
-        start = next((i for i, (kind, row, _) in enumerate(rows) if _annotation(kind, row) == "START"), -1)
-        self.left_out["lines before START"] = start + 1
-        self._walk(iter(rows[start + 1 :]))
+    def trace(self, rows: Iterator[Row]) -> Trace:
+        """The trace of the lines after START."""
+        self._walk(rows)
         self._flush()
         kept = [key for key, count in self.held.items() if count > 0]
         now, first = self.storages.now, self.storages.first
@@ -228,11 +228,11 @@ class _Reader:
 # ---- lines -------------------------------------------------------------------------------------------
 
 
-def _rows(data: bytes) -> Iterator[Row]:
-    for number, line in enumerate(data.split(b"\n"), 1):
+def _rows(file: BinaryIO, max_bytes: int) -> Iterator[Row]:
+    for number, line in enumerate(read_lines(file, max_bytes), 1):
         if line.strip():
             where = f"line {number}"
-            row = need(parse_json(line, where), dict, where)
+            row = need(parse_json(line, where, max_bytes), dict, where)
             yield texts(row.get("INSTRUCTION"), f"{where}: INSTRUCTION"), row, where
 
 

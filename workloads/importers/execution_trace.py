@@ -18,7 +18,9 @@ one never written is an input, or a weight in a trace without an update unless i
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +30,9 @@ from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, flops_of, is_silent, kind_of, phase_of
 from workloads.importers.execution_nodes import Node, Seen, read_node
 from workloads.importers.optrace import RANDOM
-from workloads.importers.reading import MAX_BYTES, need, read_json
+from workloads.importers.reading import MAX_BYTES, need
 from workloads.importers.storages import Storages
+from workloads.importers.streaming import open_document
 
 Life = tuple[int, int]
 """One storage: its number, and how often that number had been used before."""
@@ -41,35 +44,35 @@ def read_execution_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_B
     Tensors on another device than the one that holds most are left out and counted in meta["left_out"].
     Raises TraceError naming the file and the node.
     """
-    return build_execution_trace(read_json(path, max_bytes), str(path))
+    with open_document(path, max_bytes) as document:
+        document.find("nodes")
+        return build_execution_trace(document.rows("nodes"), document.about, str(path))
 
 
-def build_execution_trace(data: Any, path: str) -> Trace:
-    """As `read_execution_trace`, of a document that was read before."""
-    try:
-        rows = need(need(data, dict, "the document").get("nodes"), list, "nodes")
-        return _Reader(path, rows, str(data.get("schema", ""))[:40]).trace()
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as error:
-        raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
+def build_execution_trace(rows: Iterable[Any], about: dict[str, Any], path: str) -> Trace:
+    """As `read_execution_trace`, of its nodes, which are read once and not held.
+
+    about: the other members of the document, there when all nodes have been read. Errors do not name the file.
+    """
+    return _Reader(path, rows, about).trace()
 
 
 class _Reader:
-    def __init__(self, path: str, rows: list[Any], schema: str) -> None:
+    def __init__(self, path: str, rows: Iterable[Any], about: dict[str, Any]) -> None:
         self.left_out: Counter[str] = Counter()
         self.nodes: dict[int, Node] = {}
         for i, row in enumerate(rows):
             node = read_node(need(row, dict, f"node {i}"), f"node {i}")
             if node.id in self.nodes:
                 raise TraceError(f"two nodes have the id {node.id}")
+            node.name, node.schema = sys.intern(node.name), sys.intern(node.schema)
             self.nodes[node.id] = node
         if not self.nodes:
             raise TraceError("no node in it")
         self.order = sorted(self.nodes)
         self._keep_one_device()
         self.meta: dict[str, Any] = {"model": "imported", "source": f"import of {os.path.basename(path)}"}
-        self.meta |= {"format": "execution trace", "schema": schema}
+        self.meta |= {"format": "execution trace", "schema": str(about.get("schema", ""))[:40]}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
         self.roles: dict[Life, str] = {}

@@ -83,7 +83,7 @@ class _Storages:
 
 
 def read_optrace(path: str | os.PathLike[str], *, rounding: int = ROUNDING, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from an op-trace-1 file.
+    """A trace from an op-trace-1 file, which is held whole while it is read.
 
     rounding: storage sizes are rounded up to this many bytes, as PyTorch's allocator does, so that a
     replay that keeps everything has PyTorch's own peak; 1 for true sizes. Storages on other devices than

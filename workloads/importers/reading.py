@@ -7,8 +7,9 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from sim.errors import TraceError
 
@@ -16,8 +17,9 @@ MAX_BYTES = 1 << 30
 """Unpacked bytes above which a file is refused; a caller may allow more."""
 
 MEMORY_FACTOR = 12
-"""Memory that the values of a JSON document may take, as a multiple of the bytes that a file may have. Traces of
-profilers take 6 to 9 times their text, 9 to 11 by the estimate below; a file of brackets takes up to 40."""
+"""Memory that values held at once (a JSON document, or one row where rows are streamed) may take, as a multiple of
+the bytes that a file may have. Traces of profilers take 6 to 9 times their text, 9 to 11 by the estimate below; a file
+of brackets takes up to 40."""
 
 VALUE, LIST, OBJECT = 48, 104, 232
 """Bytes that Python takes for a value and its place, for a list and for an object with its first entry."""
@@ -39,24 +41,45 @@ def read_packed(path: str | os.PathLike[str]) -> bool:
     try:
         with Path(path).open("rb") as raw:
             return raw.read(2) == b"\x1f\x8b"
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
 def read_start(path: str | os.PathLike[str], count: int) -> bytes:
     """The first bytes of a file, unpacked; no more than `count` are held. Raises TraceError."""
-    name = Path(path)
+    with open_unpacked(path) as file:
+        try:
+            return file.read(count)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"{path}: cannot be read: {error}") from None
+
+
+def open_unpacked(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading, unpacked if its first bytes say gzip. Raises TraceError."""
     try:
-        with name.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            return gzip.GzipFile(fileobj=raw).read(count) if packed else raw.read(count)
+        return cast(BinaryIO, gzip.open(path)) if read_packed(path) else Path(path).open("rb")
     except FileNotFoundError:
         raise TraceError(f"{path}: no such file") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:  # a name with a zero byte
         raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
+
+
+def read_lines(file: BinaryIO, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
+    """The lines of an open file, one held at a time. Raises TraceError, which does not name the file."""
+    left = max_bytes
+    while True:
+        try:
+            line = file.readline(left + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"cannot be read: {error}") from None
+        left -= len(line)
+        if left < 0:
+            raise TraceError(f"larger than {max_bytes:,} bytes unpacked; allow more with max_bytes")
+        if not line:
+            return
+        yield line.removesuffix(b"\n")
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:
@@ -69,15 +92,20 @@ def parse_json(data: bytes | str, where: str, max_bytes: int = MAX_BYTES) -> Any
 
     A document is refused before it is parsed if its values would take more than `MEMORY_FACTOR * max_bytes`.
     """
-    if MEMORY_FACTOR * len(data) > max_bytes and _memory_of(data) > MEMORY_FACTOR * max_bytes:
-        most = f"{MEMORY_FACTOR * max_bytes:,} bytes of memory"
-        raise TraceError(f"{where}: its values would take more than {most}; allow more with max_bytes")
+    check_memory(data, where, max_bytes)
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
         raise TraceError(f"{where}: line {error.lineno}, column {error.colno}: no valid JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, nested too deep
         raise TraceError(f"{where}: no valid JSON ({type(error).__name__})") from None
+
+
+def check_memory(data: bytes | str, where: str, max_bytes: int) -> None:
+    """Raises TraceError if the values of a JSON text would take more than `MEMORY_FACTOR * max_bytes`."""
+    if MEMORY_FACTOR * len(data) > max_bytes and _memory_of(data) > MEMORY_FACTOR * max_bytes:
+        most = f"{MEMORY_FACTOR * max_bytes:,} bytes of memory"
+        raise TraceError(f"{where}: its values would take more than {most}; allow more with max_bytes")
 
 
 def _memory_of(data: bytes | str) -> int:

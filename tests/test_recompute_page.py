@@ -1,0 +1,150 @@
+"""docs/recompute.md is what its script makes of the committed figures, and the figures are what is simulated now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from docs.recompute_parts import cases, measure, results, text
+from sim.experiment import Prices
+from sim.policies import family, names
+from sim.solvers.runs import Ledger
+from sim.solvers.turning import Turn, least_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {name for name in names() if family(name) == "recompute"}
+ANEW = [
+    ("gpt2", "full_recompute", 6),
+    ("gpt2", "selective_recompute", 5),
+    ("llama", "rotor", 3),
+    ("llama", "sac_knapsack", 4),
+    ("llama", "dtr", 5),
+]
+"""Job, row and budget of cells that take a moment to run."""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_recompute", ROOT / "docs" / "make_recompute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def figures(script):
+    return script.load()
+
+
+@pytest.fixture(scope="module")
+def found(figures):
+    return results.results(figures)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return {name: job.trace() for name, job in cases.JOBS.items()}
+
+
+def test_page_is_what_the_script_makes(script, figures):
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(figures)
+
+
+def test_figures_survive_being_written(script, figures):
+    assert json.loads(script.dump(figures)) == figures
+
+
+def test_there_is_a_figure(script):
+    assert script.FIGURE.read_bytes().startswith(b"\x89PNG")
+    assert script.FIGURE.stat().st_size < 500_000
+
+
+def test_every_recomputation_policy_is_measured_on_every_job(script, figures):
+    page = script.page(figures)
+    for job in cases.JOBS:
+        assert {row["policy"] for row in figures["cells"] if row["job"] == job} == OURS
+    assert [name for name in sorted(OURS) if f"`{name}`" not in page] == []
+
+
+def test_every_row_was_asked_at_every_budget(found):
+    for result in found.values():
+        for entry in cases.entries():
+            asked = {row["budget_bytes"] for row in result.cells if row["label"] == entry.label}
+            assert asked >= set(result.budgets), (result.job["job"], entry.label)
+
+
+@pytest.mark.parametrize(("job", "label", "at"), ANEW)
+def test_cells_are_what_is_simulated_now(found, traces, job, label, at):
+    result = found[job]
+    old = result.at(label, result.budgets[at])
+    entry = next(entry for entry in cases.entries() if entry.label == label)
+    new = measure.cell(traces[job], result.job, entry, old["parameters"], old["budget_bytes"])
+    for key in ("status", "peak_bytes", "makespan_ns", "recompute_ns", "moved_bytes", "activation_bytes"):
+        assert new[key] == old[key], f"{label}: {key}: run python docs/make_recompute.py --measure"
+
+
+def test_bound_and_floor_are_what_is_computed_now(found, traces):
+    for job, result in found.items():
+        ledger = Ledger(traces[job])
+        assert least_bytes(ledger) == result.job["floor_bytes"]
+        turn = Turn(ledger, Prices(traces[job], cases.platform()).op_ns)
+        budget, bound = result.job["bounds"][len(result.job["bounds"]) // 2]
+        assert turn.least(budget).bound == pytest.approx(bound, rel=1e-5)
+
+
+def test_no_plan_lies_below_the_bound_or_above_its_budget(found):
+    compared = 0
+    for result in found.values():
+        for label in result.labels:
+            for row in result.of(label):
+                assert row["peak_bytes"] <= row["budget_bytes"]
+                if not result.free(label):
+                    assert row["peak_bytes"] >= result.job["floor_bytes"]
+                    assert result.over(row) >= result.bound(row["budget_bytes"]) - 1e-6
+                    compared += 1
+    assert compared > 150
+
+
+def test_only_those_that_say_so_do_more_than_recompute(found):
+    from sim.policies import policy_class
+
+    for result in found.values():
+        for label in result.labels:
+            if result.free(label):
+                made = policy_class(result.of(label)[0]["policy"])
+                assert made.moves or made.rewrites, label
+
+
+def test_heuristics_plan_and_replay_a_deep_trace_within_seconds(figures):
+    """Counted in bare SimPy loops of as many timeouts, since wall time depends on what else runs."""
+    quick = {row["label"]: row for row in figures["deep"]}
+    for name in ("chen", "dtr", "every_k", "full_recompute", "min_cut", "revolve", "sac_knapsack", "vlad"):
+        assert quick[name]["loops"] < 500, name
+
+
+def test_headlines_are_of_policies_that_exist_and_of_known_standing(figures):
+    items = text.headlines()
+    labels = {row["label"] for row in figures["cells"]}
+    for item in items:
+        assert set(item) >= {"system", "policy", "headline", "standing", "shows", "why"}
+        assert item["policy"] in names()
+        assert item["standing"] in {"abstract", "code", "second-hand", "none"}
+        assert item.get("against", "chen") in labels
+        assert item["shows"] in text.SHOWS
+    assert {item["policy"] for item in items} == OURS - {"every_k", "full_recompute"}
+
+
+def test_a_changed_figure_changes_the_page(script, figures):
+    other = json.loads(json.dumps(figures))
+    row = next(row for row in other["cells"] if row["status"] == "ok" and row["label"] == "rotor")
+    row["makespan_ns"] += 10**8
+    assert script.page(other) != script.page(figures)
+
+
+def test_a_policy_that_appears_in_the_registry_is_measured(monkeypatch):
+    monkeypatch.setattr(cases, "names", lambda: (*names(), "a_new_one"))
+    monkeypatch.setattr(cases, "family", lambda name: "recompute" if name == "a_new_one" else family(name))
+    assert "a_new_one" in {entry.policy for entry in cases.entries()}
