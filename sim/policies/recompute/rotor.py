@@ -20,6 +20,7 @@ from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 ATTEMPTS = 8
+GAIN = 0.001
 TIGHT = (1.0, 1.05, 1.25, 1.5, 2.0, 3.0)
 """Rooms to try near the floor, as parts of the least for which the model has a schedule: what lies outside the model
 makes the exact peak of the tightest schedule no more the least one."""
@@ -115,7 +116,7 @@ def fastest_fitting(attempt: Callable[[int], Attempt | None], room: int, step: i
 
     The model counts too much, by its rounding, or too little, what lies outside the chain: so the next room
     is that which would make up for the last one's exact peak, or halves what is left between the largest known to
-    fit and the smallest known not to, down to `step` bytes.
+    fit and the smallest known not to, down to `step` bytes, or until a larger room gains less than a thousandth.
     """
     low, high, best = 0, room + room // 4, None
     for _ in range(ATTEMPTS):
@@ -125,7 +126,10 @@ def fastest_fitting(attempt: Callable[[int], Attempt | None], room: int, step: i
             high = room
         else:
             low = room
+            before = best
             best = min((one for one in (best, tried) if one is not None), key=itemgetter(0), default=None)
+            if best is not None and before is not None and best[0] > before[0] * (1 - GAIN):
+                break
         if high - low <= step:
             break
         room = room - excess if low < room - excess < high else (low + high) // 2
