@@ -387,7 +387,7 @@ def test_an_unknown_name_comes_with_the_nearest():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ProfileError, match=r"nowhere\.toml: no such file$"):
         load_profile(tmp_path / "nowhere.toml")
-    with pytest.raises(ProfileError, match=r"no such file$"):
+    with pytest.raises(ProfileError, match=r"a folder, not a TOML file$"):
         load_profile(tmp_path)
 
 
