@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import home_peak
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import replay
 from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
@@ -78,8 +78,7 @@ class Result:
     reference: Callable[[], EventLog] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
-        peak = max(peak_bytes(self.log)[self.platform.home(device).name] for device in range(self.log.trace.devices))
-        figures = f"{format_time(self.log.end)}, peak {format_bytes(peak)}"
+        figures = f"{format_time(self.log.end)}, peak {format_bytes(home_peak(self.log))}"
         return f"<Result of {label(self.policy)} on {self.platform.name}: {figures}>"
 
     def summary(self) -> dict[str, Any]:

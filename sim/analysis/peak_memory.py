@@ -62,6 +62,12 @@ def peak_bytes(log: EventLog) -> dict[str, int]:
     return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
 
 
+def home_peak(log: EventLog) -> int:
+    """The most bytes that the home tier of any device held."""
+    peaks = peak_bytes(log)
+    return max(peaks[log.platform.home(device).name] for device in range(log.trace.devices))
+
+
 def peak_memory(log: EventLog, tier: str | None = None, *, largest: int = 10) -> Peak:
     """The peak of one tier, by default the home tier of device 0.
 

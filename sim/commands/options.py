@@ -105,11 +105,10 @@ def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
     share = _share(budget)
     if share is None:
         return parse_bytes(budget)
-    from sim.analysis.peak_memory import peak_bytes
+    from sim.analysis.peak_memory import home_peak
     from sim.experiment import reference_run
 
-    peaks = peak_bytes(reference_run(trace, platform))
-    return int(share * max(peaks[platform.home(device).name] for device in range(trace.devices)))
+    return int(share * home_peak(reference_run(trace, platform)))
 
 
 def _share(budget: str) -> Fraction | None:

@@ -1,6 +1,6 @@
 """The machine at hand: real training steps beside simulated ones, and a profile fitted to it. Needs PyTorch."""
 
-# mypy: disable-error-code="import-not-found", allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 

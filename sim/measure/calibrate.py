@@ -1,6 +1,6 @@
 """A profile of the machine at hand: ops and copies timed over sizes, fitted, and written as a TOML file."""
 
-# mypy: disable-error-code="import-not-found", allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 

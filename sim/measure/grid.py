@@ -6,7 +6,7 @@ writes my_machine.toml (the profile) and my_machine.json (a row a step), and pri
 minutes: what there was no time or no memory for is in the file by name. Needs PyTorch with CUDA.
 """
 
-# mypy: disable-error-code="import-not-found", allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 

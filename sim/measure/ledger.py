@@ -1,6 +1,6 @@
 """Watching a real iteration: a ledger of storages, and a clock for each op."""
 
-# mypy: disable-error-code="import-not-found", allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 

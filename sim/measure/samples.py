@@ -1,6 +1,6 @@
 """Times of ops and copies on the machine at hand, over sizes."""
 
-# mypy: disable-error-code="import-not-found", allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
 from sim.errors import (
     Deadlock,
@@ -195,5 +195,4 @@ def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int |
         log = reference_run(trace, platform)
     except Infeasible as error:
         return None, None, error
-    peaks = peak_bytes(log)
-    return log, max(peaks[platform.home(device).name] for device in range(trace.devices)), None
+    return log, home_peak(log), None

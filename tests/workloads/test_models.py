@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 from sim.errors import WorkloadError
 from workloads import model_names, read_config, transformer
 from workloads.models import parse_config
-from workloads.parameters import make_parameters
-from workloads.precision import precision_of
-from workloads.tape import Tape
-
-
-def parameter_count(config):
-    from sim.trace import TraceBuilder
-
-    tape = Tape(TraceBuilder(), precision_of("fp32"))
-    make_parameters(tape, config)
-    return sum(value.elements for value, _ in tape.parameters)
+from workloads.parameters import parameter_count
 
 
 def test_at_least_twenty_models_are_named():
