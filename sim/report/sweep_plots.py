@@ -243,7 +243,7 @@ def _square(axes: Axes, x: int, y: int, colour: Any, text: str, hatched: bool) -
     from matplotlib.patches import Rectangle
 
     axes.add_patch(
-        Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor=FAINT if hatched else "white", alpha=0.55
+        Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor=FAINT if hatched else "white", alpha=0.4
                   if not hatched else 1.0, hatch="///" if hatched else None, linewidth=0.6)
     )  # fmt: skip
     axes.text(x, y, text, ha="center", va="center", fontsize=SMALL - 1, color=BLACK, wrap=True)
