@@ -31,7 +31,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Run an op again that has already run. Outputs still there are not held twice beyond its end."""
+    """Run an op again that has already run. Outputs still there are not held twice beyond its end.
+
+    An op that writes in place does so on every run. What it overwrites is made again first if it is gone, and is
+    gone once more when the op ends.
+    """
 
     op: int | str
     before: int | str | None = None

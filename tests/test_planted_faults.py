@@ -214,6 +214,51 @@ def test_copying_a_value_while_it_is_overwritten_breaks_values(monkeypatch):
     assert broken(run) == {"values"}
 
 
+def rectified() -> tuple[Trace, tuple[Action, ...]]:
+    """`relu_` writes over what `conv` makes; both run again for `late`."""
+    b = TraceBuilder()
+    x, a, c = b.tensor("x", 10, "input"), b.tensor("a", 50), b.tensor("c", 10)
+    over, end = b.tensor("b", 50, replaces=a), b.tensor("end", 10)
+    b.op("conv", reads=[x], writes=[a], duration=10)
+    b.op("relu_", reads=[a], writes=[over], duration=5)
+    b.op("next", reads=[over], writes=[c], duration=20)
+    b.op("late", reads=[over, c], writes=[end], duration=10)
+    again = Recompute("conv", before="late"), Recompute("relu_", before="late")
+    return b.build(outputs=[end], carry=()), (Drop("b", after="next"), *again)
+
+
+def test_an_overwritten_value_that_stays_when_its_op_runs_again_breaks_values(monkeypatch):
+    trace, actions = rectified()
+    good(actions, trace)
+    take = Device._take_space
+
+    def beside(self, work, engine):
+        """Puts the result of a rerun beside the old value."""
+        replaces = self._state.prepared.replaces
+        kept = [replaces[t] for t in trace.writes(work.op)]
+        if work.why == "recompute":
+            for t in trace.writes(work.op):
+                replaces[t] = -1
+        yield from take(self, work, engine)
+        for t, old in zip(trace.writes(work.op), kept, strict=True):
+            replaces[t] = old
+
+    monkeypatch.setattr(Device, "_take_space", beside)
+    assert broken(replayed(Honest(), Plan(trace, actions), trace, machine())) == {"values"}
+
+
+def test_running_in_place_again_on_its_own_result_breaks_values(monkeypatch):
+    def skip(self, work):
+        """Restores nothing: what an op overwrote is taken to be there."""
+        return -1
+        yield
+
+    trace, _ = rectified()
+    monkeypatch.setattr(Device, "_restore", skip)
+    run = replayed(Honest(), Plan(trace, (Recompute("relu_", before="late"),)), trace, machine())
+    assert "values" in broken(run)
+
+
 def test_losing_an_output_breaks_values():
     run = good()
     row = (run.log.end, 0, -10, run.trace.tensor_id("end"), -1, CAUSE["dropped"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, Ledger, Stay, Work
+import numpy as np
+
+from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, OVERWRITTEN, Ledger, Stay, Work
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.trace.values import Value, departures, first_value, groups, op_values, plain_values
 
@@ -53,6 +55,7 @@ class _Symbolic:
                 self.copied[stay] = self.source(stay)
                 self.readers[self.copied[stay]].append((stay.copy.start, stay.copy.end, self.transfer(stay)))
         self.no_overwrite_under_way()
+        self.overwrites()
         values = self.values()
         for (work, tensor), stay in self.read.items():
             if values[stay] != self.plain[tensor]:
@@ -105,6 +108,24 @@ class _Symbolic:
                 if not own and max(start, writer.start) < min(end, writer.end):
                     op, name = self.ledger.op_names[writer.op], self.ledger.names[stay.tensor]
                     raise LawBroken(f"{what} reads {name!r} from {start} to {end} ns while op {op!r} overwrites it")
+
+    def overwrites(self) -> None:
+        """Whenever an op writes in place, first run or not, the value that it read there is gone at its end."""
+        trace, compressed = self.ledger.trace, self.compressed()
+        for new in np.flatnonzero(trace.tensor_columns.replaces >= 0).tolist():
+            old = int(trace.tensor_columns.replaces[new])
+            for work in self.ledger.works_of.get(int(trace.producer[new]), ()):
+                reach = self.ledger.reach[self.ledger.engine_of(work)]
+                near = [s for s in self.ledger.of[old] if s.tier in reach and s.come <= work.start < s.release]
+                near = [stay for stay in near if (old, stay.tier) not in compressed]
+                if near and not any(s.gone_by == OVERWRITTEN and s.release == work.end for s in near):
+                    op, name = self.ledger.op_names[work.op], self.ledger.names[old]
+                    raise LawBroken(f"op {op!r} overwrites {name!r} at {work.end} ns, and its old value is still held")
+
+    def compressed(self) -> set[tuple[int, int]]:
+        """(tensor, tier) where a link may have left a copy that is smaller than the tensor, with no room to write."""
+        size = self.ledger.trace.tensor_columns.bytes
+        return {(c.tensor, c.target) for c in self.ledger.copies if c.bytes < size[c.tensor]}
 
     # ---- values ------------------------------------------------------------------------------
 

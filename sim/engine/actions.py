@@ -101,10 +101,7 @@ class Actions:
     def _resolve(self, action: Action, device: int) -> Act:
         trace = self._prepared.trace
         if isinstance(action, Recompute):
-            op = trace.op_id(action.op)
-            if any(self._prepared.replaces[t] >= 0 for t in self._prepared.writes[op]):
-                raise IllegalPlan(f"{action}: {trace.op_columns.name[op]!r} overwrites what it reads")
-            return Act("recompute", op)
+            return Act("recompute", trace.op_id(action.op))
         tensor = trace.tensor_id(action.tensor)
         if isinstance(action, Wait):
             return Act("wait", tensor)

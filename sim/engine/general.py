@@ -144,8 +144,7 @@ class General(Waiting):
         state, prepared = self._state, self._state.prepared
         op = work.op
         engine = prepared.engine[op]
-        if work.why == "run":
-            yield from self._no_hazard(op)
+        yield from self._no_hazard(op)
         for tensor in prepared.writes[op]:
             state.locks[tensor] += 1
         yield from self._take_space(work, engine)
@@ -184,7 +183,7 @@ class General(Waiting):
         wants: dict[int, list[tuple[int, int, int | None]]] = {}
         for tensor in prepared.writes[op]:
             old = prepared.replaces[tensor]
-            if old >= 0 and work.why == "run" and state.copies[old] & prepared.reach[engine]:
+            if old >= 0 and state.copies[old] & prepared.reach[engine]:
                 tier = next(t for t in prepared.reach_order[engine] if state.copies[old] & 1 << t)
                 if (old, tier) not in state.odd_sizes:  # what a link compressed has no room for the new value
                     work.takeovers.append((old, tensor, tier))
@@ -214,13 +213,18 @@ class General(Waiting):
                     reason = "its results" if tensor >= 0 else "its workspace"
                     yield from self._room(tier, bytes, op, reason, offset)
                 if tensor >= 0 and work.why != "run" and self._came_meanwhile(work, tensor, tier):
+                    work.fresh.remove((tensor, tier))
                     tensor = -1
                 handle = state.take(tensor, tier, bytes, op, MADE if tensor >= 0 else WORKSPACE, offset)
                 if tensor < 0:
                     work.scratch.append((tier, bytes, handle))
+        if work.why != "run":
+            for i, (old, tensor, tier) in enumerate(work.takeovers):
+                if self._came_meanwhile(work, tensor, tier):
+                    work.takeovers[i] = (old, -1, tier)
 
     def _came_meanwhile(self, work: Work, tensor: int, tier: int) -> bool:
-        """Whether a result is there, or on its way, since space was asked for; else it is noted as being made."""
+        """Whether a result is there, or on its way, by the time space is taken; else it is noted as being made."""
         state = self._state
         under_way = state.transfers.get(tensor)
         if under_way is not None and under_way.target == tier and under_way.stage == WAITS:
@@ -228,7 +232,6 @@ class General(Waiting):
             if not under_way.keep:
                 self._transfers.release_copy(tensor, under_way.source, work.op, MOVED_OUT)
         elif state.copies[tensor] & 1 << tier or (under_way is not None and under_way.target == tier):
-            work.fresh.remove((tensor, tier))
             return True
         state.making.add((tensor, tier))
         return False

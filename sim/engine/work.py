@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from sim.engine.events import ENDS, At, Event
 from sim.engine.flows import Flow, Flows
 from sim.engine.links import Job, Links
-from sim.engine.state import WORKSPACE, State
+from sim.engine.state import OVERWRITTEN, WORKSPACE, State
 from sim.errors import IllegalPlan
 from sim.hardware.cost import slow_operand_ns
 from sim.log import WHY
@@ -19,7 +19,11 @@ partition that ByteScheduler ships with."""
 
 
 class Work:
-    """One run of an op: what it made new, what it overwrites, and the scratch space that it holds."""
+    """One run of an op: what it made new, what it overwrites, and the scratch space that it holds.
+
+    takeovers: (old value, new value, tier); the new value is -1 where it is already there, so that nothing takes
+    the old one's place.
+    """
 
     __slots__ = ("counted", "device", "fresh", "op", "scratch", "start", "takeovers", "why")
 
@@ -135,7 +139,8 @@ class Works:
         for tensor, _ in work.fresh:
             self._state.awaited[tensor] = cause
         for _, tensor, _ in work.takeovers:
-            self._state.awaited[tensor] = cause
+            if tensor >= 0:
+                self._state.awaited[tensor] = cause
 
     def _finish(self, work: Work) -> None:
         state = self._state
@@ -156,7 +161,11 @@ class Works:
             state.give(-1, tier, bytes, work.op, WORKSPACE, handle)
         for old, new, tier in work.takeovers:
             state.overwriting.pop(old, None)
+            if new < 0:
+                state.release(old, tier, work.op, OVERWRITTEN)
+                continue
             state.overwrite(old, new, tier, work.op)
+            state.making.discard((new, tier))
             state.awaited.pop(new, None)
             state.arrive(new, tier)
         for tensor, tier in work.fresh:

@@ -29,9 +29,8 @@ def check(plan: Plan, op_ns: Callable[[int], int]) -> Checked:
     """Walk over a plan for one device on one engine; `op_ns` says how long an op takes.
 
     Raises IllegalPlan, naming the action or op and the tensor: for a move, a wait, an online part or a place;
-    for a drop of what has not been made or what nothing makes again, a rerun before the first run or of an op
-    that overwrites; for a read or an output that is not there, even where the engine would recompute it
-    unasked.
+    for a drop of what has not been made or what nothing makes again, or a rerun before the first run; for a read
+    (of what was overwritten, too) or an output that is not there, even where the engine would recompute it unasked.
     """
     return _Walk(plan, op_ns).run()
 
@@ -84,21 +83,22 @@ class _Walk:
         name, writes = self.trace.op_columns.name[op], self.trace.writes(op)
         if again and writes and not self.made.intersection(writes):
             raise IllegalPlan(f"op {name!r}: Recompute before it has run")
-        if again and any(self.replaces[t] >= 0 for t in writes):
-            raise IllegalPlan(f"op {name!r}: Recompute of an op that overwrites what it reads")
         reads = set(self.trace.reads(op))
         for t in sorted(reads - self.here):
             raise IllegalPlan(f"op {name!r}: {self.tensor(t)} is not there")
         scratch = int(self.trace.op_columns.workspace[op])
+        given_up = 0
         overwritten = []
         for t in writes:
-            if t in self.here:
-                scratch += self.size[t]
-            elif self.replaces[t] in self.here:
+            if self.replaces[t] in self.here:
                 overwritten.append(self.replaces[t])
+                given_up += self.size[self.replaces[t]] if t in self.here else 0
+            elif t in self.here:
+                scratch += self.size[t]
             else:
                 self.held += self.size[t]
         self.peak = max(self.peak, self.held + scratch)
+        self.held -= given_up
         self.here.difference_update(overwritten)
         self.here.update(writes)
         self.made.update(writes)

@@ -42,7 +42,10 @@ def made_by(trace: Trace, op: int) -> list[int]:
 
 
 def can_run_again(trace: Trace, op: int) -> bool:
-    return op not in trace.op_columns.group and all(trace.tensors[t].replaces is None for t in trace.writes(op))
+    """Whether it is in no group, and what it overwrites, if anything, was made by ops of which the same is true."""
+    olds = [t for new in trace.writes(op) if (t := trace.tensors[new].replaces) is not None]
+    makers = [int(trace.producer[t]) for t in olds]
+    return op not in trace.op_columns.group and all(m >= 0 and can_run_again(trace, m) for m in makers)
 
 
 def surely_made(trace: Trace, op: int, device: int) -> bool:

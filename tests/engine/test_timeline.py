@@ -305,6 +305,96 @@ def test_an_in_place_write_waits_for_a_copy_of_the_old_value():
     assert final["host", "w"] == 0  # the copy of the old value goes with it
 
 
+def rectified() -> TraceBuilder:
+    """conv makes a (50 B, 10 ns), relu_ writes b over it (5 ns), next reads b and makes c (10 B, 20 ns)."""
+    b = TraceBuilder()
+    x, a, c = b.tensor("x", 10, "input"), b.tensor("a", 50), b.tensor("c", 10)
+    over = b.tensor("b", 50, replaces=a)
+    b.op("conv", reads=[x], writes=[a], duration=10)
+    b.op("relu_", reads=[a], writes=[over], duration=5)
+    b.op("next", reads=[over], writes=[c], duration=20)
+    b.op("late", reads=[over, c], duration=1)
+    return b
+
+
+def use(log, tier="hbm"):
+    """(ns, bytes, tensor, cause) of every change after the start, in order."""
+    rows = log.memory[(log.memory.tier == tier) & (log.memory.cause != "placed")]
+    return [(r.time_ns, r.delta_bytes, r.tensor, r.cause) for r in rows.itertuples()]
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["implicit", "planned"])
+def test_an_op_in_place_overwrites_the_remade_value_when_it_runs_again(planned):
+    actions = [Drop("b", after="next")]
+    if planned:
+        actions += [Recompute("conv", before="late"), Recompute("relu_", before="late")]
+    log = replay(Plan(rectified().build(), actions), machine(hbm=70))  # x, c and one of a and b
+    assert spans(log, "recompute") == [("npu", "conv", 35, 45), ("npu", "relu_", 45, 50)]
+    assert [row for row in use(log) if 35 <= row[0] <= 50] == [
+        (35, -50, "b", "dropped"),
+        (35, 50, "a", "made"),
+        (50, -50, "a", "overwritten"),
+        (50, 50, "b", "made"),
+    ]
+    assert log.end == 51
+
+
+def test_who_needs_the_overwritten_value_again_has_it_made_once_more():
+    b = TraceBuilder()
+    x, a, y = b.tensor("x", 10, "input"), b.tensor("a", 50), b.tensor("y", 10)
+    over = b.tensor("b", 50, replaces=a)
+    b.op("conv", reads=[x], writes=[a], duration=10)
+    b.op("look", reads=[a], writes=[y], duration=3)
+    b.op("relu_", reads=[a], writes=[over], duration=5)
+    b.op("next", reads=[over], duration=20)
+    b.op("late", reads=[over, y], duration=1)
+    actions = [Drop("b", after="next"), Drop("y", after="next")]
+    # b comes back first, over a; y needs a, which has gone again
+    log = replay(Plan(b.build(), actions), machine())
+    again = [name for _, name, _, _ in spans(log, "recompute")]
+    assert again == ["conv", "relu_", "conv", "look"]
+
+
+def test_what_is_there_already_is_not_held_twice_where_an_op_overwrites_again():
+    actions = [Recompute("conv", before="late"), Recompute("relu_", before="late")]
+    log = replay(Plan(rectified().build(), actions), machine(hbm=120))  # x, b, c, and a for as long as it takes
+    assert [row for row in use(log) if 35 <= row[0] <= 50] == [(35, 50, "a", "made"), (50, -50, "a", "overwritten")]
+    with pytest.raises(OutOfMemory):
+        replay(Plan(rectified().build(), actions), machine(hbm=119))
+
+
+def test_an_op_that_runs_again_in_place_waits_for_a_copy_of_what_it_overwrites():
+    actions = [
+        Drop("b", after="next"),
+        Recompute("conv", before="late"),
+        Move("a", "host", keep=True, before="late"),
+        Recompute("relu_", before="late"),
+    ]
+    log = replay(Plan(rectified().build(), actions), machine())
+    assert stalls(log) == [("relu_", "hazard", 45, 95)]
+    assert ("npu", "relu_", 95, 100) in spans(log, "recompute")
+    assert log.memory.groupby(["tier", "tensor"]).delta_bytes.sum()["host", "a"] == 0
+
+
+def test_a_copy_kept_elsewhere_is_what_an_op_in_place_runs_on_again():
+    b = TraceBuilder()
+    w, out = b.tensor("w", 50, "weight"), b.tensor("out", 10)
+    new = b.tensor("w'", 50, "weight", replaces=w)
+    b.op("read", reads=[w], duration=10)
+    b.op("scale_", reads=[w], writes=[new], duration=5)
+    b.op("next", reads=[new], duration=20)
+    b.op("late", reads=[new], writes=[out], duration=1)
+    trace = b.build(outputs=[out], carry=())
+    drop = Drop("w'", after="next")
+    with pytest.raises(IllegalPlan, match="'w' was overwritten by 'scale_' and no copy was kept"):
+        replay(Plan(trace, [drop]), machine())
+    kept = [Move("w", "host", keep=True, before="read"), drop, Recompute("scale_", before="late")]
+    log = replay(Plan(trace, kept), machine())
+    assert spans(log, "move") == [("d2h", "w", 0, 50), ("h2d", "w", 75, 125)]
+    assert spans(log, "recompute") == [("npu", "scale_", 125, 130)]
+    assert log.memory.groupby("tensor").delta_bytes.sum()["w"] == 0
+
+
 def test_an_op_on_another_engine_runs_beside_the_device():
     b = TraceBuilder()
     g = b.tensor("g", 10, "gradient")

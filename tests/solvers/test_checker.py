@@ -15,7 +15,7 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Drop, Move, Plan, Recompute
 from sim.solvers.checker import Checked, check
 from sim.solvers.runs import Ledger, runs
-from sim.trace import TraceBuilder
+from sim.trace import Trace, TraceBuilder
 from tests.strategies import traces
 from workloads.synthetic import random_dag, uniform_chain
 
@@ -58,6 +58,30 @@ def test_outputs_that_are_still_there_are_held_twice_while_they_are_made_again()
     agrees(plan)
     assert check(plan, Prices(trace, TOY).op_ns) == Checked(peak=21, time=11, rerun=2, reruns=(0,))
     assert check(Plan(trace), Prices(trace, TOY).op_ns) == Checked(peak=12, time=9, rerun=0, reruns=())
+
+
+def rectified() -> Trace:
+    """conv makes a, relu_ writes b over it; next and late read b."""
+    b = TraceBuilder({"model": "rectified"})
+    x, a, c = b.tensor("x", 10, "input"), b.tensor("a", 50), b.tensor("c", 10)
+    over, end = b.tensor("b", 50, replaces=a), b.tensor("end", 10)
+    b.op("conv", reads=[x], writes=[a], duration=10)
+    b.op("relu_", reads=[a], writes=[over], duration=5)
+    b.op("next", reads=[over], writes=[c], duration=20)
+    b.op("late", reads=[over, c], writes=[end], duration=1)
+    return b.build(outputs=[end], carry=())
+
+
+@pytest.mark.parametrize(("drops", "peak"), [((Drop("b", after="next"),), 80), ((), 120)], ids=["dropped", "there"])
+def test_an_op_in_place_overwrites_again_what_was_made_again(drops, peak):
+    plan = Plan(rectified(), (*drops, Recompute("conv", before="late"), Recompute("relu_", before="late")))
+    agrees(plan)
+    assert check(plan, Prices(plan.trace, TOY).op_ns) == Checked(peak=peak, time=51, rerun=15, reruns=(0, 1))
+
+
+def test_what_was_overwritten_is_not_there():
+    with pytest.raises(IllegalPlan, match="op 'relu_': tensor 'a' is not there"):
+        check(Plan(rectified(), (Recompute("relu_", before="late"),)), lambda op: 1)
 
 
 @pytest.mark.parametrize(("actions", "message"), [
