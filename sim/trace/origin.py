@@ -10,6 +10,8 @@ expression over the ids of the base trace:
     Packed((a, b, None, …))           several tensors in one storage; None is space not yet filled
     Encoded(of, codec, lossless)      what a codec made of it
     Lossy(of, codec)                  what a lossy codec gives back
+    Fused((a, b, …))                  for an op: computes a, then b, … in one kernel that touches each operand
+                                      once; what only they pass to each other is never in memory
     Glue()                            for an op: computes nothing of the base, only moves, joins, splits,
                                       adds up or re-encodes values
 
@@ -82,11 +84,18 @@ class Lossy:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """An op that computes several ops of the base, in this order."""
+
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Glue:
     """An op that stands for none of the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
-Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Glue
+Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Fused | Glue
 Range = (Part, Microbatch)
 
 
@@ -98,6 +107,8 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
         return type(expr)(map_leaves(expr.of, change), expr.first, expr.stop, expr.count)
     if isinstance(expr, Packed):
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
+    if isinstance(expr, Fused):
+        return Fused(tuple(map_leaves(part, change) for part in expr.parts))
     if isinstance(expr, Encoded):
         return Encoded(map_leaves(expr.of, change), expr.codec, expr.lossless)
     if isinstance(expr, Lossy):
@@ -109,7 +120,7 @@ def leaves(expr: Expr | None) -> list[Same]:
     """Every `Same` in an expression."""
     if isinstance(expr, Same):
         return [expr]
-    if isinstance(expr, Packed):
+    if isinstance(expr, Packed | Fused):
         return [leaf for part in expr.parts for leaf in leaves(part)]
     if expr is None or isinstance(expr, Glue):
         return []
@@ -178,6 +189,8 @@ def to_json(expr: Expr) -> Any:
         return ["encoded", to_json(expr.of), expr.codec, expr.lossless]
     if isinstance(expr, Lossy):
         return ["lossy", to_json(expr.of), expr.codec]
+    if isinstance(expr, Fused):
+        return ["fused", *map(to_json, expr.parts)]
     return ["glue"]
 
 
@@ -196,6 +209,8 @@ def from_json(value: Any) -> Expr:
             return Encoded(from_json(of), codec, lossless)
         case ["lossy", of, str(codec)]:
             return Lossy(from_json(of), codec)
+        case ["fused", *parts]:
+            return Fused(tuple(map(from_json, parts)))
         case ["glue"]:
             return Glue()
     raise TraceError(f"stands_for: {str(value)[:60]!r} is no origin")

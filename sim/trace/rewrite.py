@@ -2,7 +2,8 @@
 
 Each takes a trace and returns another whose `origin` says what every op and tensor stands for; a check
 of that stands in `sim.trace.values`. The other rewrites are in `sim.trace.split` (tensors),
-`sim.trace.batching` (microbatches) and `sim.trace.pipeline` (stages on several devices); all can be imported from here.
+`sim.trace.batching` (microbatches), `sim.trace.fuse` (one kernel of several) and `sim.trace.pipeline` (stages on
+several devices); all can be imported from here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from sim.errors import TraceError, near
 from sim.trace.batching import split_batch
+from sim.trace.fuse import fuse
 from sim.trace.graph import PERSISTENT, OpColumns, Trace
 from sim.trace.origin import Encoded, Lossy, Origin, Same
 from sim.trace.pipeline import pipeline
@@ -26,6 +28,7 @@ __all__ = [
     "choose_implementation",
     "cut",
     "encode",
+    "fuse",
     "pack_tensors",
     "pipeline",
     "reorder",

@@ -12,6 +12,7 @@ whether a rewritten trace computes what its base computes, op by op: given that 
   finds that part of all it reads; of another op it may find some whole.
 - All parts together are the tensor; all microbatches together are the tensor, by concatenation where it
   has rows, by a sum (an op that adds them) where it has none; consecutive ranges make a longer range.
+- A `Fused` op computes its parts one after the other: each finds what was read and what those before it made.
 - What an op of a group (send and receive, a collective) reads, all members read.
 - A lossless code decodes to what was encoded; a lossy one to `Lossy`, which stands for nothing else.
 
@@ -30,7 +31,20 @@ import numpy as np
 from sim.errors import TraceError
 from sim.trace.batching import batch_ops, batched
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.origin import Encoded, Expr, Glue, Lossy, Microbatch, Origin, Packed, Part, Same, leaves, map_leaves
+from sim.trace.origin import (
+    Encoded,
+    Expr,
+    Fused,
+    Glue,
+    Lossy,
+    Microbatch,
+    Origin,
+    Packed,
+    Part,
+    Same,
+    leaves,
+    map_leaves,
+)
 from sim.trace.rewriter import slice_of
 from sim.trace.split import ELEMENTWISE
 
@@ -229,6 +243,11 @@ class _Check:
         """What an op that stands for `expr` computes from what it has."""
         if isinstance(expr, Same):
             return self.base_results(op, expr, have, claims, share)
+        if isinstance(expr, Fused):
+            at_hand = set(have)
+            for part in expr.parts:
+                at_hand |= self.results(op, part, at_hand, claims, share)
+            return at_hand
         assert isinstance(expr, Part | Microbatch)
         kind, span = type(expr), (expr.first, expr.stop, expr.count)
         inner: set[Expr] = set()
@@ -403,7 +422,7 @@ def _is_lossy(expr: Expr) -> bool:
         return True
     if isinstance(expr, Packed):
         return any(part is not None and _is_lossy(part) for part in expr.parts)
-    return not isinstance(expr, Same | Glue) and _is_lossy(expr.of)
+    return not isinstance(expr, Same | Glue | Fused) and _is_lossy(expr.of)  # only ops are fused or glue
 
 
 def _fills(end: Expr, wanted: Expr) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sim.errors import PolicyError, ProfileError, UnitError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
+from sim.policies.offload._fused_update import fuse_updates
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Same
@@ -23,16 +24,20 @@ CPU = "cpu"
 class ZeroOffload(Policy):
     """Gradients go to the host as they appear, the CPU updates there, and new weights come back in tiles.
 
-    The ops of the update phase run on the engine `cpu`, on host copies of the weights and on optimizer
-    states that never leave the host. A gradient leaves once its bucket is full. When all have arrived the
-    updates run, in program order; the new weight that an update makes goes to the device while the next
-    update runs: an update op is a tile. The device's old copy is released when the new one is to come.
+    The update runs on the engine `cpu`, on host copies of the weights and on optimizer states that never leave
+    the host. Whatever ops the trace's optimizer consists of, the CPU runs one fused op a tile: the parameters of a
+    layer (of no layer: another tile), or where the trace knows no layers what its ops join. It touches gradient,
+    weight and states once: 28 bytes a parameter with Adam. A gradient leaves once its bucket is full. When all
+    have arrived the updates run; the new weights of a tile go to the device while the next tile is updated.
+    The device's old copy is released when the new one is to come.
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
         arXiv:2101.06840, for one device; on several, each device sends what its own update ops read.
     Bounds: with 16-bit weights and gradients of M elements 2M bytes go down and 2M up, the least for
         any split that keeps the update on the CPU. Time = forward + backward + last bucket + the longer of
         updates and copies up (+ one tile). Model state on the device: weights and one bucket.
-    Departs: an update is priced by the platform's model of the CPU, even where a duration was measured.
+    Departs: an update is priced by the platform's model of the CPU, even where a duration was measured. A trace
+        whose optimizer takes all parameters in one op, as a captured one does, has one tile. Ops of the update
+        phase that are no optimizer's (clipping) run on the CPU one by one.
         Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under
         autocast device weights and gradients are fp32, and so is what is copied. Conversion takes the CPU
         no time of its own, and gradients of a bucket are copied one by one.
@@ -42,7 +47,7 @@ class ZeroOffload(Policy):
         device runs forward and backward, so that time = the longer of the two (+ what is copied after).
         Weights are one step stale (`lossless` is then False); the gradients of an iteration are carried
         to the next, and new weights take device space beside the old ones as soon as they exist. Needs
-        updates that read nothing that other updates make (adamw_fused, adamw_loop, sgd_momentum).
+        updates that read nothing that other updates make, so no clipping by the norm of all gradients.
     Raises PolicyError for a bucket that is no size, a platform without host tier or an engine `cpu`, or a
     delayed update in several steps.
     """
@@ -73,9 +78,10 @@ class ZeroOffload(Policy):
             host = platform.engines[platform.engine_for(0, CPU)].home
         except ProfileError:
             raise PolicyError(f"zero_offload: {platform.name} has no engine {CPU!r} to update on") from None
-        split = _Split(trace)
-        if not split.updates:
+        updates = _updates(trace)
+        if not updates:
             return Plan(trace)
+        split = _Split(fuse_updates(trace, updates))
         if self.delayed:
             split.check_independent()
         new = _rewrite(split, self.delayed)
@@ -83,6 +89,13 @@ class ZeroOffload(Policy):
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         actions += _weights_up(split, new, host, homes, self.delayed)
         return Plan(new.trace, tuple(actions))
+
+
+def _updates(trace: Trace) -> list[int]:
+    """The ops of the update phase that the device itself runs."""
+    c = trace.op_columns
+    ops = range(len(trace.ops))
+    return [op for op in ops if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)]
 
 
 class _Split:
@@ -95,10 +108,7 @@ class _Split:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        c = trace.op_columns
-        self.updates = {
-            op for op in range(len(trace.ops)) if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)
-        }
+        self.updates = set(_updates(trace))
         self.last_use: dict[int, int] = {}
         used: dict[int, None] = {}
         self.read: set[int] = set()
@@ -124,10 +134,7 @@ class _Split:
             for t in self.trace.reads(op):
                 if int(self.trace.producer[t]) in self.updates:
                     names, maker = self.trace.op_columns.name, int(self.trace.producer[t])
-                    raise PolicyError(
-                        f"zero_offload: delayed: update {names[op]!r} reads what {names[maker]!r} makes; "
-                        "it needs an optimizer of one op a tile, such as adamw_fused"
-                    )
+                    raise PolicyError(f"zero_offload: delayed: update {names[op]!r} reads what {names[maker]!r} makes")
 
 
 @dataclass
