@@ -66,15 +66,17 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_run(result: Result, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
-    """summary.json, memory.png, lanes.png and the timeline of one run."""
+    """summary.json, view.json.gz, memory.png, lanes.png and the timeline of one run."""
     from sim.report.draw import save_figure
     from sim.report.lanes import plot_lanes
     from sim.report.plot import plot_memory
     from sim.report.timeline import write_timeline
+    from sim.views import NAME, write_view
 
     name = "timeline.pftrace.gz" if len(result.log.intervals) > LARGE_TIMELINE else "timeline.pftrace"
     return [
         write_text(folder / "summary.json", to_json({**about, **result.summary()}) + "\n"),
+        write_view(result, folder / NAME),
         save_figure(plot_memory(result.log), folder / "memory.png"),
         save_figure(plot_lanes(result.log), folder / "lanes.png"),
         write_timeline(result.log, folder / name),
@@ -82,10 +84,11 @@ def write_run(result: Result, folder: Path, *, about: Mapping[str, Any]) -> list
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str) -> list[Path]:
-    """summary.json, comparison.csv, comparison.txt, comparison.png, and the pictures of the fastest run."""
+    """comparison.json, .csv, .txt and .png, a view of each run that fits, and the files of the fastest run."""
     from sim.report.draw import save_figure
     from sim.report.plot import plot_comparison
     from sim.report.table import comparison_csv
+    from sim.views import row_view, write_view
 
     written = [
         write_text(folder / "comparison.csv", comparison_csv(comparison.rows)),
@@ -93,6 +96,9 @@ def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str
     ]
     record = {**about, "rows": [dict(row) for row in comparison.rows], "left_out": dict(comparison.left_out)}
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
+    for i, row in enumerate(comparison.rows):
+        if row["policy"] in comparison.results:
+            written.append(write_view(comparison.results[row["policy"]], row_view(folder, i), title=row["policy"]))
     budget = next((result.platform.budget for result in comparison.results.values()), None)
     written.append(save_figure(plot_comparison(comparison.rows, budget=budget), folder / "comparison.png"))
     if comparison.results:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sim.comparison import Comparison
 from sim.experiment import Result
+from sim.hardware.platform import Platform
 from sim.report.cells import ordered
 from sim.report.foot import Foot
-from sim.report.page import RunView, TableView, write_run_page, write_table_page
+from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 
 Links = tuple[tuple[str, str], ...]
 
@@ -41,17 +42,37 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
 
 def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:
     """A comparison as a page shows it; its results are the runs that can be looked at."""
-    meta = comparison.trace.meta
+    runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
+    record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
+    return saved_table(record, runs, platform=comparison.platform, command=command)
+
+
+def saved_table(
+    record: Mapping[str, Any],
+    runs: Mapping[str, RunView | SavedView],
+    *,
+    platform: Platform | None,
+    command: str = "",
+    caution: Sequence[str] = (),
+) -> TableView:
+    """A comparison as a page shows it, from `rows`, `left_out`, `workload` and `platform` as its folder has them.
+
+    platform: None where its profile was not opened; the figures are then those that the runs' views have.
+    """
+    meta = record["workload"]
+    facts = {tuple(fact): None for run in runs.values() if isinstance(run, SavedView) for fact in run.data["facts"]}
     return TableView(
         title=str(meta.get("model", "trace")),
         lead=workload_text(meta).partition(", ")[2],
-        subtitle=comparison.platform.name,
+        subtitle=platform.name if platform else str(record["platform"]),
         labels=("policy",),
-        rows=[{**row, "id": row["policy"]} for row in ordered(comparison.rows)],
-        platforms=[comparison.platform],
-        runs={name: run_view(result, title=name) for name, result in comparison.results.items()},
-        notes=[f"not run: {name}: {why}" for name, why in comparison.left_out.items()],
+        rows=[{**row, "id": row["policy"]} for row in ordered(record["rows"])],
+        platforms=[platform] if platform else [],
+        facts=() if platform else list(facts),
+        runs=runs,
+        notes=[f"not run: {name}: {why}" for name, why in record["left_out"].items()],
         command=command,
+        caution=caution,
     )
 
 

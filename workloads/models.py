@@ -166,11 +166,9 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
         name = next((config[k] for k in ("name", "_name_or_path", "model_type") if config.get(k)), "dict")
         return parse_config(config, str(name))
     text = HUB_NAMES.get(str(config), str(config))
-    if isinstance(config, str) and text in _tables():
+    path = config_file(config)
+    if path is None:
         return parse_config(_tables()[text], text)
-    path = Path(config)
-    if path.is_dir():
-        path = path / "config.json"
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
         raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
@@ -185,6 +183,14 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
         raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
     name = path.parent.name if path.name == "config.json" else path.stem
     return parse_config(values, name or path.stem, str(path))
+
+
+def config_file(config: str | Path) -> Path | None:
+    """The `config.json` that a text or path stands for, there or not; None for the name of a model that is shipped."""
+    if isinstance(config, str) and HUB_NAMES.get(config, config) in _tables():
+        return None
+    path = Path(config)
+    return path / "config.json" if path.is_dir() else path
 
 
 def parse_config(values: Mapping[str, Any], name: str, where: str = "") -> Config:

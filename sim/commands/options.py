@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -166,14 +167,34 @@ def label(trace: Any) -> str:
     return ", ".join([str(meta.get("model", "trace")), *known])
 
 
-def about_run(options: dict[str, Any], platform: Any, trace: Any) -> dict[str, Any]:
-    """What a file of results says of its run: what was asked, on what, and which figures are assumed."""
+def files_of(asked: Mapping[str, Any], policies: Iterable[str]) -> list[Any]:
+    """The files that were asked for by what `about_run` keeps: profile, trace or model, and those of policies."""
+    from sim.foreign import model_files, policy_files, profile_files, trace_files
+
+    named = {key: [asked[key]] if asked.get(key) else [] for key in ("profile", "trace", "model")}
+    models = [] if named["trace"] else named["model"]
+    return [
+        *profile_files(named["profile"]),
+        *trace_files(named["trace"]),
+        *model_files(models),
+        *policy_files(dict.fromkeys(policies)),
+    ]
+
+
+def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iterable[str]) -> dict[str, Any]:
+    """What a file of results says of its run: what was asked, on what, of which files, and which figures are assumed.
+
+    policies: the names of those that ran.
+    """
+    from sim.foreign import sums_of
+
     beside = ("ctx", "out", "json", *(AXES if options["trace"] else ()))
     asked = {key: value for key, value in options.items() if value is not None and key not in beside}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {
         "asked": asked,
         "assumed": assumed,
+        "files": sums_of(files_of(asked, policies)),
         "platform": platform.name,
         "trace": trace.content_hash,
         "workload": dict(trace.meta),

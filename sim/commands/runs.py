@@ -78,7 +78,7 @@ def run(
             (row,) = run_all(work, platform, asked, budget=limit, seed=seed, iterations=iterations).rows
             print(to_json({**row, "policy": policy}))
         raise
-    about = about_run(options, platform, work)
+    about = about_run(options, platform, work, [policy])
     if folder:
         for path in write_run(result, folder, about=about):
             say(f"wrote {path}")
@@ -146,7 +146,8 @@ def _compare(options: dict[str, Any], command: str) -> None:
     foot = Foot(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=tuple(left_out))
     if folder:
         text = comparison_text(comparison.rows, foot=foot)
-        for path in write_comparison(comparison, folder, about=about_run(options, platform, work), text=text):
+        about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
+        for path in write_comparison(comparison, folder, about=about, text=text):
             say(f"wrote {path}")
     if options["json"]:
         print(to_json([dict(row) for row in comparison.rows]))

@@ -40,6 +40,13 @@ def profile_text(name_or_path: str | os.PathLike[str]) -> str:
     return _read(name_or_path)[2]
 
 
+def profile_file(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """The file that a profile is read from, there or not; None for the name of one that is shipped."""
+    given = os.fspath(name_or_path)
+    is_file = not isinstance(name_or_path, str) or given.endswith(".toml") or os.sep in given or "/" in given
+    return Path(given) if is_file else None
+
+
 def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str, str] | None = None) -> Platform:
     """The platform that a shipped profile or a TOML file describes.
 
@@ -94,10 +101,9 @@ def _shipped() -> Iterable[Traversable]:
 def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
     """Name of the profile, how complaints call its file, and its text."""
     given = os.fspath(name_or_path)
-    is_file = not isinstance(name_or_path, str) or given.endswith(".toml") or os.sep in given or "/" in given
-    file: Traversable
-    if is_file:
-        file, name, label = Path(given), Path(given).stem, given
+    file: Traversable | None = profile_file(name_or_path)
+    if file is not None:
+        name, label = Path(given).stem, given
         if not file.is_file():
             raise ProfileError(f"{label}: {'a folder, not a TOML file' if file.is_dir() else 'no such file'}")
     else:

@@ -52,6 +52,13 @@ def family(name: str) -> str:
     return _own().get(name, "file" if _is_file(name) else "registered")
 
 
+def policy_file(name: str) -> Path | None:
+    """The Python file that a policy's name stands for, there or not; None for one by name."""
+    if not _is_file(name):
+        return None
+    return Path(name if name.endswith(".py") else name.rpartition(":")[0])
+
+
 def policy_class(name: str) -> type[Policy]:
     """The class of a policy given by name, as `path/to/file.py:Class` or as `path/to/file.py`. Raises PolicyError."""
     if _is_file(name):

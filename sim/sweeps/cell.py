@@ -128,7 +128,7 @@ class Bench:
         chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, task["sums"]["policy"]))
         result = simulate(trace, limited, chosen, seed=task["seed"], iterations=task["iterations"])
         if task.get("folder"):
-            write_cell(replace(result, name=task["policy"]), reference, Path(task["folder"]))
+            write_cell(replace(result, name=task["policy"], policy=policy), reference, Path(task["folder"]))
         notes = result.plan.notes
         row = {
             "status": "ok",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TiersimError
+from sim.foreign import read_sums
 from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
@@ -48,10 +50,19 @@ class Store:
         try:
             about = json.loads(study.read_text(encoding="utf-8"))
             self.format, self.study, self.cells = about["tiersim_store"], about["study"], about["cells"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"{study}: cannot be read: {error}") from None
         if not isinstance(self.format, int) or self.format > FORMAT:
             raise StoreError(f"{study}: format {self.format!r} is of a newer version; this one reads up to {FORMAT}")
+        if not isinstance(self.study, dict):
+            raise StoreError(f"{study}: study: expected a table")
+        if not isinstance(self.cells, list) or not all(map(_is_cell, self.cells)):
+            raise StoreError(f"{study}: cells: expected a list of cells, each with its id and labels")
+        self.files = read_sums(about.get("files"), str(study))
+
+    def cell_folder(self, id: str) -> Path:
+        """Where the timeline of a cell lies, if it has one."""
+        return self.folder / "cells" / id[:16]
 
     @property
     def segments(self) -> list[Path]:
@@ -78,6 +89,12 @@ class Store:
         records = self.records()
         for cell in self.cells:
             yield cell, records.get(cell["id"])
+
+
+def _is_cell(cell: Any) -> bool:
+    """Whether this is a cell as a study lists it: an id of hexadecimal digits, since a folder is named by it."""
+    is_record = isinstance(cell, dict) and isinstance(cell.get("labels"), dict)
+    return is_record and isinstance(cell.get("id"), str) and re.fullmatch("[0-9a-f]{16,}", cell["id"]) is not None
 
 
 def is_answer(record: Mapping[str, Any]) -> bool:
@@ -156,10 +173,15 @@ class Writer:
         self._drop_lock()
 
     def begin(
-        self, source: Mapping[str, Any], cells: Iterable[Mapping[str, Any]], *, time_limit_s: float | None = None
+        self,
+        source: Mapping[str, Any],
+        cells: Iterable[Mapping[str, Any]],
+        *,
+        time_limit_s: float | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Say what the study is; the records that stand already, by id."""
-        about = {"tiersim_store": FORMAT, "study": source, "cells": list(cells)}
+        """Say what the study is, and the SHA-256 of files that it names; the records that stand already, by id."""
+        about = {"tiersim_store": FORMAT, "study": source, "files": dict(files or {}), "cells": list(cells)}
         text = json.dumps(about, indent=None, default=str) + "\n"
 
         def write(file: IO[bytes]) -> None:

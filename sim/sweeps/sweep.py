@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
+from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
 from sim.sweeps.cell import STATUSES
 from sim.sweeps.execute import Executor, Job
 from sim.sweeps.frame import frame
@@ -165,7 +166,7 @@ def _run(
 ) -> Swept:
     listed = [{"id": cell.id, "labels": dict(cell.labels)} for cell in cells]
     limit = study.file.time_limit
-    known = writer.begin(study.raw, listed, time_limit_s=limit) if writer else {}
+    known = writer.begin(study.raw, listed, time_limit_s=limit, files=sums_of(_files(cells))) if writer else {}
     records: dict[str, Mapping[str, Any]] = {cell.id: known[cell.id] for cell in cells if cell.id in known}
     todo = {cell.id: cell for cell in cells if cell.id not in records}
     chosen = executor or executor_for(jobs, len(todo), limit is not None)
@@ -183,6 +184,22 @@ def _run(
             if on_progress:
                 on_progress(progress)
     return Swept(study, tuple((cell, records[str(cell["id"])]) for cell in listed), progress)
+
+
+def _files(cells: list[Cell]) -> list[Named]:
+    """The files that the cells are made of."""
+    names: dict[str, dict[str, None]] = {key: {} for key in ("policy", "profile", "trace", "model")}
+    for cell in cells:
+        about = {**cell.task["workload"], "policy": cell.task["policy"], "profile": cell.task["profile"]}
+        for key, found in names.items():
+            if key in about:
+                found[about[key]] = None
+    return [
+        *policy_files(names["policy"]),
+        *profile_files(names["profile"]),
+        *trace_files(names["trace"]),
+        *model_files(names["model"]),
+    ]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,17 +18,22 @@ from sim.log import EventLog
 def write_cell(result: Result, reference: EventLog | None, folder: Path) -> None:
     """Write a cell's folder aside, sync it and rename it; one that is there already is replaced.
 
-    It holds the timeline for Perfetto, `summary.json`, and where pyarrow is installed the log as Parquet:
-    `events.parquet` and `memory.parquet`, with the columns of `Result.events` and `Result.memory`. Raises OSError.
+    It holds the timeline for Perfetto, `summary.json`, what a report page shows of the run, and where pyarrow is
+    installed the log as Parquet: `events.parquet` and `memory.parquet`, with the columns of `Result.events` and
+    `Result.memory`. Raises OSError.
     """
     from sim.report.timeline import write_timeline
+    from sim.views import NAME, write_view
 
+    if reference is not None:  # the one at hand, not one made anew
+        result = replace(result, reference=lambda: reference)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         write_timeline(result.log, aside / "timeline.pftrace.gz")
         text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
         (aside / "summary.json").write_text(text, encoding="utf-8")
+        write_view(result, aside / NAME)
         if find_spec("pyarrow"):
             result.events.to_parquet(aside / "events.parquet", engine="pyarrow", index=False)
             result.memory.to_parquet(aside / "memory.parquet", engine="pyarrow", index=False)

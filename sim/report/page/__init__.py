@@ -9,7 +9,7 @@ the page as text and nothing else. The chart of memory is drawn by uPlot (MIT), 
 """
 
 from sim.report.page.document import write_run_page, write_table_page
-from sim.report.page.run import RunView
+from sim.report.page.run import RunView, SavedView
 from sim.report.page.table import TableView
 
-__all__ = ["RunView", "TableView", "write_run_page", "write_table_page"]
+__all__ = ["RunView", "SavedView", "TableView", "write_run_page", "write_table_page"]

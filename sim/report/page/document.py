@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
 from sim.report.files import write_aside
-from sim.report.page.run import RunView, run_data
+from sim.report.page.run import RunView, SavedView, run_data
 from sim.report.page.table import TableView, table_data
 
 HERE = files("sim.report.page")
@@ -27,7 +27,7 @@ SCRIPTS = (
 """Our scripts in the order in which they need each other; uPlot comes before them."""
 
 
-def write_run_page(view: RunView, path: str | os.PathLike[str]) -> Path:
+def write_run_page(view: RunView | SavedView, path: str | os.PathLike[str]) -> Path:
     """Write the page of one run, aside and renamed; equal runs give equal files. Raises OSError."""
     return _write(path, view.title, {"kind": "run"}, {"run": run_data(view)})
 

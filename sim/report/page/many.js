@@ -17,6 +17,7 @@ function tablePage(table, about, colours) {
     el("p", { class: "kicker" }, table.subtitle),
     el("h1", {}, table.title),
     table.lead ? el("p", { class: "lead" }, table.lead) : null,
+    cautions(table.caution),
     table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
   const tiles = el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
     [...counts].sort(([, a], [, b]) => b - a).map(([name, many]) => tile(words(name), numberText(many), null, many / count)));

@@ -66,6 +66,11 @@ function badge(text, kind = "") {
   return el("span", { class: `badge ${kind}` }, text);
 }
 
+// What a reader must know before any figure: what was not run for this page, and why.
+function cautions(lines) {
+  return lines.length ? el("ul", { class: "caution" }, lines.map((line) => el("li", {}, badge("from what was saved", "warn"), ` ${line}`))) : null;
+}
+
 // Files that lie beside the page.
 function fileLinks(links) {
   return links.length ? el("p", { class: "hint files" }, "kept beside: ", links.map(([text, address]) => el("a", { href: address }, text))) : null;

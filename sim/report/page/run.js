@@ -18,6 +18,7 @@ function runPage(run, colours) {
       run.fidelity[0] ? el("span", { title: run.fidelity[1] }, badge(run.fidelity[0])) : null,
       run.manages.length ? badge(`manages ${run.manages.map(words).join(", ")}`) : null,
       assumed ? el("a", { href: "#facts", class: "badge warn", onclick: goTo }, `${assumed} assumed ${assumed === 1 ? "figure" : "figures"}`) : null),
+    cautions(run.caution),
     el("p", { class: "hint" }, run.memory),
     fileLinks(run.links));
 

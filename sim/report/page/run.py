@@ -69,8 +69,22 @@ class RunView:
     links: tuple[tuple[str, str], ...] = ()
 
 
-def run_data(view: RunView) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SavedView:
+    """A run as it was saved for a page, in place of the run itself. data: as `run_data` gave it."""
+
+    data: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """Its policy."""
+        return str(self.data["title"])
+
+
+def run_data(view: RunView | SavedView) -> dict[str, Any]:
     """All that the page needs of a run; JSON values only."""
+    if isinstance(view, SavedView):
+        return dict(view.data)
     log, foot, platform = view.log, view.foot, view.log.platform
     ops, tensors = log.trace.op_columns, log.trace.tensor_columns
     by_op = stalls_by_op(log)
@@ -86,6 +100,7 @@ def run_data(view: RunView) -> dict[str, Any]:
         "manages": list(view.manages),
         "doc": _unwrapped(view.doc),
         "links": [list(link) for link in view.links],
+        "caution": [],
         "command": foot.command,
         "notes": [*platform.notes, *foot.notes],
         "facts": facts_data([platform]),

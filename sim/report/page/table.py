@@ -9,7 +9,7 @@ from typing import Any
 from sim.hardware.platform import Platform
 from sim.report.cells import FRACTIONS, MODEL_ERROR, device_ns, key_lines, name_of, standings, total
 from sim.report.colours import policy_colour, policy_marker
-from sim.report.page.run import SCOPE, RunView, facts_data
+from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
 
 Row = Mapping[str, Any]
 
@@ -37,8 +37,9 @@ class TableView:
     """Many runs as a page shows them.
 
     rows: each has `id` (what links name it by), the axes in `labels`, `policy` among them, `fits`, and the keys of
-    `Result.summary`, or `error` and `floor_bytes` where it did not fit. platforms: whose figures are listed. runs: by
-    id, those that can be looked at. links: by id (text, address) of files kept beside. notes: lines under the table.
+    `Result.summary`, or `error` and `floor_bytes` where it did not fit. platforms: whose figures are listed, beside
+    those in `facts`. runs: by id, those that can be looked at. links: by id (text, address) of files kept beside.
+    notes: lines under the table; caution: lines above it.
     """
 
     title: str
@@ -47,10 +48,12 @@ class TableView:
     subtitle: str = ""
     lead: str = ""
     platforms: Sequence[Platform] = ()
-    runs: Mapping[str, RunView] = field(default_factory=dict)
+    runs: Mapping[str, RunView | SavedView] = field(default_factory=dict)
     links: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     command: str = ""
+    facts: Sequence[Sequence[str]] = ()
+    caution: Sequence[str] = ()
 
 
 def table_data(view: TableView) -> dict[str, Any]:
@@ -79,7 +82,8 @@ def table_data(view: TableView) -> dict[str, Any]:
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
         "notes": [*_keys(view.rows), *view.notes],
         "scope": [list(line) for line in SCOPE],
-        "facts": facts_data(view.platforms),
+        "facts": [*facts_data(view.platforms), *map(list, view.facts)],
+        "caution": list(view.caution),
         "model_error": MODEL_ERROR,
     }
 

@@ -1,0 +1,196 @@
+"""A saved sweep as a page; see `sim.commands.report`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.commands.options import say
+from sim.commands.report import Wanted, files_beside, hold_again, saved_view
+from sim.errors import ProfileError, TiersimError, near
+
+if TYPE_CHECKING:
+    from sim.experiment import Result
+    from sim.foreign import Trust
+    from sim.pages import Links
+    from sim.report.page import RunView, SavedView
+    from sim.sweeps.store import Store
+
+
+def sweep_page(wanted: Wanted) -> Path:
+    """Write the page of a sweep: its rows as they were saved, and the runs of cells."""
+    from sim.foreign import Trust
+    from sim.report.page import TableView, write_table_page
+    from sim.sweeps.frame import flat_rows
+    from sim.sweeps.store import Store
+
+    folder = wanted.folder
+    store = Store(folder)
+    trust = Trust(folder, wanted.trust, store.files)
+    records = list(store.rows())
+    rows = [{**row, "id": row["cell"]} for row in flat_rows(records)]
+    labels = list(dict.fromkeys(name for about, _ in records for name in about["labels"]))
+    kept = {about["id"]: files_beside(store.cell_folder(about["id"]), wanted.target, "*") for about, _ in records}
+    links = {id: files for id, files in kept.items() if files}
+    chosen = _named(folder, wanted.cells, kept) if wanted.cells else [id for id in kept if id in links]
+    found = _Runs(store, trust, links)
+    found.collect(chosen, wanted.most)
+    platforms, unread = _platforms(rows, trust)
+    notes = [*found.notes, *unread]
+    if store.damaged:
+        notes.append(f"{store.damaged} damaged lines in the folder count as missing")
+    view = TableView(
+        title=str(store.study.get("name") or folder.resolve().name),
+        subtitle=str(store.study.get("description") or "sweep"),
+        labels=labels,
+        rows=rows,
+        platforms=platforms,
+        runs=found.runs,
+        links=links,
+        notes=notes,
+        caution=found.caution,
+    )
+    return write_table_page(view, wanted.target)
+
+
+def _named(folder: Path, cells: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """The cells that are meant. Raises TiersimError for one that is not there, or is not the only one."""
+    found = []
+    for start in cells:
+        mine = [id for id in known if id.startswith(start)]
+        if len(mine) != 1:
+            what = "more than one cell has that id" if mine else "no cell has that id"
+            raise TiersimError(f"{folder}: {start!r}: {what}{near(start, [id[:12] for id in known])}")
+        found += mine
+    return found
+
+
+class _Runs:
+    """Runs of cells for a page: run again as the sweep ran them, or from what was saved. notes: on those left out."""
+
+    def __init__(self, store: Store, trust: Trust, links: Mapping[str, Links]) -> None:
+        self.store = store
+        self.trust = trust
+        self.links = links
+        self.runs: dict[str, RunView | SavedView] = {}
+        self.notes: list[str] = []
+        self.caution: list[str] = []
+
+    def collect(self, wanted: Sequence[str], most: int) -> None:
+        """Put in those of these cells that ran, as many as `most`."""
+        records = self.store.records()
+        ran = [id for id in wanted if id in records and records[id]["row"]["status"] == "ok"]
+        if not ran:
+            return
+        against, tasks = self._tasks()
+        labels = {cell["id"]: cell["labels"] for cell in self.store.cells}
+        saved = {id for id in ran if id not in tasks and against and self._view(id).is_file()}
+        there = [id for id in ran if id in tasks or id in saved]
+        if len(there) < len(ran):
+            why = "of files that the results name" if against else "of another version of the program"
+            self.notes.append(f"{len(ran) - len(there)} runs are {why} and not in this page")
+        if len(there) > most:
+            self.notes.append(
+                f"{len(there) - most} more runs were kept than are in this page; --runs N or --cell ID puts them in"
+            )
+        for id in there[:most]:
+            row, title = records[id]["row"], str(labels[id].get("policy", id[:12]))
+            if id in tasks:
+                self.runs[id] = self._again(id, tasks[id], row, title)
+            else:
+                self.runs[id] = saved_view(self._view(id), row, against, title=title, links=self._links(id))
+
+    def _tasks(self) -> tuple[list[str], dict[str, Any]]:
+        """Why not all cells can be run again, and those that can, by id."""
+        from sim.sweeps.study import load_study
+
+        study, against = _without_files(self.store.study, self.trust)
+        self.caution += against
+        for line in against:
+            print(f"tiersim: not run again: {line}", file=sys.stderr)
+        if study is None:
+            return against, {}
+        try:
+            return against, {cell.id: cell for cell in load_study(study).cells()}
+        except TiersimError as error:
+            self.notes += [f"no run is made again for this page: {line}" for line in str(error).splitlines()]
+            return against, {}
+
+    def _again(self, id: str, cell: Any, row: Mapping[str, Any], title: str) -> RunView:
+        from sim.pages import run_view
+
+        say(f"… {', '.join(map(str, cell.labels.values()))}")
+        result = _cell(cell.task, row)
+        hold_again(result.summary(), row, f"{self.store.folder}: cell {id[:12]}")
+        return run_view(result, title=title, links=self._links(id))
+
+    def _view(self, id: str) -> Path:
+        from sim.views import NAME
+
+        return self.store.cell_folder(id) / NAME
+
+    def _links(self, id: str) -> Links:
+        return self.links.get(id, ())
+
+
+def _without_files(study: Mapping[str, Any], trust: Trust) -> tuple[dict[str, Any] | None, list[str]]:
+    """A study without what is of files that may not be used, None where nothing is left of it; and why not."""
+    from sim.foreign import model_files, policy_files, profile_files, trace_files
+
+    kinds = {"policy": policy_files, "profile": profile_files, "trace": trace_files, "model": model_files}
+    left, against = dict(study), []
+    for key, files in kinds.items():
+        if key not in study:
+            continue
+        entries = study[key] if isinstance(study[key], list) else [study[key]]
+        kept = []
+        for entry in entries:
+            name = entry.get("name") if isinstance(entry, Mapping) else entry
+            objections = trust.objections(files([name])) if isinstance(name, str) else []
+            against += objections
+            if not objections:
+                kept.append(entry)
+        if not kept:
+            return None, list(dict.fromkeys(against))
+        left[key] = kept
+    return left, list(dict.fromkeys(against))
+
+
+def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
+    """The run of one cell; what its budget came to stands in its row."""
+    from sim.experiment import simulate
+    from sim.hardware.profile import load_profile
+    from sim.policies import load
+    from workloads import load_trace, transformer
+
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in task["parameters"].items()}
+    asked = dict(task["workload"])
+    trace = load_trace(asked["trace"]) if "trace" in asked else transformer(asked.pop("model"), **asked)
+    return simulate(
+        trace,
+        load_profile(task["profile"], overrides=task["figures"] or None),
+        load(task["policy"], **given),
+        budget=None if task["budget"] is None else row["budget_bytes"],
+        seed=task["seed"],
+        iterations=task["iterations"],
+    )
+
+
+def _platforms(rows: Sequence[Mapping[str, Any]], trust: Trust) -> tuple[list[Any], list[str]]:
+    """The machines of a sweep as their profiles are now; one that cannot be read, or is not to be, is left out."""
+    from sim.foreign import profile_files
+    from sim.hardware.profile import load_profile
+
+    found, unread = [], []
+    for name in dict.fromkeys(str(row.get("profile")) for row in rows):
+        against = trust.objections(profile_files([name]))
+        unread += [f"the figures of a machine are not in this page: {line}" for line in against]
+        if against:
+            continue
+        try:
+            found.append(load_profile(name))
+        except ProfileError:
+            continue
+    return found, unread

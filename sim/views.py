@@ -1,0 +1,75 @@
+"""Runs as they are saved for a page: what `report` shows where the run itself may not, or cannot, be made again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from sim.errors import TiersimError
+from sim.experiment import Result
+from sim.pages import run_view
+from sim.report.files import write_aside
+from sim.report.page import SavedView
+from sim.report.page.run import run_data
+
+NAME = "view.json.gz"
+FORMAT, VERSION = "tiersim view", 1
+MOST = 512 << 20
+"""Bytes of JSON that are read at most."""
+
+PARTS = {
+    **dict.fromkeys(("title", "workload", "platform", "description", "memory", "doc", "command"), str),
+    **dict.fromkeys(("figures", "ops", "tensors", "lanes"), dict),
+    **dict.fromkeys(("fidelity", "manages", "links", "caution", "notes", "facts", "scope", "summary"), list),
+    **dict.fromkeys(("whys", "causes", "kinds", "phases", "roles", "tiers", "stalls", "traffic"), list),
+    **dict.fromkeys(("end", "warm_up"), int),
+    **dict.fromkeys(("steady", "complete"), bool),
+}
+"""What a view has at least, and of which type."""
+
+
+def row_view(folder: Path, row: int) -> Path:
+    """Where the view of one row of a comparison lies."""
+    return folder / "views" / f"{row:03d}.json.gz"
+
+
+def write_view(result: Result, path: Path, *, title: str = "") -> Path:
+    """Save what a page shows of a run, aside and renamed; equal runs give equal files. Raises OSError."""
+    record = {"format": FORMAT, "version": VERSION, "view": run_data(run_view(result, title=title))}
+    text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
+
+    def write(file: IO[bytes]) -> None:
+        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as out:
+            out.write(text)
+
+    return write_aside(path, write)
+
+
+def read_view(path: Path, **about: Any) -> SavedView:
+    """A view that was saved. about: keys of it to set, since a folder does not say what else lies beside its page.
+
+    Raises TiersimError, one line that names the file, where it is not there or is no view.
+    """
+    try:
+        with gzip.open(path, "rb") as file:
+            text = file.read(MOST + 1)
+        if len(text) > MOST:
+            raise TiersimError(f"{path}: holds more than {MOST} bytes")
+        record = json.loads(text)
+    except FileNotFoundError:
+        raise TiersimError(f"{path}: is not there: nothing was saved for a page") from None
+    except OSError as error:
+        raise TiersimError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise TiersimError(f"{path}: damaged ({error})") from None
+    view = record.get("view") if isinstance(record, Mapping) and record.get("format") == FORMAT else None
+    if not isinstance(view, Mapping) or record.get("version") != VERSION:
+        raise TiersimError(f"{path}: no view of this version of the program")
+    wrong = next((key for key, kind in PARTS.items() if type(view.get(key)) is not kind), None)
+    if wrong is not None:
+        raise TiersimError(f"{path}: {wrong}: expected {PARTS[wrong].__name__}")
+    return SavedView({**view, **about})

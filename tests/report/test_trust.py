@@ -1,0 +1,288 @@
+"""What a folder of results says is data: no file that it names is executed or opened unless its reader asks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from sim.policies import policy_file
+from tests.report.test_page import read, tiersim
+
+POLICY = """
+from pathlib import Path
+
+from sim.plan import Plan
+from sim.policies.base import Policy
+
+Path({mark!r}).touch()
+
+
+class Mine(Policy):
+    '''Keeps all, and leaves a mark.'''
+
+    def plan(self, problem):
+        return Plan(problem.trace)
+"""
+JOB = ["--profile", "mt3000_survey", "--model", "gpt2", "--batch", "1", "--seq", "64"]
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A policy's file, and the mark that it leaves when it is executed."""
+    mark = tmp_path / "mark"
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY.format(mark=str(mark)))
+    yield f"{path}:Mine", mark
+    forget()
+
+
+def forget():
+    """As in a new process: no policy's file has been executed yet."""
+    for name in [name for name in sys.modules if name.startswith("tiersim_policy_")]:
+        del sys.modules[name]
+
+
+def saved(words, folder, mark, capsys):
+    assert tiersim(*words, "-o", folder, capsys=capsys)[0] == 0
+    assert mark.exists()
+    mark.unlink()
+    forget()
+
+
+def test_the_policy_of_a_saved_run_is_not_executed_and_the_page_and_the_terminal_say_so(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert not mark.exists()
+    assert "from what was saved" in err
+    assert "mine.py" in err
+    run = read(tmp_path / "r.html").parts["run"]
+    figures = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert run["figures"]["makespan_ns"] == figures["makespan_ns"]
+    assert run["links"] == [["timeline.pftrace", "out/timeline.pftrace"]]
+    (line,) = run["caution"]
+    assert "--trust" in line
+    assert name in line
+
+
+def test_it_is_run_again_where_asked_and_gives_the_same_page(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert mark.exists()
+    again = read(tmp_path / "r.html").parts["run"]
+    tiersim("report", tmp_path / "out", "-o", tmp_path / "s.html", capsys=capsys)
+    from_saved = read(tmp_path / "s.html").parts["run"]
+    assert again.pop("caution") == []
+    assert from_saved.pop("caution")
+    assert from_saved == again
+
+
+@pytest.mark.parametrize("change", ["edited", "gone", "unrecorded"])
+def test_a_policy_that_is_not_the_one_that_was_run_is_not_executed_even_where_asked(change, mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = policy_file(name)
+    if change == "edited":
+        path.write_text(path.read_text() + "\n")
+    elif change == "gone":
+        path.unlink()
+    else:
+        summary = tmp_path / "out" / "summary.json"
+        summary.write_text(json.dumps({**json.loads(summary.read_text()), "files": {}}))
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert code == 0
+    assert not mark.exists()
+    assert "SHA-256" in err
+    assert "SHA-256" in read(tmp_path / "r.html").parts["run"]["caution"][0]
+
+
+def test_a_folder_without_a_view_is_one_line(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    (tmp_path / "out" / "view.json.gz").unlink()
+    code, out, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--trust" in err
+    assert not mark.exists()
+    assert not (tmp_path / "r.html").exists()
+
+
+def cut(data):
+    return data[: len(data) // 2]
+
+
+def other_figures(data):
+    record = json.loads(gzip.decompress(data))
+    record["view"]["figures"]["peak_bytes"] += 1
+    return gzip.compress(json.dumps(record).encode())
+
+
+def no_tiers(data):
+    record = json.loads(gzip.decompress(data))
+    record["view"]["tiers"] = "all of them"
+    return gzip.compress(json.dumps(record).encode())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "damaged"),
+        (lambda data: b"{}", "view.json.gz"),
+        (lambda data: gzip.compress(b"[1, 2"), "damaged"),
+        (lambda data: gzip.compress(b"{}"), "no view"),
+        (other_figures, "peak_bytes"),
+        (no_tiers, "tiers: expected list"),
+    ],
+)
+def test_a_damaged_view_or_one_of_another_run_is_one_line(damage, said, mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = tmp_path / "out" / "view.json.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    code, out, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_from_what_was_saved_takes_no_link_of_the_folder(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = tmp_path / "out" / "view.json.gz"
+    record = json.loads(gzip.decompress(path.read_bytes()))
+    record["view"]["links"] = [["click", "javascript:alert(1)"]]
+    path.write_bytes(gzip.compress(json.dumps(record).encode()))
+    assert tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+    assert read(tmp_path / "r.html").parts["run"]["links"] == [["timeline.pftrace", "out/timeline.pftrace"]]
+
+
+def test_policies_of_a_comparison_are_not_executed_and_the_others_are_run_again(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["compare", *JOB, "--policies", f"keep_all,{name}"], tmp_path / "out", mark, capsys)
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert not mark.exists()
+    assert name in err
+    parts = read(tmp_path / "r.html").parts
+    assert set(parts["about"]["runs"]) == {"keep_all", name}
+    assert parts["run keep_all"]["caution"] == []
+    assert len(parts[f"run {name}"]["caution"]) == len(parts["table"]["caution"]) == 1
+    assert tiersim("report", tmp_path / "out", "-o", tmp_path / "s.html", "--trust", capsys=capsys)[0] == 0
+    assert mark.exists()
+    assert read(tmp_path / "s.html").parts["table"]["caution"] == []
+
+
+def test_policies_of_a_sweep_are_not_executed(mine, tmp_path, capsys):
+    from sim import sweep
+
+    name, mark = mine
+    study = {"model": "gpt2", "sequence": 64, "profile": "mt3000_survey", "policy": ["keep_all", name]}
+    table = sweep({**study, "timeline": True}, out=tmp_path / "out", jobs=1)
+    assert mark.exists()
+    mark.unlink()
+    forget()
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert not mark.exists()
+    assert name in err
+    parts = read(tmp_path / "r.html").parts
+    assert set(parts["about"]["runs"]) == set(table["cell"])
+    (theirs,) = table["cell"][table["policy"] == name]
+    assert len(parts[f"run {theirs}"]["caution"]) == len(parts["table"]["caution"]) == 1
+    for words in (["list"], ["show"], ["query"], ["export", "--csv", tmp_path / "t.csv"]):
+        more = ["SELECT * FROM cells"] if words == ["query"] else []
+        assert tiersim("results", words[0], tmp_path / "out", *words[1:], *more, capsys=capsys)[0] == 0
+        assert not mark.exists()
+    assert tiersim("report", tmp_path / "out", "-o", tmp_path / "s.html", "--trust", capsys=capsys)[0] == 0
+    assert mark.exists()
+    assert read(tmp_path / "s.html").parts["table"]["caution"] == []
+    mark.unlink()
+    forget()
+    policy_file(name).write_text(policy_file(name).read_text() + "\n")
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "t.html", "--trust", capsys=capsys)
+    assert code == 0
+    assert not mark.exists()
+    assert "SHA-256" in err
+
+
+@pytest.mark.parametrize("kind", ["profile", "model", "trace"])
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_a_file_outside_the_folder_is_not_opened_unless_asked(kind, verb, tmp_path, capsys, monkeypatch):
+    from sim.hardware.profile import profile_text
+    from sim.trace.io import save
+    from workloads import transformer
+
+    path = tmp_path / {"profile": "p.toml", "model": "config.json", "trace": "t.jsonl"}[kind]
+    words = JOB
+    if kind == "profile":
+        path.write_text(profile_text("mt3000_survey"))
+        words = ["--profile", path, *JOB[2:]]
+    elif kind == "model":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+        path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+        words = [*JOB[:2], "--model", path, *JOB[4:]]
+    else:
+        save(transformer("gpt2", batch=1, sequence=64), path)
+        words = [*JOB[:2], "--trace", path]
+    which = ["--policy", "keep_all"] if verb == "run" else ["--policies", "keep_all"]
+    assert tiersim(verb, *words, *which, "-o", tmp_path / "out", capsys=capsys)[0] == 0
+    opened = []
+    real = Path.read_bytes, Path.read_text, open
+    watch = str(path)
+
+    def seen(number):
+        def call(first, *rest, **more):
+            if str(first) == watch:
+                opened.append(first)
+            return real[number](first, *rest, **more)
+
+        return call
+
+    monkeypatch.setattr(Path, "read_bytes", seen(0))
+    monkeypatch.setattr(Path, "read_text", seen(1))
+    monkeypatch.setattr("builtins.open", seen(2))
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, opened) == (0, [])
+    assert f"{kind} '{path}'" in err
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "s.html", "--trust", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert opened
+    monkeypatch.undo()
+    # what lies in the folder belongs to it
+    inside = tmp_path / "out" / tmp_path.name / path.name  # a model is called by its folder's name
+    inside.parent.mkdir()
+    shutil.copy(path, inside)
+    for name in ("summary.json", "comparison.json"):
+        file = tmp_path / "out" / name
+        if file.is_file():
+            file.write_text(file.read_text().replace(str(path), str(inside)))
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "t.html", capsys=capsys)
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [5, {}, {"profile": 7}, {"profile": "h100", "model": 5}, {"profile": "h100", "model": "gpt2", "param": "abc"}],
+)
+def test_options_of_another_type_are_one_line(asked, tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps({"asked": asked, "trace": "x"}))
+    code, out, err = tiersim("report", tmp_path, "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "asked" in err
+
+
+@pytest.mark.parametrize("cells", [5, [5], [{"id": "../../../etc", "labels": {}}], [{"id": "ab" * 20, "labels": 1}]])
+def test_cells_whose_id_is_a_path_are_refused(cells, tmp_path, capsys):
+    study = {"tiersim_store": 1, "study": {}, "cells": cells}
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    code, out, err = tiersim("report", tmp_path, "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "study.json" in err
