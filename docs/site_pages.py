@@ -124,7 +124,7 @@ def _first(record: dict[str, Any]) -> str:
 
 def _does(record: dict[str, Any]) -> list[str]:
     verbs = ("online", "recomputes", "moves", "rewrites", "optimal")
-    return [verb for verb in verbs if record.get(verb) is True]
+    return ["optimal in its class" if verb == "optimal" else verb for verb in verbs if record.get(verb)]
 
 
 def _trait(value: Any) -> str:

@@ -17,11 +17,12 @@ from sim.conformance import CHECKS, LawBroken, Replayed, replayed, run_policy
 from sim.engine.device import Device
 from sim.engine.replay import replay
 from sim.engine.state import State
-from sim.errors import OutOfMemory
+from sim.errors import Infeasible, OutOfMemory
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.log import CAUSE, WHY, EventLog
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
 from sim.policies.base import MANAGES, Policy
+from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.origin import Same
 from sim.trace.rewrite import Codec, encode
@@ -536,7 +537,7 @@ def test_an_online_part_with_a_memory_breaks_repeats():
 class NotOptimal(Honest):
     """Waits for a needless copy where there is room."""
 
-    optimal = True
+    optimal = "among plans that do nothing"
 
     def plan(self, problem: Problem) -> Plan:
         waste = (Move("x", "host", before="a"), Wait("x", before="a"))
@@ -545,6 +546,29 @@ class NotOptimal(Honest):
 
 def test_a_policy_that_is_slower_with_more_budget_breaks_optimal():
     assert broken(run_policy(NotOptimal(), chain(), machine(100)), CHECKS) == {"optimal"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfItsClass(Honest):
+    """Says that it is the best of all plans that recompute before an op; `refuses` all budgets, or does too much."""
+
+    optimal = "among plans that recompute earlier ops before an op, in order"
+    refuses: bool = False
+    status: str = "optimal"
+
+    def in_class(self, plan: Plan) -> bool:
+        return in_stages(plan)
+
+    def plan(self, problem: Problem) -> Plan:
+        if self.refuses:
+            raise Infeasible("no plan of this class fits")
+        return Plan(problem.trace, (Recompute("a", before="c"),), notes={"status": self.status})
+
+
+def test_a_policy_that_a_plan_of_its_own_class_beats_breaks_optimal():
+    assert broken(run_policy(BestOfItsClass(), chain(), machine(100)), CHECKS) == {"optimal"}
+    assert broken(run_policy(BestOfItsClass(refuses=True), chain(), machine(100)), CHECKS) == {"optimal"}
+    assert not broken(run_policy(BestOfItsClass(status="feasible"), chain(), machine(100)), CHECKS)
 
 
 # ---- law 9 -------------------------------------------------------------------------------------

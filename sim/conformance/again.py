@@ -6,11 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
+from sim.conformance.rivals import rivals
 from sim.errors import Infeasible, PolicyError
-from sim.experiment import UNLIMITED
+from sim.experiment import UNLIMITED, problem_for
 from sim.log import EventLog
 from sim.policies.base import Policy
+from sim.solvers.checker import check
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 
@@ -46,9 +48,10 @@ def _difference(first: EventLog, second: EventLog) -> str:
 
 
 def check_optimal(run: Replayed) -> None:
-    """Law 8: a policy that is optimal never takes longer with more budget, nor refuses it."""
+    """Law 8: a policy that is optimal never takes longer with more budget, and no plan of its class beats it."""
     if not run.policy.optimal or not (run.done or isinstance(run.error, Infeasible)):
         return
+    _beaten(run)
     capacity = run.platform.home(0).capacity
     best = run.log.end if run.done and run.log is not None else None
     for budget in (capacity + max(1, capacity // 8), 2 * capacity, UNLIMITED):
@@ -60,6 +63,28 @@ def check_optimal(run: Replayed) -> None:
         if best is not None and more.log.end > best:
             raise LawBroken(f"with {budget} B it takes {more.log.end} ns; with {capacity} B {best} ns")
         best, capacity = more.log.end, budget
+
+
+def _beaten(run: Replayed) -> None:
+    """Hold a plan said to be optimal, or a refusal, against simple plans of the class that the policy names."""
+    best = run.log.end if run.done and run.log is not None else None
+    if best is not None and run.plan is not None and run.plan.notes.get("status", "optimal") != "optimal":
+        return  # it says itself that it may not be
+    budget = run.platform.home(0).capacity
+    cost = problem_for(run.trace, run.platform).cost.op_ns
+    for plan in rivals(run.trace):
+        if not run.policy.in_class(plan):
+            continue
+        checked = check(plan, cost)
+        if checked.peak > budget or (best is not None and checked.time >= best):
+            continue
+        rival = replayed(run.policy, plan, run.trace, run.platform, seed=run.seed)
+        if rival.done and rival.log is not None and (best is None or rival.log.end < best):
+            says = f"it refuses {budget} B" if best is None else f"its plan takes {best} ns"
+            reruns = [run.trace.op_columns.name[op] for op in checked.reruns]
+            raise LawBroken(
+                f"{says}; of its class ({run.policy.optimal}) one that recomputes {reruns} takes {rival.log.end} ns"
+            )
 
 
 # ---- law 10 ------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ class Policy:
 
     online: decides while running (its plan has `online`). recomputes, moves: whether ops may run twice,
     whether bytes may move. rewrites: whether it changes the trace. lossless: same values as the plain
-    run. optimal: proven best in its class of plans. needs: what the trace or the platform must have
+    run. optimal: the class of plans of which its plan is proven to be the fastest ("among plans that …"), "" for
+    none; `in_class` says which plans belong to it. needs: what the trace or the platform must have
     (`NEEDS`). solver: what it solves with, "" for nothing. warm_up: iterations before the steady state.
     manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
@@ -33,7 +34,7 @@ class Policy:
     moves: ClassVar[bool] = False
     rewrites: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
-    optimal: ClassVar[bool] = False
+    optimal: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     solver: ClassVar[str] = ""
     warm_up: ClassVar[int] = 0
@@ -44,3 +45,7 @@ class Policy:
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""
         raise NotImplementedError(f"{type(self).__name__} does not define plan(problem)")
+
+    def in_class(self, plan: Plan) -> bool:
+        """Whether a plan belongs to the class that `optimal` names; none does where that names none."""
+        return False

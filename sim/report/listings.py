@@ -117,7 +117,7 @@ def policy_listing(as_json: bool = False) -> str:
     rows = [("policy", "family", "fidelity", "manages", "does", "what it decides")]
     for record in records:
         verbs = ("online", "recomputes", "moves", "rewrites", "optimal")
-        does = ", ".join(verb for verb in verbs if record.get(verb) is True)
+        does = ", ".join("optimal in its class" if v == "optimal" else v for v in verbs if record.get(v))
         manages = ", ".join(record["manages"]) if isinstance(record.get("manages"), tuple) else "see its page"
         rows.append(
             (record["name"], record["family"], record["fidelity"], manages or "nothing", does or "-", _first(record))

@@ -1,14 +1,46 @@
-"""What a solver's plan says of itself, and what its refusal says."""
+"""What a solver's plan says of itself, and its refusal: a word of proof names the class of plans it is about."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.errors import Infeasible
-from sim.plan import Plan, Problem
+from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.runs import Runs
+from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
+
+STAGED = (
+    "keep weights, inputs and weight gradients, move nothing, and before each op recompute earlier ones in program "
+    "order, each at most once there"
+)
+"""The plans that Checkmate's program and Moccasin's model choose from, and that a proof of theirs is about."""
+
+
+def in_stages(plan: Plan, most: int | None = None) -> bool:
+    """Whether a plan is one of those that `STAGED` describes, with at most so many runs per op."""
+    trace = plan.trace
+    if plan.online is not None or plan.place or plan.keep_dead or trace.devices > 1:
+        return False
+    gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
+    last: dict[int, int] = {}  # per anchor the op that was recomputed last
+    count: Counter[int] = Counter()
+    for action in plan.actions:
+        if isinstance(action, Drop) and action.tier is None:
+            t = trace.tensor_id(action.tensor)
+            if trace.producer[t] < 0 or gradient[t]:
+                return False
+        elif isinstance(action, Recompute) and action.before is not None:
+            op, anchor = trace.op_id(action.op), trace.op_id(action.before)
+            if not last.get(anchor, -1) < op < anchor or gradient[list(trace.writes(op))].any():
+                return False
+            last[anchor] = op
+            count[op] += 1
+        else:
+            return False
+    return most is None or max(count.values(), default=0) < most
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +62,18 @@ def rerun_ns(problem: Problem, found: Runs) -> int:
     return sum(problem.cost.op_ns(op) for op, anchor in found.steps if anchor >= 0)
 
 
-def planned(problem: Problem, found: Runs, *, status: str, bound: int | None, limit: str = "") -> Plan:
-    """The plan, with notes: `status` (`optimal` or `feasible`), `rerun_ns`, `bound_ns`, `limit`, `time_limited`.
+def planned(
+    problem: Problem, found: Runs, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
+) -> Plan:
+    """The plan, with notes: `status` (`optimal` or `feasible`), `rerun_ns`, `bound_ns`, `limit`, `time_limited`,
+    and `optimal_among`: what is proven of it says so of the plans that do this, "" where nothing is.
 
     bound: no plan of the same class has less rerun time, None where nothing is known. limit: which limit
-    ended the search, "" for none.
+    ended the search, "" for none. plans: the class.
     """
     notes = {
         "status": status,
+        "optimal_among": f"plans that {plans}" if status == "optimal" else "",
         "rerun_ns": rerun_ns(problem, found),
         "bound_ns": bound,
         "limit": limit,
@@ -46,12 +82,18 @@ def planned(problem: Problem, found: Runs, *, status: str, bound: int | None, li
     return Plan(problem.trace, found.actions(), notes=notes)
 
 
-def refused(problem: Problem, policy: str, least: Runs, *, proven: bool, smallest: bool) -> Infeasible:
-    """The error. proven: that no plan of the class fits. least: one that would in more; smallest: proven so."""
+def refused(
+    problem: Problem, policy: str, least: Runs, *, proven: bool, smallest: bool, plans: str = STAGED
+) -> Infeasible:
+    """The error. proven: that no plan of the class fits. least: one that would in more; smallest: proven so for it.
+
+    plans: the class. Plans outside it may fit in less.
+    """
     floor = least.peak()
     what = "no plan of this class fits" if proven else "no plan was found that fits"
     more = "is the smallest budget that does" if proven and smallest else "would do"
     return Infeasible(
-        f"policy {policy!r}: {what} {format_bytes(problem.budget)}; {format_bytes(floor, digits=None)} {more}",
+        f"policy {policy!r}: {what} {format_bytes(problem.budget)}; {format_bytes(floor, digits=None)} {more}"
+        + (f" (of plans that {plans})" if proven else ""),
         floor_bytes=floor,
     )

@@ -2,7 +2,9 @@
 
 A plan that only drops and recomputes says which ops run again, and before which op of the trace. All
 else follows: a tensor goes after the last read before it is made again, and stays where nobody makes
-it again. So any such order is legal, and no other plan with the same runs holds less.
+it again. So any such order is legal, and no other plan with the same runs holds less that keeps what has no
+producer. A legal plan may drop that, too, after its last read (`Ledger.stays_until`); the published systems do not,
+and neither do these, but bounds for all plans count it.
 """
 
 from __future__ import annotations
@@ -51,6 +53,21 @@ class Ledger:
             if in_place or (op in group and kinds[op].kind != "collective"):
                 at = 0
             last.append(at)
+        return last
+
+    @cached_property
+    def stays_until(self) -> list[int]:
+        """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
+
+        That is its last reader or what overwrites it, or, past all ops, the end where it is an output. For a
+        tensor that an op makes: -1, since it can be made again.
+        """
+        outputs, last = set(self.trace.outputs), []
+        for t, maker in enumerate(self.producer):
+            needed = max(self.trace.readers(t), default=-1)
+            if self.gone_at[t] < len(self.reads):
+                needed = self.gone_at[t]
+            last.append(-1 if maker >= 0 else len(self.reads) if t in outputs else needed)
         return last
 
     def can_run_again(self, op: int, anchor: int) -> bool:

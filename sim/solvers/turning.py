@@ -36,8 +36,9 @@ class Turn:
     """The moment at which one op runs, and what lies there or has to be made again afterwards.
 
     At that moment each result that a later op reads lies there, or its maker runs again later; and each op
-    that runs again later finds what it reads there, or that is made again, too. What lies there, what the
-    op makes and its workspace fit the budget. This holds of every plan for one device that drops and
+    that runs again later finds what it reads there, or that is made again, too. What nothing makes lies there
+    while a later op reads it, be it in its place or again. What lies there, what the op makes and its
+    workspace fit the budget. This holds of every plan for one device that drops and
     recomputes, offline or online, however often and whenever it runs things again, as long as weight
     gradients stay once they are made. So the least time of reruns under these conditions alone is a lower
     bound on the reruns of every such plan. It is one stage of Checkmate's program (Jain et al., MLSys 2020),
@@ -50,12 +51,13 @@ class Turn:
         self.ledger = ledger
         backward = np.flatnonzero(ledger.trace.op_columns.phase == BACKWARD)
         self.at = int(backward[0]) if at is None and len(backward) else at or 0
-        wanted = {v for op in range(self.at, len(ledger.reads)) for v in ledger.reads[op] if self._made(v)}
+        self.stays = [until >= self.at for until in ledger.stays_until]
+        wanted = {v for op in range(self.at, len(ledger.reads)) for v in ledger.reads[op] if self._counts(v)}
         self.values, self.again = self._reach(wanted)
         self.column = {("value", v): i for i, v in enumerate(self.values)}
         self.column |= {("op", op): len(self.values) + i for i, op in enumerate(self.again)}
         self.cost = np.array([0.0] * len(self.values) + [op_ns(op) / MICROSECOND for op in self.again])
-        self.outside = sum(ledger.size[v] for v, maker in enumerate(ledger.producer) if maker < 0)
+        self.outside = sum(ledger.size[v] for v, stays in enumerate(self.stays) if stays)
         self.outside += _makes(ledger, self.at)
         self._rows(wanted)
 
@@ -83,8 +85,9 @@ class Turn:
 
     # ---- building ----------------------------------------------------------------------------
 
-    def _made(self, value: int) -> bool:
-        return 0 <= self.ledger.producer[value] < self.at
+    def _counts(self, value: int) -> bool:
+        """Whether it is for the plan to say if a value lies there: it has been made, or may have been dropped."""
+        return self.ledger.producer[value] < self.at and not self.stays[value]
 
     def _reach(self, wanted: set[int]) -> tuple[list[int], list[int]]:
         """The values that matter, and the ops that might run again to make them."""
@@ -93,10 +96,10 @@ class Turn:
         while stack:
             value = stack.pop()
             maker = self.ledger.producer[value]
-            if maker in again or gradient[value] or self.ledger.until[maker] <= self.at:
+            if maker < 0 or maker in again or gradient[value] or self.ledger.until[maker] <= self.at:
                 continue
             again.add(maker)
-            new = {v for v in self.ledger.reads[maker] if self._made(v)} - values
+            new = {v for v in self.ledger.reads[maker] if self._counts(v)} - values
             values |= new
             stack += new
         return sorted(values), sorted(again)
@@ -125,7 +128,7 @@ class Turn:
             lies_or_comes(value, None)
         for op in self.again:
             for value in ledger.reads[op]:
-                if self._made(value):
+                if self._counts(value):
                     lies_or_comes(value, column["op", op])
         for value in self.values:
             place = column["value", value]
@@ -179,8 +182,8 @@ def by_turning(problem: Problem, ledger: Ledger) -> tuple[Runs | None, int | Non
 def least_bytes(ledger: Ledger) -> int:
     """Bytes below which no plan gets that drops and recomputes on one device and keeps weight gradients.
 
-    While an op runs there lie: all that is there from the start, what the op reads and makes, its
-    workspace, and what a later op reads and nothing can make again until then.
+    While an op runs there lie: what the op reads and makes, its workspace, and what a later op reads and
+    nothing can make again until then, as is all that is there from the start.
     """
     comes, goes = _bound_to_stay(ledger)
     stays: set[int] = set()
@@ -207,7 +210,7 @@ def _bound_to_stay(ledger: Ledger) -> tuple[dict[int, set[int]], dict[int, set[i
     goes: dict[int, set[int]] = {}
     for value, maker in enumerate(ledger.producer):
         readers = trace.readers(value)
-        end = last if value in outputs or maker < 0 else max(readers, default=maker)
+        end = ledger.stays_until[value] if maker < 0 else last if value in outputs else max(readers, default=maker)
         if maker < 0:
             start = 0
         elif value in outputs or (gradient[value] and any(update[reader] for reader in readers)):

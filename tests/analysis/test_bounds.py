@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sim.analysis import bounds
+from sim.engine.replay import replay
+from sim.errors import OutOfMemory
+from sim.hardware.platform import Engine, Platform, Tier
+from sim.plan import Plan
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from tests.solvers.reruns import least_time, small_graphs
 
 from .conftest import HBM, HOST, OUT, log_of, machine
 
@@ -31,6 +36,19 @@ def test_without_another_tier_weights_stay(step):
     found = bounds(replace(step, platform=replace(step.platform, links=()), intervals=step.intervals[:2]))
     # h: y 10, a 200, gw 100, and w, whose storage w2 takes over
     assert (found.working_set_bytes, found.pinned_bytes, found.memory_bytes, found.op) == (310, 100, 410, "h")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trace=small_graphs(), less=st.integers(1, 3))
+def test_no_legal_plan_fits_below_the_floor_even_if_it_drops_what_it_cannot_make_again(trace, less):
+    """Brute force over all orders of runs and drops, those of inputs after their last read included."""
+    tier = Tier("hbm", 1 << 30, 1 << 30, 10**9, device=0)
+    alone = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
+    floor = bounds(replay(Plan(trace), alone)).memory_bytes
+    assume(floor > less)
+    assert least_time(trace, floor - less, staged=False, keep_inputs=False) is None
+    with pytest.raises(OutOfMemory):
+        replay(Plan(trace), alone.with_budget(floor - less))
 
 
 def test_what_an_op_overwrites_is_held_once(step):

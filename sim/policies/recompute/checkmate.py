@@ -10,7 +10,7 @@ from sim.policies.base import Policy
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body
-from sim.solvers.outcome import Answer, planned, refused, rerun_ns
+from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rerun_ns
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
 from sim.solvers.turning import by_turning
@@ -26,8 +26,10 @@ class Checkmate(Policy):
     Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Checkmate: Breaking the Memory
         Wall with Optimal Tensor Rematerialization", MLSys 2020: the frontier-advancing program, and the
         two-phase rounding of its linear relaxation.
-    Bounds: relaxation <= optimum <= rounding. The program has O(n^2) binaries for n ops and O(n (n + edges))
-        rows; 61 ops take seconds, the relaxation a tenth of that.
+    Bounds: relaxation <= optimum <= rounding, the optimum being that of the plans which, on one device, keep
+        weights, inputs and weight gradients, and before each op recompute earlier ones in program order, each at
+        most once there. Another order, or an input dropped after its last read, may do with less. The program
+        has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take seconds, the relaxation a tenth of that.
     Departs: what is freed when is said by other rows than the paper's, with the same whole solutions and a
         higher bound (see `sim.solvers.milp`). A result that nothing reads any more goes at once, as in the
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place
@@ -50,12 +52,12 @@ class Checkmate(Policy):
         where costs have no common unit above a ten-thousandth), else "feasible": rounding above the bound,
         stages, a limit met; `bound_ns`: no plan of this class has less rerun time; `rerun_ns`; `limit`: "",
         "nodes" or "time"; `time_limited`.
-    Raises Infeasible where no plan fits (proven for "milp") naming a budget that does; PolicyError on several
-        devices or engines, too many ops, or a limit met before any plan was found.
+    Raises Infeasible where no plan of that class fits (proven for "milp") naming a budget that does; PolicyError on
+        several devices or engines, too many ops, or a limit met before any plan was found.
     """
 
     recomputes = True
-    optimal = True
+    optimal = f"among plans that {STAGED}"
     solver = "milp"
     fidelity = "equations"
     slow = True
@@ -73,6 +75,10 @@ class Checkmate(Policy):
             raise PolicyError(f"policy 'checkmate': grain is {self.grain!r}{near(self.grain, GRAINS)}")
         if self.max_ops < 2 or self.node_limit < 1 or self.time_limit <= 0:
             raise PolicyError("policy 'checkmate': max_ops >= 2, node_limit >= 1 and time_limit > 0 are needed")
+
+    def in_class(self, plan: Plan) -> bool:
+        """Whether earlier ops are recomputed before an op in order, each at most once there, and nothing else."""
+        return in_stages(plan)
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""

@@ -9,22 +9,24 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.nodes import Nodes, body
-from sim.solvers.outcome import planned, refused, rerun_ns
+from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
 from sim.solvers.retention import Retention, cp_sat
 from sim.solvers.runs import Ledger, runs
 
-FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget
+FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that so few runs per op fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moccasin(Policy):
-    """Run each op at most `runs` times, and keep each result for one interval a run, for the least total time.
+    """Run each op at most `runs` times, keep each result for one interval per run, and take the least time so.
 
     Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural
         Networks", ICML 2023: retention intervals on a grid of events, a cumulative constraint for memory.
-    Bounds: O(n runs) intervals for n ops, against Checkmate's O(n^2) binaries; equal to Checkmate's optimum
-        where no op of that has to run more than `runs` times. A good plan comes early; to prove it best takes long
-        where many ops have equal costs (61 equal ops: the optimum within seconds, no proof within a minute).
+    Bounds: the optimum of Checkmate's plans that run no op more than `runs` times. Where an op has to run more
+        often for that, others take less time, or fit in less memory: a chain of 8 equal stages fits in 3 units with
+        6 runs per op, in 5 with 2. O(n runs) intervals for n ops, against Checkmate's O(n^2) binaries. A good plan
+        comes early; to prove it best takes long where many ops have equal costs (61 equal ops: the optimum within
+        seconds, no proof within a minute).
     Departs: the paper first lessens the peak of the plan without reruns, and starts from that; here the solver
         starts from nothing, and looks for the least peak only where nothing fits, to name a budget that
         does. Several results of an op, workspace and in-place writes count as in the engine. Weights, inputs,
@@ -34,14 +36,15 @@ class Moccasin(Policy):
     grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together.
         None: "op" up to `max_ops`, "stage" beyond. max_ops: the most nodes to plan for, at least 2.
     work_limit: deterministic seconds of search; time_limit: seconds by the clock.
-    Notes of the plan: `status` is "optimal" only where proven, "feasible" for stages and where a limit was met;
-        `bound_ns`, `rerun_ns`, `limit` ("", "work" or "time"), `time_limited`.
+    Notes of the plan: `status` is "optimal" only where proven, of plans with so few runs per op, "feasible" for
+        stages and where a limit was met; `optimal_among`: that class; `bound_ns`, `rerun_ns`, `limit` ("",
+        "work" or "time"), `time_limited`.
     Raises PolicyError without OR-Tools (the extra `solvers`), on several devices or engines, and when a limit
-        was met before any plan was found; Infeasible where none fits.
+        was met before any plan was found; Infeasible where none fits with so few runs per op.
     """
 
     recomputes = True
-    optimal = True
+    optimal = f"among plans that {STAGED}, and run no op more often than the parameter 'runs' says"
     solver = "cp"
     fidelity = "equations"
     slow = True
@@ -58,13 +61,21 @@ class Moccasin(Policy):
         if self.runs < 1 or self.max_ops < 2 or self.work_limit <= 0 or self.time_limit <= 0:
             raise PolicyError("policy 'moccasin': runs >= 1, max_ops >= 2 and limits above 0 are needed")
 
+    @property
+    def _class(self) -> str:
+        return f"{STAGED}, and run no op more than {self.runs} times"
+
+    def in_class(self, plan: Plan) -> bool:
+        """Whether earlier ops are recomputed in order, each at most once before an op and `runs` times in all."""
+        return in_stages(plan, self.runs)
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         cp_sat("moccasin")
         ledger = Ledger(problem.trace)
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
-            return planned(problem, plain, status="optimal", bound=0)
+            return planned(problem, plain, status="optimal", bound=0, plans=self._class)
         ops = body(problem, "moccasin")
         grain = self.grain or ("op" if ops <= self.max_ops else "stage")
         if grain == "op" and ops > self.max_ops:
@@ -84,10 +95,11 @@ class Moccasin(Policy):
         found = runs(ledger, nodes.again(answer.stages), prune=True)
         is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
-        return planned(problem, found, status=status, bound=bound, limit=answer.limit)
+        return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)
 
     def _refused(self, problem: Problem, ledger: Ledger, nodes: Nodes, exact: bool) -> Infeasible:
         model = Retention(nodes, None, self.runs, "moccasin")
         answer = model.solve(work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed)
         least = runs(ledger, nodes.again(answer.stages), prune=True)
-        return refused(problem, "moccasin", least, proven=exact, smallest=answer.status == "optimal")
+        smallest = answer.status == "optimal"
+        return refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)

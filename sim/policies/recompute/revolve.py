@@ -19,8 +19,8 @@ class Revolve(Policy):
     A stage runs forward to get on, or once more right before its backward, saving what that needs.
     Source: Griewank, Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000.
     Bounds: t(l, c) = r l - C(c+r, c+1) stage runs beyond one each, with the least r such that
-        l <= C(c+r, c): optimal for equal stages; no stage runs more than r + 1 times. Planning is linear
-        in the number of runs.
+        l <= C(c+r, c): optimal for equal stages, among schedules that keep stage inputs alone; no stage runs
+        more than r + 1 times. Planning is linear in the number of runs.
     Departs: stages are those of the trace's chain view, taken as equal although they are not. An input is
         freed as soon as no later run reads it, and an op runs again only where its results are read.
 

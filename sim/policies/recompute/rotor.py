@@ -31,7 +31,7 @@ Attempt = tuple[int, Runs, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Rotor(Policy):
-    """The least time of one forward and backward over a chain within the budget.
+    """The least time of one forward and backward over a chain within the budget, by persistent schedules.
 
     Each time a stage runs forward it saves all that its backward needs, or keeps its input only, or
     keeps nothing. A kept input stays until its backward has used it ("persistent"); among such schedules,

@@ -39,11 +39,25 @@ def test_runs_an_op_bound_the_plan(n, most, run):
             with pytest.raises(Infeasible) as refused:
                 run(uniform_chain(n), "moccasin", budget, runs=most)
             assert refused.value.floor_bytes == budget + 1
+            assert f"run no op more than {most} times" in str(refused.value)
             continue
         facts = run(uniform_chain(n), "moccasin", budget, runs=most)
         assert facts.time == best
         assert max(map(facts.rerun.count, facts.rerun), default=0) < most
         assert facts.result.plan.notes["status"] == "optimal"
+        assert f"run no op more than {most} times" in facts.result.plan.notes["optimal_among"]
+
+
+@needs_solver
+def test_what_is_proven_is_proven_of_so_few_runs_per_op(run):
+    """The word names its class: with more runs per op less memory does, and a plan of two is no longer the best."""
+    with pytest.raises(Infeasible, match=r"5 B is the smallest budget that does \(of plans that .* 2 times\)"):
+        run(uniform_chain(8), "moccasin", 4)
+    assert run(uniform_chain(8), "moccasin", 4, runs=6).time == run(uniform_chain(8), "checkmate", 4).time == 21
+    few, more = Moccasin(), Moccasin(runs=6)
+    plan = run(uniform_chain(8), "moccasin", 3, runs=6).result.plan
+    assert more.in_class(plan)
+    assert not few.in_class(plan)
 
 
 @needs_solver
