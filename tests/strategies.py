@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
+from sim.conformance.networks import held
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.trace import Trace, TraceBuilder
 
@@ -35,10 +36,12 @@ def traces(
     """A forward graph, its backward with sums of gradients, and in-place updates of weights and states.
 
     update: whether weights are updated; cpu: whether some ops run on an engine called `cpu`; measured:
-    whether ops have durations, else FLOPs; None lets chance decide. Shrinks to a single op.
+    whether ops have durations, else FLOPs; None lets chance decide. Now and then the program holds tensors
+    beyond their last readers. Shrinks to a single op.
     """
     steps = draw(st.lists(_STEP, min_size=1, max_size=max_steps))
     flags = draw(st.integers(0, 15))
+    hold = draw(st.integers(0, 63))
     with_update = bool(flags & 1) if update is None else update
     on_cpu = bool(flags & 2) if cpu is None else cpu
     has_times = not flags & 4 if measured is None else measured
@@ -50,7 +53,7 @@ def traces(
         grower.backward()
     if with_update:
         grower.update()
-    return grower.build(keeps_loss)
+    return held(grower.build(keeps_loss), hold % 4, hold // 4)
 
 
 class _Grower:
@@ -205,14 +208,14 @@ def platforms(draw: st.DrawFn, *, capacity: int | None = None, host: bool | None
 
 
 def keep_all_peak(trace: Trace) -> int:
-    """Bytes that a run needs at most if every tensor is freed after its last use, all in one tier."""
-    size, replaces, last = trace.tensor_columns.bytes, trace.tensor_columns.replaces, trace.last_use
+    """Bytes that a run needs at most if every tensor is freed once it is let go, all in one tier."""
+    size, replaces, last = trace.tensor_columns.bytes, trace.tensor_columns.replaces, trace.held_until
     live = peak = int(size[trace.producer < 0].sum())
     kept = {*trace.outputs}
     for op in trace.ops:
         live += sum(int(size[t]) for t in op.writes if replaces[t] < 0)
         peak = max(peak, live + op.workspace)
-        for t in {*op.reads, *op.writes}:
+        for t in {*op.reads, *op.writes, *op.releases}:
             if last[t] == op.id and t not in kept and trace.replaced_by[t] < 0 and _owned(trace, t):
                 live -= int(size[t])
     return peak

@@ -24,6 +24,7 @@ from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Re
 from sim.policies.base import MANAGES, Policy
 from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
+from sim.trace.holding import with_releases
 from sim.trace.origin import Same
 from sim.trace.rewrite import Codec, encode
 from sim.trace.rewriter import Rewriter
@@ -125,6 +126,30 @@ def edited(run: Replayed, kind: str, edit: Callable[[np.ndarray], np.ndarray | N
 
 
 # ---- law 1: capacity, conservation, leaks ------------------------------------------------------
+
+
+def holding() -> Trace:
+    """The chain whose program holds what `b` makes until the end of `d`, though only c reads it."""
+    trace = chain()
+    return with_releases(trace, [(trace.tensor_id("b.y"), trace.op_id("d"))])
+
+
+def test_freeing_what_the_program_holds_breaks_capacity():
+    run = good((), holding())
+
+    def early(table: np.ndarray) -> np.ndarray:
+        at = rows(run.log, "changes", tensor="b.y", cause="freed")[0]
+        row = table[at].copy()
+        assert row[0] == 40
+        row[0] = 30  # with its last reader
+        rest = np.delete(table, at, 0)
+        return np.insert(rest, np.searchsorted(rest[:, 0], 30, "right"), row, 0)
+
+    assert broken(edited(run, "changes", early)) == {"capacity"}
+
+
+def test_dropping_what_the_program_holds_is_the_plans_to_say():
+    good((Drop("b.y", after="c"),), holding())
 
 
 def test_one_byte_over_capacity_breaks_capacity():

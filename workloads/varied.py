@@ -63,6 +63,7 @@ def joined(steps: Sequence[Trace]) -> Trace:
                 name=f"{op.name}#{k}",
                 reads=[ids[t] for t in op.reads],
                 writes=[ids[t] for t in op.writes],
+                releases=[ids[t] for t in op.releases],
                 group=f"{op.group}#{k}" if op.group else "",
             )
         left |= {step.tensors[first].name: ids[last] for last, first in step.carry}

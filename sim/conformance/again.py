@@ -118,7 +118,7 @@ def check_online(run: Replayed) -> None:
 
 
 def other_future(trace: Trace, last: int) -> Trace:
-    """The ops up to `last`, then one op that reads all that would still have been read.
+    """The ops up to `last`, then one op that reads all that would still have been read, and releases what is held.
 
     So lifetimes do not change before that, and only who looks ahead can tell the traces apart.
     """
@@ -132,9 +132,11 @@ def other_future(trace: Trace, last: int) -> Trace:
         if t.id in ids and t.replaces is not None:
             b.take_over(ids[t.id], ids[t.replaces])
     for op in trace.ops[: last + 1]:
-        b.copy_op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+        operands = {key: [ids[t] for t in getattr(op, key)] for key in ("reads", "writes", "releases")}
+        b.copy_op(op, **operands)
     later = [ids[t] for t in ids if any(reader > last for reader in trace.readers(t))]
-    b.op("future", reads=later, phase=trace.ops[-1].phase, duration=1)
+    held = [ids[t] for t in ids if trace.released[t] > last]
+    b.op("future", reads=later, releases=held, phase=trace.ops[-1].phase, duration=1)
     return b.build(outputs=[ids[t] for t in trace.outputs if t in ids], carry=())
 
 

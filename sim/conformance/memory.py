@@ -27,6 +27,7 @@ def check_capacity(run: Replayed) -> None:
     _transfers_have_space(ledger, run)
     _results_have_space(ledger)
     _workspace(ledger)
+    _held_until_released(ledger)
     if run.done and run.plan is not None:
         _nothing_leaks(ledger, run.plan)
 
@@ -119,6 +120,19 @@ def _workspace(ledger: Ledger) -> None:
         need = int(ledger.trace.op_columns.workspace[op]) * len(works)
         if taken[op] < need:
             raise LawBroken(f"op {ledger.op_names[op]!r} took {taken[op]} B of workspace and needs {need} B")
+
+
+def _held_until_released(ledger: Ledger) -> None:
+    """What the program holds is dropped by the plan or not at all; it is not freed before its release point."""
+    for op, tensors in ledger.trace.op_columns.releases.items():
+        ends = [work.end for work in ledger.works_of[op] if work.why == RUN]
+        for t in tensors:
+            # space that a copy has given up, with the value elsewhere, is freed, too
+            for stay in [stay for stay in ledger.of[t] if stay.gone_by == FREED and stay.come <= stay.release]:
+                time = stay.release
+                if time < min(ends, default=FOREVER) and not any(s.come <= time < s.release for s in ledger.of[t]):
+                    name, op_name = ledger.names[t], ledger.op_names[op]
+                    raise LawBroken(f"{name!r} is freed at {time} ns, but the program holds it until {op_name!r}")
 
 
 def _nothing_leaks(ledger: Ledger, plan: Plan) -> None:

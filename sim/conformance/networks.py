@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sim.conformance.digits import Digits
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from sim.trace.holding import with_releases
 
 SIZES = (16, 1, 40, 64, 7, 100, 0)
 TIMES = (10, 1, 30, 100, 0)
@@ -69,7 +70,7 @@ def networks(
     two devices each runs its copy of the net and the weight gradients are summed by a collective, or the
     first half of the ops is on device 0 and results go to the other half by send and receive, or unsent.
     cpu: the optimizer, or some ops of each phase, may run on the engine `cpu`. unit: bytes of the
-    smallest tensor. Shrinks to one op.
+    smallest tensor. In one of two traces the program holds tensors beyond their last readers. Shrinks to one op.
     """
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
@@ -102,10 +103,23 @@ def networks(
     for net in nets:
         if update:
             net.update("cpu" if on_cpu else "", states=states)
+    # not drawn: what the seeds give stays what it was, but for release points
+    hold = Digits(sum(i * (step.size + step.took) for i, step in enumerate(line, 1)))
+    every, longer = hold.pick((0, 0, 1, 3)), hold.pick(range(8))
     if backward and not update:
         kept = [grad for net in nets for _, grad in net.gradients] or [nets[-1].last]
-        return b.build(outputs=kept, carry=())
-    return b.build()
+        return held(b.build(outputs=kept, carry=()), every, longer)
+    return held(b.build(), every, longer)
+
+
+def held(trace: Trace, every: int, longer: int) -> Trace:
+    """The same trace, whose program holds one in `every` tensors (0: none) for some ops longer than it is used."""
+    points = [
+        (t, min(len(trace.ops) - 1, int(trace.last_use[t]) + longer))
+        for t in (range(0, len(trace.tensors), every) if every else ())
+        if trace.producer[t] >= 0 and trace.replaced_by[t] < 0
+    ]
+    return with_releases(trace, points) if points else trace
 
 
 def _reduce(b: TraceBuilder, nets: list[_Net]) -> None:

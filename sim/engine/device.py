@@ -30,7 +30,7 @@ class Device(General):
         before, after, special = self._actions.before, self._actions.after, self._actions.special
         slow_before, slow_after = self._actions.slow_before, self._actions.slow_after
         online_before = self._actions.asks_before
-        plain, freeable = prepared.plain, prepared.freeable
+        plain, freeable, releases = prepared.plain, prepared.freeable, prepared.releases
         copies, uses, locks, made, size = state.copies, state.uses, state.locks, state.made, state.size
         used, capacity, transfers = state.used, state.capacity, state.transfers
         changes, spans = state.changes.rows, state.spans.rows
@@ -101,6 +101,9 @@ class Device(General):
                     state.wake(state.on_arrival.pop(t, ()))
             for t in reads:
                 uses[t] -= 1
+            let_go = releases.get(i, ()) if releases else ()
+            for t in let_go:
+                uses[t] -= 1
             if i in after:
                 if i in slow_after:
                     yield from self._act(after[i], i)
@@ -119,6 +122,8 @@ class Device(General):
             for t, _ in writes:
                 if uses[t] <= 0 and freeable[t]:
                     state.bury(t, i)
+            for t in let_go:
+                state.bury(t, i)
             if state.queued_for_space:
                 state.stale_tiers.add(home)
                 state.poke()

@@ -27,7 +27,8 @@ class Prepared:
 
     plain[i]: (reads, writes with their sizes, bytes of all outputs, workspace, ns) of an op that takes a
     fixed time on its device's main engine, makes every result anew and is in no group; None for others.
-    plans: of plans that have run, by id: a weak reference and their actions by anchor.
+    uses: per tensor what keeps it from being freed: its readers, and the program while it holds it (`releases`:
+    per op what it lets go). plans: of plans that have run, by id: a weak reference and their actions by anchor.
     """
 
     trace: Trace
@@ -51,7 +52,8 @@ class Prepared:
     producer: list[int]
     replaces: list[int]
     replaced_by: list[int]
-    read_counts: list[int]
+    uses: list[int]
+    releases: Mapping[int, tuple[int, ...]]
     freeable: list[bool]
     groups: Mapping[str, tuple[int, ...]]
     group_of: Mapping[int, str]
@@ -148,7 +150,8 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         producer=trace.producer.tolist(),
         replaces=replaces,
         replaced_by=trace.replaced_by.tolist(),
-        read_counts=trace.read_counts.tolist(),
+        uses=(trace.read_counts + (trace.released >= 0)).tolist(),
+        releases=c.releases,
         freeable=((trace.producer >= 0) & ~outputs).tolist(),
         groups=_groups(trace),
         group_of=dict(c.group),

@@ -75,7 +75,7 @@ class State:
         self.size = prepared.size
         self.copies = [0] * count
         self.locks = [0] * count
-        self.uses = list(prepared.read_counts)
+        self.uses = list(prepared.uses)
         self.made = [False] * count
         self.last_read = [-1] * count
         self.on_arrival: dict[int, list[Event]] = {}

@@ -177,13 +177,17 @@ class Works:
             state.locks[tensor] -= 1
         for tensor in state.prepared.writes[work.op]:
             state.locks[tensor] -= 1
+        if work.why == "run":
+            for tensor in state.prepared.releases.get(work.op, ()):
+                state.uses[tensor] -= 1
         if state.on_unlock:
             state.note_unlocked(state.prepared.reads[work.op])
 
     def bury(self, work: Work) -> None:
-        """Free what no op still to run and no planned recomputation reads."""
+        """Free what no op still to run and no planned recomputation reads, and the program does not hold."""
         state = self._state
-        for tensor in (*state.prepared.reads[work.op], *state.prepared.writes[work.op]):
+        prepared, op = state.prepared, work.op
+        for tensor in (*prepared.reads[op], *prepared.writes[op], *prepared.releases.get(op, ())):
             if not state.locks[tensor]:
                 state.drop_pending(tensor, work.op)
                 state.bury(tensor, work.op)

@@ -7,6 +7,7 @@ only when no tensor that is evicted and still needed would have to be made from 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +29,8 @@ class Lineage:
     tensor the results of the ops that can run again and read it. makes: per op the bytes of its results
     and workspace. cost: ns of a run of its producer, 0 without one. counts: whether its producer can run
     again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody
-    reads it. readers: how many ops read it. overwrites: per op what it overwrites in place and cannot
-    come back.
+    reads it. holders: how many ops read it, and one more where the program releases it. releases: per op what the
+    program lets go of at its end. overwrites: per op what it overwrites in place and cannot come back.
     """
 
     reads: list[tuple[int, ...]]
@@ -44,7 +45,8 @@ class Lineage:
     evictable: list[bool]
     counts: list[bool]
     freeable: list[bool]
-    readers: list[int]
+    holders: list[int]
+    releases: Mapping[int, tuple[int, ...]]
     overwrites: dict[int, tuple[int, ...]]
 
     def parents(self, tensor: int) -> tuple[int, ...]:
@@ -92,7 +94,8 @@ def lineage_of(problem: Problem) -> Lineage:
         evictable=evictable.tolist(),
         counts=counts.tolist(),
         freeable=freeable.tolist(),
-        readers=trace.read_counts.tolist(),
+        holders=(trace.read_counts + (trace.released >= 0)).tolist(),
+        releases=c.releases,
         overwrites=overwrites,
     )
 

@@ -72,7 +72,7 @@ class Evictor(Online):
         self._made = [False] * count
         self._banished = [False] * count
         self._released = [False] * count
-        self._readers = list(lineage.readers)
+        self._holders = list(lineage.holders)
         self._at: dict[int, int] = {}
         self._due: list[int] = []
         self._ended = -1
@@ -168,7 +168,7 @@ class Evictor(Online):
     # ---- the dead ----------------------------------------------------------------------------
 
     def released(self, tensor: int) -> bool:
-        """Whether all that reads it has run."""
+        """Whether all that reads it has run, and the program has let go of it."""
         return self._released[tensor]
 
     def free_later(self, tensor: int) -> None:
@@ -184,13 +184,13 @@ class Evictor(Online):
         if done >= 0:
             if not line.writes[done]:
                 self._end(done)
-            readers = self._readers
-            for tensor in line.reads[done]:
-                readers[tensor] -= 1
-                if not readers[tensor] and line.freeable[tensor]:
+            holders, let_go = self._holders, line.releases.get(done, ())
+            for tensor in (*line.reads[done], *let_go):
+                holders[tensor] -= 1
+                if not holders[tensor] and line.freeable[tensor]:
                     self._due.append(tensor)
             for tensor in line.writes[done]:
-                if not readers[tensor] and line.freeable[tensor]:
+                if not holders[tensor] and line.freeable[tensor] and tensor not in let_go:
                     self._due.append(tensor)
         self._ended = -1
         answer: list[Action] = self._free_the_dead(memory) if self._due else []

@@ -49,7 +49,7 @@ def captured(problem: Problem, parts: Iterable[Part], spared: Ints, charges: Map
     trace = problem.trace
     workspace, duration = trace.op_columns.workspace.copy(), trace.op_columns.duration.copy()
     columns, kept = trace.tensor_columns, set(trace.outputs)
-    last_use = trace.last_use
+    held_until = trace.held_until
     for op, ns in charges.items():
         duration[op] = problem.cost.op_ns(op) + ns
     for part in parts:
@@ -57,7 +57,7 @@ def captured(problem: Problem, parts: Iterable[Part], spared: Ints, charges: Map
         dying: dict[int, int] = {}
         for op in (*part.before, *part.ops):
             for t in trace.writes(op):
-                role, last = columns.role[t], int(last_use[t])
+                role, last = columns.role[t], int(held_until[t])
                 if last in inside and role != ROLE_CODE["gradient"] and t not in kept and trace.replaced_by[t] < 0:
                     dying[last] = dying.get(last, 0) + int(columns.bytes[t])
         gone = 0

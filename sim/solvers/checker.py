@@ -46,6 +46,7 @@ class _Walk:
         self.kept = {*trace.outputs, *(t for t, maker in enumerate(trace.producer.tolist()) if maker < 0)}
         self.before, self.after, reruns = _anchored(plan.actions, trace)
         self.uses = Counter({t: len(trace.readers(t)) for t in range(len(self.size))})
+        self.uses.update(t for op in trace.ops for t in op.releases)  # what the program holds it uses
         for op in reruns:
             self.uses.update(set(trace.reads(op)))
         self.here = {t for t, maker in enumerate(trace.producer.tolist()) if maker < 0}
@@ -59,9 +60,11 @@ class _Walk:
             for action in self.before.get(op, ()):
                 self.act(action)
             self.perform(op, again=False)
+            released = self.trace.ops[op].releases
+            self.uses.subtract(released)
             for action in self.after.get(op, ()):
                 self.act(action)
-            self.free(op)
+            self.free(op, released)
         for t in self.trace.outputs:
             if t not in self.here:
                 raise IllegalPlan(f"output {self.tensor(t)} is not there at the end")
@@ -109,9 +112,9 @@ class _Walk:
             self.rerun += took
             self.reruns.append(op)
 
-    def free(self, op: int) -> None:
-        """What the op touched and nothing still to run reads."""
-        for t in {*self.trace.reads(op), *self.trace.writes(op)}:
+    def free(self, op: int, released: Sequence[int] = ()) -> None:
+        """What the op touched or the program lets go, and nothing still to run reads."""
+        for t in {*self.trace.reads(op), *self.trace.writes(op), *released}:
             if t in self.here and self.uses[t] <= 0 and t not in self.kept:
                 self.leave(t)
 

@@ -3,8 +3,8 @@
 A plan that only drops and recomputes says which ops run again, and before which op of the trace. All
 else follows: a tensor goes after the last read before it is made again, and stays where nobody makes
 it again. So any such order is legal, and no other plan with the same runs holds less that keeps what has no
-producer. A legal plan may drop that, too, after its last read (`Ledger.stays_until`); the published systems do not,
-and neither do these, but bounds for all plans count it.
+producer and what the program holds. A legal plan may drop both, too, after the last read (`Ledger.stays_until`); the
+published systems do not, and neither do these, but bounds for all plans count it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Ledger:
         self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
         self.producer: list[int] = trace.producer.tolist()
         self.device: list[int] = c.device.tolist()
+        self.releases: Mapping[int, Sequence[int]] = c.releases
         # the op that overwrites a tensor; later than all ops where none does
         replaced = trace.replaced_by
         self.gone_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
@@ -127,7 +128,7 @@ class Runs:
         """What a device holds at the start, then per step the most while that step runs, as in `peak`."""
         ledger = self.ledger
         size, replaces, producer = ledger.size, ledger.replaces, ledger.producer
-        uses = [0] * len(size)
+        uses = (ledger.trace.released >= 0).astype(int).tolist()  # what the program holds it uses
         for op, _ in self.steps:
             for t in ledger.reads[op]:
                 uses[t] += 1
@@ -136,12 +137,10 @@ class Runs:
         live: set[int] = set(here)
         held = sum(size[t] for t in here)
         found = [held]
-        for (op, _), gone in zip(self.steps, self.drops, strict=True):
-            if ledger.device[op] != device:
-                found.append(held)
-                continue
-            scratch = ledger.workspace[op]
-            for t in ledger.writes[op]:
+        for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
+            reads, writes = (ledger.reads[op], ledger.writes[op]) if ledger.device[op] == device else ((), ())
+            scratch = ledger.workspace[op] if ledger.device[op] == device else 0
+            for t in writes:
                 if t in live:
                     scratch += size[t]
                 elif replaces[t] >= 0:
@@ -151,13 +150,14 @@ class Runs:
                     live.add(t)
                     held += size[t]
             found.append(held + scratch)
-            for t in gone:
+            released = ledger.releases.get(op, ()) if anchor < 0 else ()
+            for t in gone if ledger.device[op] == device else ():
                 if t in live:
                     live.discard(t)
                     held -= size[t]
-            for t in ledger.reads[op]:
+            for t in (*reads, *released):
                 uses[t] -= 1
-            for t in (*ledger.reads[op], *ledger.writes[op]):
+            for t in (*reads, *writes, *released):
                 if uses[t] <= 0 and t in live and producer[t] >= 0 and t not in kept:
                     live.discard(t)
                     held -= size[t]

@@ -46,7 +46,7 @@ class TraceBuilder:
         self._reads, self._writes = array("q"), array("q")
         self._read_start, self._write_start = array("q", (0,)), array("q", (0,))
         self._sparse: dict[str, dict[int, Any]] = {
-            k: {} for k in ("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits")
+            k: {} for k in ("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases")
         }
 
     @classmethod
@@ -128,6 +128,7 @@ class TraceBuilder:
         dtype: str = "",
         alternatives: Sequence[Implementation] = (),
         splits: Sequence[str] = (),
+        releases: Sequence[int] = (),
     ) -> int:
         """Add an op after all others; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
@@ -151,7 +152,13 @@ class TraceBuilder:
         for key, value in (("engine", engine), ("group", group), ("alternatives", alternatives), ("splits", splits)):
             if value:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
+        if releases:
+            self._sparse["releases"][row] = tuple(releases)
         return row
+
+    def release(self, tensor: int, op: int) -> None:
+        """Note that the program holds a tensor until the end of an op added before, after all it releases there."""
+        self._sparse["releases"][op] = (*self._sparse["releases"].get(op, ()), tensor)
 
     def extend_tensors(self, names: Sequence[str], dtypes: Sequence[str], numbers: Mapping[str, Ints]) -> int:
         """Add many checked tensors: `bytes`, `role` (codes) and `layer` by column. Returns the first id."""
@@ -191,7 +198,7 @@ class TraceBuilder:
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Add an op like `op`, with some fields changed."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
-        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits")
+        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
         fields = {name: getattr(op, name) for name in (*names, *more)}
         return self.op(changes.pop("name", op.name), **{**fields, **changes})
 
@@ -236,6 +243,7 @@ class TraceBuilder:
             group=s["group"],
             alternatives=s["alternatives"],
             splits=s["splits"],
+            releases=s["releases"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 

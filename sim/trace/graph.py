@@ -46,7 +46,8 @@ class TensorColumns:
 class OpColumns:
     """All ops in program order. -1 stands for "unknown" in `bytes` and `duration`, "none" in `layer`.
 
-    `reads` of op i are `read_ids[read_start[i]:read_start[i + 1]]`, and `writes` likewise.
+    `reads` of op i are `read_ids[read_start[i]:read_start[i + 1]]`, and `writes` likewise. releases: of few ops
+    the tensors that the program lets go of at their end, where that is later than the last reader.
     """
 
     name: Sequence[str]
@@ -69,6 +70,7 @@ class OpColumns:
     group: Mapping[int, str]
     alternatives: Mapping[int, tuple[Implementation, ...]]
     splits: Mapping[int, tuple[str, ...]]
+    releases: Mapping[int, tuple[int, ...]]
 
 
 class Trace:
@@ -83,7 +85,7 @@ class Trace:
     it is no part of the content hash, because it changes nothing of what is run.
 
     Raises TraceError, naming op and tensor, on a read before the write, two producers of one tensor, a
-    read of an overwritten tensor, a negative size, or an output or carry that cannot be.
+    read of an overwritten tensor, a negative size, or an output, a carry or a release that cannot be.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Trace:
         validity.check_range(self, [*self.outputs, *(t for pair in named for t in pair)])
         self.carry = self._default_carry() if carry is None else named
         validity.check_ends(self)
+        validity.check_releases(self)
         for column in (*vars(tensors).values(), *vars(ops).values()):
             if isinstance(column, np.ndarray):
                 column.setflags(write=False)
@@ -145,6 +148,7 @@ class Trace:
             dtype=c.dtype[i],
             alternatives=c.alternatives.get(i, ()),
             splits=c.splits.get(i, ()),
+            releases=c.releases.get(i, ()),
         )
 
     def _tensor(self, t: int) -> Tensor:
@@ -220,6 +224,19 @@ class Trace:
         return out
 
     @cached_property
+    def released(self) -> NDArray[np.int32]:
+        """Per tensor the op at whose end the program lets go of it; -1 where its last reader does. Shape (tensors,)."""
+        out = np.full(len(self.tensor_columns.name), -1, np.int32)
+        for op, tensors in self.op_columns.releases.items():
+            out[list(tensors)] = op
+        return out
+
+    @cached_property
+    def held_until(self) -> NDArray[np.int32]:
+        """Per tensor the op at whose end it is let go: its release point, else its last use. Shape (tensors,)."""
+        return np.maximum(self.last_use, self.released)
+
+    @cached_property
     def touched(self) -> Ints:
         """Per op the bytes it touches: as stated, else the sum of its operands. Shape (ops,)."""
         c, size = self.op_columns, self.tensor_columns.bytes
@@ -240,6 +257,8 @@ class Trace:
         digest = hashlib.sha256()
         for part in (self.tensor_columns, self.op_columns):
             for key, column in vars(part).items():
+                if key == "releases" and not column:
+                    continue  # where nothing is held it says nothing, as before there were release points
                 digest.update(key.encode())
                 if isinstance(column, np.ndarray):
                     digest.update(np.ascontiguousarray(column).tobytes())

@@ -9,6 +9,8 @@ and tensors are named either by their name or by their id, their place among the
     {"tensor": "y", "bytes": 8}
     {"op": "double", "kind": "elementwise", "reads": ["x"], "writes": ["y"], "flops": 2}
 
+`releases` of an op lists what the program holds beyond the last reader and lets go at that op's end.
+
 Header: `format`, `version`; optionally `meta`, `outputs`, `carry` (pairs), `tensors` and `ops` (how many
 there are: a file that was cut short is then noticed), and `origin` (`base`, `iterations`). The other
 keys are the row of `Tensor` and `Op`, and `stands_for` where the header has an origin. Nothing in a
@@ -70,7 +72,7 @@ _TENSOR = {
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype"), _TEXT),
     **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
-    **dict.fromkeys(("reads", "writes", "alternatives", "splits"), _LIST),
+    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases"), _LIST),
     "layer": _LAYER,
     "device": (int, 0, 2**16),
     "priority": (int, -(2**31), 2**31 - 1),
@@ -157,7 +159,12 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             line["random"] = True
         if c.dtype[i]:
             line["dtype"] = c.dtype[i]
-        for key, sparse in (("engine", c.engine), ("group", c.group), ("splits", c.splits)):
+        for key, sparse in (
+            ("engine", c.engine),
+            ("group", c.group),
+            ("splits", c.splits),
+            ("releases", c.releases),
+        ):
             if i in sparse:
                 line[key] = sparse[i]
         if i in c.alternatives:
@@ -352,7 +359,7 @@ class _Reader:
             row["splits"] = self._splits(row["splits"])
         if "alternatives" in row:
             row["alternatives"] = [_implementation(a) for a in row["alternatives"]]
-        for key in ("reads", "writes"):
+        for key in ("reads", "writes", "releases"):
             if key in row:
                 row[key] = [self._tensor(t) for t in row[key]]
         for t in row.get("writes", ()):

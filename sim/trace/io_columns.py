@@ -22,7 +22,8 @@ Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", "engine", "group", "splits", *_OP_NUMBERS}
+_SPARSE = {"engine", "group", "splits", "releases"}
+_OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
 
 
@@ -97,11 +98,13 @@ def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
     if len(set(writes[0])) < len(writes[0]) or any(map(made.__getitem__, writes[0])):
         raise _Unusual
     sparse: list[tuple[str, int, Any]] = []
-    for key in keys & {"engine", "group", "splits"}:
+    for key in keys & _SPARSE:
         for i, row in enumerate(rows):
             if key in row:
                 value = row[key]
-                if key == "splits":  # the other way learns it
+                if key == "releases":
+                    value = tuple(_ids([row], key, count)[0])
+                elif key == "splits":  # the other way learns it
                     value = reader.splits.get(tuple(value)) if type(value) is list and _all(value, str) else None
                 elif type(value) is str:
                     value = reader.texts.setdefault(value, value)

@@ -58,7 +58,8 @@ class Op:
     priority: lower runs first where ops queue. group: joins the members of a collective or a send/recv
     pair, "" for none. random: draws random numbers (a second run replays the same seed).
     duration: measured nanoseconds, None where the platform's model decides. dtype: of its arithmetic.
-    alternatives: other implementations. splits: the ways in which it may be split.
+    alternatives: other implementations. splits: the ways in which it may be split. releases: tensors that
+    the program lets go of once the op has ended, in that order: no reads of it, and no edges.
     """
 
     id: int
@@ -80,3 +81,4 @@ class Op:
     dtype: str = ""
     alternatives: tuple[Implementation, ...] = ()
     splits: tuple[str, ...] = ()
+    releases: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from sim.errors import TraceError, near
 from sim.trace.batching import split_batch
 from sim.trace.fuse import fuse
 from sim.trace.graph import PERSISTENT, OpColumns, Trace
+from sim.trace.holding import points, with_releases
 from sim.trace.origin import Encoded, Lossy, Origin, Same
 from sim.trace.pipeline import pipeline
 from sim.trace.rewriter import Rewriter, with_columns
@@ -48,21 +49,24 @@ def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
     if sorted(ids) != list(range(len(trace.ops))):
         raise TraceError(f"the order names {len(set(ids))} of {len(trace.ops)} ops, or one of them twice")
     origin = Origin.identity(trace)
-    return Trace(
+    new = Trace(
         trace.tensor_columns,
-        _pick(trace, ids),
+        replace(_pick(trace, ids), releases={}),
         outputs=trace.outputs,
         carry=trace.carry,
         meta=trace.meta,
         origin=replace(origin, ops=tuple(origin.ops[i] for i in ids)),
     )
+    place = {op: i for i, op in enumerate(ids)}
+    held = sorted((place[op], rank, t) for rank, (t, op) in enumerate(points(trace)))
+    return with_releases(new, [(t, op) for op, _, t in held]) if held else new
 
 
 def cut(trace: Trace, n_ops: int) -> Trace:
     """The first `n_ops` ops, with the tensors that they make and those that are there from the start.
 
     Ids of tensors close up, in the same order; names stay. An output that is not made any more is
-    replaced by the last version of it that is, or left out.
+    replaced by the last version of it that is, or left out. What a later op would release is held to the end.
     """
     count = min(max(n_ops, 0), len(trace.ops))
     t, replaces = trace.tensor_columns, trace.tensor_columns.replaces
@@ -85,14 +89,16 @@ def cut(trace: Trace, n_ops: int) -> Trace:
             there[last] = int(new[kept])
     ops = _pick(trace, range(count))
     origin = Origin.identity(trace)
-    return Trace(
+    whole = Trace(
         replace(t, **columns),  # type: ignore[arg-type]
-        replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids]),
+        replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids], releases={}),
         outputs=list(there.values()),
         carry=[(there[last], int(new[first])) for last, first in trace.carry if last in there],
         meta=trace.meta,
         origin=replace(origin, tensors=tuple(origin.tensors[i] for i in left.tolist()), ops=origin.ops[:count]),
     )
+    held = [(int(new[t]), min(op, count - 1)) for t, op in points(trace) if new[t] >= 0]
+    return with_releases(whole, held) if held else whole
 
 
 def _pick(trace: Trace, ids: Sequence[int]) -> OpColumns:

@@ -1,4 +1,7 @@
-"""The tool that rewrites are written with: a builder that notes what each new tensor and op stands for."""
+"""The tool that rewrites are written with: a builder that notes what each new tensor and op stands for.
+
+What the old trace releases the new one releases, too: `sim.trace.holding` finds where.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from sim.trace.holding import carry_releases
 from sim.trace.op import Op
 from sim.trace.origin import Expr, Glue, Origin, Same
 from sim.trace.tensor import Tensor
@@ -42,7 +46,7 @@ class Rewriter:
     def op(self, like: Op, stands_for: Expr | None = None, **changes: Any) -> int:
         """Add an op like one of the old trace; reads and writes must be new ids. Returns its id."""
         self._ops.append(Same(like.id) if stands_for is None else stands_for)
-        return self.builder.copy_op(like, **changes)
+        return self.builder.copy_op(like, releases=(), **changes)
 
     def glue(self, name: str, kind: str, reads: Sequence[int], writes: Sequence[int], **fields: Any) -> int:
         """Add an op that computes nothing of the old trace. Returns its id."""
@@ -64,8 +68,9 @@ class Rewriter:
     def build(self, *, outputs: Iterable[int], carry: Iterable[tuple[int, int]], iterations: int = 1) -> Trace:
         """The new trace, with its origin. iterations: how many of the old trace it holds."""
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations).over(self.trace)
-        return self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin)
+        mine = Origin(base, tuple(self._tensors), tuple(self._ops), iterations)
+        made = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=mine.over(self.trace))
+        return made if not self.trace.op_columns.releases else carry_releases(self.trace, made, mine)
 
 
 def with_columns(trace: Trace, **columns: Any) -> Trace:

@@ -114,3 +114,34 @@ def check_ends(trace: Trace) -> None:
         if why:
             which = last if last not in kept else first
             raise TraceError(f"carry of {name[last]!r} to {name[first]!r}: {name[which]!r} {why}")
+
+
+def check_releases(trace: Trace) -> None:
+    """What the program lets go of at an op's end is there by then, is let go once, and is wanted no more."""
+    c, name, count = trace.op_columns, trace.tensor_columns.name, len(trace.tensor_columns.name)
+    let_go: dict[int, int] = {}
+    for op, tensors in c.releases.items():
+        for t in tensors:
+            if not 0 <= t < count:
+                raise TraceError(f"op {c.name[op]!r}: releases: a tensor id is out of range 0..{count - 1}")
+            if t in let_go:
+                first = c.name[let_go[t]]
+                raise TraceError(f"op {c.name[op]!r}: tensor {name[t]!r}: {first!r} has released it already")
+            let_go[t] = op
+    if not let_go:
+        return
+    kept, producer, last_use, replaced_by = set(trace.outputs), trace.producer, trace.last_use, trace.replaced_by
+    for t, op in let_go.items():
+        why = ""
+        if producer[t] < 0:
+            why = "it is there from the start, and stays"
+        elif producer[t] > op:
+            why = f"released before {c.name[producer[t]]!r} makes it"
+        elif replaced_by[t] >= 0:
+            why = f"released, but {name[replaced_by[t]]!r} takes over its storage"
+        elif last_use[t] > op:
+            why = f"released before {c.name[last_use[t]]!r} reads it"
+        elif t in kept:
+            why = "released, but it is an output"
+        if why:
+            raise TraceError(f"op {c.name[op]!r}: tensor {name[t]!r}: {why}")

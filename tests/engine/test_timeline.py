@@ -7,8 +7,10 @@ import pytest
 from sim.engine.replay import replay
 from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
-from sim.plan import Drop, Move, Plan, Recompute, Wait
+from sim.log import CAUSES
+from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import Trace, TraceBuilder
+from sim.trace.holding import with_releases
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 
@@ -491,3 +493,71 @@ def test_moving_where_a_clean_copy_lies_is_free():
     log = replay(Plan(b.build(), moves), machine())
     assert [row[1:] for row in spans(log, "move")] == [("w0", 0, 50), ("w0", 1000, 1050)]  # out once; back once
     assert [row[0] for row in spans(log, "move")] == ["d2h", "h2d"]
+
+
+# ---- what the program holds -------------------------------------------------------------------------
+
+
+def holding(*, until: str = "c") -> Trace:
+    """a, b, c, d in a row; the program holds what `a` makes until the end of `until`, though only b reads it."""
+    trace = chain(("a", 10), ("b", 10), ("c", 10), ("d", 10))
+    return with_releases(trace, [(trace.tensor_id("a.out"), trace.op_id(until))])
+
+
+def freed(log, tensor):
+    """When a tensor came and went: (time, bytes, cause)."""
+    rows = log.changes[log.change("tensor") == log.trace.tensor_id(tensor)].tolist()
+    return [(row[0], row[2], CAUSES[row[5]]) for row in rows]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_is_held_goes_when_it_is_released(fast):
+    log = replay(Plan(holding()), machine(), fast=fast)
+    assert freed(log, "a.out") == [(0, 10, "made"), (30, -10, "freed")]
+    assert spans(log) == [("npu", name, 10 * i, 10 * i + 10) for i, name in enumerate("abcd")]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_is_held_may_be_dropped_and_stays_away(fast):
+    log = replay(Plan(holding(), [Drop("a.out", after="b")]), machine(), fast=fast)
+    assert freed(log, "a.out") == [(0, 10, "made"), (20, -10, "dropped")]
+    assert log.counters["implicit_recomputes"] == 0
+
+
+def test_what_comes_back_is_held_again_and_after_the_release_goes_with_its_last_reader():
+    for until, gone in (("c", 40), ("d", 50)):
+        plan = Plan(holding(until=until), [Drop("a.out", after="b"), Recompute("a", before="c")])
+        log = replay(plan, machine())
+        assert freed(log, "a.out")[2:] == [(20, 10, "made"), (gone, -10, "freed")]
+    # made again once the program has let go: nobody wants it
+    plan = Plan(holding(), [Drop("a.out", after="b"), Recompute("a", before="d")])
+    assert freed(replay(plan, machine()), "a.out")[2:] == [(30, 10, "made"), (40, -10, "freed")]
+
+
+def test_a_release_during_a_copy_frees_when_the_copy_has_ended():
+    plan = Plan(holding(), [Move("a.out", "host", after="b", keep=True)])
+    log = replay(plan, machine(rate=GB // 4))  # 10 B in 40 ns: from 20 to 60
+    assert [row[:2] for row in freed(log, "a.out") if row[1] < 0] == [(60, -10), (60, -10)]
+
+
+def test_a_release_on_another_engine_counts_at_its_end():
+    b = TraceBuilder()
+    t = [b.tensor(name, 10, "input" if name == "x" else "activation") for name in "xyzv"]
+    b.op("a", reads=[t[0]], writes=[t[1]], duration=10)
+    b.op("b", reads=[t[1]], writes=[t[2]], duration=10)
+    b.op("slow", writes=[t[3]], duration=100, engine="cpu", releases=[t[1]])
+    b.op("c", duration=10)
+    log = replay(Plan(b.build(outputs=[t[2]])), machine(cpu=True))
+    assert [row[0] for row in freed(log, "y") if row[1] < 0] == [120]
+
+
+@pytest.mark.parametrize(("until", "cause"), [("c", "dropped"), ("b", "freed")])
+def test_a_plan_that_keeps_the_dead_has_what_is_held_among_the_living(until, cause):
+    names = holding().op_columns.name
+
+    class Evicting(Online):
+        def on_pressure(self, need, memory):
+            return [Drop({"c": "a.out", "d": "b.out"}[names[need.op]])]
+
+    log = replay(Plan(holding(until=until), online=Evicting, keep_dead=True), machine(hbm=30))
+    assert freed(log, "a.out") == [(0, 10, "made"), (20, -10, cause)]

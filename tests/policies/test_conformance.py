@@ -14,6 +14,7 @@ RARELY: dict[str, str] = {
     "checkmate": "the cheapest plan that fits seldom runs anything again on nets this small",
     "moccasin": "the cheapest plan that fits seldom runs anything again on nets this small",
     "rockmate": "the cheapest plan that fits seldom runs anything again on nets this small",
+    "sac_knapsack": "the cheapest choice that fits seldom runs anything again on nets this small",
     "vlad": "it runs ops again only where a chain of them is long enough",
     "vdnn": "it moves what convolutions read, and few random nets have many; it rewrites only what it must",
     "delta": "it moves only what is dearer to run again than to copy",

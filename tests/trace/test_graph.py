@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -163,3 +164,62 @@ def test_checking_a_hundred_thousand_ops_takes_a_fraction_of_making_them() -> No
     assert len(trace.content_hash) == 64
     assert time.process_time() - started < 1.5 * making
     assert np.array_equal(trace.producer[1:], np.arange(100_000))
+
+
+# ---- release points ---------------------------------------------------------------------------------
+
+
+def _held():
+    """a is read by g alone, and the program lets go of it after h; of b after h, too, behind a."""
+    b = TraceBuilder()
+    x, one, two, y, z = (b.tensor(name, 8, "input" if name == "x" else "activation") for name in "xabyz")
+    b.op("f", reads=[x], writes=[one])
+    b.op("g", reads=[one], writes=[two])
+    b.op("h", reads=[two], writes=[y], releases=[one, two])
+    b.op("i", reads=[y], writes=[z])
+    return b
+
+
+def test_a_release_point_is_no_read_and_no_edge():
+    trace = _held().build(outputs=[4])
+    assert trace.ops[2].releases == (1, 2)
+    assert trace.readers(1) == (1,)
+    assert trace.read_counts.tolist() == [1, 1, 1, 1, 0]
+    assert trace.last_use.tolist() == [0, 1, 2, 3, 3]
+    assert trace.released.tolist() == [-1, 2, 2, -1, -1]
+    assert trace.held_until.tolist() == [0, 2, 2, 3, 3]
+
+
+def test_release_points_count_in_the_hash_only_where_there_are_any():
+    held, other, plain = _held(), _held(), _held()
+    other._sparse["releases"][2] = (2, 1)
+    plain._sparse["releases"].clear()
+    hashes = {builder.build(outputs=[4]).content_hash for builder in (held, other, plain)}
+    assert len(hashes) == 3
+    # as it was before traces had release points
+    assert plain.build(outputs=[4]).content_hash.startswith("d7b0e5c33133c265")
+
+
+@pytest.mark.parametrize(("tensor", "op", "why"), [
+    (0, 3, "'x': it is there from the start, and stays"),
+    (3, 1, "'y': released before 'h' makes it"),
+    (3, 2, "'y': released before 'i' reads it"),
+    (4, 3, "'z': released, but it is an output"),
+    (2, 3, "'i': tensor 'b': 'h' has released it already"),
+    (9, 3, "'i': releases: a tensor id is out of range 0..4"),
+])  # fmt: skip
+def test_release_points_that_cannot_be(tensor, op, why):
+    builder = _held()
+    builder.release(tensor, op)
+    with pytest.raises(TraceError, match=re.escape(why)):
+        builder.build(outputs=[4])
+
+
+def test_what_something_takes_over_is_not_released():
+    b = TraceBuilder()
+    a = b.tensor("a", 8)
+    new = b.tensor("new", 8, replaces=a)
+    b.op("f", writes=[a])
+    b.op("g", reads=[a], writes=[new], releases=[a])
+    with pytest.raises(TraceError, match="'g': tensor 'a': released, but 'new' takes over its storage"):
+        b.build(outputs=[new])
