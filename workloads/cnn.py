@@ -32,6 +32,7 @@ def cnn(
     classes: int = 1000,
     dropout: float | None = None,
     micro_batches: int = 1,
+    inplace_relu: bool = True,
 ) -> Trace:
     """One iteration, forward, loss, backward and optimizer step, in its steady state.
 
@@ -39,6 +40,8 @@ def cnn(
     default the one the net was made for (224, inception-v4 299). precision, optimizer: as for `transformer`.
     classes: width of the last layer. dropout: replaces the net's probability. micro_batches: gradients are
     accumulated over that many parts of the batch; each renews the running statistics of batch norm.
+    inplace_relu: each ReLU overwrites its input, as in the published nets (Caffe) and in torchvision's; False as
+    in Hugging Face's.
 
     Convolutions are implicit GEMMs without workspace; `alternatives` holds the other algorithms that fit
     their shape, see `workloads.convolution_algorithms`. Those of a backward op, which computes both
@@ -64,7 +67,7 @@ def cnn(
     if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
         raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}")
     builder = TraceBuilder()
-    tape = ImageTape(builder, kind).open()
+    tape = ImageTape(builder, kind).open(inplace_relu=inplace_relu)
     samples, layers = batch // micro_batches, 0
     gradients: dict[int, Value] = {}
     for i in range(micro_batches):
@@ -89,6 +92,7 @@ def cnn(
         "precision": kind.name,
         "optimizer": optimizer,
         "layers": layers,
+        "inplace_relu": inplace_relu,
         "alternatives": "time factors of convolution algorithms are estimates",
         "parameters": sum(value.elements for value, _ in tape.parameters),
     }

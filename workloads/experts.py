@@ -147,7 +147,7 @@ def _loop(
 
 def _add_rows(tape: Tape, name: str, total: Value, rows: Value, index: Value) -> Value:
     """total with rows added in place; the gradient of the rows is picked from that of the total."""
-    out = tape.overwrite(total, f"{tape.prefix}{name}.out", "activation")._replace(slot=tape.new_slot())
+    out = tape.result_over(total, f"{name}.out")
     flops = element_flops("add", rows.elements)
     tape.op(name, "elementwise", [total, rows, index], [out], flops=flops, bytes=3 * tape.builder.bytes_of(rows.tensor))
     tape.save(index, "rows whose gradients are picked")

@@ -24,17 +24,19 @@ LRN_FLOPS = 12  # local response norm, an element: squares, window sum, power, q
 class ImageTape(Tape):
     """A tape that also makes weights as layers come, keeps running statistics, and knows other algorithms.
 
-    choices: alternatives of convolutions by the name of the op. With several microbatches a layer that was
-    there before finds its weights again.
+    choices: alternatives of convolutions by the name of the op. inplace_relu: whether a ReLU overwrites its
+    input. With several microbatches a layer that was there before finds its weights again.
     """
 
     weights: dict[str, Value]
     statistics: dict[str, Value]
     choices: dict[str, tuple[Implementation, ...]]
+    inplace_relu: bool
 
-    def open(self) -> ImageTape:
+    def open(self, *, inplace_relu: bool = True) -> ImageTape:
         """Prepare the books; returns itself."""
         self.weights, self.statistics, self.choices = {}, {}, {}
+        self.inplace_relu = inplace_relu
         return self
 
     def weight(self, name: str, *shape: int) -> Value:
@@ -146,9 +148,9 @@ def local_response_norm(tape: Tape, name: str, x: Value) -> Value:
     return out
 
 
-def relu(tape: Tape, name: str, x: Value) -> Value:
-    """Not in place. Saves its result."""
-    return unary(tape, name, "relu", x)
+def relu(tape: ImageTape, name: str, x: Value) -> Value:
+    """In the storage of x, whose value is gone, if the tape says so. Saves its result."""
+    return unary(tape, name, "relu", x, inplace=tape.inplace_relu)
 
 
 def max_pool(tape: Tape, name: str, x: Value, kernel: int, stride: int, padding: int = 0, *, up: bool = False) -> Value:
@@ -213,7 +215,7 @@ def concatenate(tape: Tape, name: str, parts: Sequence[Value]) -> Value:
 
 def add_in_place(tape: Tape, name: str, x: Value, y: Value) -> Value:
     """x + y in the storage of x, whose value is gone. Saves nothing; the gradient passes on as it is."""
-    out = tape.overwrite(x, f"{tape.prefix}{name}.out", "activation")._replace(slot=tape.new_slot())
+    out = tape.result_over(x, f"{name}.out")
     tape.op(name, "elementwise", [x, y], [out], flops=element_flops("add", x.elements))
     tape.record([x, y], [out], lambda g: [g, g])
     return out

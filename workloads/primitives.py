@@ -106,9 +106,13 @@ def tanh(tape: Tape, name: str, x: Value) -> Value:
     return out
 
 
-def unary(tape: Tape, name: str, kernel: str, x: Value) -> Value:
-    """A fused activation (gelu, silu, relu). Saves its input; relu its result, which is read next anyway."""
-    out = elementwise(tape, name, kernel, [x], tape.result(f"{name}.out", x.shape, x.dtype))
+def unary(tape: Tape, name: str, kernel: str, x: Value, *, inplace: bool = False) -> Value:
+    """A fused activation (gelu, silu, relu). Saves its input; relu its result, which is read next anyway.
+
+    inplace: in the storage of x, whose value is gone; for relu alone, as the others' backward reads their input.
+    """
+    out = tape.result_over(x, f"{name}.out") if inplace else tape.result(f"{name}.out", x.shape, x.dtype)
+    elementwise(tape, name, kernel, [x], out)
     kept = out if kernel == "relu" else x
     tape.save(kept, f"{'result' if kernel == 'relu' else 'input'} of {kernel}")
     backward = "mul" if kernel == "relu" else f"{kernel}_backward"

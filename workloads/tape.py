@@ -149,6 +149,10 @@ class Tape:
         )
         return value._replace(tensor=tensor, name=name)
 
+    def result_over(self, value: Value, name: str) -> Value:
+        """A new activation in the storage of `value`, with a gradient of its own."""
+        return self.overwrite(value, self.prefix + name, "activation")._replace(slot=self.new_slot())
+
     def slice_of(self, value: Value, name: str, *shape: int) -> Value:
         """A part of a storage, with a gradient of its own."""
         return Value(value.tensor, shape, value.dtype, self.new_slot(), self.prefix + name)

@@ -66,8 +66,14 @@ def machine() -> Platform:
 def trace_of(row: dict[str, str]) -> Trace:
     """The trace of a case, from its configuration alone."""
     if row["seq"] == "0":
-        return cnn(row["model"], int(row["batch"]), precision=row["precision"], optimizer=row["optimizer"])
+        return net_of(row)
     return _trace(row["config_json"], *(row[key] for key in KEYS))
+
+
+def net_of(row: dict[str, str]) -> Trace:
+    """The trace of a convolution net; the modules that PyTorch ran had no ReLU in place."""
+    kind = {"precision": row["precision"], "optimizer": row["optimizer"]}
+    return cnn(row["model"], int(row["batch"]), **kind, inplace_relu=False)
 
 
 KEYS = ("family", "batch", "seq", "precision", "attn", "optimizer")

