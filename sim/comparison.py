@@ -115,6 +115,8 @@ def compare(
         traits = {"policy": label, "fidelity": policy.fidelity, "manages": policy.manages}
         try:
             result = simulate(trace, platform, policy, budget=budget, seed=seed, iterations=iterations)
+            rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
+            results[label] = result
         except (Infeasible, Deadlock) as error:
             rows.append({**traits, **_refusal(error)})
             if find_floor:
@@ -128,9 +130,6 @@ def compare(
                 rows.append({**traits, "fits": None, "error": str(error)})
         except (IllegalPlan, PolicyFailed) as error:
             rows.append({**traits, "fits": None, "error": str(error)})
-        else:
-            results[label] = result
-            rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
     return Comparison(trace, platform, tuple(rows), results, left_out)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.analysis.peak_memory import home_peak
+from sim.analysis.summary import Reference, summarize
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import replay
 from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
@@ -75,7 +76,7 @@ class Result:
     nominal: int
     warm_up: tuple[Run, ...] = ()
     plan_s: float = 0.0
-    reference: Callable[[], EventLog] | None = field(default=None, repr=False)
+    reference: Callable[[], Reference] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         figures = f"{format_time(self.log.end)}, peak {format_bytes(home_peak(self.log))}"
@@ -83,8 +84,6 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """All figures of the run as one flat record; see `sim.analysis.summary`."""
-        from sim.analysis.summary import summarize
-
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
 
     def plot_memory(self, tier: str | None = None) -> Figure:
@@ -163,6 +162,27 @@ def reference_run(trace: Trace, platform: Platform) -> EventLog:
     return replay(Plan(trace), unlimited(platform))
 
 
+def reference_for(policy: Policy, trace: Trace, platform: Platform, kept: EventLog | None = None) -> Reference:
+    """What unlimited memory allows a policy.
+
+    kept: the run that keeps everything, if it is there already. Raises PolicyFailed where `policy.unlimited` fails.
+    """
+    if kept is None:
+        kept = reference_run(trace, platform)
+    ample = unlimited(platform)
+    fastest = Reference(kept, kept.end)
+    try:
+        for name, plan in policy.unlimited(problem_for(trace, ample)).items():
+            end = replay(plan, ample).end
+            if end < fastest.makespan_ns:
+                fastest = Reference(kept, end, name)
+    except TiersimError:
+        raise
+    except Exception as error:
+        raise PolicyFailed(f"policy {label(policy)!r}: unlimited(): {_fault(policy, error)}") from error
+    return fastest
+
+
 def simulate(
     trace: Trace | Sequence[Trace],
     platform: Platform | str | os.PathLike[str],
@@ -218,7 +238,7 @@ def simulate(
         nominal=platform.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_run(traces[-1], platform),
+        reference=lambda: reference_for(chosen, traces[-1], platform),
     )
 
 
@@ -233,4 +253,14 @@ def _fault(policy: Policy, error: Exception) -> str:
     return f"{Path(at.filename).name} line {at.lineno}: {text}"
 
 
-__all__ = ["Prices", "Result", "check_trace", "problem_for", "reference_run", "simulate", "to_platform", "unlimited"]
+__all__ = [
+    "Prices",
+    "Result",
+    "check_trace",
+    "problem_for",
+    "reference_for",
+    "reference_run",
+    "simulate",
+    "to_platform",
+    "unlimited",
+]

@@ -25,12 +25,13 @@ from sim.policies.base import MANAGES, Policy
 from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.holding import with_releases
+from sim.trace.op import Implementation
 from sim.trace.origin import Same
-from sim.trace.rewrite import Codec, encode
+from sim.trace.rewrite import Codec, choose_implementation, encode
 from sim.trace.rewriter import Rewriter
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
-ONE_RUN = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried")
+ONE_RUN = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried", "unlimited")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,6 +598,32 @@ def test_a_policy_that_a_plan_of_its_own_class_beats_breaks_optimal():
 
 
 # ---- law 9 -------------------------------------------------------------------------------------
+
+
+class Quick(Honest):
+    """Takes faster implementations and does not say that they would be there for everyone."""
+
+    rewrites = True
+
+    def plan(self, problem: Problem) -> Plan:
+        return Plan(choose_implementation(problem.trace, {"a": "quick"}))
+
+
+def quick() -> Trace:
+    b = TraceBuilder()
+    y = b.tensor("y", 10)
+    b.op("a", writes=[y], duration=10, alternatives=(Implementation("quick", 0.5, 30),))
+    return b.build(outputs=[y])
+
+
+def test_a_gain_over_unlimited_memory_breaks_unlimited():
+    assert broken(run_policy(Quick(), quick(), machine())) == {"unlimited"}
+
+    class Says(Quick):
+        def unlimited(self, problem):
+            return {"fastest implementations": self.plan(problem)}
+
+    assert broken(run_policy(Says(), quick(), machine())) == set()
 
 
 def test_a_carried_tensor_left_elsewhere_breaks_carried():

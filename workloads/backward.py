@@ -23,7 +23,7 @@ def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
     seed = tape.gradient(loss)
     tape.op("loss.bwd", "elementwise", [loss], [seed])
     tape.finish_node()
-    waiting: dict[int, Value] = {loss.slot: seed}
+    tape.waiting = waiting = {loss.slot: seed}
     left, tape.left = tape.left, {}
     tape.shared = {slot for slot, uses in left.items() if uses > 1}
     while tape.nodes:

@@ -10,7 +10,7 @@ from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.backward import backward
 from workloads.convnets import NETS
-from workloads.image_layers import ImageTape
+from workloads.image_layers import KERNELS, ImageTape
 from workloads.losses import cross_entropy
 from workloads.optimizers import check_optimizer, update
 from workloads.precision import precision_of
@@ -33,6 +33,7 @@ def cnn(
     dropout: float | None = None,
     micro_batches: int = 1,
     inplace_relu: bool = True,
+    kernels: str = "torch",
 ) -> Trace:
     """One iteration, forward, loss, backward and optimizer step, in its steady state.
 
@@ -41,19 +42,22 @@ def cnn(
     classes: width of the last layer. dropout: replaces the net's probability. micro_batches: gradients are
     accumulated over that many parts of the batch; each renews the running statistics of batch norm.
     inplace_relu: each ReLU overwrites its input, as in the published nets (Caffe) and in torchvision's; False as
-    in Hugging Face's.
+    in Hugging Face's. kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling keeps no indices, and
+    the gradient of a ReLU in place is in place, too.
 
     Convolutions are implicit GEMMs without workspace; `alternatives` holds the other algorithms that fit
     their shape, see `workloads.convolution_algorithms`. Those of a backward op, which computes both
     gradients, have the time factor and the workspace of the forward op.
 
-    The memory that a keep-all replay takes is that of PyTorch, workspaces inside kernels and what the
-    allocator rounds left out; local response norm is cuDNN's single kernel.
+    The memory that a keep-all replay takes with the kernels of `torch` is that of PyTorch, workspaces inside
+    kernels and what the allocator rounds left out; local response norm is cuDNN's single kernel.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
     if name not in NETS:
         raise WorkloadError(f"net {name!r} is unknown{near(str(name), NETS)}")
+    if kernels not in KERNELS:
+        raise WorkloadError(f"kernels: {kernels!r} is unknown{near(str(kernels), KERNELS)}")
     net, kind = NETS[name], precision_of(precision)
     check_optimizer(optimizer)
     image = net.image if image is None else image
@@ -67,7 +71,7 @@ def cnn(
     if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
         raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}")
     builder = TraceBuilder()
-    tape = ImageTape(builder, kind).open(inplace_relu=inplace_relu)
+    tape = ImageTape(builder, kind).open(inplace_relu=inplace_relu, kernels=kernels)
     samples, layers = batch // micro_batches, 0
     gradients: dict[int, Value] = {}
     for i in range(micro_batches):
@@ -93,6 +97,7 @@ def cnn(
         "optimizer": optimizer,
         "layers": layers,
         "inplace_relu": inplace_relu,
+        "kernels": kernels,
         "alternatives": "time factors of convolution algorithms are estimates",
         "parameters": sum(value.elements for value, _ in tape.parameters),
     }

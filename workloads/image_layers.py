@@ -21,22 +21,30 @@ NORM_BACKWARD_FLOPS = 11  # two reductions, and the input's gradient
 LRN_FLOPS = 12  # local response norm, an element: squares, window sum, power, quotient
 
 
+KERNELS = ("torch", "cudnn")
+"""What runs pooling and ReLU: PyTorch's own kernels, or cuDNN's, as in Caffe, Torch 7 and the older systems.
+cuDNN's max pooling keeps its result instead of the indices of the maxima, and the gradient of a ReLU in place
+overwrites the one that arrives."""
+
+
 class ImageTape(Tape):
     """A tape that also makes weights as layers come, keeps running statistics, and knows other algorithms.
 
     choices: alternatives of convolutions by the name of the op. inplace_relu: whether a ReLU overwrites its
-    input. With several microbatches a layer that was there before finds its weights again.
+    input. kernels: one of `KERNELS`. With several microbatches a layer that was there before finds its weights
+    again.
     """
 
     weights: dict[str, Value]
     statistics: dict[str, Value]
     choices: dict[str, tuple[Implementation, ...]]
     inplace_relu: bool
+    kernels: str
 
-    def open(self, *, inplace_relu: bool = True) -> ImageTape:
+    def open(self, *, inplace_relu: bool = True, kernels: str = "torch") -> ImageTape:
         """Prepare the books; returns itself."""
         self.weights, self.statistics, self.choices = {}, {}, {}
-        self.inplace_relu = inplace_relu
+        self.inplace_relu, self.kernels = inplace_relu, kernels
         return self
 
     def weight(self, name: str, *shape: int) -> Value:
@@ -150,21 +158,24 @@ def local_response_norm(tape: Tape, name: str, x: Value) -> Value:
 
 def relu(tape: ImageTape, name: str, x: Value) -> Value:
     """In the storage of x, whose value is gone, if the tape says so. Saves its result."""
-    return unary(tape, name, "relu", x, inplace=tape.inplace_relu)
+    backward = tape.inplace_relu and tape.kernels == "cudnn"
+    return unary(tape, name, "relu", x, inplace=tape.inplace_relu, inplace_backward=backward)
 
 
-def max_pool(tape: Tape, name: str, x: Value, kernel: int, stride: int, padding: int = 0, *, up: bool = False) -> Value:
-    """Saves its input and the index of each maximum in 64 bits. up: round the size up, as Caffe does."""
+def max_pool(
+    tape: ImageTape, name: str, x: Value, kernel: int, stride: int, padding: int = 0, *, up: bool = False
+) -> Value:
+    """Saves its input and the index of each maximum in 64 bits, or its result. up: round the size up, as Caffe does."""
     shape = _pooled(name, x, kernel, stride, padding, up)
     out = tape.result(f"{name}.out", shape, x.dtype)
-    indices = tape.constant(f"{name}.indices", shape, "int64")
     flops = POOL_FLOPS * kernel * kernel * out.elements
-    tape.op(name, "pool", [x], [out, indices], flops=flops)
+    kept = out if tape.kernels == "cudnn" else tape.constant(f"{name}.indices", shape, "int64")
+    tape.op(name, "pool", [x], list(dict.fromkeys((out, kept))), flops=flops)
     tape.save(x, "input of a pooling")
-    tape.save(indices, "where each maximum was")
+    tape.save(kept, "result of a pooling" if kept is out else "where each maximum was")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd", "pool", [g, x, indices], [made := tape.gradient(x)], flops=out.elements)
+        tape.op(f"{name}.bwd", "pool", [g, x, kept], [made := tape.gradient(x)], flops=out.elements)
         return [made]
 
     tape.record([x], [out], rule)

@@ -4,7 +4,7 @@
 denominators of all of them, sqrt(v) / c + eps, exist at once: as much memory again as the parameters take.
 `adamw_fused` has no temporaries, and a step counter of 4 bytes a parameter on the device. `adamw_loop`
 takes one parameter at a time: its sqrt and its quotient, and the last parameter's quotient, which the loop
-variable still holds. `sgd_momentum` updates in place.
+variable still holds. `sgd` and `sgd_momentum` update in place.
 
 The foreach and fused kernels of one layer's parameters are one op here, so that what runs for a layer can
 be seen; PyTorch, too, launches them in pieces. Gradients live until zero_grad: the last op of their layer
@@ -161,17 +161,18 @@ class Step:
 
     # ---- SGD ---------------------------------------------------------------------------------
 
-    def sgd_momentum(self) -> None:
-        """Foreach, without weight decay: everything in place."""
+    def sgd(self) -> None:
+        """Foreach, with or without momentum, without weight decay: everything in place."""
         if self.precision.master:
             self.by_layer("cast", self._cast)
-        self.by_layer("step", self._momentum)
+        self.by_layer("step", self._sgd)
 
-    def _momentum(self, name: str, slots: list[Slot]) -> None:
-        reads = [t for s in slots for t in (s.gradient, s.update, s.state["m"], *_held(s))]
-        writes = [t for s in slots for t in (*self.renew(s, ("m",)), *self.new_weight(s))]
-        size = sum(s.bytes for s in slots)
-        self.op(name, reads, writes, costs.SGD_MOMENTUM * size, costs.SGD_FLOPS * _elements(slots))
+    def _sgd(self, name: str, slots: list[Slot]) -> None:
+        reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
+        writes = [t for s in slots for t in (*self.renew(s, tuple(s.state)), *self.new_weight(s))]
+        momentum = any(s.state for s in slots)
+        accesses, flops = (costs.SGD_MOMENTUM, costs.SGD_MOMENTUM_FLOPS) if momentum else (costs.SGD, costs.SGD_FLOPS)
+        self.op(name, reads, writes, accesses * sum(s.bytes for s in slots), flops * _elements(slots))
 
 
 def _elements(slots: list[Slot]) -> int:
@@ -193,7 +194,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Step], None], tuple[str, ...]]] = {
     "adamw_foreach": (Step.adamw_foreach, ("m", "v")),
     "adamw_fused": (Step.adamw_fused, ("m", "v", "step")),
     "adamw_loop": (Step.adamw_loop, ("m", "v")),
-    "sgd_momentum": (Step.sgd_momentum, ("m",)),
+    "sgd": (Step.sgd, ()),
+    "sgd_momentum": (Step.sgd, ("m",)),
 }
 """The optimizers, and the states that they keep of each parameter."""
 

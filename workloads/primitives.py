@@ -106,10 +106,13 @@ def tanh(tape: Tape, name: str, x: Value) -> Value:
     return out
 
 
-def unary(tape: Tape, name: str, kernel: str, x: Value, *, inplace: bool = False) -> Value:
+def unary(
+    tape: Tape, name: str, kernel: str, x: Value, *, inplace: bool = False, inplace_backward: bool = False
+) -> Value:
     """A fused activation (gelu, silu, relu). Saves its input; relu its result, which is read next anyway.
 
     inplace: in the storage of x, whose value is gone; for relu alone, as the others' backward reads their input.
+    inplace_backward: the gradient in the storage of the one that arrives, where nobody else reads that.
     """
     out = tape.result_over(x, f"{name}.out") if inplace else tape.result(f"{name}.out", x.shape, x.dtype)
     elementwise(tape, name, kernel, [x], out)
@@ -118,7 +121,8 @@ def unary(tape: Tape, name: str, kernel: str, x: Value, *, inplace: bool = False
     backward = "mul" if kernel == "relu" else f"{kernel}_backward"
 
     def rule(g: Value) -> Gradients:
-        return [elementwise(tape, f"{name}.bwd", backward, [g, kept], tape.gradient(x))]
+        over = g if inplace_backward and tape.is_sole(g) else None
+        return [elementwise(tape, f"{name}.bwd", backward, [g, kept], tape.gradient(x, over=over))]
 
     tape.record([x], [out], rule)
     return out

@@ -86,6 +86,7 @@ class Tape:
         self.left: dict[int, int] = {}  # uses of each slot: gradients that backward has to wait for
         self.shared: set[int] = set()  # slots whose gradient is a sum not yet complete
         self.product_flops = 0  # of matrix products and attention so far
+        self.waiting: dict[int, Value] = {}  # gradients that have arrived, by slot
         self.accumulating = False  # whether weights have gradients of an earlier microbatch
         self.samples = 0
         self._rows: set[int] = set()  # tensors with one row a sample
@@ -138,6 +139,12 @@ class Tape:
             made = self._value(name, value.shape, value.dtype, role, -1)
         self._gradient_of[made.tensor] = value.tensor
         return made
+
+    def is_sole(self, gradient: Value) -> bool:
+        """Whether a gradient that a node was given is a storage of its own that nobody else waits for."""
+        size = gradient.elements * BYTES[gradient.dtype]
+        shared = any(other.tensor == gradient.tensor for other in self.waiting.values())
+        return not shared and self.builder.bytes_of(gradient.tensor) == size
 
     def overwrite(self, value: Value, name: str, role: str) -> Value:
         """A new value in the storage of `value`, which is gone then."""

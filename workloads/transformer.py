@@ -48,7 +48,7 @@ def transformer(
     type, the optimizer's state too), amp_bf16, amp_fp16 (fp32 weights under autocast), mixed_bf16,
     mixed_fp16 (16-bit weights and gradients, fp32 master weights and state). attention: eager, sdpa or
     flash, see `workloads.attention`. dropout: replaces all probabilities of the config. optimizer:
-    adamw_foreach, adamw_fused, adamw_loop or sgd_momentum. loss: torch, fused or chunked, see
+    adamw_foreach, adamw_fused, adamw_loop, sgd or sgd_momentum. loss: torch, fused or chunked, see
     `workloads.losses`. micro_batches: gradients are accumulated over that many parts of the batch.
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,19 @@ def peak_bytes(log: EventLog) -> dict[str, int]:
     """The peak of every tier, by name."""
     tiers, delta = log.change("tier"), log.change("delta")
     return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
+
+
+def mean_bytes(log: EventLog, tier: str | None = None) -> int:
+    """The bytes of a tier, by default the home tier of device 0, averaged over the run's time; rounded down.
+
+    This is what vDNN (Rhu et al. 2016) calls average memory usage.
+    """
+    time, used = memory_over_time(log, tier)
+    if not log.end or not len(time):
+        return 0
+    lasting = np.diff(time, append=log.end)
+    # bytes times ns pass 2^63; fsum adds the same in any order
+    return int(math.fsum((used.astype(float) * lasting).tolist()) / log.end)
 
 
 def home_peak(log: EventLog) -> int:

@@ -9,12 +9,26 @@ import numpy as np
 
 from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, total_ns
 from sim.analysis.overlap import overlap
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import mean_bytes, peak_bytes
 from sim.analysis.stalls import stalls
 from sim.analysis.traffic import traffic
 from sim.errors import ProfileError
 from sim.hardware.cost import peak_dtype
 from sim.log import EventLog
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What unlimited memory allows.
+
+    log: the run that keeps everything, the trace as it is; memory is saved against its peak.
+    makespan_ns: of the fastest run that has the freedoms of the policy at hand; time is added to that.
+    name: what that run is, `keep_all` or a freedom by its name, see `Policy.unlimited`.
+    """
+
+    log: EventLog
+    makespan_ns: int
+    name: str = "keep_all"
 
 
 @dataclass(frozen=True)
@@ -28,11 +42,14 @@ class Summary:
     over compute. moved_bytes: on the wire, by link. overlap: the part of transfer time hidden behind
     computing. mfu: meta "model_flops" over what the main engines of all devices used could do at the peak
     of the type that most FLOPs of the trace have; hfu: FLOPs executed on them, again ones included.
-    saved_fraction, overhead: memory saved and time added against the reference run. energy_j: engines
-    while busy and bytes on links, where the profile prices all of them.
+    mean_bytes: of the home tier of device 0, averaged over the time. saved_fraction, mean_saved_fraction:
+    how far peak and mean are below those of keeping everything. overhead: time added to the fastest run with
+    unlimited memory and the same freedoms, which is `unlimited_run` and takes unlimited_ns. energy_j:
+    engines while busy and bytes on links, where the profile prices all of them.
     """
 
     peak_bytes: int
+    mean_bytes: int
     peak_by_tier: dict[str, int]
     reserved_bytes: dict[str, int]
     capacity_bytes: int
@@ -53,7 +70,10 @@ class Summary:
     mfu: float | None
     hfu: float | None
     saved_fraction: float | None
+    mean_saved_fraction: float | None
     overhead: float | None
+    unlimited_ns: int | None
+    unlimited_run: str | None
     energy_j: float | None
     counters: dict[str, int]
 
@@ -62,19 +82,24 @@ class Summary:
         return asdict(self)
 
 
-def summarize(log: EventLog, reference: EventLog | None = None) -> Summary:
-    """The figures of a run. reference: the run that keeps everything, in unlimited memory."""
+def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> Summary:
+    """The figures of a run. reference: what unlimited memory allows, or just the run that keeps everything."""
+    if isinstance(reference, EventLog):
+        reference = Reference(reference, reference.end)
     platform, peaks, time = log.platform, peak_bytes(log), stalls(log)
     home = platform.home(0)
     mfu, hfu = _utilisations(log)
+    mean = mean_bytes(log)
     on_lanes = time.compute_ns + time.recompute_ns + time.codec_ns + time.stall_ns
-    saved = overhead = None
+    saved = mean_saved = overhead = None
     if reference is not None:
-        held = peak_bytes(reference).get(home.name, 0)
-        saved = 1 - peaks[home.name] / held if held else None
-        overhead = log.end / reference.end - 1 if reference.end and log.complete else None
+        saved = _saved(peaks[home.name], peak_bytes(reference.log).get(home.name, 0))
+        mean_saved = _saved(mean, mean_bytes(reference.log)) if log.complete else None
+        unlimited = reference.makespan_ns
+        overhead = log.end / unlimited - 1 if unlimited and log.complete else None
     return Summary(
         peak_bytes=peaks[home.name],
+        mean_bytes=mean,
         peak_by_tier=peaks,
         reserved_bytes=_reserved(log),
         capacity_bytes=home.capacity,
@@ -95,10 +120,17 @@ def summarize(log: EventLog, reference: EventLog | None = None) -> Summary:
         mfu=mfu,
         hfu=hfu,
         saved_fraction=saved,
+        mean_saved_fraction=mean_saved,
         overhead=overhead,
+        unlimited_ns=None if reference is None else reference.makespan_ns,
+        unlimited_run=None if reference is None else reference.name,
         energy_j=_energy(log),
         counters={name: int(count) for name, count in sorted(log.counters.items())},
     )
+
+
+def _saved(held: int, before: int) -> float | None:
+    return 1 - held / before if before else None
 
 
 def _reserved(log: EventLog) -> dict[str, int]:

@@ -10,10 +10,13 @@ from sim.conformance.digits import Digits
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.holding import with_releases
+from sim.trace.op import Implementation
 
 SIZES = (16, 1, 40, 64, 7, 100, 0)
 TIMES = (10, 1, 30, 100, 0)
 WORK = (0, 0, 0, 8, 30)
+QUICKER, LEANER = 0.5, 1.5
+"""Time factors of the other implementations of ops that take workspace: with three times of it, and with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,10 @@ class _Net:
         if step.mask:
             made.append(b.tensor(f"{self.name}m{i}", (1 + step.size // 4) * self.unit, layer=self.layer(i)))
         inputs = [*reads, weight] if weight is not None else reads
-        fields = {"layer": self.layer(i), "random": step.mask, "workspace": step.work * self.unit}
+        fields: dict[str, object] = {"layer": self.layer(i), "random": step.mask, "workspace": step.work * self.unit}
+        if step.work:
+            quick = Implementation("quick", QUICKER, 3 * step.work * self.unit)
+            fields["alternatives"] = (quick, Implementation("lean", LEANER, 0))
         self.op(self.forward_name(i, step), self.kind(step), inputs, made, step.took, **fields)
         if step.saves_output or not saved:
             saved.append(made[0])

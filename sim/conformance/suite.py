@@ -19,6 +19,7 @@ from hypothesis.errors import Flaky
 
 from sim.conformance.again import check_online, check_optimal, check_repeats
 from sim.conformance.elsewhere import differences
+from sim.conformance.freedoms import check_unlimited
 from sim.conformance.machines import toml_of
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.order import check_ops, check_order, check_tiling
@@ -41,6 +42,7 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
     "optimal": check_optimal,
     "carried": check_carried,
     "online": check_online,
+    "unlimited": check_unlimited,
 }
 """The laws by name, in order of their numbers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,3 +50,12 @@ class Policy:
     def in_class(self, plan: Plan) -> bool:
         """Whether a plan belongs to the class that `optimal` names; none does where that names none."""
         return False
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """What this policy's freedoms are worth where memory has no limit: plans by a short name of the freedom.
+
+        For policies that may change how long the work itself takes: faster implementations, captured launches, an
+        optimizer beside the device. The fastest of these plans, or keeping everything where that is faster, is what
+        the policy's overhead is measured against. problem: as for `plan`, on a platform whose home tiers never fill.
+        """
+        return {}

@@ -120,7 +120,7 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
             f"{percent(model_error)}"
         )
     meant = {
-        "overhead": "vs unlimited: against the time with unlimited memory",
+        "overhead": "vs unlimited: against the time with unlimited memory" + _freedoms(rows),
         "stall_ns": "recompute, stall: of the devices' time",
         "moved_bytes": "moved: on all links together",
         "saved_fraction": "saved: of the peak of keep_all",
@@ -132,6 +132,15 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
     if any(row.get("fidelity") == "reconstruction" for row in rows):
         lines.append("reconstruction: detail of the published system was not public, so its headline is not credited")
     return lines
+
+
+def _freedoms(rows: Sequence[Row]) -> str:
+    """Which rows are held against more than keeping everything: what unlimited memory would allow them."""
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        if (run := row.get("unlimited_run")) and run != "keep_all":
+            named.setdefault(str(run), []).append(str(row["policy"]))
+    return "".join(f"; {', '.join(policies)}: and with {run}" for run, policies in named.items())
 
 
 def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:

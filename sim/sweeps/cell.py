@@ -31,7 +31,7 @@ from sim.errors import (
     TiersimError,
     WorkloadError,
 )
-from sim.experiment import reference_run, simulate
+from sim.experiment import reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import EventLog
@@ -111,7 +111,7 @@ class Bench:
             raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; start it again")
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]), _ops)
-        reference, peak, refusal = self._references.get(
+        kept, peak, refusal = self._references.get(
             (trace_key, platform_key), lambda: _reference(trace, platform), lambda made: _ops(trace) if made[0] else 1
         )
         known["unconstrained_peak_bytes"] = peak
@@ -127,6 +127,7 @@ class Bench:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
         chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, task["sums"]["policy"]))
         result = simulate(trace, limited, chosen, seed=task["seed"], iterations=task["iterations"])
+        reference = None if kept is None else reference_for(policy, trace, platform, kept)
         if task.get("folder"):
             write_cell(replace(result, name=task["policy"], policy=policy), reference, Path(task["folder"]))
         notes = result.plan.notes

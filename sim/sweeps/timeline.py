@@ -10,12 +10,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from sim.analysis.summary import summarize
+from sim.analysis.summary import Reference, summarize
 from sim.experiment import Result
-from sim.log import EventLog
 
 
-def write_cell(result: Result, reference: EventLog | None, folder: Path) -> None:
+def write_cell(result: Result, reference: Reference | None, folder: Path) -> None:
     """Write a cell's folder aside, sync it and rename it; one that is there already is replaced.
 
     It holds the timeline for Perfetto, `summary.json`, what a report page shows of the run, and where pyarrow is

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.analysis import bounds, bubbles, fragmentation, lifetimes, pareto, pareto_front, peak_memory, summarize
+from sim.analysis.summary import Reference
 from sim.log import CAUSE, STALL, WHY, EventLog
 from sim.trace.builder import TraceBuilder
 
@@ -37,6 +38,26 @@ def test_the_reference_gives_savings_and_overhead(step):
     keep_all = log_of(step.trace, step.platform, [(0, 410, 0, GPU, "run", 0, -1, "", 0)], [(0, HBM, 820, 2, 0, "made")])
     s = summarize(step, keep_all)
     assert (s.saved_fraction, s.overhead) == (0.5, 770 / 410 - 1)
+
+
+def test_memory_is_averaged_over_time():
+    b = TraceBuilder()
+    x = b.tensor("x", 10, "input")
+    b.op("a", reads=[x], writes=[b.tensor("y", 30)], duration=100)
+    trace = b.build()
+    # 10 B for 100 ns, 40 B for 50, none for 50: 3,000 B ns in 200 ns
+    changes = [(0, HBM, 10, 0, -1, "placed"), (100, HBM, 30, 1, 0, "made"), (150, HBM, -40, 1, 0, "freed")]
+    log = log_of(trace, machine(), [(0, 200, 0, GPU, "run", 0, -1, "", 0)], changes)
+    s = summarize(
+        log, log_of(trace, machine(), [(0, 100, 0, GPU, "run", 0, -1, "", 0)], [(0, HBM, 60, 0, -1, "placed")])
+    )
+    assert (s.mean_bytes, s.mean_saved_fraction) == (15, 0.75)
+
+
+def test_overhead_is_against_the_fastest_run_with_the_same_freedoms(step):
+    s = summarize(step, Reference(step, 385, "fastest implementations"))
+    assert (s.overhead, s.unlimited_ns, s.unlimited_run) == (1.0, 385, "fastest implementations")
+    assert s.saved_fraction == 0  # memory is saved against keeping everything, whatever the freedoms
 
 
 def test_the_record_survives_json_and_integers_stay_integers(step):

@@ -12,6 +12,7 @@ from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.trace.rewrite import choose_implementation
 from workloads import cnn, cnn_names
+from workloads.convnets import GOOGLENET
 from workloads.convolution_algorithms import RATE, TILE_FLOPS, Convolution
 
 PUBLISHED = {
@@ -84,6 +85,36 @@ def test_micro_batches_hold_fewer_activations_and_add_gradients_in_place():
     assert parts.meta["parameters"] == whole.meta["parameters"]
     assert parts.meta["model_flops"] == whole.meta["model_flops"]
     assert any(o.name == "mb3.stem.norm" for o in parts.ops)
+
+
+def test_a_relu_in_place_makes_no_second_feature_map():
+    new, over = (cnn("vgg-16", 4, inplace_relu=inplace) for inplace in (False, True))
+    maps = [t.bytes for t in new.tensors if t.name.startswith("relu") and t.name.endswith(".out")]
+    assert saved(over) == saved(new)  # backward reads the result of a ReLU, never its input
+    assert storages(new) - storages(over) == sum(maps) + 2 * 4 * 4 * 4096  # and of the two dense layers
+
+
+def saved(trace):
+    return sum(t.bytes for t in trace.tensors if t.saved_for)
+
+
+def storages(trace):
+    return sum(t.bytes for t in trace.tensors if t.replaces is None and t.role == "activation")
+
+
+def test_cudnn_keeps_no_indices_and_overwrites_the_gradient_of_a_relu_in_place():
+    trace = cnn("googlenet", 4, kernels="cudnn")
+    assert not [t.name for t in trace.tensors if "indices" in t.name]
+    read = {trace.tensors[t].name for t in trace.reads(trace.op_id("pool1.bwd"))}
+    assert {"pool1.out", "conv1.relu.out"} <= read
+    undone = [o for o in trace.ops if o.name.endswith("relu.bwd")]
+    new = {o.name for o in undone if trace.tensors[o.writes[0]].replaces is None}
+    # the gradient of what was concatenated is a part of the whole's, which others still read
+    assert new == {
+        f"{module}.{part}.relu.bwd" for module, *_ in GOOGLENET for part in ("1x1", "3x3", "5x5", "pool.proj")
+    }
+    # a gradient that the shortcut of a residual block reads as well is not overwritten, or this would be refused
+    assert simulate(cnn("resnet-50", 2, kernels="cudnn"), load_profile("a100_80_sxm")).log.complete
 
 
 def test_vdnn_trades_time_against_workspace():
@@ -220,7 +251,8 @@ def test_a_chosen_algorithm_brings_its_workspace_both_ways():
         ({"batch": 3, "micro_batches": 2}, "micro_batches: 2 does not divide batch 3"),
         ({"image": 16}, "image: too small"),
         ({"dropout": 1.0}, "dropout: needs a number from 0 up to 1"),
-        ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown"),
+        ({"optimizer": "sdg"}, "did you mean 'sgd'"),
+        ({"kernels": "cudn"}, "did you mean 'cudnn'"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
     ],
 )

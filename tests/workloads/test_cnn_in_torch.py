@@ -86,6 +86,14 @@ def peaks(trace):
 @pytest.mark.parametrize("inplace", [True, False], ids=["in place", "new"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_net_takes_the_memory_that_pytorch_takes(name, inplace, monkeypatch):
+    compare(name, inplace, 0.9, monkeypatch)
+
+
+def test_so_it_does_without_momentum(monkeypatch):
+    compare("vgg-16", True, 0.0, monkeypatch)
+
+
+def compare(name, inplace, momentum, monkeypatch):
     for layer, run in {**LAYERS, "relu": relu(inplace)}.items():
         monkeypatch.setattr(convnets, layer, run)
     monkeypatch.setattr(torch.Tensor, "viewed", lambda self, *shape: self.view(*shape), raising=False)
@@ -95,11 +103,11 @@ def test_a_net_takes_the_memory_that_pytorch_takes(name, inplace, monkeypatch):
         torch.zeros(2, 3, size, size, device="meta"),
         targets=torch.zeros(2, dtype=torch.int64, device="meta"),
         loss=functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=momentum),
         kernels="cuda",
     )
     monkeypatch.undo()
-    trace = cnn(name, 2, inplace_relu=inplace)
+    trace = cnn(name, 2, inplace_relu=inplace, optimizer="sgd_momentum" if momentum else "sgd")
     assert captured.meta["parameters"] == trace.meta["parameters"]
     if name != "alexnet":  # the counter overlooks groups in the weight's gradient
         assert captured.meta["model_flops"] == trace.meta["model_flops"]

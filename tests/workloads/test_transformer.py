@@ -294,7 +294,7 @@ def test_bytes_a_parameter(precision, weight, gradient, state):
 
 @pytest.mark.parametrize(
     ("optimizer", "state", "extra"),
-    [("adamw_foreach", 8, 0), ("adamw_fused", 8, 4), ("adamw_loop", 8, 0), ("sgd_momentum", 4, 0)],
+    [("adamw_foreach", 8, 0), ("adamw_fused", 8, 4), ("adamw_loop", 8, 0), ("sgd_momentum", 4, 0), ("sgd", 0, 0)],
 )
 def test_optimizer_state(optimizer, state, extra):
     trace = tiny("gpt2", optimizer=optimizer)

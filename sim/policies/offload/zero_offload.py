@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sim.errors import PolicyError, ProfileError, UnitError
@@ -89,6 +89,10 @@ class ZeroOffload(Policy):
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         actions += _weights_up(split, new, host, homes, self.delayed)
         return Plan(new.trace, tuple(actions))
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The update beside the device, as here; without memory to save it may still be the faster one."""
+        return {"the update on the CPU": self.plan(problem)}
 
 
 def _updates(trace: Trace) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sim.errors import Infeasible, PolicyError, near
 from sim.plan import Plan, Problem
@@ -127,6 +127,16 @@ class Tso(Policy):
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
         return Plan(best.runs.ledger.trace, best.runs.actions(), notes=notes)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""
+        if not any(MODES[mode].captured for mode in self.modes):
+            return {}
+        line = chain_of(problem, "tso")
+        first_backward(line, "tso")
+        whole = replace(self, modes=("graph",))
+        runs = whole._runs(problem, line, [(0, len(line), 0)], spared_launches(problem, self.launch))
+        return {"captured launches": Plan(runs.ledger.trace, runs.actions())}
 
     @property
     def _captures(self) -> int:

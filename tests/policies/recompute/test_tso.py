@@ -36,6 +36,18 @@ def lists(seed: int, count: int) -> tuple[list[int], ...]:
     return uf, ub, x, xbar, [draw.randint(0, 2) for _ in range(count)], ob
 
 
+def test_unlimited_memory_may_capture_launches_too():
+    trace, card = transformer("gpt2-small", batch=1, sequence=32), load_profile("a100_40_pcie")
+    free = {"capture": 0, "switch": 0}
+    for modes in (tuple(MODES), ("eager", "graph"), ("eager", "graph_checkpoint")):
+        s = simulate(trace, card, "tso", modes=modes, **free).summary()
+        assert s["unlimited_run"] == "captured launches"
+        assert s["overhead"] >= 0
+    assert simulate(trace, card, "tso", modes=PLAIN, **free).summary()["unlimited_run"] == "keep_all"
+    dear = simulate(trace, card, "tso", capture=10**12).summary()  # no captures where they cost more than they spare
+    assert (dear["unlimited_run"], dear["overhead"]) == ("keep_all", 0)
+
+
 def ledger_of(given_lists, again: list[tuple[int, int]]) -> tuple[int, int]:
     """Peak and time of a chain whose stages in `again` (first, end) drop their insides and run again, by hand.
 
