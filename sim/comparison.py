@@ -158,4 +158,5 @@ def _refusal(error: TiersimError) -> dict[str, Any]:
     row: dict[str, Any] = {"fits": False, "error": str(error), "floor_bytes": getattr(error, "floor_bytes", None)}
     if isinstance(error, OutOfMemory):
         row["holders"] = [list(holder) for holder in error.holders]
+        row["full"] = list(error.full)
     return row

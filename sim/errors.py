@@ -82,7 +82,8 @@ class OutOfMemory(Infeasible):
     """A request that did not fit, after all that could leave had left.
 
     tier: name of the tier; need_bytes: the request; free_bytes: what was free; largest_hole_bytes: the
-    largest contiguous free range; holders: (tensor name, bytes, why it stays) of the largest residents.
+    largest contiguous free range; holders: (tensor name, bytes, why it stays) of the largest residents; full: that
+    tier, and the shared tiers that had no room for as much either, so that nothing could go there.
     `log` holds what ran until then.
     """
 
@@ -95,6 +96,7 @@ class OutOfMemory(Infeasible):
         free_bytes: int = 0,
         largest_hole_bytes: int = 0,
         holders: tuple[tuple[str, int, str], ...] = (),
+        full: tuple[str, ...] = (),
         floor_bytes: int | None = None,
         log: EventLog | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class OutOfMemory(Infeasible):
         self.free_bytes = free_bytes
         self.largest_hole_bytes = largest_hole_bytes
         self.holders = holders
+        self.full = full or ((tier,) if tier else ())
         super().__init__(message, floor_bytes=floor_bytes, log=log)
 
 

@@ -84,7 +84,11 @@ class State:
         self.dead: dict[int, None] = {}  # kept although nobody reads them any more, oldest first
         self.space_waiters: list[deque[Event]] = [deque() for _ in range(tiers)]
         self.counters = dict.fromkeys(
-            ("ignored_actions", "implicit_moves", "implicit_recomputes", "pressure_calls", "returned_moves"), 0
+            (
+                *("ignored_actions", "implicit_moves", "implicit_recomputes"),
+                *("moves_without_space", "pressure_calls", "returned_moves"),
+            ),
+            0,
         )
         self.online: Online | None = None
         self.keep_dead = plan.keep_dead
@@ -356,12 +360,22 @@ class State:
         name = self.names[tier]
         what = f"op {trace.op_columns.name[op]!r}" if op >= 0 else "the start"
         top = ", ".join(f"{held_name} ({size:,} B)" for held_name, size, _ in holders[:3])
+        full = [
+            i
+            for i, free_there in enumerate(c - u for c, u in zip(self.capacity, self.used, strict=True))
+            if i != tier and self.platform.tiers[i].device < 0 and free_there < bytes
+        ]
+        others = ", ".join(
+            f"{self.names[i]!r} ({self.capacity[i] - self.used[i]:,} B of {self.capacity[i]:,} B free)" for i in full
+        )
         return OutOfMemory(
             f"{what} needs {bytes:,} B in {name!r} for {reason}; {free:,} B of {self.capacity[tier]:,} B are free "
-            f"(largest hole {self.hole(tier):,} B); largest holders: {top or 'none'}",
+            f"(largest hole {self.hole(tier):,} B); largest holders: {top or 'none'}"
+            + (f"; nor has this room for as much: {others}" if others else ""),
             tier=name,
             need_bytes=bytes,
             free_bytes=free,
             largest_hole_bytes=self.hole(tier),
             holders=holders,
+            full=(name, *(self.names[i] for i in full)),
         )

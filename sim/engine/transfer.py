@@ -105,6 +105,8 @@ class Transfers:
         now = state.transfers.get(tensor)
         if now is not None:
             if now.stage != RUNS:
+                if now.stage == WAITS and target == now.source:
+                    state.counters["moves_without_space"] += 1  # it never left, for want of space there
                 self.cancel(now)
             elif target == now.source:
                 self._keep_source(now)

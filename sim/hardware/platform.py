@@ -207,6 +207,26 @@ class Platform:
                 return tier
         return None
 
+    def cascade(self, first: str) -> tuple[str, ...]:
+        """`first`, and the tiers that what has no room there goes on to: each next to the one before, coldest last.
+
+        The next one is shared by all devices and has a link from and to the one before; of several the one of
+        highest bandwidth. So a host with a drive behind it gives `("host", "nvme")`.
+        """
+        chain = [first]
+        while True:
+            ends = {(link.source, link.target) for link in self.links}
+            near = [
+                tier
+                for tier in self.tiers
+                if tier.device == -1
+                and tier.name not in chain
+                and {(chain[-1], tier.name), (tier.name, chain[-1])} <= ends
+            ]
+            if not near:
+                return tuple(chain)
+            chain.append(max(near, key=lambda tier: tier.bandwidth).name)
+
     # ---- routes ------------------------------------------------------------------------------
 
     def route(self, source: str, target: str) -> tuple[int, ...]:

@@ -129,6 +129,12 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
         lines.append("; ".join(said))
     if any(row.get("manages") for row in rows):
         lines.append("manages: " + ", ".join(f"{letter} {name_of(role)}" for role, letter in INITIALS.items()))
+    for row in ordered(rows):
+        if waited := (row.get("counters") or {}).get("moves_without_space"):
+            lines.append(
+                f"{row['policy']}: {waited:,} moves were given up, for there was never room where they went: "
+                "what they were to take stayed"
+            )
     if any(row.get("fidelity") == "reconstruction" for row in rows):
         lines.append("reconstruction: detail of the published system was not public, so its headline is not credited")
     return lines
@@ -154,6 +160,8 @@ def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
             continue
         floor = row.get("floor_bytes")
         parts = ["no budget is known to fit" if floor is None else f"fits from {format_bytes(floor, binary=binary)}"]
+        if full := row.get("full"):
+            parts.append(f"no room in {' and '.join(full)}")
         holders = row.get("holders") or ()
         if holders:
             shown = ", ".join(f"{n} {size(b, binary)} ({why})" for n, b, why in holders[:HOLDERS_SHOWN])

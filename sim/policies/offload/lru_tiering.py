@@ -10,8 +10,9 @@ from itertools import chain
 import numpy as np
 
 from sim.errors import PolicyError, near
-from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
+from sim.plan import Action, Change, Memory, Need, Online, Plan, Problem
 from sim.policies.base import Policy
+from sim.policies.cascade import Below
 from sim.trace.tensor import ROLE_CODE
 
 
@@ -69,7 +70,7 @@ class LruTiering(Policy):
             weight = [problem.cost.op_ns(int(p)) / max(int(b), 1) if p >= 0 else 0.0 for p, b in zip(producer, size)]
         online = partial(
             _Replacement,
-            host=platform.host.name,
+            chain=platform.cascade(platform.host.name),
             homes=tuple(platform.home(device).name for device in range(trace.devices)),
             movable=movable.tolist(),
             size=size.tolist(),
@@ -85,14 +86,14 @@ class _Replacement(Online):
     def __init__(
         self,
         *,
-        host: str,
+        chain: Sequence[str],
         homes: Sequence[str],
         movable: Sequence[bool],
         size: Sequence[int],
         hits: int,
         weight: Sequence[float],
     ) -> None:
-        self._host = host
+        self._below = Below(chain, size)
         self._movable = movable
         self._size = size
         self._hits = hits
@@ -101,14 +102,17 @@ class _Replacement(Online):
         self._seldom: dict[str, dict[int, int]] = {home: {} for home in homes}
         self._often: dict[str, dict[int, int]] = {home: {} for home in homes}
         self._reads: dict[int, int] = {}
+        self._going: dict[str, dict[int, int]] = {home: {} for home in homes}  # sent away, and still there
 
     def notice(self, change: Change) -> None:
         """Keep the order of last use, with its times."""
         tensor = change.tensor
+        self._below.notice(change)
         if change.tier not in self._seldom or not self._movable[tensor]:
             return
         if change.what == "read":
             self._reads[tensor] = self._reads.get(tensor, 0) + 1
+        self._going[change.tier].pop(tensor, None)
         was = self._seldom[change.tier].pop(tensor, None)
         was = self._often[change.tier].pop(tensor, was)
         if change.what == "came" or (change.what == "read" and was is not None):
@@ -120,18 +124,20 @@ class _Replacement(Online):
         if need.tier not in self._seldom:
             return ()
         answer: list[Action] = []
-        freed, room = 0, memory.free(self._host)
+        self._below.begin()
+        # what was sent and waits for space in the host will leave, too
+        freed = sum(self._going[need.tier].values()) - memory.leaving(need.tier)
         for tensor in self._order(need.tier, memory.now):
             if freed >= need.short:
                 break
             if memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
                 continue
-            if self._host not in memory.where(tensor):
-                if self._size[tensor] > room:
-                    continue
-                room -= self._size[tensor]
-            answer.append(Move(tensor, self._host))
+            steps = self._below.send(tensor, memory)
+            if steps is None:
+                continue
+            answer += steps
             freed += self._size[tensor]
+            self._going[need.tier][tensor] = self._size[tensor]
         return answer
 
     def _order(self, tier: str, now: int) -> Iterator[int]:

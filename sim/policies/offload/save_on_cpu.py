@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
+from sim.policies.cascade import cascade
 from sim.policies.offload._undoing import forward_of
 from sim.solvers.regions import Region, cached_casts
 from sim.solvers.runs import Ledger
@@ -52,7 +53,8 @@ class SaveOnCpu(Policy):
         a norm, the second copy that a loss keeps of its log-probabilities) is not copied. A tensor is saved
         once for each forward op that backward ops undo, when that op has run; where that op does not
         touch the tensor, after its last forward use. While an added copy goes out
-        it takes device memory beside its original; PyTorch copies straight from that.
+        it takes device memory beside its original; PyTorch copies straight from that. What is beyond the
+        host's capacity goes on to the tier behind it, where there is one; PyTorch fails.
 
     pin_memory: False for ordinary host memory, the tier `host_pageable` where the platform has it.
     weights: whether weights are copied. duplicates: False copies each tensor once, after its last forward
@@ -105,7 +107,8 @@ class SaveOnCpu(Policy):
                 actions += [Move(copy, host, keep=stays, after=packed), Wait(copy, after=packed)]
             actions += [Drop(copy, after=here) for copy in drops.get(op.id, ())]
         carry = [(ids[a], ids[b]) for a, b in trace.carry]
-        return Plan(new.build(outputs=[ids[t] for t in trace.outputs], carry=carry), tuple(actions))
+        built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+        return Plan(built, cascade(built, platform, actions, host))
 
     def _saves(self, trace: Trace) -> list[_Save]:
         c, role = trace.op_columns, trace.tensor_columns.role

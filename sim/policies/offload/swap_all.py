@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sim.errors import PolicyError, near
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy
+from sim.policies.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
 
@@ -21,7 +22,9 @@ class SwapAll(Policy):
         space. Time O(ops + tensors).
     Departs: what would have to come back before any other op ran is never sent, nor what is last used on
         another engine or in a group, whose ends the device does not see. A copy out that has not
-        ended when the tensor is to be prefetched is called back: it stays, and nothing comes in.
+        ended when the tensor is to be prefetched is called back: it stays, and nothing comes in; so does
+        one for which the host never had room (counted as `moves_without_space`). What is beyond the host's
+        capacity goes on to the tier behind it, where there is one.
 
     ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the
         first backward op at the earliest.
@@ -67,7 +70,8 @@ class SwapAll(Policy):
             out.append(Move(t, host, after=last))
             back.append((needed, Move(t, platform.home(int(device[needed])).name, before=start)))
         # copies in that start together queue in the order in which they are needed
-        return Plan(trace, (*out, *(move for _, move in sorted(back, key=lambda one: one[0]))))
+        moves = (*out, *(move for _, move in sorted(back, key=lambda one: one[0])))
+        return Plan(trace, cascade(trace, platform, moves, host))
 
 
 def _places(trace: Trace) -> dict[int, int]:

@@ -9,6 +9,7 @@ from sim.errors import OutOfMemory, PolicyError, near
 from sim.log import WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
+from sim.policies.cascade import cascade
 from sim.policies.offload._undoing import forward_of
 from sim.trace.chain import BACKWARD, backward_ops, forward_ops
 from sim.trace.graph import Trace
@@ -43,7 +44,8 @@ class Vdnn(Policy):
         on time factors of algorithms, which are estimates.
     Departs: the passes of `dyn` are replays, not profiled iterations. Where its choice would be slower
         than `all` with least workspace, which the published passes do not exclude, it takes that.
-        Layers on engines beside the device's main one, and collectives, neither send nor fetch.
+        Layers on engines beside the device's main one, and collectives, neither send nor fetch. What is beyond
+        the host's capacity goes on to the tier behind it, where there is one.
 
     variant: `all` sends the inputs of every layer, `conv` those of heavy layers, `dyn` tries: nothing sent,
         `conv`, `all`, each with the fastest implementations; then `conv` and `all` with smaller workspaces
@@ -113,7 +115,7 @@ class Vdnn(Policy):
                 if layers.plain(run[-1]):
                     actions.append(Wait(t, after=run[-1]))
         notes = {"variant": variant, "implementations": dict(chosen), "offloaded": tuple(sorted(away))}
-        return Plan(trace, tuple(actions), notes=notes)
+        return Plan(trace, cascade(trace, platform, actions, host), notes=notes)
 
     # ---- dyn ---------------------------------------------------------------------------------
 

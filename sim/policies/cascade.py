@@ -1,0 +1,259 @@
+"""What has no room in the host goes on to the tier behind it, the coldest first: one rule for all who offload.
+
+Offline plans are walked in program order (`cascade`), online ones ask when they make room (`Below`). Both leave
+capacities to the engine: a copy waits until what makes room for it has left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from sim.hardware.platform import Platform
+from sim.plan import Action, Change, Drop, Memory, Move
+from sim.trace.graph import Trace
+
+At = tuple[int, int]
+"""Where an action stands: an op, and 0 before or 1 after it."""
+
+
+def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: str) -> tuple[Action, ...]:
+    """The plan with what goes to `host` beyond its capacity sent on to the tiers behind it, in order of their anchors.
+
+    Where the host would overflow, what is needed back last goes on to the next tier, the newcomer itself if
+    that is it (straight through, without taking space in the host). When something leaves the host, what is needed
+    next comes up from behind as far as there is room, so that the slow link works ahead. Tensors come back from
+    where they lie. What fits nowhere is left as it was: its copy waits, or the run ends naming the tier.
+    Without a tier behind the host, or where all fits, the plan is as it was.
+    """
+    chain = platform.cascade(host)
+    plain = tuple(actions)
+    if len(chain) == 1:
+        return plain
+    anchored: dict[At, list[Action]] = {}
+    for action in plain:
+        anchored.setdefault(_at(trace, action), []).append(action)
+    back: dict[int, list[At]] = {}
+    for at, acts in anchored.items():
+        for action in acts:
+            if isinstance(action, Move) and action.to not in chain:
+                back.setdefault(trace.tensor_id(action.tensor), []).append(at)
+    spare = [platform.tier(name).capacity - _resident(trace, platform, name) for name in chain]
+    shelves = _Shelves(spare, trace.tensor_columns.bytes.tolist())
+    never: At = (len(trace.ops), 0)
+    found: list[Action] = []
+    for at in sorted(anchored):
+        before, after = (at[0], None) if at[1] == 0 else (None, at[0])
+        left = False
+        here: dict[int, tuple[int, Move]] = {}  # where a tensor's move of this anchor stands in `found`
+        for action in anchored[at]:
+            if not isinstance(action, Move):
+                found.append(action)
+                continue
+            tensor = trace.tensor_id(action.tensor)
+            if action.to not in chain:
+                left = shelves.take(tensor) or left
+                found.append(action)
+                continue
+            due = min((one for one in back.get(tensor, ()) if one > at), default=never)
+            steps = shelves.put(tensor, due)
+            for t, level in steps:
+                if t in here:  # it has not set out: it goes straight there
+                    place, move = here[t]
+                    found[place] = replace(move, to=chain[level])
+                elif t != tensor:
+                    found.append(Move(t, chain[level], before=before, after=after))
+            here[tensor] = len(found), action
+            found.append(replace(action, to=chain[next((level for t, level in steps if t == tensor), 0)]))
+        if left:
+            found += [Move(t, chain[level], before=before, after=after) for t, level in shelves.lift(at)]
+    return tuple(found)
+
+
+def _at(trace: Trace, action: Action) -> At:
+    anchor = action.after if action.before is None else action.before
+    assert anchor is not None
+    return trace.op_id(anchor), 0 if action.after is None else 1
+
+
+def _resident(trace: Trace, platform: Platform, tier: str) -> int:
+    """The most bytes that ops of the tier's own engines keep there at once, where offload has no say."""
+    c, count = trace.op_columns, len(trace.ops)
+    homes = {
+        key: platform.engines[platform.engine_for(*key)].home
+        for key in {(int(c.device[op]), c.engine.get(op, "")) for op in range(count)}
+    }
+    change = [0] * (count + 1)
+    kept = set(trace.outputs)
+    for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
+        maker = int(trace.producer[t])
+        first = maker if maker >= 0 else next(iter(trace.readers(t)), -1)
+        if first >= 0 and trace.replaced_by[t] < 0 and homes[int(c.device[first]), c.engine.get(first, "")] == tier:
+            change[0 if maker < 0 or trace.tensor_columns.replaces[t] >= 0 else maker] += size
+            change[count if t in kept or maker < 0 else int(trace.last_use[t]) + 1] -= size
+    most = now = 0
+    for delta in change:
+        now += delta
+        most = max(most, now)
+    return most
+
+
+@dataclass
+class _Shelves:
+    """How full each tier of a cascade is at a point of the program, and when what lies there is needed.
+
+    spare: bytes of each tier, first to last. `far` and `near` are heaps by when a tensor is needed, latest first and
+    earliest first; what has moved on since is skipped.
+    """
+
+    spare: list[int]
+    size: Sequence[int]
+    level: dict[int, int] = field(default_factory=dict)
+    due: dict[int, At] = field(default_factory=dict)
+    far: list[list[tuple[int, int, int]]] = field(init=False)
+    near: list[list[tuple[At, int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.far, self.near = [[] for _ in self.spare], [[] for _ in self.spare]
+
+    def put(self, tensor: int, due: At) -> list[tuple[int, int]]:
+        """What moves where, in order, so that a tensor needed at `due` finds its place; it comes last, if it does."""
+        self.take(tensor)
+        self.due[tensor] = due
+        moves: list[tuple[int, int]] = []
+        self._place(tensor, 0, moves)
+        return moves
+
+    def take(self, tensor: int) -> bool:
+        """Forget a tensor that comes back; whether it lay in the first tier."""
+        level = self.level.pop(tensor, -1)
+        if level >= 0:
+            self.spare[level] += self.size[tensor]
+        return level == 0
+
+    def lift(self, now: At) -> list[tuple[int, int]]:
+        """What comes up into the first tier, as far as it has room: what is needed next, first."""
+        moves = []
+        for level in range(1, len(self.spare)):
+            heap = self.near[level]
+            while heap:
+                due, tensor = heap[0]
+                if self.level.get(tensor) == level and self.due[tensor] == due and due > now:
+                    if self.size[tensor] > self.spare[0]:
+                        break
+                    self.take(tensor)
+                    self._stand(tensor, 0)
+                    moves.append((tensor, 0))
+                heapq.heappop(heap)
+        return moves
+
+    def _place(self, tensor: int, first: int, moves: list[tuple[int, int]]) -> bool:
+        for level in range(first, len(self.spare)):
+            if self._make_room(level, tensor, moves):
+                self.take(tensor)
+                self._stand(tensor, level)
+                moves.append((tensor, level))
+                return True
+        return False
+
+    def _make_room(self, level: int, tensor: int, moves: list[tuple[int, int]]) -> bool:
+        """Send what is needed later than this tensor further on until it fits."""
+        heap = self.far[level]
+        while self.size[tensor] > self.spare[level]:
+            while heap and not self._is_at(level, heap[0]):
+                heapq.heappop(heap)
+            if not heap or level + 1 == len(self.spare):
+                return False
+            coldest = heap[0][2]
+            if self.due[coldest] <= self.due[tensor] or not self._place(coldest, level + 1, moves):
+                return False
+        return True
+
+    def _is_at(self, level: int, entry: tuple[int, int, int]) -> bool:
+        op, side, tensor = entry
+        return self.level.get(tensor) == level and self.due[tensor] == (-op, -side)
+
+    def _stand(self, tensor: int, level: int) -> None:
+        due = self.due[tensor]
+        self.level[tensor] = level
+        self.spare[level] -= self.size[tensor]
+        heapq.heappush(self.far[level], (-due[0], -due[1], tensor))
+        heapq.heappush(self.near[level], (due, tensor))
+
+
+class Below:
+    """The tiers behind the fast ones, as an online part sees them: what it sent there, coldest first.
+
+    chain: the host first. Tell it of every change; in each answer call `begin`, then `send` for what is to go down.
+    """
+
+    def __init__(self, chain: Sequence[str], size: Sequence[int]) -> None:
+        self.chain = tuple(chain)
+        self._size = size
+        self._mine: set[int] = set()
+        self._order: dict[str, dict[int, None]] = {tier: {} for tier in chain}
+        self._sent: dict[str, set[int]] = {tier: set() for tier in chain}  # not there yet
+        self._chosen: dict[str, set[int]] = {tier: set() for tier in chain}  # of this answer: they leave that tier
+
+    def notice(self, change: Change) -> None:
+        """Keep the order: what came last, or left a fast tier last, is warmest."""
+        what, tensor, tier, _ = change
+        if tensor not in self._mine:
+            return
+        if tier in self._order:
+            if what != "read":
+                self._sent[tier].discard(tensor)
+                self._order[tier].pop(tensor, None)
+            if what == "came":
+                self._order[tier][tensor] = None
+        elif what == "went":
+            for order in self._order.values():
+                if tensor in order:
+                    del order[tensor]
+                    order[tensor] = None
+
+    def begin(self) -> None:
+        """A new answer begins."""
+        for chosen in self._chosen.values():
+            chosen.clear()
+
+    def send(self, tensor: int, memory: Memory) -> list[Action] | None:
+        """What moves a tensor down, room made for it first; None where no tier can have room."""
+        there = memory.where(tensor)
+        for tier in self.chain:
+            if tier in there:
+                return [Move(tensor, tier)]  # nothing is copied
+        self._mine.add(tensor)
+        return self._down(tensor, 0, memory)
+
+    def _down(self, tensor: int, first: int, memory: Memory) -> list[Action] | None:
+        for level in range(first, len(self.chain)):
+            made = self._make_room(level, self._size[tensor], memory)
+            if made is not None:
+                self._sent[self.chain[level]].add(tensor)
+                return [*made, Move(tensor, self.chain[level])]
+        return None
+
+    def _make_room(self, level: int, bytes: int, memory: Memory) -> list[Action] | None:
+        """Send the coldest further on until there are so many bytes; None if that is not to be had."""
+        tier, size = self.chain[level], self._size
+        # what was sent and has not got its space yet has been promised it
+        promised = sum(size[t] for t in self._sent[tier]) - memory.arriving(tier)
+        room = memory.free(tier) + memory.leaving(tier) + sum(size[t] for t in self._chosen[tier]) - max(promised, 0)
+        answer: list[Action] = []
+        for tensor in list(self._order[tier]) if room < bytes else ():
+            if tensor in self._chosen[tier] or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+                continue
+            if any(other not in self.chain for other in memory.where(tensor)):
+                steps: list[Action] | None = [Drop(tensor, tier)]  # a spare copy of what lies in a fast tier
+            else:
+                steps = self._down(tensor, level + 1, memory)
+            if steps is None:
+                return None
+            answer += steps
+            self._chosen[tier].add(tensor)
+            room += size[tensor]
+            if room >= bytes:
+                break
+        return answer if room >= bytes else None
