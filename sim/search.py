@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sim.analysis.bounds import bounds
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import home_peak, peak_bytes
 from sim.errors import Deadlock, Infeasible, WorkloadError
-from sim.experiment import check_trace, reference_run, simulate, to_platform
+from sim.experiment import check_trace, reference_run, simulate, to_platform, unlimited
 from sim.hardware.platform import Platform
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
@@ -40,7 +40,8 @@ def smallest_budget(
 ) -> int | None:
     """Bytes of the smallest budget found to fit by bisection, within `tolerance` of it; None if none does.
 
-    The search runs from what one op needs at least to what keeping everything needs.
+    The search runs from what one op needs at least to what keeping everything needs, or to what the policy takes
+    without a limit where that is more (fast implementations with large workspaces).
     platform: one there is, or the name or file of a profile.
     """
     check_trace(trace)
@@ -50,8 +51,10 @@ def smallest_budget(
     low = max(bounds(everything, home).memory_bytes for home in homes)
     high = max(peak_bytes(everything)[home] for home in homes)
     if not fits(trace, platform, policy, budget=high, **options):
-        return None
-    if fits(trace, platform, policy, budget=low, **options):
+        low, high = high, _taken(trace, platform, policy, **options)
+        if high <= low or not fits(trace, platform, policy, budget=high, **options):
+            return None
+    elif fits(trace, platform, policy, budget=low, **options):
         return low
     while high - low > max(1, int(tolerance * high)):
         middle = (low + high) // 2
@@ -60,6 +63,14 @@ def smallest_budget(
         else:
             low = middle
     return high
+
+
+def _taken(trace: Trace, platform: Platform, policy: str | Policy | type[Policy], **options: Any) -> int:
+    """What a policy takes of a home tier that never fills; 0 where it does not even run then."""
+    try:
+        return home_peak(simulate(trace, unlimited(platform), policy, **options).log)
+    except (Infeasible, Deadlock):
+        return 0
 
 
 def largest_batch(

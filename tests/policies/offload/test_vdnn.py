@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.analysis.peak_memory import home_peak
 from sim.comparison import compare
 from sim.errors import OutOfMemory, PolicyError
-from sim.experiment import simulate
+from sim.experiment import reference_run, simulate
 from sim.hardware.profile import load_profile
+from sim.search import smallest_budget
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Implementation
 from sim.trace.values import departures
@@ -274,3 +276,14 @@ def test_the_published_order_holds_on_a_net_whose_copies_take_longer_than_its_la
     heavy = run(trace, "vdnn", variant="conv").time
     chosen = run(trace, "vdnn").time
     assert blocking > everything > heavy > chosen == run(trace, "keep_all").time
+
+
+def test_the_smallest_budget_of_large_workspaces_lies_above_what_keeping_everything_takes() -> None:
+    trace, card = cnn("vgg-16", 8), load_profile("a100_40_pcie")
+    kept = home_peak(reference_run(trace, card))
+    floor = smallest_budget(trace, card, "vdnn", variant="all", algorithm="p")
+    assert floor is not None
+    assert floor > kept
+    assert simulate(trace, card, "vdnn", variant="all", algorithm="p", budget=floor).log.complete
+    with pytest.raises(OutOfMemory):
+        simulate(trace, card, "vdnn", variant="all", algorithm="p", budget=int(floor * 0.99))
