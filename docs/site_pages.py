@@ -92,6 +92,7 @@ def _policy(record: dict[str, Any]) -> str:
     name, parameters = record["name"], record["parameters"]
     about = as_markdown(record["doc"], [p["name"] for p in parameters])
     traits = [(trait, _trait(record[trait])) for trait in TRAITS if record.get(trait)]
+    traits += [("saves", f"{kind}: {why}") for kind, why in record["saves"].items()]
     rows = [[f"`{p['name']}`", f"`{p['type']}`", f"`{p['default']}`"] for p in parameters]
     family = FAMILY_TITLES.get(record["family"], record["family"])
     parts = [

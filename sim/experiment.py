@@ -226,7 +226,9 @@ def simulate(
             history = (*history, Run(now, plan, replay(plan, limited)))
         except TiersimError:
             raise
-        except Exception as error:
+        except BaseException as error:  # `sys.exit()` in a policy ends no program
+            if type(error) is KeyboardInterrupt:  # a person's
+                raise
             raise PolicyFailed(f"policy {name!r}: {_fault(chosen, error)}") from error
     last = history[-1]
     return Result(
@@ -242,7 +244,7 @@ def simulate(
     )
 
 
-def _fault(policy: Policy, error: Exception) -> str:
+def _fault(policy: Policy, error: BaseException) -> str:
     """Where an exception came from, best a line of the policy's own file, and what it says, in one line."""
     # what an online part raises comes as a copy whose cause knows the line
     raised = [each for each in (error, error.__cause__) if each is not None]

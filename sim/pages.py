@@ -27,6 +27,7 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
         command=command,
         workload=workload_text(result.log.trace.meta),
         trace=result.log.trace,
+        notes=policy.saving_lines(),
     )
     return RunView(
         title=title or result.name,

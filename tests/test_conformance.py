@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sim.conformance import CHECKS, check_policy, run_policy
+from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
 from sim.conformance.machines import platform_of, toml_of
 from sim.conformance.situations import Example, for_each, situations
 from sim.errors import PolicyError
@@ -17,8 +20,10 @@ from sim.experiment import simulate
 from sim.hardware import load_profile
 from sim.policies import load
 from sim.policies.base import MANAGES, Policy
+from sim.report.listings import policy_page
 from sim.trace.chain import chain
 from sim.trace.io import load as load_trace
+from workloads import cnn, transformer
 
 LIAR = '''
 from dataclasses import dataclass
@@ -214,3 +219,80 @@ def test_a_machine_as_text_is_the_machine(tmp_path):
         path.write_text(toml_of(example.machine))
         read, made = load_profile(path), platform_of(example.machine)
         assert (read.tiers, read.engines, read.links, read.pools) == (made.tiers, made.engines, made.links, made.pools)
+
+
+ENDS = '''
+from dataclasses import dataclass
+import os
+import sys
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends(Policy):
+    """Ends the program that it runs in, as if all were well."""
+
+    how: str = "plan"
+
+    def __post_init__(self) -> None:
+        if self.how == "constructor":
+            sys.exit(0)
+
+    def plan(self, problem: Problem) -> Plan:
+        if self.how == "process":
+            os._exit(0)
+        sys.exit(0)
+'''
+
+
+@pytest.mark.parametrize("how", ["plan", "process", "constructor"])
+def test_a_policy_that_ends_the_program_does_not_pass(how, tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    words = [sys.executable, "-m", "sim", "check", "ends.py:Ends", "--examples", "2", "-p", f"how={how}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if how == "constructor" else 1)
+    assert ("FAILED" in done.stdout) == (how != "constructor")
+    assert "Traceback" not in done.stderr
+    said = done.stderr if how == "constructor" else done.stdout
+    assert ("exit status 0" if how == "process" else "SystemExit") in said
+
+
+def test_a_policy_that_prints_is_checked_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = "        trace = problem.trace\n"
+    (tmp_path / "loud.py").write_text(LIAR.replace(trace, f"{trace}        print(trace)\n        return Plan(trace)\n"))
+    assert check_policy(load("loud.py:Liar"), examples=3, name="loud.py:Liar").passed
+
+
+def test_savings_are_declared_where_a_policy_is_shown():
+    assert "Declared saving: launch" in policy_page("tso")
+    report = check_policy(load("zero_offload"), examples=3, across_processes=False)
+    assert any(note.startswith("declared saving: fusion") for note in report.notes)
+
+
+FREE_CAPTURE = {"capture": 0, "switch": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "saving"),
+    [
+        ("tso", FREE_CAPTURE, "launch"),
+        ("tso", {**FREE_CAPTURE, "launch": 9000}, "launch"),
+        ("vdnn", {}, "implementation"),
+    ],
+)
+def test_what_a_shipped_policy_saves_is_what_it_declares(name, parameters, saving):
+    if name == "tso":
+        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 2, "vocab_size": 100, "n_positions": 32}
+        trace = transformer({"model_type": "gpt2", **sizes}, batch=1, sequence=32)
+    else:
+        trace = cnn("alexnet", batch=8)
+    run = run_policy(load(name, **parameters), trace, load_profile("a100_40_pcie"))
+    assert run.done
+    assert run.plan.trace != trace
+    check_costs(run)
+    silent = type(f"Silent{name}", (type(run.policy),), {"saves": {}})
+    with pytest.raises(LawBroken):
+        check_costs(dataclasses.replace(run, policy=silent(**parameters)))
+    assert saving in run.policy.saves

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 import sim.engine.flows
+from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, replayed, run_policy
 from sim.engine.device import Device
 from sim.engine.replay import replay
 from sim.engine.state import State
-from sim.errors import Infeasible, OutOfMemory
+from sim.errors import Infeasible, OutOfMemory, PolicyFailed
+from sim.experiment import simulate
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.log import CAUSE, WHY, EventLog
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
@@ -25,10 +28,10 @@ from sim.policies.base import MANAGES, Policy
 from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.holding import with_releases
-from sim.trace.op import Implementation
+from sim.trace.op import KIND_CODE, Implementation
 from sim.trace.origin import Same
-from sim.trace.rewrite import Codec, choose_implementation, encode
-from sim.trace.rewriter import Rewriter
+from sim.trace.rewrite import Codec, choose_implementation, encode, fuse, split_batch
+from sim.trace.rewriter import Rewriter, with_columns
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 ONE_RUN = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried", "unlimited")
@@ -686,3 +689,211 @@ class SaysOnline(Honest):
 
 def test_saying_online_and_planning_offline_breaks_online():
     assert broken(run_policy(SaysOnline(), chain(), machine()), CHECKS) == {"online"}
+
+
+# ---- law 11: what is saved is declared ---------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewrites(Honest):
+    rewrites = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chooses(Rewrites):
+    saves: ClassVar[Mapping[str, str]] = {"implementation": "the trace states them"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captures(Rewrites):
+    saves: ClassVar[Mapping[str, str]] = {"launch": "launched together"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuses(Rewrites):
+    saves: ClassVar[Mapping[str, str]] = {"fusion": "one kernel"}
+
+
+def priced(*, measured: bool = False) -> Trace:
+    """Two ops, random and with a workspace; the time of the first is measured where asked, else the model's."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 40, "input"), b.tensor("y", 40), b.tensor("z", 40)
+    more = {"duration": 100} if measured else {}
+    about = {"flops": 60, "bytes": 80, "workspace": 10, "dtype": "fp32", "splits": ("rows",)}
+    b.op("f", "elementwise", reads=[x], writes=[y], random=True, **about, **more)
+    other = [Implementation("fast", 0.5, 30)]
+    b.op("g", "conv", reads=[y], writes=[z], flops=60, bytes=80, workspace=20, dtype="fp32", alternatives=other)
+    return b.build(outputs=[z], carry=())
+
+
+def machine_with_launch(ns: int = 7) -> Platform:
+    found = machine()
+    peak = {"fp32": GB, "fp16": 8 * GB}
+    engines = tuple(replace(engine, launch=ns, peak=peak) for engine in found.engines)
+    return replace(found, engines=engines)
+
+
+def rewritten(trace: Trace, policy: Policy | None = None, platform: Platform | None = None, notes=None, **columns):
+    """A run of a trace with some op columns changed: {"flops": {op: value}}."""
+    changed = {}
+    for key, values in columns.items():
+        column = getattr(trace.op_columns, key)
+        column = list(column) if key == "dtype" else column.copy()
+        for op, value in values.items():
+            column[op] = value
+        changed[key] = column
+    plan = Plan(with_columns(trace, **changed), notes=notes or {})
+    return replayed(policy or Rewrites(), plan, trace, platform or machine_with_launch())
+
+
+COSTS = (*(law for law in ONE_RUN if law != "unlimited"), "costs")
+"""What is cheaper than it may be is faster, too, than without a limit: that is the other half of law 11."""
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_an_op_that_is_as_dear_as_the_one_it_stands_for_breaks_nothing(measured):
+    assert broken(rewritten(priced(measured=measured), workspace={0: 10}), COSTS) == set()
+    assert broken(rewritten(priced(measured=measured), flops={1: 61}, workspace={0: 11}), COSTS) == set()
+
+
+@pytest.mark.parametrize(
+    ("measured", "change"),
+    [
+        (False, {"flops": {0: 59}}),
+        (False, {"bytes": {0: 79}}),
+        (False, {"workspace": {0: 9}}),
+        (False, {"duration": {0: 146}}),  # launch 7 + 60 FLOPs + 80 bytes: 147 ns
+        (False, {"random": {0: False}}),
+        (False, {"dtype": {0: "fp16"}}),
+        (False, {"dtype": {0: ""}}),
+        (True, {"duration": {0: 99}}),
+        (True, {"duration": {0: 50}}),
+        (True, {"flops": {0: 59}}),
+    ],
+)
+def test_an_op_that_is_cheaper_than_the_one_it_stands_for_breaks_costs(measured, change):
+    assert broken(rewritten(priced(measured=measured), **change), COSTS) == {"costs"}
+
+
+def test_a_measured_time_that_the_model_would_undercut_may_not_be_dropped():
+    slow = rewritten(priced(), duration={0: 1000}).plan.trace
+    bare = Trace(slow.tensor_columns, slow.op_columns, outputs=slow.outputs, carry=slow.carry, meta=slow.meta)
+    assert broken(rewritten(bare, duration={0: -1}), COSTS) == {"costs"}
+
+
+def test_a_kind_that_an_engine_runs_faster_breaks_costs():
+    run = rewritten(priced(), kind={1: KIND_CODE["matmul"]})
+    assert "costs" in broken(run, COSTS)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "flops", "touched", "ok"),
+    [(30, 30, 40, True), (20, 30, 40, False), (30, 29, 40, False), (30, 30, 39, False)],
+)
+def test_an_implementation_is_taken_as_the_trace_states_it_and_declared(workspace, flops, touched, ok):
+    change = {"workspace": {1: workspace}, "flops": {1: flops}, "bytes": {1: touched}}
+    assert broken(rewritten(priced(), Chooses(), **change), COSTS) == (set() if ok else {"costs"})
+    assert broken(rewritten(priced(), **change), COSTS) == {"costs"}
+
+
+def test_a_launch_is_spared_once_and_declared():
+    spared = {"duration": {1: 140}}  # 147 ns, 7 of them the launch
+    assert broken(rewritten(priced(), Captures(), **spared), COSTS) == set()
+    assert broken(rewritten(priced(), **spared), COSTS) == {"costs"}
+    assert broken(rewritten(priced(), Captures(), duration={1: 139}), COSTS) == {"costs"}
+    assert broken(rewritten(priced(), Captures(), notes={"launch_ns": 8}, duration={1: 139}), COSTS) == set()
+    assert broken(rewritten(priced(measured=True), Captures(), duration={0: 99}), COSTS) == {"costs"}
+
+
+def test_a_fused_kernel_is_declared_and_touches_each_operand_once():
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 40, "input"), b.tensor("y", 40), b.tensor("z", 40)
+    b.op("f", "elementwise", reads=[x], writes=[y], flops=60, dtype="fp32", workspace=10)
+    b.op("g", "elementwise", reads=[y], writes=[z], flops=60, dtype="fp32", duration=100)
+    trace = b.build(outputs=[z], carry=())
+    honest = Plan(fuse(trace, [[0, 1]]))
+    platform = machine_with_launch()
+    assert broken(replayed(Fuses(), honest, trace, platform), COSTS) == set()
+    assert broken(replayed(Rewrites(), honest, trace, platform), COSTS) == {"costs"}
+    free = Plan(fuse(trace, [[0, 1]], touched=lambda reads, writes: 79))
+    assert broken(replayed(Fuses(), free, trace, platform), COSTS) == {"costs"}
+    light = Plan(with_columns(honest.trace, flops=honest.trace.op_columns.flops - 1))
+    assert broken(replayed(Fuses(), light, trace, platform), COSTS) == {"costs"}
+
+
+def batch_of_eight() -> Trace:
+    b = TraceBuilder({"batch": 8})
+    x, w, y = b.tensor("x", 80, "input", shape=(8, 10)), b.tensor("w", 30, "weight"), b.tensor("y", 80, shape=(8, 10))
+    b.op("f", "matmul", reads=[x, w], writes=[y], flops=801, dtype="fp32", workspace=10, splits=("batch",))
+    return b.build(outputs=[y], carry=())
+
+
+def test_microbatches_add_up_to_the_op():
+    trace = batch_of_eight()
+    split = split_batch(trace, 4)
+    parts = [op.id for op in split.ops if ".mb" in op.name]
+    assert len(parts) == 4
+
+    def run(**columns):
+        return replayed(Rewrites(), Plan(with_columns(split, **columns)), trace, machine_with_launch())
+
+    assert broken(run(), COSTS) == set()
+    for key in ("flops", "bytes", "workspace"):
+        column = getattr(split.op_columns, key).copy()
+        column[parts[1]] = (split.touched[parts[1]] if key == "bytes" else column[parts[1]]) // 2
+        assert broken(run(**{key: column}), COSTS) == {"costs"}
+    less = split.op_columns.flops.copy()
+    less[parts[0]] -= 1
+    assert broken(run(flops=less), COSTS) == {"costs"}
+
+
+def test_an_unknown_saving_breaks_costs():
+    @dataclass(frozen=True, kw_only=True)
+    class Magic(Rewrites):
+        saves: ClassVar[Mapping[str, str]] = {"magic": "it just is"}
+
+    assert broken(rewritten(priced(), Magic()), COSTS) == {"costs"}
+
+
+# ---- policies that leave the program -----------------------------------------------------------
+
+
+class Escape(BaseException):
+    """No `Exception`: it passes every `except Exception`."""
+
+
+class Leaves(Online):
+    def before(self, op: int, memory: Memory) -> Iterable[Action]:
+        raise SystemExit(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exits(Honest):
+    how: str = "exit"
+
+    def plan(self, problem: Problem) -> Plan:
+        if self.how == "online":
+            return Plan(problem.trace, online=Leaves)
+        if self.how == "exit":
+            sys.exit(0)
+        raise Escape("out")
+
+
+@pytest.mark.parametrize("how", ["exit", "escape", "online"])
+def test_a_policy_that_leaves_the_program_breaks_outcome_and_is_a_row(how):
+    assert "outcome" in broken(run_policy(Exits(how=how), chain(), machine()), CHECKS)
+    with pytest.raises(PolicyFailed, match=r"SystemExit|Escape"):
+        simulate(chain(), machine(), Exits(how=how))
+    (row,) = compare(chain(), machine(), [Exits(how=how)]).rows
+    assert row["fits"] is None
+    assert "Exit" in row["error"] or "Escape" in row["error"]
+
+
+def test_control_c_is_the_persons():
+    @dataclass(frozen=True, kw_only=True)
+    class Interrupted(Honest):
+        def plan(self, problem: Problem) -> Plan:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(chain(), machine(), Interrupted())

@@ -86,7 +86,8 @@ def run(
         print(to_json({"policy": policy, **result.summary()}))
     else:
         warm_up = len(result.warm_up)
-        foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work)
+        notes = result.policy.saving_lines()
+        foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes)
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
 
 

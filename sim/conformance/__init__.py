@@ -11,6 +11,7 @@ that log with code of its own and raises `LawBroken`. Only laws 7, 8 and 10 run 
 """
 
 from sim.conformance.again import check_online, check_optimal, check_repeats
+from sim.conformance.costs import check_costs
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "check_capacity",
     "check_carried",
+    "check_costs",
     "check_online",
     "check_ops",
     "check_optimal",

@@ -29,10 +29,15 @@ def fingerprints(policy: Policy, *, examples: int, seed: int) -> list[str]:
     return found
 
 
+class Ended(Exception):
+    """The second process ended without an answer: it failed, or a policy ended it, as `os._exit` does."""
+
+
 def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int) -> list[str]:
     """In which of these policies, given with their names, a second process comes to something else.
 
-    A policy that its name and parameters cannot bring to the other process is left out.
+    A policy that its name and parameters cannot bring to the other process is left out. The other process is asked
+    first: a policy that ends the process that it runs in does not end this one. Raises Ended where that happened.
     """
     jobs = []
     for name, policy in policies:
@@ -49,11 +54,15 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
     environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "sim.conformance.elsewhere"]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
+    try:
+        answers = json.loads(done.stdout)
+    except ValueError:
+        answers = None
+    if done.returncode or not isinstance(answers, list):
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return [f"in a second process it fails: {last}"]
+        raise Ended(f"a process that runs it ends without an answer (exit status {done.returncode}): {last}")
     found = []
-    for job, there in zip(jobs, json.loads(done.stdout), strict=True):
+    for job, there in zip(jobs, answers, strict=True):
         here = fingerprints(load(job["name"], **job["parameters"]), examples=examples, seed=seed)  # type: ignore[arg-type]
         if here != there:
             at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
@@ -63,11 +72,14 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
 
 def main() -> None:
     """Read jobs from standard input and print what came of each."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a policy prints is no answer
     answers = []
     for job in json.load(sys.stdin):
         policy = load(job["name"], **job["parameters"])
         answers.append(fingerprints(policy, examples=job["examples"], seed=job["seed"]))
-    json.dump(answers, sys.stdout)
+    json.dump(answers, out)
+    out.close()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ class Replayed:
 
     trace: the one asked for; `plan.trace` is the one that ran. platform: with the budget in its home tiers.
     log: whole, or the partial one that an OutOfMemory carries; None where nothing ran. error: what was
-    raised, by the policy or by the engine. crash: an exception that is no answer of this package.
+    raised, by the policy or by the engine. crash: an exception that is no answer of this package, `SystemExit` among
+    them.
     """
 
     policy: Policy
@@ -65,7 +66,9 @@ def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 
     except TiersimError as error:
         partial = getattr(error, "log", None) if plan is not None else None
         return Replayed(policy, trace, platform, seed, plan, partial, error, None, history)
-    except Exception as crash:
+    except BaseException as crash:
+        if type(crash) is KeyboardInterrupt:  # a person's
+            raise
         return Replayed(policy, trace, platform, seed, plan, None, None, crash, history)
     return Replayed(policy, trace, platform, seed, plan, log, None, None, history)
 

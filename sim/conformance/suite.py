@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
 from sim.conformance.again import check_online, check_optimal, check_repeats
-from sim.conformance.elsewhere import differences
+from sim.conformance.costs import check_costs
+from sim.conformance.elsewhere import Ended, differences
 from sim.conformance.freedoms import check_unlimited
 from sim.conformance.machines import toml_of
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
@@ -43,6 +44,7 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
     "carried": check_carried,
     "online": check_online,
     "unlimited": check_unlimited,
+    "costs": check_costs,
 }
 """The laws by name, in order of their numbers."""
 
@@ -118,7 +120,8 @@ class Report:
             lines.append(f"  {verdict:4}  {sentence}")
             if law in broken:
                 entry = broken[law]
-                lines.append(f"        broken on {entry.examples} of {self.examples} examples; on the smallest:")
+                if self.examples:
+                    lines.append(f"        broken on {entry.examples} of {self.examples} examples; on the smallest:")
                 lines.append(f"        {entry.text}")
                 if entry.command:
                     lines.append(f"        {entry.command}")
@@ -156,6 +159,13 @@ def check_policy(
     if examples < 1:
         raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
+    elsewhere: list[str] = []
+    if across_processes:
+        try:
+            elsewhere = differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
+        except Ended as error:
+            ended = Broken("outcome", _sentence(check_outcome), 1, str(error))
+            return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
 
@@ -174,10 +184,7 @@ def check_policy(
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, Path(folder))
         found.append(Broken(law, _sentence(CHECKS[law]), len(cases), text, files, command))
-    elsewhere: list[str] = []
-    if across_processes and "repeats" not in broken:
-        elsewhere = differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
-    found += [Broken("repeats", _sentence(check_repeats), 1, text) for text in elsewhere]
+    found += [Broken("repeats", _sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
     return Report(
         policy=name,
         seed=seed,

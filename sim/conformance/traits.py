@@ -47,5 +47,6 @@ class Exercised:
 
     def notes(self) -> Iterator[str]:
         """What a reader should know."""
+        yield from self.policy.saving_lines()
         if self.skipped:
             yield f"skipped, for example: {self.why_skipped}"

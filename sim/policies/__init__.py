@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError, TiersimError, near
 from sim.policies.base import Policy
 
 FAMILIES = ("baseline", "recompute", "offload", "hybrid", "compression", "parallel")
@@ -91,6 +91,12 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
         return found(**checked)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {called!r}: {error}") from None
+    except TiersimError:
+        raise
+    except BaseException as error:  # `sys.exit()` in a policy ends no program
+        if type(error) is KeyboardInterrupt:  # a person's
+            raise
+        raise PolicyError(f"policy {called!r}: {_line(error)}") from error
 
 
 def label(policy: Policy) -> str:
@@ -158,6 +164,10 @@ def _is_file(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _from_file(name: str) -> type[Policy]:
     path_text, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     path = Path(path_text)
@@ -173,9 +183,11 @@ def _from_file(name: str) -> type[Policy]:
         sys.modules[key] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except BaseException as error:
             del sys.modules[key]
-            raise PolicyError(f"policy {name!r}: {path_text}: {type(error).__name__}: {error}") from error
+            if type(error) is KeyboardInterrupt:  # a person's
+                raise
+            raise PolicyError(f"policy {name!r}: {path_text}: {_line(error)}") from error
     if not class_name:
         public = _policies_of(module)
         if not public:

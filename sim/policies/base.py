@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from sim.plan import Plan, Problem
@@ -11,6 +12,13 @@ from sim.plan import Plan, Problem
 FIDELITIES = ("code", "equations", "reconstruction")
 MANAGES = ("activations", "gradients", "optimizer_state", "weights")
 NEEDS = ("chain", "layers", "history", "host", "cpu", "backward")
+
+SAVINGS = {
+    "implementation": "another implementation of an op, as the trace states it: its time and its workspace",
+    "launch": "one launch an op, where several are launched together",
+    "fusion": "one kernel of several ops: it touches each operand once, and needs no workspace",
+}
+"""By what a rewrite may make an op cheaper than the one that it stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,7 @@ class Policy:
     (`NEEDS`). solver: what it solves with, "" for nothing. warm_up: iterations before the steady state.
     manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
+    saves: by what its rewrite makes ops cheaper than those that they stand for (`SAVINGS`), and why.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
     """
 
@@ -42,6 +51,12 @@ class Policy:
     manages: ClassVar[tuple[str, ...]] = ("activations",)
     fidelity: ClassVar[str] = "reconstruction"
     slow: ClassVar[bool] = False
+    saves: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @classmethod
+    def saving_lines(cls) -> tuple[str, ...]:
+        """What `saves` declares, a line each, for whoever reads its results."""
+        return tuple(f"declared saving: {kind}: {why}" for kind, why in cls.saves.items())
 
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""

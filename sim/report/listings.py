@@ -104,6 +104,7 @@ def policy_record(name: str) -> dict[str, Any]:
     ]
     traits = {trait: getattr(found, trait) for trait in TRAITS if not isinstance(getattr(found, trait), property)}
     record = {"name": name, "family": family(name), "fidelity": found.fidelity, "slow": found.slow}
+    traits["saves"] = dict(found.saves)
     return {**record, **traits, "parameters": parameters, "doc": inspect.getdoc(found) or ""}
 
 
@@ -143,7 +144,8 @@ def policy_page(name: str, as_json: bool = False) -> str:
     said = [
         f"{trait} = {', '.join(sorted(v)) if isinstance(v, (tuple, frozenset)) else v}" for trait, v in shown.items()
     ]
-    return "\n".join([*lines, "", "Traits: " + "; ".join(said)])
+    saves = [f"Declared saving: {kind}: {why}" for kind, why in record["saves"].items()]
+    return "\n".join([*lines, "", "Traits: " + "; ".join(said), *saves])
 
 
 def _first(record: dict[str, Any]) -> str:

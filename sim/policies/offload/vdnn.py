@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sim.errors import OutOfMemory, PolicyError, near
 from sim.log import WHY, EventLog
@@ -63,6 +64,7 @@ class Vdnn(Policy):
     rewrites = True
     needs = frozenset({"host"})
     fidelity = "equations"
+    saves = MappingProxyType({"implementation": "vDNN chooses the algorithm of each convolution with its workspace"})
 
     variant: str = "dyn"
     algorithm: str = "p"

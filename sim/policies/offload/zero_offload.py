@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from sim.errors import PolicyError, ProfileError, UnitError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
@@ -56,6 +57,7 @@ class ZeroOffload(Policy):
     rewrites = True
     needs = frozenset({"host", "cpu"})
     fidelity = "equations"
+    saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
 
     bucket: int | str = 0

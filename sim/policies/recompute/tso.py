@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from sim.errors import Infeasible, PolicyError, near
 from sim.plan import Plan, Problem
@@ -47,7 +48,8 @@ class Tso(Policy):
     launch: ns that a captured op spares, None for the platform's launch where the op's time is not measured.
     capture: ns to capture one graph, of which a segment has two. replays: iterations that share a capture.
     switch: ns for each change between captured and eager execution. The last three are assumed figures.
-    Notes: `segments` (first stage, last stage, mode), `model_ns`, the time of forward and backward by the model.
+    Notes: `segments` (first stage, last stage, mode), `model_ns`, the time of forward and backward by the model,
+        `launch_ns` where `launch` is given.
     Raises PolicyError where the trace is no chain or has no backward, Infeasible naming a budget that would do.
     """
 
@@ -56,6 +58,7 @@ class Tso(Policy):
     needs = frozenset({"chain", "backward"})
     solver = "dp"
     fidelity = "reconstruction"
+    saves = MappingProxyType({"launch": "the ops of a captured segment are launched together, as one graph"})
 
     modes: tuple[str, ...] = tuple(MODES)
     method: str = "slots"
@@ -124,6 +127,7 @@ class Tso(Policy):
             )
         notes = {
             "segments": tuple((i, j - 1, self.modes[q]) for i, j, q in best.segments),
+            **({} if self.launch is None else {"launch_ns": self.launch}),
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
         return Plan(best.runs.ledger.trace, best.runs.actions(), notes=notes)
