@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.engine.events import ENDS, STARTS, At
+from sim.engine.events import AFTERS, ENDS, FREES, STARTS, At
 from sim.engine.general import General
 from sim.engine.state import FREED, LEAVING, MADE, WORKSPACE
 from sim.engine.transfer import WAITS
@@ -39,6 +39,7 @@ class Device(General):
         odd_sizes = state.odd_sizes
         bit = 1 << home
         mask = bit | LEAVING
+        yield from self._turn(STARTS + device)
         for i in prepared.order[device]:
             if i in before:
                 if i in slow_before:
@@ -71,14 +72,18 @@ class Device(General):
             if workspace:
                 changes += (start, home, workspace, -1, i, WORKSPACE)
             used[home] = total
+            if state.wanted and ns:
+                state.flush()
+            contended = False
             if peek() <= end:
                 for t in reads:
                     locks[t] += 1
                 for t, _ in writes:
                     locks[t] += 1
                 busy[lane] = True
-                yield At(env, end - env.now, ENDS)
+                yield At(env, end - env.now, ENDS + i)
                 state.now = end
+                contended = peek() <= end
                 for t, _ in writes:
                     locks[t] -= 1
                 for t in reads:
@@ -105,10 +110,14 @@ class Device(General):
             for t in let_go:
                 uses[t] -= 1
             if i in after:
+                if contended:
+                    yield from self._turn(AFTERS + i)
                 if i in slow_after:
                     yield from self._act(after[i], i)
                 else:
                     self._apply(after[i], i, False)
+            if contended:
+                yield from self._turn(FREES + i)
             for t in reads:
                 if pending and t in pending and not locks[t]:
                     state.drop_pending(t, i)
@@ -131,9 +140,9 @@ class Device(General):
                 state.changes.pack()
                 state.spans.pack()
             if peek() <= state.now:
-                yield At(env, state.now - env.now, STARTS)
+                yield from self._turn(STARTS + device)
         yield from self._catch_up()
-        self.finished.succeed()
+        self.finished.fire()
 
     def _is_coming(self, reads: Sequence[int], bit: int) -> bool:
         """Whether every read is at home to stay or on its way there."""
@@ -163,9 +172,11 @@ class Device(General):
 
     def _catch_up(self) -> Steps:
         """Let the event queue's clock come up to this device's."""
-        if self._state.now > self._state.env.now:
-            yield At(self._state.env, self._state.now - int(self._state.env.now), STARTS)
-            self._state.now = int(self._state.env.now)
+        state = self._state
+        state.flush()
+        if state.now > state.env.now:
+            yield At(state.env, state.now - int(state.env.now), STARTS + self.index)
+            state.now = int(state.env.now)
 
     # ---- the end -----------------------------------------------------------------------------
 

@@ -20,14 +20,15 @@ Users = tuple[tuple[str, int, Charges], ...]
 
 
 class Flow:
-    """Bytes under way."""
+    """Bytes under way. rank: that of its end."""
 
-    __slots__ = ("done", "rate", "remaining", "since", "users")
+    __slots__ = ("done", "rank", "rate", "remaining", "since", "users")
 
-    def __init__(self, bytes: int, users: Users, done: Callable[[int], None]) -> None:
+    def __init__(self, bytes: int, users: Users, done: Callable[[int], None], rank: int) -> None:
         self.remaining: int | Fraction = bytes * NANO
         self.users = users
         self.done = done
+        self.rank = rank
         self.rate: int | Fraction = 0
         self.since = 0
 
@@ -75,7 +76,7 @@ class Flows:
         self._active = [flow for flow in self._active if flow not in ended]
         self.stale = True
         for flow in ended:
-            flow.done(now)
+            At(self._env, 0, flow.rank, lambda _, flow=flow: flow.done(now))  # type: ignore[misc]
         self._state.tick(now)
         self._state.wanted = True
         self._state.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from sim.engine.actions import Act
-from sim.engine.events import ENDS, STARTS, At, Event, fire
+from sim.engine.events import AFTERS, ENDS, FREES, STARTS, Event, Wake
 from sim.engine.state import LEAVING, MADE, MOVED_IN, MOVED_OUT, WORKSPACE
 from sim.engine.transfer import WAITS
 from sim.engine.waiting import Steps, Waiting
@@ -22,26 +22,20 @@ class General(Waiting):
 
     def _act(self, actions: Sequence[Act], op: int, strict: bool = False) -> Steps:
         state = self._state
-        batch: list[Act] = []
         for act in actions:
             if act.kind == "wait":
-                self._apply(batch, op, strict)
-                batch = []
                 while act.target in state.transfers:
                     waiting = self._transfers.outside(act.target)
                     if waiting is not None:
                         yield from self._demand(waiting, op)
                         continue
-                    event = state.env.event()
+                    event = self._wake()
                     state.transfers[act.target].wake_at_end(event)
                     yield from self._stall(event, "wait", op, act.target)
             elif act.kind == "recompute":
-                self._apply(batch, op, strict)
-                batch = []
                 yield from self._perform(act.target, why="recompute", counted=not strict)
             else:
-                batch.append(act)
-        self._apply(batch, op, strict)
+                self._actions.apply(act, self.index, op, strict)
 
     # ---- one op ------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class General(Waiting):
             old = next((old for old in olds if old in state.transfers or self._is_read_beside(old, op)), -1)
             if old < 0:
                 return
-            event = state.env.event()
+            event = self._wake()
             if old not in state.transfers:
                 state.on_unlock.setdefault(old, []).append(event)
             elif (waiting := self._transfers.outside(old)) is not None:
@@ -239,30 +233,32 @@ class General(Waiting):
     def _run_here(self, work: Work) -> Steps:
         state, env, works = self._state, self._state.env, self._works
         while works.guests[self._lane]:  # another device has an op run again here, and was first
-            event = env.event()
+            event = self._wake()
             works.hosts.setdefault(self._lane, []).append(event)
             yield from self._stall(event, "engine", work.op, -1, f"engine {state.platform.engines[self._lane].name!r}")
         works.busy[self._lane] = True
         start = state.now
         fixed, flowing = self._works.parts(work)
         if flowing:
-            event = env.event()
-            self._works.launch(work, lambda _: fire(event, ENDS))
+            end = Wake(env, ENDS + work.op)
+            works.launch(work, lambda _: end.fire())
             self.waits_for = f"op {self._name(work.op)!r} to end"
-            yield event
-            state.now = int(env.now)
-        elif env.peek() <= start + fixed:
-            yield At(env, start + fixed - int(env.now), ENDS)
+            state.flush()
+            yield end
             state.now = int(env.now)
         else:
+            if fixed:
+                state.flush()
             state.now = start + fixed
+            yield from self._turn(ENDS + work.op)
         state.spans.rows += (start, state.now, self.index, self._lane, WHY[work.why], work.op, -1, 0, 0)
         works.busy[self._lane] = False
         if works.guests[self._lane]:
             works.look()
         works.deliver(work)
         if work.why == "run" and work.op in self._actions.after:
+            yield from self._turn(AFTERS + work.op)
             yield from self._act(self._actions.after[work.op], work.op)
-        self._works.bury(work)
-        if env.peek() <= state.now:
-            yield At(env, state.now - int(env.now), STARTS)
+        yield from self._turn(FREES + work.op)
+        works.bury(work)
+        yield from self._turn(STARTS + self.index)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from sim.engine.events import ENDS, At, Event
+from sim.engine.events import COPIES, At, Event
 from sim.engine.flows import Flow, Flows
 from sim.engine.prepare import Charges
 from sim.engine.state import State
@@ -15,16 +15,17 @@ from sim.engine.state import State
 class Job:
     """Bytes for a route of links; subclasses say what follows when it starts and ends.
 
-    key: its place in the queues, least first; unique. chunk: bytes between points where one of higher
-    priority may go first, 0 for none.
+    key: its place in the queues, least first; unique. rank: that of its end. chunk: bytes between points where
+    one of higher priority may go first, 0 for none.
     """
 
-    __slots__ = ("began", "bytes", "chunk", "ends", "is_waiting", "key", "route")
+    __slots__ = ("began", "bytes", "chunk", "ends", "is_waiting", "key", "rank", "route")
 
-    def __init__(self, route: tuple[int, ...], bytes: int, key: tuple[int, ...], chunk: int = 0) -> None:
+    def __init__(self, route: tuple[int, ...], bytes: int, key: tuple[int, ...], rank: int, chunk: int = 0) -> None:
         self.route = route
         self.bytes = bytes
         self.key = key
+        self.rank = rank
         self.chunk = chunk
         self.began = -1
         self.ends = -1
@@ -103,12 +104,12 @@ class Links:
         job.bytes -= part
         job.ends = now + fixed - (-part * 10**9 // rate)
         if not shared:
-            At(self._env, job.ends - self._env.now, ENDS, lambda event: self._end(job, job.ends))
+            At(self._env, job.ends - self._env.now, job.rank, lambda event: self._end(job, job.ends))
             return
         users = tuple(self._user(link) for link in job.route)
-        flow = Flow(part, users, lambda at: self._end(job, at))
+        flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
         if fixed:
-            At(self._env, now + fixed - self._env.now, ENDS, lambda event: self._flow(flow, event))
+            At(self._env, now + fixed - self._env.now, COPIES, lambda event: self._flow(flow, event))
         else:
             self._flows.start(flow, now)
 

@@ -44,13 +44,16 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
 
     def settle() -> None:
         if state.queued_for_space:
-            state.wake_waiters()
+            if state.wake_waiters():  # it goes as far as it can before anything starts
+                state.wanted = True
+                return
             transfers.settle()
         works.settle()
         if links.stale:
             links.start_ready(state.now)
         if flows.stale:
             flows.update(state.now)
+        state.wanted = False
 
     works.after = after
     state.settlers.append(settle)
@@ -66,8 +69,6 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
             env.process(device.walk(quick and exact))
         closing = env.process(devices[0].close(devices))
         env.run()
-        while not closing.processed and _wake_behind(state, devices):
-            env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)
     except TiersimError as error:
@@ -93,23 +94,11 @@ def _place(state: State, prepared: Prepared, actions: Actions) -> None:
         state.arrive(tensor, tier)
 
 
-def _wake_behind(state: State, devices: list[Device]) -> bool:
-    """Where nothing else can happen, let a device go on whose request fits but came after one that does not."""
-    for device in devices:
-        if device.request is None or device.asking is None:
-            continue
-        event, offset = device.asking
-        if state.fits(*device.request[:2], offset):
-            state.wake((event,))
-            return True
-    return False
-
-
 def _stuck(state: State, devices: list[Device], works: Works) -> OutOfMemory | Deadlock:
     """Why nothing can happen any more: no space for a device, or waiters that wait for each other."""
     waiters = [f"device {device.index}: {device.waits_for}" for device in devices if device.waits_for]
     for device in devices:
-        if device.request is not None:  # one that fits has been let go on
+        if device.request is not None:
             return state.out_of_memory(*device.request)
     names = state.prepared.trace.tensor_columns.name
     if all(device.finished.processed for device in devices):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.engine.allocators import make_allocator
-from sim.engine.events import SETTLES, STARTS, At, Environment, Event, fire
+from sim.engine.events import SETTLES, At, Environment, Event, Wake
 from sim.engine.prepare import Prepared
 from sim.errors import OutOfMemory
 from sim.hardware.platform import Platform
@@ -53,6 +52,14 @@ class Columns:
         return np.concatenate(self._packed)
 
 
+class Request(NamedTuple):
+    """Bytes that a device waits for in a tier, at an offset where one is planned, and what wakes it."""
+
+    bytes: int
+    offset: int | None
+    event: Wake
+
+
 class State:
     """Per tensor: copies (a bit a tier), locks, uses to come. Per tier: bytes used, leaving and arriving.
 
@@ -78,11 +85,11 @@ class State:
         self.uses = list(prepared.uses)
         self.made = [False] * count
         self.last_read = [-1] * count
-        self.on_arrival: dict[int, list[Event]] = {}
+        self.on_arrival: dict[int, list[Wake]] = {}
         self.pending: dict[int, int] = {}  # tensor -> bits of tiers to drop it from once it is unlocked
         self.began_in: dict[int, int] = {}  # tensors there from the start: their tier
         self.dead: dict[int, None] = {}  # kept although nobody reads them any more, oldest first
-        self.space_waiters: list[deque[Event]] = [deque() for _ in range(tiers)]
+        self.space_waiters: list[list[Request]] = [[] for _ in range(tiers)]  # devices, first come first served
         self.counters = dict.fromkeys(
             (
                 *("ignored_actions", "implicit_moves", "implicit_recomputes"),
@@ -99,14 +106,13 @@ class State:
         self.settle_at = -1
         self.settlers: list[Callable[[], None]] = []
         self.transfers: dict[int, Transfer] = {}
-        self.batching = False  # a device carries out several actions: one settling after the last
-        self.wanted = False
+        self.wanted = False  # something waits for the end of this instant
         self.queued_for_space = 0  # devices and transfers that wait for space somewhere
         self.running = 0  # ops under way on other engines, and groups
         self.overwriting: dict[int, int] = {}  # old values that an op under way overwrites in place: in which tier
         self.making: set[tuple[int, int]] = set()  # (tensor, tier) of results that an op is making again
-        self.on_unlock: dict[int, list[Event]] = {}  # who waits to overwrite a value until its readers have ended
-        self.idle_waiters: list[Event] = []
+        self.on_unlock: dict[int, list[Wake]] = {}  # who waits to overwrite a value until its readers have ended
+        self.idle_waiters: list[Wake] = []
         self.awaited: dict[int, str] = {}  # results under way on another engine or device: why one waits for them
         self.stale_tiers: set[int] = set()
         self._handles: dict[tuple[int, int], int] = {}
@@ -116,30 +122,43 @@ class State:
     # ---- time --------------------------------------------------------------------------------
 
     def poke(self) -> None:
-        """Have what waits granted at the end of this instant."""
-        if self.batching:
-            self.wanted = True
-            return
-        now = self.now
-        if self.settle_at != now:
-            self.settle_at = now
-            At(self.env, now - int(self.env.now), SETTLES, self._settle)
+        """Have what waits granted at the end of this instant. A `flush` must follow before time passes."""
+        self.wanted = True
+
+    def then(self, rank: int, step: Callable[[], None]) -> None:
+        """Carry out a later step of this instant, when all that comes before it is done."""
+        if self.env.is_next(self.now, rank):
+            step()
+        else:
+            self.later(rank, step)
+
+    def later(self, rank: int, step: Callable[[], None]) -> None:
+        """Queue a step of this instant."""
+
+        def run(_: Event) -> None:
+            self.tick(int(self.env.now))
+            step()
+            self.flush()
+
+        At(self.env, self.now - int(self.env.now), rank, run)
 
     def tick(self, now: int) -> None:
         """Something ends at `now`: the clock comes up. A `flush` must follow."""
         self.now = now
-        self.batching = True
 
     def flush(self) -> None:
-        """After a batch of changes grant what waits: at once if nothing else happens at this instant."""
-        self.batching = False
+        """Whoever acts has gone as far as it can at this instant: settle, after all others have, too.
+
+        To be called where nothing more is done at this instant: an event saved is one that would be the next.
+        """
         if self.wanted:
-            self.wanted = False
-            # while something waits for space it is granted at the end of the instant, when all that goes has gone
-            if self.env.peek() > self.now and not self.queued_for_space:
+            if self.env.is_next(self.now, SETTLES):
                 self.settle()
             else:
-                self.poke()
+                self.wanted = False
+                if self.settle_at != self.now:
+                    self.settle_at = self.now
+                    At(self.env, self.now - int(self.env.now), SETTLES, self._settle)
 
     def _settle(self, _: Event) -> None:
         self.settle_at = -1
@@ -151,12 +170,27 @@ class State:
         for settler in self.settlers:
             settler()
 
-    def wake_waiters(self) -> None:
-        """Have the first device that waits for space in a tier where some was freed ask again."""
-        for tier in sorted(self.stale_tiers):
-            if self.space_waiters[tier]:
-                self.wake((self.space_waiters[tier][0],))
+    def wake_waiters(self) -> bool:
+        """Let devices that wait for space ask again; whether there are any.
+
+        The first in each tier where some was freed; then whoever comes after one that what is leaving cannot serve.
+        """
+        woken = [self.space_waiters[tier][0].event for tier in sorted(self.stale_tiers) if self.space_waiters[tier]]
         self.stale_tiers.clear()
+        if not woken:
+            passing = [self._passing(tier) for tier, queue in enumerate(self.space_waiters) if len(queue) > 1]
+            woken = [event for event in passing if event is not None]
+        self.wake(woken)
+        return bool(woken)
+
+    def _passing(self, tier: int) -> Wake | None:
+        """The first whose request fits, unless one before it is soon to be served."""
+        for request in self.space_waiters[tier]:
+            if self.fits(tier, request.bytes, request.offset):
+                return request.event
+            if self.fits_later(tier, request.bytes, request.offset):
+                return None
+        return None
 
     def note_idle(self) -> None:
         """Wake who waits for the end once nothing is under way."""
@@ -262,11 +296,11 @@ class State:
         for tensor in tensors:
             self.wake(self.on_unlock.pop(tensor, ()))
 
-    def wake(self, events: Iterable[Event]) -> None:
+    def wake(self, events: Iterable[Wake]) -> None:
         """Let waiting devices go on now."""
         for event in events:
             if not event.triggered:
-                fire(event, STARTS, self.now - int(self.env.now))
+                event.fire(self.now - int(self.env.now))
 
     def release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """One copy goes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from sim.engine.events import Event
+from sim.engine.events import COPIES, FOLLOWS, Wake
 from sim.engine.links import Job, Links
 from sim.engine.state import DROPPED, FREED, LEAVING, MOVED_IN, MOVED_OUT, State
 from sim.errors import IllegalPlan
@@ -50,17 +50,18 @@ class Transfer(Job):
         self.op = op
         self.stage = WAITS
         self.followers: list[Move] | None = None
-        self.waiting: list[Event] | None = None
+        self.waiting: list[Wake] | None = None
         self.drop_target = False
         # the fields of Job, set here: a call less for each copy
         self.route = owner.route(*ends)
         self.bytes = self.wire
         self.key = ()
+        self.rank = COPIES + tensor
         self.chunk = 0
         self.began = self.ends = -1
         self.is_waiting = False
 
-    def wake_at_end(self, event: Event) -> None:
+    def wake_at_end(self, event: Wake) -> None:
         """Trigger an event when the copy is complete, or when it is given up."""
         self.waiting = [*(self.waiting or ()), event]
 
@@ -229,15 +230,21 @@ class Transfers:
         if transfer.waiting:
             state.wake(transfer.waiting)
         if transfer.followers:
-            self._follow(transfer)
-        if tensor not in state.transfers:
-            if not state.locks[tensor] and tensor in state.pending:
-                state.drop_pending(tensor, op)
-            if state.uses[tensor] <= 0:
-                state.bury(tensor, -1)
+            state.then(FOLLOWS + tensor, lambda: self._follow(transfer))
+        else:
+            self._tidy(tensor, op)
+
+    def _tidy(self, tensor: int, op: int) -> None:
+        """After the last copy of a tensor for now: the releases that waited for it."""
+        state = self._state
+        if not state.locks[tensor] and tensor in state.pending:
+            state.drop_pending(tensor, op)
+        if state.uses[tensor] <= 0:
+            state.bury(tensor, -1)
         state.note_idle()
 
     def _follow(self, transfer: Transfer) -> None:
+        """The moves of a tensor that were asked for while it was being copied elsewhere."""
         state, tensor = self._state, transfer.tensor
         moves = transfer.followers or []
         for i, move in enumerate(moves):
@@ -246,6 +253,7 @@ class Transfers:
             if follower is not None:
                 follower.followers = [*(follower.followers or ()), *moves[i + 1 :]]
                 return
+        self._tidy(tensor, transfer.op)
 
     def cancel(self, transfer: Transfer) -> None:
         """Forget a transfer that has not started."""

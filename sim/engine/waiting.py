@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 
 from sim.engine.actions import Act, Actions
-from sim.engine.events import Event
-from sim.engine.state import MOVED_IN, State
+from sim.engine.events import STARTS, At, Event, Wake
+from sim.engine.state import MOVED_IN, Request, State
 from sim.engine.transfer import Transfer, Transfers
 from sim.engine.work import Works
 from sim.log import STALL, WHY
@@ -30,8 +30,7 @@ class Waiting:
         self.index = index
         self.waits_for = ""
         self.request: tuple[int, int, int, str] | None = None
-        self.asking: tuple[Event, int | None] | None = None  # what wakes it, and the offset that it needs
-        self.finished = state.env.event()
+        self.finished = Wake(state.env, STARTS + index)
         self._state = state
         self._transfers = transfers
         self._works = works
@@ -45,10 +44,10 @@ class Waiting:
         """Return once a request fits and no device came before; ask the policy, then wait."""
         state = self._state
         queue = state.space_waiters[tier]
-        mine: Event | None = None
+        place = -1
         while True:
-            # first come, first served; `replay` lets others pass where nothing else can happen
-            if state.fits(tier, bytes, offset) and (mine is not None or not queue):
+            # first come, first served; `State.wake_waiters` says who may pass
+            if state.fits(tier, bytes, offset) and (place >= 0 or not queue):
                 if queue:
                     state.stale_tiers.add(tier)
                     state.poke()
@@ -59,19 +58,16 @@ class Waiting:
                         continue
                 elif state.keep_dead and state.free_the_dead(tier):
                     continue
-            event = state.env.event()
-            if mine is None:
-                queue.append(event)
-            else:
-                queue.appendleft(event)
-            mine = event
+            request = Request(bytes, offset, self._wake())
+            queue.insert(len(queue) if place < 0 else place, request)
             state.queued_for_space += 1
             state.poke()
-            self.request, self.asking = (tier, bytes, op, reason), (event, offset)
-            yield from self._stall(event, "space", op, -1, f"{bytes:,} B in {state.names[tier]!r} for {reason}")
-            self.request = self.asking = None
-            if event in queue:
-                queue.remove(event)
+            self.request = (tier, bytes, op, reason)
+            what = f"{bytes:,} B in {state.names[tier]!r} for {reason}"
+            yield from self._stall(request.event, "space", op, -1, what)
+            self.request = None
+            place = queue.index(request)
+            del queue[place]
             state.queued_for_space -= 1
 
     def _ask(self, tier: int, bytes: int, op: int, reason: str) -> bool:
@@ -87,8 +83,19 @@ class Waiting:
         self._apply(answer, op, True)
         return was != (state.used[tier], state.leaving[tier])
 
+    def _wake(self) -> Wake:
+        """What this device can wait for."""
+        return Wake(self._state.env, STARTS + self.index)
+
+    def _turn(self, rank: int) -> Steps:
+        """Go on when all has happened that comes before this rank at this instant."""
+        state = self._state
+        if not state.env.is_next(state.now, rank):
+            yield At(state.env, state.now - int(state.env.now), rank)
+            state.now = int(state.env.now)
+
     def _arrival(self, tensor: int, cause: str, op: int) -> Steps:
-        event = self._state.env.event()
+        event = self._wake()
         self._state.on_arrival.setdefault(tensor, []).append(event)
         yield from self._stall(event, cause, op, tensor)
 
@@ -97,6 +104,7 @@ class Waiting:
         start = state.now
         subject = what or f"tensor {self._tensor(tensor)!r}"
         self.waits_for = f"op {self._name(op)!r} waits for {subject} ({cause})"
+        state.flush()
         yield event
         state.now = int(state.env.now)
         self.waits_for = ""
@@ -114,17 +122,14 @@ class Waiting:
     def _drain(self, op: int) -> Steps:
         state = self._state
         while state.transfers or state.running:
-            event = state.env.event()
+            event = self._wake()
             state.idle_waiters.append(event)
             yield from self._stall(event, "drain", op, -1, "the end of all copies and ops under way")
 
     def _apply(self, batch: Iterable[Act], op: int, strict: bool) -> None:
-        """Drops and moves, then one settling."""
-        state = self._state
-        state.batching = True
+        """Drops and moves."""
         for act in batch:
             self._actions.apply(act, self.index, op, strict)
-        state.flush()
 
     def _name(self, op: int) -> str:
         return self._state.prepared.trace.op_columns.name[op]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 
-from sim.engine.events import ENDS, At, Event
+from sim.engine.events import AFTERS, ENDS, FREES, At, Wake
 from sim.engine.flows import Flow, Flows
 from sim.engine.links import Job, Links
 from sim.engine.state import OVERWRITTEN, WORKSPACE, State
@@ -49,7 +50,7 @@ class Works:
         self._waiting = False
         self.busy = [False] * len(state.platform.engines)
         self.guests = [0] * len(state.platform.engines)  # per main engine the ops that other devices run again there
-        self.hosts: dict[int, list[Event]] = {}  # per main engine who waits for its guests
+        self.hosts: dict[int, list[Wake]] = {}  # per main engine who waits for its guests
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
         self.after: Callable[[Work], None] = lambda work: None
@@ -81,10 +82,10 @@ class Works:
         fixed, bytes = self.parts(work)
         wait = state.now - int(state.env.now)
         if not bytes:
-            At(state.env, wait + fixed, ENDS, lambda _: done(int(state.env.now)))
+            At(state.env, wait + fixed, ENDS + work.op, lambda _: done(int(state.env.now)))
             return
         name = state.platform.engines[prepared.engine[work.op]].name
-        flow = Flow(bytes, ((name, prepared.flow_rate[work.op], prepared.charges[name]),), done)
+        flow = Flow(bytes, ((name, prepared.flow_rate[work.op], prepared.charges[name]),), done, ENDS + work.op)
 
         def begin(_: object) -> None:
             state.tick(int(state.env.now))
@@ -131,7 +132,7 @@ class Works:
             self.guests[engine] -= 1
             self._state.wake(self.hosts.pop(engine, ()))
         self._state.spans.rows += (work.start, now, work.device, engine, WHY[work.why], work.op, -1, 0, 0)
-        self._finish(work)
+        self._finish([work])
         self._state.flush()
 
     def _await(self, work: Work, cause: str) -> None:
@@ -142,13 +143,22 @@ class Works:
             if tensor >= 0:
                 self._state.awaited[tensor] = cause
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, ended: Sequence[Work]) -> None:
+        """Ops end together: what they made comes, then the actions after them, then what nobody reads goes."""
         state = self._state
-        state.running -= 1
+        state.running -= len(ended)
         state.end = max(state.end, state.now)
-        self.deliver(work)
-        self.after(work)
-        self.bury(work)
+        for work in ended:
+            self.deliver(work)
+        if state.env.is_next(state.now, FREES + ended[-1].op):
+            for work in ended:
+                self.after(work)
+            for work in ended:
+                self.bury(work)
+        else:
+            for work in ended:
+                state.later(AFTERS + work.op, partial(self.after, work))
+                state.later(FREES + work.op, partial(self.bury, work))
         state.note_idle()
         state.poke()
 
@@ -244,7 +254,7 @@ class Works:
             state.poke()
         else:
             job.began = state.now
-            At(state.env, state.now - int(state.env.now), ENDS, lambda _: self._meet(job))
+            At(state.env, state.now - int(state.env.now), job.rank, lambda _: self._meet(job))
 
     def _meet(self, job: GroupJob) -> None:
         """A group whose members share a tier: nothing to move."""
@@ -272,8 +282,7 @@ class Works:
             lane = len(state.platform.engines) + link
             row = (job.began, now, job.members[0].device, lane, WHY["move"], job.members[-1].op, -1, 0, job.payload)
             state.spans.rows += row
-        for work in job.members:
-            self._finish(work)
+        self._finish(job.members)
 
 
 class GroupJob(Job):
@@ -284,7 +293,7 @@ class GroupJob(Job):
     def __init__(
         self, owner: Works, members: list[Work], route: tuple[int, ...], bytes: int, key: tuple[int, ...], chunk: int
     ) -> None:
-        super().__init__(route, bytes, key, chunk)
+        super().__init__(route, bytes, key, ENDS + members[0].op, chunk)
         self.owner = owner
         self.members = members
         self.payload = bytes
