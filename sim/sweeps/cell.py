@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.analysis.peak_memory import home_peak
-from sim.analysis.summary import summarize
+from sim.analysis.summary import Reference, summarize
 from sim.errors import (
     Deadlock,
     IllegalPlan,
@@ -36,6 +36,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import EventLog
 from sim.policies import load
+from sim.policies.base import Policy
 from sim.sweeps.identity import policy_identity
 from sim.sweeps.kept import Kept
 from sim.sweeps.plans import remembering
@@ -63,6 +64,7 @@ class Bench:
         self._traces = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
         self._references = Kept(KEPT_OPS)
+        self._freedoms = Kept(KEPT_PLATFORMS)
         self._plans = Kept(KEPT_OPS)
         self._ops = 0
 
@@ -127,7 +129,11 @@ class Bench:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
         chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, task["sums"]["policy"]))
         result = simulate(trace, limited, chosen, seed=task["seed"], iterations=task["iterations"])
-        reference = None if kept is None else reference_for(policy, trace, platform, kept)
+        reference = None
+        if kept is not None:
+            key = (trace_key, platform_key, task["sums"]["policy"])
+            end, name = self._freedoms.get(key, lambda: _unlimited(policy, trace, platform, kept))
+            reference = Reference(kept, end, name)
         if task.get("folder"):
             write_cell(replace(result, name=task["policy"], policy=policy), reference, Path(task["folder"]))
         notes = result.plan.notes
@@ -188,6 +194,12 @@ def config_sum(config: Any) -> str:
     """Hash of a model's configuration."""
     text = repr([(k, sorted(v) if isinstance(v, frozenset) else v) for k, v in vars(config).items()])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unlimited(policy: Policy, trace: Trace, platform: Platform, kept: EventLog) -> tuple[int, str]:
+    """Time and name of the fastest run with unlimited memory and the policy's freedoms."""
+    reference = reference_for(policy, trace, platform, kept)
+    return reference.makespan_ns, reference.name
 
 
 def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int | None, Infeasible | None]:
