@@ -19,6 +19,7 @@ from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, Tr
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.iterations import run_iteration
 from sim.log import EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
@@ -146,7 +147,7 @@ def problem_for(trace: Trace, platform: Platform, *, seed: int = 0, history: tup
         trace=trace,
         platform=platform,
         cost=Prices(trace, platform),
-        evaluate=lambda plan: replay(plan, platform),
+        evaluate=lambda plan: run_iteration(trace, plan, platform, history).log,
         seed=seed,
         history=history,
     )
@@ -199,7 +200,9 @@ def simulate(
     or its class.
     budget: bytes of every device's home tier, an int or text such as "7 GB"; None for the platform's own.
     iterations: how many to run, each planned with the history of those before; by default what the
-    policy's `warm_up` needs and one more. Further keywords are the policy's parameters.
+    policy's `warm_up` needs and one more. Each begins where the one before left what is carried to it (unless its
+    plan says where); the last one, which is the result, brings back what does not lie where it began. Further
+    keywords are the policy's parameters.
     Raises OutOfMemory or Infeasible where it does not fit, PolicyError, PolicyFailed, IllegalPlan, Deadlock.
     """
     traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
@@ -223,7 +226,7 @@ def simulate(
             if not isinstance(plan, Plan):
                 kind = "None" if plan is None else f"a {type(plan).__name__}"
                 raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-            history = (*history, Run(now, plan, replay(plan, limited)))
+            history = (*history, run_iteration(now, plan, limited, history, last=i == count - 1))
         except TiersimError:
             raise
         except BaseException as error:  # `sys.exit()` in a policy ends no program

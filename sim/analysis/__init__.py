@@ -7,6 +7,7 @@ from sim.analysis.lifetimes import lifetimes
 from sim.analysis.overlap import Overlap, overlap
 from sim.analysis.pareto import pareto, pareto_front
 from sim.analysis.peak_memory import Holder, Peak, memory_over_time, peak_bytes, peak_memory, roles_over_time
+from sim.analysis.residence import residence
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
 from sim.analysis.summary import Summary, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
@@ -31,6 +32,7 @@ __all__ = [
     "pareto_front",
     "peak_bytes",
     "peak_memory",
+    "residence",
     "roles_over_time",
     "stalls",
     "stalls_by_op",

@@ -10,6 +10,7 @@ from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for
 from sim.hardware.platform import Platform
+from sim.iterations import run_iteration
 from sim.log import EventLog
 from sim.plan import Plan, Run
 from sim.policies.base import Policy
@@ -59,10 +60,10 @@ def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 
     try:
         for _ in range(policy.warm_up):
             plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
-            history = (*history, Run(trace, plan, replay(plan, platform)))
+            history = (*history, run_iteration(trace, plan, platform, history, last=False))
         plan = None
         plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
-        log = replay(plan, platform)
+        ran = run_iteration(trace, plan, platform, history)
     except TiersimError as error:
         partial = getattr(error, "log", None) if plan is not None else None
         return Replayed(policy, trace, platform, seed, plan, partial, error, None, history)
@@ -70,7 +71,7 @@ def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 
         if type(crash) is KeyboardInterrupt:  # a person's
             raise
         return Replayed(policy, trace, platform, seed, plan, None, None, crash, history)
-    return Replayed(policy, trace, platform, seed, plan, log, None, None, history)
+    return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history)
 
 
 def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:

@@ -6,7 +6,7 @@ is the general path, and the reference for the fast one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sim.engine.events import AFTERS, ENDS, FREES, STARTS, At
 from sim.engine.general import General
@@ -180,8 +180,11 @@ class Device(General):
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def close(self, others: Sequence[Device]) -> Steps:
-        """After all devices: restore missing outputs, let everything end, bring carried tensors home."""
+    def close(self, others: Sequence[Device], returned: Collection[int] | None = None) -> Steps:
+        """After all devices: restore missing outputs, let everything end, bring carried tensors home.
+
+        returned: which of them, by the tensors that they were at the start; see `replay`.
+        """
         state, prepared = self._state, self._state.prepared
         for other in others:
             if not other.finished.processed:
@@ -196,18 +199,31 @@ class Device(General):
                 yield from self._perform(self._producer(tensor, last), why="recompute", counted=False)
                 state.counters["implicit_recomputes"] += 1
                 yield from self._drain(last)
+        ends: dict[int, int] = {}
         for tensor, first in prepared.trace.carry:
             tier = state.began_in.get(first)
-            if tier is not None and not state.copies[tensor] & 1 << tier:
-                state.counters["returned_moves"] += 1
-                state.locks[tensor] += 1
-                yield from self._fetch(tensor, 1 << tier, tier, last)
-                state.locks[tensor] -= 1
+            if tier is None:
+                continue
+            ends[tensor] = tier
+            if state.copies[tensor] & 1 << tier:
+                continue
+            whole = [t for t in range(len(state.names)) if self._is_whole(tensor, t)]
+            if whole and returned is not None and first not in returned:
+                ends[tensor] = self._transfers.nearest(tensor, whole, tier)
+                continue
+            state.counters["returned_moves"] += 1
+            state.locks[tensor] += 1
+            yield from self._fetch(tensor, 1 << tier, tier, last)
+            state.locks[tensor] -= 1
         yield from self._drain(last)
-        for tensor, first in prepared.trace.carry:
+        for tensor, _ in prepared.trace.carry:
             for tier in range(len(state.names)):
-                if tier != state.began_in.get(first) and state.copies[tensor] & 1 << tier:
+                if tier != ends.get(tensor) and state.copies[tensor] & 1 << tier:
                     state.release(tensor, tier, -1, FREED)
         for tensor in prepared.trace.outputs:
             state.locks[tensor] -= 1
         yield from self._catch_up()
+
+    def _is_whole(self, tensor: int, tier: int) -> bool:
+        """Whether a tier has a copy that no link compressed."""
+        return bool(self._state.copies[tensor] & 1 << tier) and (tensor, tier) not in self._state.odd_sizes

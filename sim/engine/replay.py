@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sim.engine.actions import Actions
 from sim.engine.device import Device
 from sim.engine.events import Environment
@@ -18,9 +20,11 @@ from sim.log import EventLog
 from sim.plan import Plan
 
 
-def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
+def replay(plan: Plan, platform: Platform, *, fast: bool = True, returned: Collection[int] | None = None) -> EventLog:
     """Run a plan on a platform and return its log; equal inputs give equal logs.
 
+    returned: of the tensors that an iteration starts with and gets back from the one before, those whose place at the
+    end must be that of the start; None for all. The others stay where they lie.
     fast=False takes the general path for every op: slower, and its log must be equal.
     Raises OutOfMemory (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
     waits for what, ProfileError and TraceError where trace and platform do not go together.
@@ -67,7 +71,7 @@ def replay(plan: Plan, platform: Platform, *, fast: bool = True) -> EventLog:
         for device in devices:
             exact = state.blocks[prepared.home[prepared.main[device.index]]] is None
             env.process(device.walk(quick and exact))
-        closing = env.process(devices[0].close(devices))
+        closing = env.process(devices[0].close(devices, returned))
         env.run()
         if not closing.processed:
             raise _stuck(state, devices, works)

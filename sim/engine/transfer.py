@@ -7,6 +7,7 @@ outside every queue, first come first served. One a tensor at a time.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from sim.engine.events import COPIES, FOLLOWS, Wake
 from sim.engine.links import Job, Links
@@ -310,6 +311,11 @@ class Transfers:
             names = self._state.names
             self._routes[key] = self._state.platform.route(names[source], names[target])
         return self._routes[key]
+
+    def nearest(self, tensor: int, tiers: Iterable[int], target: int) -> int:
+        """Of these tiers the one with the shortest route to `target`, or any where there is none."""
+        linked = sum(1 << tier for tier in tiers if self.route(tier, target))
+        return self._nearest(tensor, linked, target) if linked else next(iter(tiers))
 
     def _nearest(self, tensor: int, held: int, target: int) -> int:
         """Of the tiers that hold a tensor, the one with the shortest route to `target`."""

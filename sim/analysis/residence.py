@@ -1,0 +1,23 @@
+"""What lies where when a run ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sim.log import EventLog
+
+
+def residence(log: EventLog) -> dict[int, tuple[str, ...]]:
+    """Per tensor that is somewhere at the end, the tiers that hold it whole; none of tensors without bytes."""
+    tensor, tier, delta = log.change("tensor"), log.change("tier"), log.change("delta")
+    count = len(log.platform.tiers)
+    kept = tensor >= 0
+    held = np.zeros(len(log.trace.tensors) * count, np.int64)
+    np.add.at(held, tensor[kept] * count + tier[kept], delta[kept])
+    size = np.repeat(log.trace.tensor_columns.bytes, count)
+    names = [each.name for each in log.platform.tiers]
+    found: dict[int, tuple[str, ...]] = {}
+    for at in np.flatnonzero((held > 0) & (held >= size)).tolist():
+        t, where = divmod(at, count)
+        found[t] = (*found.get(t, ()), names[where])
+    return found
