@@ -148,7 +148,7 @@ def show_results(folder: str, cell: str | None = None, *, as_json: bool = False)
     """`tiersim results show DIR [CELL]`: a table of the cells, or all of one given by the start of its id."""
     store = Store(folder)
     if cell is None:
-        rows = flat_rows(store.rows())
+        rows = flat_rows(store.whole_rows())
         return json.dumps(rows) if as_json else _table(rows, _columns(store, rows))
     found = [(about, record) for about, record in store.rows() if about["id"].startswith(cell)]
     if len(found) != 1:
@@ -184,7 +184,7 @@ def export_results(
     """
     if csv is None and parquet is None:
         raise TiersimError("export: say where to: --csv FILE, --parquet FILE, or both")
-    rows = list(Store(folder).rows())
+    rows = Store(folder).whole_rows()
     written = [] if csv is None else [write_csv(rows, csv, timing=timing)]
     return written if parquet is None else [*written, write_parquet(rows, parquet, timing=timing)]
 

@@ -1,13 +1,19 @@
-"""An index of a sweep's files in SQLite: made from them when asked for, and again when they have changed."""
+"""An index of a sweep's files in SQLite: derived from them, and never believed against them.
+
+The segments are what is kept, each line with its checksum. The index is made from them when asked for, and again
+whenever they, or the index itself, have changed by a single byte.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
+from sim.report.files import write_aside
 from sim.sweeps.frame import flat_rows
 from sim.sweeps.store import FORMAT, Store
 
@@ -38,64 +44,59 @@ def query(store: Store, sql: str) -> pd.DataFrame:
 
 
 def connect(store: Store) -> sqlite3.Connection:
-    """A connection to an index that is up to date: the file, or one in memory where none can be written."""
-    path = store.folder / "index.sqlite"
-    wanted = _stamp(store)
-    for attempt in ("as it is", "made anew"):
-        try:
-            if attempt == "made anew":
-                for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-                    name.unlink(missing_ok=True)
-            connection = sqlite3.connect(path)
-            try:
-                _journal(connection)
-                if not _is_current(connection, wanted):
-                    _fill(connection, store, wanted)
-                return connection
-            except BaseException:
-                connection.close()
-                raise
-        except (sqlite3.Error, OSError):  # damaged, of another program, or in a folder that cannot be written
-            continue
+    """A connection to an index in memory that is what the files say: from its file, or made anew.
+
+    The file is taken only whole, and only where it was made from the very bytes that the results have now; what was
+    hashed is what is asked, so that no damage of the disk comes between.
+    Raises StoreError where a damaged segment leaves an answer in doubt.
+    """
+    path, sum_path = store.folder / "index.sqlite", store.folder / "index.sum"
+    stamp = _stamp(store)
     connection = sqlite3.connect(":memory:")
-    _fill(connection, store, wanted)
+    try:
+        image = path.read_bytes()
+        if sum_path.read_bytes() == _sum(stamp, image):
+            connection.deserialize(image)
+            return connection
+    except (OSError, sqlite3.Error):  # not there, not to be read
+        connection.close()
+        connection = sqlite3.connect(":memory:")
+    _fill(connection, store)
+    image = connection.serialize()
+    with suppress(OSError):  # a folder that cannot be written: the index is made for this query alone
+        _write(path, image)
+        _write(sum_path, _sum(stamp, image))
     return connection
 
 
-def _journal(connection: sqlite3.Connection) -> None:
-    """Write-ahead log, or a rollback journal on file systems that cannot share memory."""
-    try:
-        connection.execute("PRAGMA journal_mode = WAL").fetchone()
-    except sqlite3.OperationalError:
-        connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+def _write(path: Path, content: bytes) -> None:
+    def write(file: IO[bytes]) -> None:
+        file.write(content)
+
+    write_aside(path, write)
 
 
-def _stamp(store: Store) -> str:
-    """What the files are: names, sizes and times; made anew whenever it differs."""
-    files = [store.folder / "study.json", *store.segments]
-    return repr((FORMAT, [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]))
+def _stamp(store: Store) -> bytes:
+    """What the files hold: a hash of their names and of every byte."""
+    whole = hashlib.sha256(b"%d" % FORMAT)
+    for file in (store.folder / "study.json", *store.segments):
+        whole.update(b"%s %s" % (file.name.encode(), hashlib.sha256(file.read_bytes()).digest()))
+    return whole.digest()
 
 
-def _is_current(connection: sqlite3.Connection, wanted: str) -> bool:
-    try:
-        found = connection.execute("SELECT stamp FROM made_from").fetchone()
-    except sqlite3.OperationalError:
-        return False
-    return found is not None and found[0] == wanted
+def _sum(stamp: bytes, image: bytes) -> bytes:
+    """What stands beside an index: a hash of it and of what it was made from, as text."""
+    return hashlib.sha256(stamp + image).hexdigest().encode() + b"\n"
 
 
-def _fill(connection: sqlite3.Connection, store: Store, stamp: str) -> None:
-    rows = flat_rows(store.rows(), timing=True)
+def _fill(connection: sqlite3.Connection, store: Store) -> None:
+    rows = flat_rows(store.whole_rows(), timing=True)
     names = list(rows[0]) if rows else ["cell"]
     columns = ", ".join(_quoted(name) for name in names)
     with connection:
-        connection.execute("DROP TABLE IF EXISTS cells")
-        connection.execute("DROP TABLE IF EXISTS made_from")
         connection.execute(f"CREATE TABLE cells ({columns})")
         marks = ", ".join("?" * len(names))
         connection.executemany(f"INSERT INTO cells VALUES ({marks})", [[_cell(v) for v in r.values()] for r in rows])
-        connection.execute("CREATE TABLE made_from (stamp)")
-        connection.execute("INSERT INTO made_from VALUES (?)", (stamp,))
 
 
 def _quoted(name: str) -> str:
@@ -103,4 +104,5 @@ def _quoted(name: str) -> str:
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, (int, float, str)) else str(value)
+    is_whole = isinstance(value, int) and abs(value) < 2**63  # SQLite has no larger ones
+    return value if value is None or is_whole or isinstance(value, (float, str)) else str(value)

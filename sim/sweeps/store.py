@@ -3,7 +3,7 @@
     study.json            the cells of the study run last, in order
     segments/00001.jsonl  finished cells as the driver wrote them: CRC-32, a space, a JSON record
     cells/ID/             timeline and summary, of cells for which one was asked
-    index.sqlite          made from these when asked for; may be deleted at any time
+    index.sqlite, .sum    made from these when asked for, with its checksum; may be deleted at any time
     lock                  held by the sweep that writes
 
 A segment belongs to one run of the driver, which alone writes, whatever executor runs the cells: file systems of
@@ -29,7 +29,9 @@ from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
 FORMAT = 1
-OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm"}
+OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sum", "index.sqlite-wal", "index.sqlite-shm"}
+KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
+"""What `study.json` has."""
 ANSWERS = ("ok", "infeasible", "not_applicable")
 SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure these
 
@@ -44,6 +46,8 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.damaged = 0
+        self._damage = ""
+        self._after_damage: set[str] = set()
         study = self.folder / "study.json"
         if not study.is_file():
             raise StoreError(f"{self.folder}: no sweep's results are here (there is no study.json)")
@@ -54,6 +58,8 @@ class Store:
             raise StoreError(f"{study}: cannot be read: {error}") from None
         if not isinstance(self.format, int) or self.format > FORMAT:
             raise StoreError(f"{study}: format {self.format!r} is of a newer version; this one reads up to {FORMAT}")
+        if about.get("sum", _sum(about)) != _sum(about) or set(about) - KEYS:
+            raise StoreError(f"{study}: damaged (its checksum fails); --resume with the study writes it anew")
         if not isinstance(self.study, dict):
             raise StoreError(f"{study}: study: expected a table")
         if not isinstance(self.cells, list) or not all(map(_is_cell, self.cells)):
@@ -76,12 +82,36 @@ class Store:
         """
         found: dict[str, dict[str, Any]] = {}
         self.damaged = 0
+        self._after_damage = set()
+        self._damage = ""
         for path in self.segments:
-            for record in read_segment(path):
-                if record is None:
+            for number, record in enumerate(read_segment(path), 1):
+                if record is None or not _is_record(record):
                     self.damaged += 1
-                elif record["id"] not in found or is_answer(record) or not is_answer(found[record["id"]]):
-                    found[record["id"]] = record
+                    if record is not None or not _is_cut_short(path, number):
+                        self._damage = f"{path}: line {number}"
+                        self._after_damage.clear()
+                    continue
+                id = record["id"]
+                self._after_damage.add(id)
+                if id not in found or is_answer(record) or not is_answer(found[id]):
+                    found[id] = record
+        return found
+
+    def whole_rows(self) -> list[tuple[Mapping[str, Any], dict[str, Any] | None]]:
+        """As `rows`, where no damage leaves any of them in doubt.
+
+        A line that a kill cut short was never finished, and a damaged one does not count where each cell has an answer
+        elsewhere. Raises StoreError that names the damaged segment.
+        """
+        found = list(self.rows())
+        for cell, record in found:
+            settled = record is not None and (is_answer(record) or cell["id"] in self._after_damage)
+            if self._damage and not settled:
+                raise StoreError(
+                    f"{self._damage} is damaged (its checksum fails), and may be that of cell {cell['id'][:12]}: "
+                    "--resume runs again what is missing"
+                )
         return found
 
     def rows(self) -> Iterator[tuple[Mapping[str, Any], dict[str, Any] | None]]:
@@ -89,6 +119,33 @@ class Store:
         records = self.records()
         for cell in self.cells:
             yield cell, records.get(cell["id"])
+
+
+def _sum(about: Mapping[str, Any]) -> str:
+    """CRC-32 of what `study.json` says but for the sum itself, as eight digits."""
+    text = json.dumps({key: value for key, value in about.items() if key != "sum"}, sort_keys=True)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _is_record(record: Any) -> bool:
+    """Whether this is a record as `Writer.add` writes them."""
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return False
+    row, ran = record.get("row"), record.get("ran")
+    return isinstance(row, dict) and isinstance(row.get("status"), str) and isinstance(ran, dict)
+
+
+def _is_cut_short(path: Path, number: int) -> bool:
+    """Whether a line that is not whole is the last of its segment and ends in the midst, as a kill leaves it."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = lines[-1]
+    if number < len(lines) or last.endswith(b"\n"):
+        return False
+    try:
+        json.JSONDecoder().raw_decode(last.partition(b" ")[2].decode())
+    except ValueError:
+        return True
+    return last.endswith(b"}")  # all of it but the end of its line
 
 
 def _is_cell(cell: Any) -> bool:
@@ -120,7 +177,7 @@ def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
     """The records of a segment; None for a line that is not whole."""
     for line in path.read_bytes().splitlines(keepends=True):
         sum_, _, text = line[:-1].partition(b" ")
-        if line.endswith(b"\n") and sum_ == b"%08x" % zlib.crc32(text):
+        if sum_ == b"%08x" % zlib.crc32(text):  # the byte behind it ends the line, whatever has become of it
             yield json.loads(text)
         else:
             yield None
@@ -182,7 +239,8 @@ class Writer:
     ) -> dict[str, dict[str, Any]]:
         """Say what the study is, and the SHA-256 of files that it names; the records that stand already, by id."""
         about = {"tiersim_store": FORMAT, "study": source, "files": dict(files or {}), "cells": list(cells)}
-        text = json.dumps(about, indent=None, default=str) + "\n"
+        about = json.loads(json.dumps(about, default=str))
+        text = json.dumps({**about, "sum": _sum(about)}) + "\n"
 
         def write(file: IO[bytes]) -> None:
             file.write(text.encode())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -234,7 +235,7 @@ def test_timelines_are_written_for_the_cells_that_ask(study, tmp_path):
     folders = sorted((tmp_path / "out" / "cells").iterdir())
     (cell,) = [c for c, _ in swept.rows if c["labels"]["policy"] == "dtr" and c["labels"]["batch"] == 1]
     assert [folder.name for folder in folders] == [cell["id"][:16]]
-    names = {"summary.json", "timeline.pftrace.gz"}
+    names = {"summary.json", "timeline.pftrace.gz", "view.json.gz"}
     if find_spec("pyarrow"):
         names |= {"events.parquet", "memory.parquet"}
         assert pd.read_parquet(folders[0] / "events.parquet")["end_ns"].max() == max(
@@ -291,3 +292,99 @@ def test_a_query_that_cannot_be_is_one_line_and_changes_nothing(done, sql):
         query(Store(folder), sql)
     assert "\n" not in str(caught.value)
     assert query(Store(folder), "SELECT COUNT(*) FROM cells").iloc[0, 0] == 8
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+QUERIES = (
+    COUNT,
+    "SELECT * FROM cells ORDER BY cell",
+    "SELECT SUM(makespan_ns), MAX(peak_bytes), MIN(budget_bytes) FROM cells WHERE fits",
+)
+
+
+def damaged(data, rng):
+    """Bytes with some of them changed, taken out, put in, or cut off."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(out))
+        what = rng.random()
+        if what < 0.6:
+            out[at] ^= rng.randrange(1, 256)
+        elif what < 0.8:
+            cut = rng.choice((1, 3, 500))
+            at = min(at, max(0, len(out) - cut - 1))  # what lacks its end alone was cut short, not damaged
+            del out[at : at + cut]
+        else:
+            out[at:at] = rng.randbytes(rng.choice((1, 40)))
+        out = out or bytearray(b"x")
+    return bytes(out)
+
+
+def held_against(folder, right, names):
+    """Asks all queries; each answers as before, or with one line that names a damaged file."""
+    from sim.errors import TiersimError
+
+    refusals = []
+    for sql, known in right.items():
+        try:
+            found = query(Store(folder), sql)
+        except TiersimError as error:
+            refusals.append(str(error))
+        else:
+            assert found.equals(known), sql
+    assert all("\n" not in line and any(name in line for name in names) for line in refusals), refusals
+    return len(refusals)
+
+
+@pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_damage_of_the_index_changes_an_answer(done, rounds):
+    _, folder, _ = done
+    right = {sql: query(Store(folder), sql) for sql in QUERIES}
+    files = {name: (folder / name).read_bytes() for name in ("index.sqlite", "index.sum")}
+    rng = random.Random(rounds)
+    for i in range(rounds):
+        name = ("index.sqlite", "index.sqlite", "index.sum")[i % 3]
+        (folder / name).write_bytes(damaged(files[name], rng))
+        sql = QUERIES[i % len(QUERIES)]
+        assert query(Store(folder), sql).equals(right[sql])
+        assert {name: (folder / name).read_bytes() for name in files} == files  # made again
+
+
+@pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["segment", "study"])
+def test_damage_of_the_results_is_refused_by_name_or_changes_no_answer(done, which, rounds):
+    _, folder, _ = done
+    right = {sql: query(Store(folder), sql) for sql in QUERIES}
+    path = segments(folder)[0] if which == "segment" else folder / "study.json"
+    whole, index = path.read_bytes(), (folder / "index.sqlite").read_bytes()
+    rng, refused = random.Random(rounds), 0
+    for i in range(rounds):
+        path.write_bytes(damaged(whole, rng))
+        if i % 2:  # of the same size and time as before
+            (folder / "index.sqlite").write_bytes(index)
+        refused += held_against(folder, right, [path.name])
+    assert refused > rounds  # of three queries each
+    path.write_bytes(whole)
+    assert held_against(folder, right, []) == 0
+
+
+def test_a_damaged_line_is_made_good_by_going_on(done, tmp_path):
+    study, folder, whole = done
+    path = segments(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'"fits":true', b'"fits":trUe', 1))
+    for ask in (lambda: query(Store(folder), COUNT), lambda: Store(folder).whole_rows()):
+        with pytest.raises(StoreError, match=r"00001.jsonl: line \d+ is damaged"):
+            ask()
+    assert ran(run_sweep(study, out=folder, resume=True)) == 1
+    assert list(query(Store(folder), COUNT)["ok"])
+    assert write_csv(Store(folder).whole_rows(), tmp_path / "x.csv").read_bytes() == whole
+
+
+def test_a_line_that_a_kill_cut_short_is_missing_and_no_damage(done):
+    _, folder, _ = done
+    path = segments(folder)[0]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
+    found = query(Store(folder), "SELECT SUM(status = 'missing') FROM cells")
+    assert found.iloc[0, 0] == 1
