@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from sim.engine.events import ENDS, At, Event
-from sim.engine.prepare import Charges
+from sim.engine.fairness import Users, fair_rates
 from sim.engine.state import State
 
 NANO = 10**9
-
-Users = tuple[tuple[str, int, Charges], ...]
-"""Of one flow: (name, rate limit in bytes/s, what it charges) of each link or engine that it uses."""
 
 
 class Flow:
@@ -80,54 +77,3 @@ class Flows:
         self._state.tick(now)
         self._state.wanted = True
         self._state.flush()
-
-
-def fair_rates(flows: Sequence[Users], pool_rates: Sequence[int | None]) -> list[Fraction]:
-    """Max-min fair rates in bytes/s of flows given by their users.
-
-    A pool's charged bytes are shared equally by its flows; what one cannot take (its own link is slower, or
-    another pool is tighter) goes to the others. A member of a pool whose `factor` is below 1 runs at
-    that part of its own rate while another member of the pool has a flow.
-    """
-    members: dict[int, set[str]] = {}
-    for users in flows:
-        for name, _, charges in users:
-            for pool, _, _ in charges:
-                members.setdefault(pool, set()).add(name)
-    caps, demands = [], []
-    for users in flows:
-        cap: Fraction | None = None
-        demand: dict[int, Fraction] = {}
-        for _, limit, charges in users:
-            own = Fraction(limit)
-            for pool, charge, factor in charges:
-                if len(members[pool]) > 1:
-                    own *= factor
-                if pool_rates[pool] is not None and charge:
-                    demand[pool] = demand.get(pool, Fraction(0)) + charge
-            cap = own if cap is None else min(cap, own)
-        caps.append(cap if cap is not None else Fraction(1))
-        demands.append(demand)
-    rates: list[Fraction | None] = [None] * len(flows)
-    left = {pool: Fraction(rate) for pool, rate in enumerate(pool_rates) if rate is not None}
-    while None in rates:
-        open_flows = [i for i, rate in enumerate(rates) if rate is None]
-        count: dict[int, int] = {}
-        for i in open_flows:
-            for pool in demands[i]:
-                count[pool] = count.get(pool, 0) + 1
-        share = {pool: left[pool] / n for pool, n in count.items()}
-        bound = {
-            i: min((share[pool] / charge, share[pool], pool) for pool, charge in demands[i].items())
-            for i in open_flows
-            if demands[i]
-        }
-        frozen = {i: caps[i] for i in open_flows if i not in bound or caps[i] <= bound[i][0]}
-        if not frozen:
-            tightest = min(limits[1:] for limits in bound.values())
-            frozen = {i: limits[0] for i, limits in bound.items() if limits[1:] == tightest}
-        for i, rate in frozen.items():
-            rates[i] = rate
-            for pool, charge in demands[i].items():
-                left[pool] -= rate * charge
-    return [rate for rate in rates if rate is not None]

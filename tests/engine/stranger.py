@@ -1,4 +1,4 @@
-"""A device that shares nothing with a run: its own tiers, engine and links, with something to do at given nanoseconds."""
+"""A device that shares nothing with a run: its own tiers, engine and links, busy at given nanoseconds."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_move_called_back_at_the_same_nanosecond_never_starts():
     assert [link.bytes for link in traffic(log)] == [0, 0]
 
 
-@pytest.mark.parametrize("op, start", [("b1", 20), ("b0", 40)])
+@pytest.mark.parametrize(("op", "start"), [("b1", 20), ("b0", 40)])
 def test_a_request_that_fits_passes_one_that_nothing_under_way_can_serve(op, start):
     log = replay(*one_memory())
     assert next(row[2] for row in spans(log, "run") if row[1] == op) == start
