@@ -225,7 +225,7 @@ OTHER_VALUES = {
         "sample": True,
     },
     "mimose": {"collect": 1, "round_to": 1024, "fallback": "largest", "static_size": 128, "verify": False},
-    "min_cut": {"aggressive": True},
+    "min_cut": {"aggressive": True, "regions": "layer"},
     "moccasin": {
         "runs": 3,
         "grain": "stage",
@@ -243,7 +243,7 @@ OTHER_VALUES = {
         "time_limit": 1e-6,
     },
     "rotor": {"slots": 20},
-    "sac_knapsack": {"memory_budget": 0.5, "knapsack": "greedy"},
+    "sac_knapsack": {"memory_budget": 0.5, "knapsack": "greedy", "regions": "graph", "runtime": "platform"},
     "selective_recompute": {"recompute": "attention_core", "early_stop": False, "autocast_cache": False},
     "tso": {
         "modes": ["eager", "checkpoint"],

@@ -1,4 +1,4 @@
-"""Min-cut partitioning: keep for backward what weighs least, run cheap ops again."""
+"""Min-cut partitioning: save for backward what weighs least, recompute cheap ops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.cuts import joint_of
+from sim.solvers.cuts import REGIONS, Cuts, check_choice
+from sim.solvers.partition import AGGRESSIVE, Bans
 from sim.solvers.runs import runs
 
 
@@ -14,30 +15,39 @@ from sim.solvers.runs import runs
 class MinCut(Policy):
     """Cut the joint graph of forward and backward where the tensors that cross weigh least.
 
-    A tensor weighs its bytes times 1.1 for each op between it and backward (at most 100). Only ops that
-    are cheap and not random may run again; what they make that backward needs is made just before it.
-    Source: PyTorch's `min_cut_rematerialization_partition` (torch/_functorch/partitioners.py, 2.3).
-    Bounds: what is kept weighs no more than under any other choice of cheap ops; at most one more run of
-        each. The maximum flow takes well under a second for thousands of ops.
-    Departs: ops are not fused, so running a cheap op again costs its time, and no tensor counts double
-        for being inside a fused kernel. A compiler's limits on long fusible chains and on uses that lie
-        far apart are left out. On the platform's budget nothing depends.
+    A tensor weighs its bytes times 1.1 for each op between it and backward (at most 100), twice that where no kernel
+    of its own writes it; weights are free. Only ops that are cheap by kind are recomputed, and of these none that
+    reduces to less than a quarter, that backward reads in a kernel of its own, that ends a chain of a hundred, or that
+    reads what was used far before. What backward needs is made just before it.
+    Source: PyTorch's `min_cut_rematerialization_partition` (torch/_functorch/partitioners.py, 2.13), whose cuts on
+        its own graphs these are, node for node.
+    Bounds: what is saved weighs no more than under any other choice of the ops that may be recomputed; at most one
+        rerun of each. Planning takes well under a second for thousands of ops.
+    Departs: the compiler cuts its own decomposed graph, where views are nodes. On a trace without them a value lies
+        fewer steps from backward, and kinds stand for ops: of a norm, softmax or loss each result is a node of its
+        own, as if taken apart. Ops are not fused, so recomputing a cheap one costs its time. On the platform's
+        budget nothing depends.
 
-    aggressive: also run again what reduces to less than a quarter, and what a backward op reads that is
-    no cheap one, which PyTorch leaves out unless told so.
+    aggressive: ban only random and compute-intensive ops and reductions (`aggressive_recomputation`).
+    regions: "graph" for one cut, "layer" for one in each layer, as if each were compiled alone.
+    Notes of the plan: `kept_bytes`: of the tensors made in forward that are saved.
     Raises PolicyError where nothing in backward reads what forward makes, or on several devices.
     """
 
     recomputes = True
     needs = frozenset({"backward"})
     solver = "max-flow"
-    fidelity = "reconstruction"
+    fidelity = "code"
 
     aggressive: bool = False
+    regions: str = "graph"
+
+    def __post_init__(self) -> None:
+        check_choice("min_cut", "regions", self.regions, REGIONS)
 
     def plan(self, problem: Problem) -> Plan:
-        """Drops and recomputations; notes: bytes kept from forward to backward."""
-        joint = joint_of(problem, "min_cut")
-        chosen = joint.cut(joint.dear(self.aggressive))
-        found = runs(joint.ledger, joint.again(chosen), prune=True)
-        return Plan(problem.trace, found.actions(), notes={"kept_bytes": joint.kept_bytes(chosen)})
+        """Drops and recomputations."""
+        cuts = Cuts(problem, "min_cut", regions=self.regions, bans=AGGRESSIVE if self.aggressive else Bans())
+        saved = cuts.saved()
+        found = runs(cuts.ledger, cuts.joint.again(saved.again), prune=True)
+        return Plan(problem.trace, found.actions(), notes={"kept_bytes": saved.bytes})

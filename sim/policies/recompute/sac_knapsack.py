@@ -1,70 +1,70 @@
-"""Memory budgets of compiled training: a knapsack says which dear results to keep."""
+"""Memory budgets of compiled training: a knapsack says which expensive results to save."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.solvers.cuts import Joint, joint_of
-from sim.solvers.regions import layer_regions
+from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, check_choice, regions_of
+from sim.solvers.knapsack import PICKERS
 from sim.solvers.runs import Runs, runs
 
-SOLVERS = ("dp", "greedy")
-QUANTA = 1000
 STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SacKnapsack(Policy):
-    """Keep the results that take longest to make again, within a share of what min-cut would keep.
+    """Save the results that cost most to recompute, within a share of what min-cut would save.
 
-    Between its layers the trace is cut as by `min_cut`. Inside, each op that is too dear to run again is
-    an item: its time is the gain, its results' bytes the weight. Those that the knapsack has no room for
-    may run again after all, and a second cut decides what does.
-    Source: `activation_memory_budget` of PyTorch's compiler (torch/_functorch/partitioners.py, 2.4 on).
-    Bounds: at `memory_budget` 1 no dear op runs again; at 0 only what enters layers is kept. The items kept
-        gain the most that fits ("dp": to a thousandth of the room an item).
-    Departs: a layer takes the place of a compiled region. Times are those of the platform, where PyTorch
-        counts FLOPs. The peak need not fall with the share: what is run again lies there, too.
+    The bytes that a region's default cut saves beyond what enters it are the whole. If a cut without the bans that
+    only serve fusion saves less than the share, it is taken, else one that bans random, compute-intensive and
+    reducing ops alone, if that does. Else each op that is banned there is an item: its cost is the gain, its bytes
+    the weight. Those for which the knapsack has no room may be recomputed after all, and a last cut decides.
+    Source: `activation_memory_budget` of PyTorch's compiler (torch/_functorch/partitioners.py and
+        _activation_checkpointing/knapsack.py, 2.13), whose choices on its own graphs these are, node for node.
+    Bounds: at `memory_budget` 1 the plan is `min_cut`'s; at 0 nothing is saved but what enters a region. The items
+        saved gain the most that fits, to a ten-thousandth per item ("dp"), or exactly ("ilp"). What the last cut
+        saves may be less or more than the share: the same bytes may be saved at a view, or be needed twice.
+    Departs: as `min_cut`. The compiler is told a share; looking for one that fits the platform's budget is added here.
+        The peak need not fall with the share: what is recomputed is resident, too.
 
-    memory_budget: share of the items' bytes, 0 to 1; None takes the most sixteenths that bisection finds
-    to fit the budget of the platform. knapsack: "dp" or "greedy" (by time per byte).
-    Raises PolicyError where the trace has no layers or no backward, or is on several devices.
+    memory_budget: 0 to 1; None takes the most sixteenths that bisection finds to fit the budget of the platform.
+    regions: "layer" for one budget problem in each layer, as if each were compiled alone (what is outside them runs
+        once), "graph" for a single one; None: "layer" where forward ops have layers.
+    knapsack: "dp", "greedy" (by cost per byte) or "ilp". runtime: what recomputing an op costs: "flops" (1 for all but
+        products, convolutions and attention), "testing" (1 for all), or "platform", its time there in place of
+        PyTorch's measurement of each op.
+    Notes of the plan: `memory_budget`, the share taken; `kept_bytes`: of the tensors made in forward that are saved.
+    Raises PolicyError where the trace has no backward, no layers if these are asked for, or is on several devices.
     """
 
     recomputes = True
-    needs = frozenset({"layers", "backward"})
+    needs = frozenset({"backward"})
     solver = "dp"
-    fidelity = "reconstruction"
+    fidelity = "code"
 
     memory_budget: float | None = None
+    regions: str | None = None
     knapsack: str = "dp"
+    runtime: str = "flops"
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None and not 0 <= self.memory_budget <= 1:
             raise PolicyError(f"policy 'sac_knapsack': memory_budget is {self.memory_budget}; it lies in 0 … 1")
-        if self.knapsack not in SOLVERS:
-            raise PolicyError(f"policy 'sac_knapsack': knapsack is {self.knapsack!r}{near(self.knapsack, SOLVERS)}")
+        check_choice("sac_knapsack", "regions", self.regions, REGIONS)
+        check_choice("sac_knapsack", "knapsack", self.knapsack, PICKERS)
+        check_choice("sac_knapsack", "runtime", self.runtime, RUNTIMES)
 
     def plan(self, problem: Problem) -> Plan:
-        """Drops and recomputations; notes: the share, and the bytes kept from forward to backward."""
-        joint = joint_of(problem, "sac_knapsack")
-        borders = self._borders(joint)
-        dear = joint.dear() | borders
-        ledger = joint.ledger
-        items = sorted(op for op in dear - borders if ledger.until[op] > joint.backward[-1])
-        weights = [sum(ledger.size[t] for t in ledger.writes[op]) for op in items]
-        gains = [problem.cost.op_ns(op) for op in items]
+        """Drops and recomputations."""
+        regions = regions_of(problem, self.regions)
+        cuts = Cuts(problem, "sac_knapsack", regions=regions, runtimes=self.runtime)
 
-        def at(share: float) -> tuple[Runs, int]:
-            room = int(share * sum(weights))
-            chosen = (best_items if self.knapsack == "dp" else densest_items)(weights, gains, room)
-            again = joint.cut(dear - {op for op, keep in zip(items, chosen, strict=True) if not keep})
-            return runs(ledger, joint.again(again), prune=True), joint.kept_bytes(again)
+        def at(share: float) -> tuple[Runs, Saved]:
+            saved = cuts.saved(share, self.knapsack)
+            return runs(cuts.ledger, cuts.joint.again(saved.again), prune=True), saved
 
         share = self.memory_budget
         if share is None:
@@ -73,49 +73,5 @@ class SacKnapsack(Policy):
                 middle = (low + high) // 2
                 low, high = (middle, high) if at(middle / STEPS)[0].peak() <= problem.budget else (low, middle)
             share = low / STEPS
-        found, kept_bytes = at(share)
-        return Plan(problem.trace, found.actions(), notes={"memory_budget": share, "kept_bytes": kept_bytes})
-
-    def _borders(self, joint: Joint) -> set[int]:
-        """Ops that no cut runs again: those outside layers, and those whose results leave their layer."""
-        inside: dict[int, int] = {}
-        for i, region in enumerate(layer_regions(joint.ledger, "sac_knapsack")):
-            inside.update(dict.fromkeys(region.forward, i))
-        found = set()
-        for op in joint.forward:
-            readers = [r for t in joint.ledger.writes[op] for r in joint.ledger.trace.readers(t) if r < joint.first]
-            if op not in inside or any(inside.get(r) != inside[op] for r in readers):
-                found.add(op)
-        return found
-
-
-def best_items(weights: list[int], gains: list[int], room: int) -> list[bool]:
-    """Which items gain most within a room: dynamic programming over thousandths of it, weights rounded up."""
-    if room >= sum(weights):
-        return [True] * len(weights)
-    scaled = [-(-weight * QUANTA // room) if room else QUANTA + 1 for weight in weights]
-    scaled = [0 if weight == 0 else units for weight, units in zip(weights, scaled, strict=True)]
-    best = np.zeros(QUANTA + 1, np.int64)
-    taken = np.zeros((len(weights), QUANTA + 1), np.bool_)
-    for i, (units, gain) in enumerate(zip(scaled, gains, strict=True)):
-        if units > QUANTA:
-            continue
-        better = np.zeros(QUANTA + 1, np.bool_)
-        better[units:] = best[: QUANTA + 1 - units] + gain > best[units:]
-        best[units:] = np.maximum(best[units:], best[: QUANTA + 1 - units] + gain)
-        taken[i] = better
-    chosen, left = [False] * len(weights), QUANTA
-    for i in reversed(range(len(weights))):
-        if taken[i, left]:
-            chosen[i], left = True, left - scaled[i]
-    return chosen
-
-
-def densest_items(weights: list[int], gains: list[int], room: int) -> list[bool]:
-    """Items by falling gain per byte, as long as they fit."""
-    order = sorted(range(len(weights)), key=lambda i: (-gains[i] / max(weights[i], 1), i))
-    chosen = [False] * len(weights)
-    for i in order:
-        if weights[i] <= room:
-            chosen[i], room = True, room - weights[i]
-    return chosen
+        found, saved = at(share)
+        return Plan(problem.trace, found.actions(), notes={"memory_budget": share, "kept_bytes": saved.bytes})

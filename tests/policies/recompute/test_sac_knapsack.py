@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import PolicyError
-from sim.policies.recompute.sac_knapsack import QUANTA, SacKnapsack, best_items, densest_items
-from sim.solvers.cuts import CHEAP
+from sim.policies.recompute.sac_knapsack import SacKnapsack
+from sim.solvers.joint_graph import CHEAP
+from sim.solvers.knapsack import PICKERS, QUANTA, by_dp, by_ratio
 from workloads import transformer
 from workloads.synthetic import w1
 
@@ -21,27 +22,37 @@ def gpt2(**changes):
 
 
 @settings(max_examples=80, deadline=None)
-@given(items=st.lists(st.tuples(st.integers(0, QUANTA), st.integers(1, 50)), max_size=9))
-def test_best_items_gain_what_brute_force_finds(items):
-    weights, gains = [w for w, _ in items], [g for _, g in items]
+@given(
+    items=st.lists(st.tuples(st.integers(0, QUANTA), st.integers(1, 50)), max_size=9),
+    pick=st.sampled_from(("dp", "ilp")),
+)
+def test_exact_solvers_gain_what_brute_force_finds(items, pick):
+    weights, gains = [w / QUANTA for w, _ in items], [g for _, g in items]
+    if pick == "ilp" and not items:
+        return
     best = max(
         sum(g for g, take in zip(gains, chosen, strict=True) if take)
         for chosen in product((False, True), repeat=len(items))
-        if sum(w for w, take in zip(weights, chosen, strict=True) if take) <= QUANTA
+        if sum(w for (w, _), take in zip(items, chosen, strict=True) if take) <= QUANTA
     )
-    # in a room of that many units no weight is rounded
-    chosen = best_items(weights, gains, QUANTA)
-    assert sum(w for w, take in zip(weights, chosen, strict=True) if take) <= QUANTA
+    chosen = PICKERS[pick](weights, gains, 1.0)
+    assert sum(w for (w, _), take in zip(items, chosen, strict=True) if take) <= QUANTA * (1 + 1e-6)
     assert sum(g for g, take in zip(gains, chosen, strict=True) if take) == best
 
 
 @settings(max_examples=60, deadline=None)
-@given(items=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 50)), max_size=20), room=st.integers(0, 10**7))
-def test_items_always_fit(items, room):
+@given(items=st.lists(st.tuples(st.floats(1e-6, 1), st.integers(1, 50)), max_size=20), room=st.floats(0, 1))
+def test_items_fit_but_for_rounding(items, room):
     weights, gains = [w for w, _ in items], [g for _, g in items]
-    for pick in (best_items, densest_items):
+    for pick, over in ((by_dp, (len(items) + 1) / 2 / QUANTA), (by_ratio, 0)):
         chosen = pick(weights, gains, room)
-        assert sum(w for w, take in zip(weights, chosen, strict=True) if take) <= room
+        assert sum(w for w, take in zip(weights, chosen, strict=True) if take) <= room + over + 1e-12
+
+
+def test_knapsack_by_hand():
+    """Bytes and FLOPs of three items, room 0.7: the last two gain 17, the first and none other 10."""
+    assert by_dp([0.5, 0.4, 0.3], [10, 9, 8], 0.7) == [False, True, True]
+    assert by_dp([0.5, 0.5], [1, 1], 0.5) == [True, False]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

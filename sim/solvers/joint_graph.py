@@ -1,0 +1,197 @@
+"""Forward and backward as one graph of values, as PyTorch's partitioner sees it: what it may save is a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sim.solvers.runs import Ledger
+from sim.trace.chain import BACKWARD, FORWARD
+from sim.trace.graph import PERSISTENT
+from sim.trace.tensor import ROLE_CODE
+
+CHEAP = ("elementwise", "norm", "softmax", "loss", "copy", "codec", "reduce")
+"""Kinds of op that the compiler fuses, and that are worth recomputing: they are bound by memory, not by arithmetic."""
+
+INTENSIVE = ("matmul", "conv", "attention")
+"""Kinds of op that are bound by arithmetic, and that alone have FLOPs in PyTorch's count."""
+
+COMMUNICATION = ("collective", "send", "recv")
+
+OUTSIDE = -1
+"""The user of what leaves the graph."""
+
+NEVER_NEEDED = 10**9
+"""The distance of what backward does not need."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A value: a tensor, or all results of an op of several.
+
+    op: the op that makes it, -1 for what enters the graph. tensor: the tensor, -1 for several results. size: bytes,
+    for several results in all. arguments: the nodes it is made from. users: those made from it, and `OUTSIDE`.
+    allowed: cheap to recompute. fusible: may be one kernel with a fusible producer or user. joins: a concatenation,
+    into which any producer fuses. view: costs nothing. part: one of several results of a node. fixed: may never be
+    recomputed. static: lies there anyway (a weight). runtime: what to recompute it costs, in any unit.
+    """
+
+    op: int
+    tensor: int
+    size: int
+    arguments: Sequence[int] = ()
+    allowed: bool = True
+    fusible: bool = True
+    intensive: bool = False
+    random: bool = False
+    view: bool = False
+    joins: bool = False
+    part: bool = False
+    fixed: bool = False
+    static: bool = False
+    runtime: float = 1.0
+
+    @property
+    def enters(self) -> bool:
+        """Whether it comes from outside."""
+        return self.op < 0
+
+
+@dataclass(eq=False)
+class JointGraph:
+    """Nodes in program order. backward: whether a node depends on the gradient that enters; leaves: whether it is a
+    result of the forward pass, or what the backward pass returns."""
+
+    nodes: Sequence[Node]
+    backward: Sequence[bool]
+    leaves: Sequence[bool]
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        """Per node its users, once each, in program order, and `OUTSIDE` last."""
+        found: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for argument in dict.fromkeys(node.arguments):
+                found[argument].append(i)
+        for i, leaves in enumerate(self.leaves):
+            if leaves:
+                found[i].append(OUTSIDE)
+        return found
+
+    @cached_property
+    def required(self) -> list[bool]:
+        """Per node whether the forward pass computes it whatever is saved: its results depend on it, or it enters."""
+        found = [node.enters and not backward for node, backward in zip(self.nodes, self.backward)]
+        for i in reversed(range(len(self.nodes))):
+            if not self.backward[i] and (self.leaves[i] or found[i]):
+                found[i] = True
+                for argument in self.nodes[i].arguments:
+                    found[argument] = True
+        return found
+
+    @cached_property
+    def order(self) -> dict[int, int]:
+        """The place of each required node among them."""
+        return {i: place for place, i in enumerate(i for i, needed in enumerate(self.required) if needed)}
+
+    @cached_property
+    def distance(self) -> list[int]:
+        """Per node how many steps lie between it and what the forward pass does not compute."""
+        found = [NEVER_NEEDED if needed else 0 for needed in self.required]
+        for i in reversed(range(len(self.nodes))):
+            if self.required[i]:
+                found[i] = min((found[u] + 1 for u in self.users[i] if u >= 0), default=NEVER_NEEDED)
+                found[i] = min(found[i], NEVER_NEEDED)
+        return found
+
+    @cached_property
+    def entering(self) -> list[int]:
+        """The nodes that enter: weights, inputs, what earlier regions made."""
+        return [i for i, node in enumerate(self.nodes) if node.enters and not self.backward[i]]
+
+
+def joint_graph(
+    ledger: Ledger, forward: Collection[int], backward: Collection[int], runtimes: Callable[[int], float] | None = None
+) -> JointGraph:
+    """The graph of some forward ops of a trace and the backward ops that undo them.
+
+    An op with several results that the compiler takes apart (a norm: its output, its mean and deviation) is a node
+    per result; any other is a node that can't be saved, and a node per result behind it. A `copy` that touches no
+    bytes is a view. What reads the results of several such ops is joined: a `copy` as large as all that it reads.
+    runtimes: what an op costs to recompute; None for its FLOPs where the compiler counts them, else 1.
+    """
+    return _Builder(ledger, forward, backward, runtimes).graph
+
+
+class _Builder:
+    def __init__(
+        self,
+        ledger: Ledger,
+        forward: Collection[int],
+        backward: Collection[int],
+        runtimes: Callable[[int], float] | None,
+    ) -> None:
+        self.ledger, self.trace, self.runtimes = ledger, ledger.trace, runtimes
+        self.columns = ledger.trace.op_columns
+        self.nodes: list[Node] = []
+        self.is_backward: list[bool] = []
+        self.leaves: list[bool] = []
+        self.node_of: dict[int, int] = {}
+        self.inside = {*forward, *backward}
+        self.first, self.last = min(backward, default=len(ledger.reads)), max(backward, default=len(ledger.reads))
+        ops = sorted(self.inside)
+        for t in dict.fromkeys(t for op in ops for t in ledger.reads[op]):
+            if ledger.producer[t] not in self.inside:
+                self._enter(t, backward)
+        outputs = set(self.trace.outputs)
+        for op in ops:
+            self._add(op, op in backward, outputs)
+        self.graph = JointGraph(self.nodes, self.is_backward, self.leaves)
+
+    def _enter(self, t: int, backward: Collection[int]) -> None:
+        """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
+        role, maker = self.trace.tensor_columns.role[t], self.ledger.producer[t]
+        gradient = role == ROLE_CODE["gradient"] or (maker >= 0 and self.columns.phase[maker] == BACKWARD)
+        readers = [r for r in self.trace.readers(t) if r in self.inside]
+        self.node_of[t] = len(self.nodes)
+        self.nodes.append(Node(-1, t, self.ledger.size[t], static=bool(role in PERSISTENT)))
+        self.is_backward.append(bool(gradient and all(r in backward for r in readers)))
+        self.leaves.append(False)
+
+    def _add(self, op: int, backward: bool, outputs: Collection[int]) -> None:
+        ledger, columns = self.ledger, self.columns
+        what = self.trace.ops[op]
+        reads, writes = [self.node_of[t] for t in ledger.reads[op]], ledger.writes[op]
+        made = sum(ledger.size[t] for t in writes)
+        joined = sum(ledger.size[t] for t in what.reads)  # one that it reads twice counts twice
+        joins = what.kind == "copy" and len(what.reads) > 1 and len(writes) == 1 and made == joined
+        cheap = what.kind in CHEAP and not what.random and not joins
+        runtime = float(max(what.flops, 1)) if what.kind in INTENSIVE else 1.0
+        traits = {
+            "allowed": cheap,
+            "fusible": cheap or what.random,
+            "intensive": what.kind in INTENSIVE,
+            "random": what.random,
+            "view": what.kind == "copy" and what.bytes == 0 and len(reads) == 1,
+            "joins": joins,
+            "fixed": what.kind in COMMUNICATION or not ledger.can_run_again(op, max(op + 1, self.last)),
+            "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
+        }
+        whole = len(writes) > 1 and (not cheap or traits["view"] or what.kind == "reduce")
+        unread = not backward and not any(len(self.trace.readers(t)) for t in writes)
+        if whole:
+            self.nodes.append(Node(op, -1, made, reads, **traits))  # type: ignore[arg-type]
+            self.is_backward.append(backward)
+            self.leaves.append(False)
+            reads, traits = [len(self.nodes) - 1], {"part": True}
+        for t in writes:
+            readers = self.trace.readers(t)
+            leaves = t in outputs or any(r not in self.inside and columns.phase[r] == FORWARD for r in readers)
+            leaves |= unread or (what.kind == "loss" and not backward and bool(readers) and readers[0] >= self.first)
+            if whole and not readers and not leaves:
+                continue
+            self.node_of[t] = len(self.nodes)
+            self.nodes.append(Node(op, t, ledger.size[t], reads, **traits))  # type: ignore[arg-type]
+            self.is_backward.append(backward)
+            self.leaves.append(leaves)
