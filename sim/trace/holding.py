@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+
 from sim.trace.graph import Trace
 from sim.trace.origin import Encoded, Expr, Glue, Lossy, Microbatch, Origin, Packed, Part, Same, leaves
 
@@ -45,17 +47,24 @@ def points(trace: Trace) -> list[tuple[int, int]]:
 
 
 def with_releases(trace: Trace, wanted: Iterable[tuple[int, int]]) -> Trace:
-    """The same trace with these release points, (tensor, op) in order; those before the last use say nothing, nor
-    those of outputs."""
-    kept, last_use = set(trace.outputs), trace.last_use
+    """The same trace with these release points alone, as `released_by` takes them."""
+    ops = replace(trace.op_columns, releases=released_by(trace, wanted))
+    return Trace(
+        trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+
+
+def released_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Per op what it releases, given (tensor, op) in order.
+
+    Left out is what cannot be: a point before the last use, and that of an output or of what something takes over.
+    """
+    kept, last_use = {*trace.outputs, *np.flatnonzero(trace.replaced_by >= 0).tolist()}, trace.last_use
     releases: dict[int, list[int]] = defaultdict(list)
     for t, op in wanted:
         if op >= last_use[t] and t not in kept:
             releases[op].append(t)
-    ops = replace(trace.op_columns, releases={op: tuple(tensors) for op, tensors in sorted(releases.items())})
-    return Trace(
-        trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
-    )
+    return {op: tuple(tensors) for op, tensors in sorted(releases.items())}
 
 
 class _Places:

@@ -18,7 +18,7 @@ from sim.errors import TraceError, near
 from sim.trace.batching import split_batch
 from sim.trace.fuse import fuse
 from sim.trace.graph import PERSISTENT, OpColumns, Trace
-from sim.trace.holding import points, with_releases
+from sim.trace.holding import points, released_by, with_releases
 from sim.trace.origin import Encoded, Lossy, Origin, Same
 from sim.trace.pipeline import pipeline
 from sim.trace.rewriter import Rewriter, with_columns
@@ -30,6 +30,7 @@ __all__ = [
     "cut",
     "encode",
     "fuse",
+    "hold_longer",
     "pack_tensors",
     "pipeline",
     "reorder",
@@ -129,6 +130,14 @@ def to_engine(trace: Trace, ops: Iterable[int | str], engine: str) -> Trace:
     for op in ops:
         names[trace.op_id(op)] = engine
     return with_columns(trace, engine={op: name for op, name in names.items() if name})
+
+
+def hold_longer(trace: Trace, until: Mapping[int, int]) -> Trace:
+    """The same trace, whose program holds some tensors until the end of an op, at least: tensor -> op, by id."""
+    ends = dict(points(trace))
+    ends.update({t: max(op, ends.get(t, -1)) for t, op in until.items()})
+    releases = released_by(trace, sorted(ends.items(), key=lambda point: point[1]))
+    return with_columns(trace, releases=releases) if releases != dict(trace.op_columns.releases) else trace
 
 
 def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trace:

@@ -13,6 +13,7 @@ from sim.trace.rewrite import (
     Codec,
     cut,
     encode,
+    hold_longer,
     pack_tensors,
     pipeline,
     reorder,
@@ -21,6 +22,7 @@ from sim.trace.rewrite import (
     to_engine,
     unroll,
 )
+from sim.trace.values import check_origin
 
 
 def step(*, until: str = "c", layers: bool = False) -> Trace:
@@ -115,3 +117,11 @@ def test_rewrites_of_what_holds_are_rewrites_of_what_does_not_and_hold(net, ever
     assert with_releases(new, []) == old
     assert (new.released[new.released >= 0] >= new.last_use[new.released >= 0]).all()
     assert bool(new.op_columns.releases) <= bool(holds.op_columns.releases)
+
+
+def test_holding_longer_is_a_rewrite_that_never_holds_less():
+    trace = step()
+    longer = hold_longer(trace, {trace.tensor_id("a.y"): 4, trace.tensor_id("c.y"): 4, trace.tensor_id("w.new"): 4})
+    assert points(longer) == {"a.y": "step", "c.y": "step"}
+    check_origin(longer, trace)
+    assert hold_longer(trace, {trace.tensor_id("a.y"): 1}) is trace

@@ -6,15 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
-
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
-from sim.trace import Trace
-from sim.trace.rewriter import with_columns
+from sim.trace.rewrite import hold_longer
 
 MODES = ("attention_core", "all_but_matmul")
 CORE = ".attn.core"
@@ -33,7 +30,7 @@ class SelectiveRecompute(Policy):
     recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, all
         else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
         list round every layer. Its cache also holds a product that nobody reads again until the layer's
-        backward ends: here the last backward op that reads what the layer made reads it, too, in no time.
+        backward ends: here it is released with the last backward op that reads what the layer made.
     Departs: an op that writes in place does not run again (see `full_recompute`).
 
     recompute: one of the two. early_stop: run again only as far as backward needs it; None takes each
@@ -68,7 +65,7 @@ class SelectiveRecompute(Policy):
             ops = trace.ops
             keep = {op for layer in layers for op in layer.forward if ops[op].kind in EXPENSIVE}
             again = rerun_regions(ledger, layers, early_stop=self.early_stop is not False, keep=keep)
-            trace = with_reads(trace, _cached(ledger, layers, keep, again))
+            trace = hold_longer(trace, _cached(ledger, layers, keep, again))
             ledger = Ledger(trace)
         hold = cached_casts(ledger, layers) if self.autocast_cache else None
         return Plan(trace, runs(ledger, again, hold=hold).actions())
@@ -92,10 +89,10 @@ def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
 
 def _cached(
     ledger: Ledger, layers: list[Region], keep: Collection[int], again: Mapping[int, list[int]]
-) -> dict[int, list[int]]:
-    """Per layer's last backward op the kept results that would go before the layer's backward begins."""
+) -> dict[int, int]:
+    """The kept results that would go before their layer's backward begins, and that backward's last op."""
     read_again = {t for ops in again.values() for op in ops for t in ledger.reads[op]}
-    found: dict[int, list[int]] = {}
+    found: dict[int, int] = {}
     for layer in layers:
         made = {t for op in layer.forward for t in ledger.writes[op]}
         # a layer has such ops for every microbatch: its own read what it made
@@ -103,24 +100,5 @@ def _cached(
         for op in layer.forward:
             if own and op in keep:
                 gone = [t for t in ledger.writes[op] if t not in read_again and ledger.trace.last_use[t] < min(own)]
-                found.setdefault(max(own), []).extend(gone)
+                found.update(dict.fromkeys(gone, max(own)))
     return found
-
-
-def with_reads(trace: Trace, more: Mapping[int, list[int]]) -> Trace:
-    """The same trace with ops that read further tensors, in the same time."""
-    more = {op: extra for op, extra in more.items() if extra}
-    if not more:
-        return trace
-    c = trace.op_columns
-    touched = c.bytes.copy()
-    rows = []
-    for op in range(len(c.name)):
-        reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
-        extra = more.get(op)
-        if extra:
-            touched[op] = trace.touched[op]
-            reads = np.concatenate((reads, np.array(extra, np.int32)))
-        rows.append(reads)
-    start = np.concatenate(([0], np.cumsum([len(row) for row in rows], dtype=np.int64)))
-    return with_columns(trace, read_start=start, read_ids=np.concatenate(rows), bytes=touched)
