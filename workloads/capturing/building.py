@@ -16,7 +16,8 @@ PERSISTENT = ("weight", "optimizer_state")
 def build_trace(recording: Recording, meta: dict[str, Any], rounding: int) -> Trace:
     """The trace of a recording; every size is rounded up to a multiple of `rounding` bytes.
 
-    A storage lives as long as PyTorch held it: the last op that had run when it was released reads it.
+    A storage lives as long as PyTorch held it: where that is longer than its last reader (a Python local, a saved
+    tensor), it is released by the last op that had run then.
     """
     return _Building(recording, meta, rounding).run()
 
@@ -78,7 +79,6 @@ class _Building:
     def _op(self, kernel: Kernel, held: Any) -> None:
         storages = self.recording.storages
         reads = [self.now[i] for i in kernel.reads]
-        reads += [self.now[i] for i in held if i in self.now and i not in kernel.changed]
         writes = [self._tensor(i, storages[i], replaces=self.now[i]) for i in kernel.changed]
         writes += [self._tensor(i, storages[i]) for i in kernel.made]
         short = kernel.op.split(".")[1] if "." in kernel.op else kernel.op
@@ -97,6 +97,7 @@ class _Building:
             duration=0 if kernel.allocates else None,
             random=kernel.random,
             dtype=kernel.dtype,
+            releases=[t for t in (self.now[i] for i in held if i in self.now) if t not in (*reads, *writes)],
         )
 
 

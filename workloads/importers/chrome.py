@@ -7,7 +7,7 @@ what was allocated before the recording (parameters, optimizer state, the batch)
 
 What becomes of it: the ops that run something, in order, with their measured time (that of the kernels they launched
 where there are kernels); an allocation is a tensor from the op in which it was made to the op in or after which it was
-released (that op reads it, so that it stays until then); one that lives within one op is workspace. So a replay that
+released (its release point, no read); one that lives within one op is workspace. So a replay that
 keeps everything has exactly the allocator's own peak. Assumed: an input is the newest live storage of as many bytes,
 those that the forward op of the same sequence number touched first; inputs that match none were there before the
 recording and are left out; a name that ends in `_` writes its first input in place. What the allocator already held
@@ -283,7 +283,6 @@ class _Reader:
         changed = used[:1] if part.first and call.name.endswith("_") else []
         now = self.storages.now
         reads = [now[s] for s in used]
-        reads += [now[s] for s in part.released if s not in changed]
         writes = [self.storages.change(s, f"s{s}", "temporary") for s in changed]
         writes += [self._come(s, phase) for s in part.made]
         self.later = 0 if part.first else self.later + 1
@@ -303,6 +302,7 @@ class _Reader:
                 random=bool(RANDOM.search(call.name)),
                 duration=duration,
                 dtype=next((DTYPES[kind] for _, kind in inputs if kind in DTYPES), ""),
+                releases=[t for t in (now[s] for s in part.released) if t not in (*reads, *writes)],
             )
         for storage in part.released:
             del self.live[self.size[storage]][storage]

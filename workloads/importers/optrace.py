@@ -145,7 +145,7 @@ def _stays(row: dict[str, Any], ops: int) -> bool:
 
 
 def _holds(rows: dict[int, dict[str, Any]], kernels: list[int], count: int) -> dict[int, list[int]]:
-    """Per op the storages that were released right after it: reading them there keeps them until then."""
+    """Per op the storages that were released right after it."""
     held: dict[int, list[int]] = {}
     for key, row in rows.items():
         if not -1 <= row["free_before_op"] <= count:
@@ -163,7 +163,6 @@ def _add_op(builder: TraceBuilder, storages: _Storages, op: dict[str, Any], i: i
     changed = [key for key in dict.fromkeys(op.get("writes", ())) if key in storages.now]
     touched = sum(builder.bytes_of(t) for t in dict.fromkeys(reads))
     made = [entry[0] for entry in op["outs"] if entry[3] and entry[0] in storages.rows and entry[0] not in storages.now]
-    keep = [storages.now[key] for key in held if key in storages.now and key not in changed]
     writes = [storages.make(key, layer, replaces=storages.now[key]) for key in changed]
     writes += [storages.make(key, layer) for key in dict.fromkeys(made)]
     touched += sum(builder.bytes_of(t) for t in writes)
@@ -171,7 +170,7 @@ def _add_op(builder: TraceBuilder, storages: _Storages, op: dict[str, Any], i: i
     builder.op(
         f"{i}.{op['op']}",
         kind_of(op["op"], phase),
-        reads=list(dict.fromkeys((*reads, *keep))),
+        reads=list(dict.fromkeys(reads)),
         writes=writes,
         phase=phase,
         layer=layer,
@@ -179,4 +178,5 @@ def _add_op(builder: TraceBuilder, storages: _Storages, op: dict[str, Any], i: i
         bytes=touched,
         random=bool(RANDOM.search(op["op"])),
         dtype=dtype,
+        releases=[t for t in (storages.now[key] for key in held if key in storages.now) if t not in (*reads, *writes)],
     )
