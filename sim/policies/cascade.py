@@ -218,6 +218,10 @@ class Below:
         for chosen in self._chosen.values():
             chosen.clear()
 
+    def has(self, tensor: int) -> bool:
+        """Whether one of these tiers has a copy of what was sent."""
+        return any(tensor in order for order in self._order.values())
+
     def send(self, tensor: int, memory: Memory) -> list[Action] | None:
         """What moves a tensor down, room made for it first; None where no tier can have room."""
         there = memory.where(tensor)

@@ -256,7 +256,7 @@ OTHER_VALUES = {
     },
     "twremat": {"order": "min_degree", "eager": True},
     "vlad": {"base": 6, "snapshots": 2},
-    "lru_tiering": {"hits": 2, "pin_flops_per_byte": 1.0, "choice": "score"},
+    "lru_tiering": {"hits": 2, "pin_flops_per_byte": 1.0, "choice": "score", "watermark": 0.1, "prefetch": 4},
     "save_on_cpu": {"pin_memory": True, "weights": False, "duplicates": False},
     "swap_all": {"ahead": 2, "unit": "op"},
     "vdnn": {
@@ -273,6 +273,7 @@ OTHER_VALUES = {
         "prefetch": "lifo",
         "prefetch_depth": 1,
         "prefetch_forward": True,
+        "watermark": 0.1,
         "ties": "first",
     },
 }

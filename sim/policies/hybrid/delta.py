@@ -52,9 +52,13 @@ class Delta(Policy):
     bandwidth: bytes/s of both directions in the director's eyes, or text such as "11 GB/s"; None: the platform's.
     prefetch: take the queue from the oldest (`fifo`) or the youngest (`lifo`, the order in which backward
         wants them), or `none`. prefetch_depth: how many from that end are looked at before an op.
+    watermark: share of the device's memory that is kept free: before each op those that the director would move go
+        out ahead of need, beside the computing, in the filter's order; 0 waits for pressure, as published.
+        Nothing is dropped ahead of need: that takes no time when it is.
     prefetch_forward: also reload while the ops reached are forward ones.
     ties: of equal scores the tensor that became evictable `last` or `first` goes.
-    Raises PolicyError for an unknown choice, a depth below 0, or a bandwidth below 1 or without its unit.
+    Raises PolicyError for an unknown choice, a depth below 0, a watermark that is no share below 1, or a bandwidth
+    below 1 or without its unit.
     """
 
     online = True
@@ -68,6 +72,7 @@ class Delta(Policy):
     prefetch: str = "fifo"
     prefetch_depth: int = 5
     prefetch_forward: bool = False
+    watermark: float = 0.0
     ties: str = "last"
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class Delta(Policy):
                 raise PolicyError(f"delta: {name}: {given!r} is unknown{near(str(given), known)}")
         if self.prefetch_depth < 0:
             raise PolicyError(f"delta: prefetch_depth is {self.prefetch_depth}, less than 0")
+        if not 0 <= self.watermark < 1:
+            raise PolicyError(f"delta: watermark is {self.watermark}, not a share from 0 to below 1")
         # a ValueError about the unit becomes a PolicyError where policies are loaded
         if self.rate is not None and self.rate < 1:
             raise PolicyError(f"delta: bandwidth is {self.bandwidth}, less than 1 byte/s")
@@ -100,6 +107,7 @@ class Delta(Policy):
             host=host,
             trips=_trips(problem, host, self.rate),
             homes=tuple(platform.home(device).name for device in range(trace.devices)),
+            kept={tier.name: int(self.watermark * tier.capacity) for tier in platform.tiers},
         )
         return Plan(trace, online=online, keep_dead=True)
 
@@ -133,6 +141,7 @@ class _Director(Evictor):
         host: str | None,
         trips: dict[str, dict[int, tuple[int, int]]],
         homes: tuple[str, ...],
+        kept: dict[str, int],
     ) -> None:
         rules = Rules(heuristic="none", ties=policy.ties, reload_is_access=True)
         super().__init__(lineage, rules, tiers=tiers, evicts=evicts, seed=seed)
@@ -140,6 +149,8 @@ class _Director(Evictor):
         self._host = host
         self._trips = trips
         self._homes = homes
+        self._kept = kept
+        self._early = False  # what goes now goes ahead of need
         self._classes = CostClasses(lineage, Table(lineage), self.gone)
         self.price = self._classes
         self._away: dict[int, str] = {}  # in the host alone, oldest first: the tier it left
@@ -183,12 +194,12 @@ class _Director(Evictor):
             # still a candidate here, so that it is on its way out and was kept; now it may go after all
             return Move(tensor, under_way) if under_way == host else None
         if host is None or need.tier not in self._trips:
-            return Drop(tensor, need.tier)
+            return None if self._early else Drop(tensor, need.tier)
         if self.copies[tensor] & self.bit[host]:
             return Move(tensor, host)  # a clean copy lies there: nothing is copied
         size = self.line.size[tensor]
         if size > self._room or self.copy_ns(tensor, need.tier) > self.recompute_ns(tensor):
-            return Drop(tensor, need.tier)
+            return None if self._early else Drop(tensor, need.tier)
         self._room -= size
         self._began[tensor] = (host, memory.now)
         return Move(tensor, host)
@@ -226,14 +237,16 @@ class _Director(Evictor):
     # ---- the prefetcher ----------------------------------------------------------------------
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
-        """What the dead and the update ask for, then reloads."""
+        """What the dead and the update ask for, then what goes ahead of need, or else reloads."""
         answer = list(super().before(op, memory))
         policy = self._policy
+        if policy.watermark and (early := self._ahead(op, memory, answer)):
+            return answer + early
         if not self._away or policy.prefetch == "none" or (self.line.forward[op] and not policy.prefetch_forward):
             return answer
         tier = self._homes[self.line.device[op]]
         freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
-        room = memory.free(tier) + freed - self.line.makes[op]
+        room = memory.free(tier) + freed - self.line.makes[op] - self._kept[tier]
         queue = reversed(self._away) if policy.prefetch == "lifo" else iter(self._away)
         for tensor in list(islice(queue, policy.prefetch_depth)):
             size = self.line.size[tensor]
@@ -245,3 +258,20 @@ class _Director(Evictor):
             self._began[tensor] = (tier, memory.now)
             answer.append(Move(tensor, tier, keep=True))
         return answer
+
+    def _ahead(self, op: int, memory: Memory, answer: list[Action]) -> list[Action]:
+        """Moves of what the filter picks, but for what the op reads, until the watermark is free beside its results."""
+        tier = self._homes[self.line.device[op]]
+        freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
+        short = self._kept[tier] + self.line.makes[op] - memory.free(tier) - memory.leaving(tier) - freed
+        if short <= 0:
+            return []
+        dropped = [int(a.tensor) for a in answer if isinstance(a, Drop)]
+        spared = [t for t in (*self.line.reads[op], *dropped) if t not in self.locked]
+        self.locked.update(spared)
+        self._early = True
+        try:
+            return list(self.on_pressure(Need(tier, self.line.makes[op], short, op, "what comes next"), memory))
+        finally:
+            self._early = False
+            self.locked.difference_update(spared)

@@ -254,19 +254,46 @@ def test_the_other_filter_weighs_cost_and_free_space_beside():
     prefetch=st.sampled_from(["fifo", "lifo", "none"]),
     host=st.sampled_from([2000, 1 << 40]),
     filter=st.sampled_from(["stale_size", "cost_adjacent"]),
+    watermark=st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_any_graph_runs_to_the_end_within_the_budget(seed, rate, percent, prefetch, host, filter):
+def test_any_graph_runs_to_the_end_within_the_budget(seed, rate, percent, prefetch, host, filter, watermark):
     trace = random_dag(12, seed, weights=0.3, max_bytes=1000)
     peak = int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
     try:
         result = run(
-            trace, machine(peak * percent // 100, rate, host), prefetch=prefetch, filter=filter, prefetch_forward=True
+            trace,
+            machine(peak * percent // 100, rate, host),
+            prefetch=prefetch,
+            filter=filter,
+            prefetch_forward=True,
+            watermark=watermark,
         )
     except OutOfMemory:
         return
     ran = result.log.interval("op")[result.log.interval("why") == WHY["run"]]
     assert sorted(ran.tolist()) == list(range(len(trace.ops)))
     assert result.log.counters["ignored_actions"] == 0
+
+
+def test_a_watermark_moves_ahead_of_need_and_drops_nothing():
+    # a and b fill the memory, c wants room: a was cheap to copy (d = 1), so that it goes while b is made
+    b = TraceBuilder()
+    made = [b.tensor(name, 100) for name in "abc"]
+    for i, tensor in enumerate(made):
+        b.op(f"make_{i}", writes=[tensor], duration=1000)
+    b.op("end", reads=made[1:], duration=1000)
+    b.op("use_a", reads=made[:1], duration=1000)
+    trace = b.build(outputs=[], carry=())
+    waits = run(trace, machine(200), prefetch="none")
+    ahead = run(trace, machine(200), prefetch="none", watermark=0.5)
+    assert copies(waits, "d2h") == ["a"]
+    assert copies(ahead, "d2h") == ["a", "b"]  # and b, so that as much stays free beside c
+    assert waits.summary()["stall_ns"]["space"] == 100
+    assert ahead.summary()["stall_ns"].get("space", 0) == 0
+    # where copying costs more than making it again nothing goes before it must: dropping takes no time
+    dear = run(trace, machine(200, rate=10**7), prefetch="none", watermark=0.5)
+    assert copies(dear, "d2h") == []
+    assert reruns(dear) == ["make_0"]
 
 
 def test_plan_can_be_pickled_and_gives_the_same_log():
@@ -281,6 +308,7 @@ def test_plan_can_be_pickled_and_gives_the_same_log():
     ({"filter": "stale"}, "filter: 'stale' is unknown .did you mean 'stale_size'"),
     ({"prefetch": "filo"}, "prefetch"),
     ({"prefetch_depth": -1}, "less than 0"),
+    ({"watermark": 1.0}, "watermark is 1.0, not a share"),
     ({"bandwidth": 0}, "less than 1 byte/s"),
     ({"bandwidth": "11 GiB"}, "11 GiB"),
 ])  # fmt: skip

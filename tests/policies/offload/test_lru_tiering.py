@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -149,3 +150,86 @@ def test_it_keeps_any_budget_and_moves_nothing_where_all_fits(data: st.DataObjec
     for tensor, bytes in done.out.items():
         assert bytes == trace.tensors[trace.tensor_id(tensor)].bytes
     assert set(done.back) <= set(done.out)
+
+
+# ---- ahead of need -------------------------------------------------------------------------------
+
+
+def test_a_watermark_sends_away_beside_the_computing(run) -> None:
+    text = "A B C D E"
+    waits = run(accesses(text), "lru_tiering", 40)
+    # e waits for a, which leaves when e is reached
+    assert waits.moves[0] == ("d2h", "a", 400, 410)
+    assert waits.ran("4E") == [(410, 510)]
+    # with 10 of 40 bytes kept free a leaves as d begins, and b as e does: nobody waits
+    ahead = run(accesses(text), "lru_tiering", 40, watermark=0.25)
+    assert ahead.moves[:2] == [("d2h", "a", 300, 310), ("d2h", "b", 400, 410)]
+    assert ahead.ran("3D", "4E") == [(300, 400), (400, 500)]
+    assert ahead.result.summary()["stall_ns"].get("space", 0) == 0
+
+
+def test_what_the_next_op_reads_is_not_sent_away_ahead_of_it(run) -> None:
+    # 10 of 30 bytes are to stay free beside c: a is the oldest, but c is made of it
+    b = TraceBuilder()
+    made = [b.tensor(name, 10) for name in "abc"]
+    b.op("A", writes=made[:1], duration=100)
+    b.op("B", writes=made[1:2], duration=100)
+    b.op("C", reads=made[:1], writes=made[2:], duration=100)
+    b.op("end", reads=made, phase="backward", duration=100)
+    done = run(b.build(), "lru_tiering", 30, watermark=0.34)
+    assert sent(done) == ["b"]
+
+
+def test_a_prefetch_brings_back_what_left_last_before_backward_reads_it(run) -> None:
+    trace = chain_of(6)
+    misses = run(trace, "lru_tiering", 45)
+    fetched = run(trace, "lru_tiering", 45, prefetch=2)
+    assert misses.result.summary()["stall_ns"]["transfer"] > 0
+    assert fetched.result.summary()["stall_ns"].get("transfer", 0) == 0
+    back = [tensor for lane, tensor, _, _ in fetched.moves if lane == "h2d"]
+    assert back == sorted(back, reverse=True)  # the last to leave is the first that backward wants
+    assert fetched.time < misses.time
+
+
+def chain_of(layers: int) -> Trace:
+    """Layers of 10 bytes, 100 ns each, that backward reads in reverse."""
+    b = TraceBuilder()
+    made = [b.tensor(f"x{i}", 10) for i in range(layers)]
+    for i, tensor in enumerate(made):
+        b.op(f"f{i}", reads=made[i - 1 : i] if i else (), writes=[tensor], duration=100)
+    for i in reversed(range(layers)):
+        b.op(f"b{i}", reads=[made[i]], writes=[], phase="backward", duration=100)
+    return b.build()
+
+
+def test_options_that_are_off_change_nothing(run) -> None:
+    trace = w1(4)
+    plain = run(trace, "lru_tiering", budget_of(trace))
+    assert (
+        plain.result.log.content_hash
+        == run(trace, "lru_tiering", budget_of(trace), watermark=0.0, prefetch=0).result.log.content_hash
+    )
+
+
+def budget_of(trace: Trace) -> int:
+    return int(0.7 * simulate(trace, machine(ROOMY), "keep_all").summary()["peak_bytes"])
+
+
+def test_a_watermark_is_a_share() -> None:
+    for wrong in ({"watermark": 1.0}, {"watermark": -0.1}, {"prefetch": -1}):
+        for policy in ("lru_tiering", "delta"):
+            if policy == "lru_tiering" or "watermark" in wrong:
+                with pytest.raises(PolicyError, match=next(iter(wrong))):
+                    simulate(w1(2), machine(), policy, **wrong)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_ahead_of_need_every_law_of_space_holds(data: st.DataObject) -> None:
+    trace, platform = data.draw(traces(cpu=False)), data.draw(platforms(host=True))
+    budget, watermark = data.draw(budgets(trace)), data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9]))
+    for policy, depth in (("lru_tiering", {"prefetch": data.draw(st.integers(0, 3))}), ("delta", {"prefetch": "lifo"})):
+        with suppress(OutOfMemory):
+            log = simulate(trace, platform, policy, budget=budget, watermark=watermark, **depth).log
+            assert log.complete
+            assert log.counters["ignored_actions"] == 0
