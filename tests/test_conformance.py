@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
+from sim.conformance.again import check_online
 from sim.conformance.machines import platform_of, toml_of
 from sim.conformance.situations import Example, for_each, situations
 from sim.errors import PolicyError
@@ -21,6 +22,7 @@ from sim.hardware import load_profile
 from sim.policies import load
 from sim.policies.base import MANAGES, Policy
 from sim.report.listings import policy_page
+from sim.trace import TraceBuilder
 from sim.trace.chain import chain
 from sim.trace.io import load as load_trace
 from workloads import cnn, transformer
@@ -296,3 +298,16 @@ def test_what_a_shipped_policy_saves_is_what_it_declares(name, parameters, savin
     with pytest.raises(LawBroken):
         check_costs(dataclasses.replace(run, policy=silent(**parameters)))
     assert saving in run.policy.saves
+
+
+def test_what_an_engine_beside_the_device_reads_later_lies_there_in_another_future_too():
+    b = TraceBuilder()
+    state = b.tensor("state", 8, "optimizer_state")
+    x, y = b.tensor("x", 8), b.tensor("y", 8)
+    b.op("f0", writes=[x], duration=10)
+    b.op("f1", reads=[x], writes=[y], duration=10)
+    b.op("b", reads=[x, y], phase="backward", duration=10)
+    b.op("adam", "optimizer", reads=[state], phase="update", engine="cpu")
+    run = run_policy(load("lru_tiering"), b.build(), load_profile("a100_40_pcie"))
+    assert run.log.memory.query("tensor == 'state'").tier.iloc[0] == "host"
+    check_online(run)

@@ -136,7 +136,15 @@ def other_future(trace: Trace, last: int) -> Trace:
         b.copy_op(op, **operands)
     later = [ids[t] for t in ids if any(reader > last for reader in trace.readers(t))]
     held = [ids[t] for t in ids if trace.released[t] > last]
-    b.op("future", reads=later, releases=held, phase=trace.ops[-1].phase, duration=1)
+    # what is there from the start lies where its first reader's engine has it: each engine has a future
+    engine_of = {
+        t: trace.op_columns.engine.get(next(iter(trace.readers(t)), -1), "") for t in ids if trace.producer[t] < 0
+    }
+    for engine in sorted({"", *engine_of.values()}):
+        reads = [ids[t] for t in ids if ids[t] in later and engine_of.get(t, "") == engine]
+        name, more = (f"future.{engine}", ()) if engine else ("future", held)
+        if reads or not engine:
+            b.op(name, reads=reads, releases=more, phase=trace.ops[-1].phase, duration=1, engine=engine)
     return b.build(outputs=[ids[t] for t in trace.outputs if t in ids], carry=())
 
 
