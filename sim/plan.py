@@ -33,7 +33,8 @@ class Drop:
 class Recompute:
     """Run an op again that has already run. Outputs still there are not held twice beyond its end.
 
-    An op that writes in place does so on every run. What it overwrites is made again first if it is gone, and is
+    The device waits for a first run that it has handed to another engine. An op that writes in place does so on every
+    run. What it overwrites is made again first if it is gone, and is
     gone once more when the op ends.
     """
 

@@ -43,7 +43,7 @@ class General(Waiting):
         """Run an op, and first, on an explicit stack, all that must be run again for its reads."""
         state, prepared = self._state, self._state.prepared
         if why == "recompute" and not any(state.made[w] for w in prepared.writes[op]) and prepared.writes[op]:
-            raise IllegalPlan(f"op {self._name(op)!r}: Recompute before it has run")
+            yield from self._first_end(op)
         stack = [self._open(op, why, counted)]
         while stack:
             work = stack[-1]
@@ -54,6 +54,14 @@ class General(Waiting):
                 continue
             yield from self._execute(work)
             stack.pop()
+
+    def _first_end(self, op: int) -> Steps:
+        """Wait for the first run of an op that has been handed to another engine and has not ended."""
+        state = self._state
+        result = state.prepared.writes[op][0]
+        if result not in state.awaited:
+            raise IllegalPlan(f"op {self._name(op)!r}: Recompute before it has run")
+        yield from self._arrival(result, state.awaited[result], op)
 
     def _open(self, op: int, why: str, counted: bool) -> Work:
         state = self._state

@@ -292,7 +292,7 @@ class State:
             self.wake(waiting)
 
     def note_unlocked(self, tensors: Iterable[int]) -> None:
-        """Reads of these have ended: who waits to overwrite one of them looks again."""
+        """What read or made these has ended: who waits to overwrite one of them looks again."""
         for tensor in tensors:
             self.wake(self.on_unlock.pop(tensor, ()))
 

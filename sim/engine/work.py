@@ -191,7 +191,7 @@ class Works:
             for tensor in state.prepared.releases.get(work.op, ()):
                 state.uses[tensor] -= 1
         if state.on_unlock:
-            state.note_unlocked(state.prepared.reads[work.op])
+            state.note_unlocked((*state.prepared.reads[work.op], *state.prepared.writes[work.op]))
 
     def bury(self, work: Work) -> None:
         """Free what no op still to run and no planned recomputation reads, and the program does not hold."""

@@ -32,51 +32,64 @@ def rerun_regions(
     skip_last: bool = False,
     keep: Collection[int] = (),
 ) -> dict[int, list[int]]:
-    """Run each region again just before its first backward op that reads what the region keeps inside.
+    """Run each region again just before its first backward op that reads what the region makes.
 
-    What enters a region, or is read by forward ops outside it, stays. early_stop: run again only as far
-    as the last op whose results the region's backward reads. skip_last: leave alone a region whose
-    backward begins before any later region's forward. keep: ops that are not run again, so that their
-    results stay. A region of which nothing would go is not run again. The result is for `runs`.
+    What enters a region stays, and so does its border: what only other regions read. early_stop: run again only what
+    the region's backward needs, so that nothing runs for the border alone; else the whole region. skip_last:
+    leave alone a region whose backward begins before any later region's forward. keep: ops that are not run again,
+    so that their results stay; as do those of ops that can't run again. A region of which nothing would go is not
+    run again. The result is for `runs`.
     """
     kept = set(keep)
     next_on: dict[int, int] = {}  # per device the first op of the region that follows
     found: list[tuple[int, list[int]]] = []
     for region in sorted(regions, key=lambda one: one.forward[0], reverse=True):
         device = ledger.device[region.forward[0]]
-        anchor, last = _where(ledger, region, kept)
+        anchor, last, wanted, stays = _inside(ledger, region, kept)
         follower = next_on.get(device, len(ledger.reads))
         next_on[device] = region.forward[0]
         if anchor < 0 or (skip_last and anchor < follower):
             continue
-        stop = last if early_stop else region.forward[-1]
-        ops = [op for op in region.forward if op <= stop and op not in kept]
-        legal = [op for op in ops if ledger.can_run_again(op, anchor)]
-        if len(legal) < len(ops):
-            # some results stay after all: no op runs again just for one that does not
-            legal = backward_slice(ledger, legal, (t for op in region.backward for t in ledger.reads[op]))
-        found.append((anchor, legal))
+        ops = [op for op in region.forward if op not in kept]
+        possible = ledger.can_run_together(ops, anchor)
+        if early_stop or len(possible) < len(ops):
+            # an op that is kept is passed on the way, and what it reads is there again for it
+            passed = {t for op in region.forward if op in kept and op <= last for t in ledger.reads[op]}
+            there = {t for t in stays if ledger.gone_at[t] >= anchor}
+            possible = backward_slice(ledger, possible, (wanted | passed) - there, there)
+        found.append((anchor, possible))
     again: dict[int, list[int]] = {}
-    for anchor, legal in reversed(found):
-        again.setdefault(anchor, []).extend(legal)
+    for anchor, ops in reversed(found):
+        again.setdefault(anchor, []).extend(ops)
     return again
 
 
-def _where(ledger: Ledger, region: Region, kept: set[int]) -> tuple[int, int]:
-    """The op before which a region runs again (-1 for none), and the last op whose results its backward reads."""
-    inside, undoing = set(region.forward), region.backward
-    anchor, last = -1, -1
+def _inside(ledger: Ledger, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
+    """Where a region runs again, how far, and for what.
+
+    The op before which it does (-1 for none), the last of its ops whose results its backward reads, those results
+    that are not kept by name, and what stays.
+    """
+    inside, undoing, outputs = set(region.forward), region.backward, set(ledger.trace.outputs)
+    anchor = last = -1
+    goes = False
+    wanted, stays = set(), set()
     for op in region.forward:
         for t in ledger.writes[op]:
             readers = ledger.trace.readers(t)
-            first = next((r for r in readers if r in undoing), -1)
-            if first < 0:
-                continue
-            last = op
+            first = next((r for r in readers if r in undoing), len(ledger.reads))
             leaves = any(r < first and r not in inside for r in readers)
-            if op not in kept and not leaves and (anchor < 0 or first < anchor):
-                anchor = first
-    return anchor, last
+            if op in kept or t in outputs:
+                stays.add(t)
+            elif first < len(ledger.reads):
+                wanted.add(t)
+                anchor = first if anchor < 0 else min(anchor, first)
+                goes = goes or not leaves
+            elif leaves:
+                stays.add(t)
+            if first < len(ledger.reads):
+                last = op
+    return anchor if goes else -1, last, wanted, stays
 
 
 def cached_casts(ledger: Ledger, regions: Sequence[Region]) -> dict[int, int]:

@@ -98,8 +98,7 @@ def again_of(
     for kind, i in schedule:
         if kind == "B":
             if anchors[i] >= 0 and waiting:
-                ready = [op for op in waiting if ledger.can_run_again(op, anchors[i])]
-                again.setdefault(anchors[i], []).extend(ready)
+                again.setdefault(anchors[i], []).extend(ledger.can_run_together(waiting, anchors[i]))
                 waiting = []
         elif i in ran:
             waiting += forward[i]

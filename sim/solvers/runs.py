@@ -9,7 +9,7 @@ published systems do not, and neither do these, but bounds for all plans count i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -42,18 +42,25 @@ class Ledger:
         # the op that overwrites a tensor; later than all ops where none does
         replaced = trace.replaced_by
         self.gone_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
+        self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
+
+    @cached_property
+    def received(self) -> set[int]:
+        """Ops that can never run again: a part of a group that is no collective."""
+        kinds = self.trace.ops
+        return {op for op in self.trace.op_columns.group if kinds[op].kind != "collective"}
 
     @cached_property
     def until(self) -> list[int]:
-        """Per op the op from which on it can't run again: 0 for never, because it writes in place or receives."""
-        kinds, group = self.trace.ops, self.trace.op_columns.group
+        """Per op the op from which on it can't run again alone: 0 for never, because it writes in place or receives.
+
+        For what runs again together with what makes its reads see `Values`.
+        """
         last = []
         for op, reads in enumerate(self.reads):
             at = min((self.gone_at[t] for t in reads), default=len(self.reads))
             in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
-            if in_place or (op in group and kinds[op].kind != "collective"):
-                at = 0
-            last.append(at)
+            last.append(0 if in_place or op in self.received else at)
         return last
 
     @cached_property
@@ -72,8 +79,18 @@ class Ledger:
         return last
 
     def can_run_again(self, op: int, anchor: int) -> bool:
-        """Whether an op may run again just before `anchor`: all that it read is still what it was."""
+        """Whether an op may run again alone just before `anchor`: all that it read is still what it was."""
         return op < anchor <= self.until[op]
+
+    def can_run_together(self, ops: Iterable[int], anchor: int) -> list[int]:
+        """Of ops that run again in this order just before `anchor` those that can, given that the others do."""
+        values = Values(self, anchor)
+        found = []
+        for op in ops:
+            if op < anchor and values.can_run(op):
+                values.run(op)
+                found.append(op)
+        return found
 
     @cached_property
     def may_go(self) -> list[bool]:
@@ -92,6 +109,30 @@ class Ledger:
             may &= low >= high
         found: list[bool] = may.tolist()
         return found
+
+
+class Values:
+    """Which values are gone because they were overwritten, while ops run one after another: the first ones and reruns.
+
+    An op can run again if none of its reads is gone. One that writes in place overwrites on every run, so that it
+    can run again only after what makes the value that it overwrites. at: how many ops have run in their own place.
+    """
+
+    def __init__(self, ledger: Ledger, at: int = 0) -> None:
+        self._ledger = ledger
+        self.gone = {t for t in ledger.overwritten if ledger.gone_at[t] < at}
+
+    def can_run(self, op: int) -> bool:
+        """Whether an op that has run may run again now."""
+        return op not in self._ledger.received and self.gone.isdisjoint(self._ledger.reads[op])
+
+    def run(self, op: int) -> None:
+        """An op runs: its results are there, and what it overwrites is gone."""
+        ledger = self._ledger
+        for t in ledger.writes[op]:
+            self.gone.discard(t)
+            if ledger.replaces[t] >= 0:
+                self.gone.add(ledger.replaces[t])
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,17 +180,18 @@ class Runs:
         found = [held]
         for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
             reads, writes = (ledger.reads[op], ledger.writes[op]) if ledger.device[op] == device else ((), ())
-            scratch = ledger.workspace[op] if ledger.device[op] == device else 0
+            scratch, given_up = ledger.workspace[op] if ledger.device[op] == device else 0, 0
             for t in writes:
-                if t in live:
-                    scratch += size[t]
-                elif replaces[t] >= 0:
+                if replaces[t] in live:
                     live.discard(replaces[t])
-                    live.add(t)
+                    given_up += size[t] if t in live else 0
+                elif t in live:
+                    scratch += size[t]
                 else:
-                    live.add(t)
                     held += size[t]
+                live.add(t)
             found.append(held + scratch)
+            held -= given_up
             released = ledger.releases.get(op, ()) if anchor < 0 else ()
             for t in gone if ledger.device[op] == device else ():
                 if t in live:
@@ -179,11 +221,14 @@ class Runs:
 def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int, int] | None = None) -> Runs:
     """The trace with ops run again before their anchors; ops that can't are left out, and what they make stays.
 
-    A collective runs again only where all members of its group do, in the same order on all devices.
+    An op that reads what has been overwritten runs again only after what makes that value (see `Values`). A
+    collective runs again only where all members of its group do, in the same order on all devices.
     prune: leave out, too, what nobody would read before it is made once more, or at all. hold: tensors
     that, once made in their place, do not go before the end of a later op.
     """
-    legal = _meeting(ledger, {a: [op for op in ops if ledger.can_run_again(op, a)] for a, ops in again.items()})
+    legal = _possible(ledger, again)
+    if (meeting := _meeting(ledger, legal)) is not legal:
+        legal = _possible(ledger, meeting)
     steps: list[tuple[int, int]] = []
     for op in range(len(ledger.reads)):
         steps += [(one, op) for one in legal.get(op, ())]
@@ -216,6 +261,19 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
     return Runs(ledger, kept, drops)
 
 
+def _possible(ledger: Ledger, again: Again) -> dict[int, list[int]]:
+    """Without reruns of what has not run, and of what reads an overwritten value that is not there again."""
+    values = Values(ledger)
+    found: dict[int, list[int]] = {}
+    for op in range(len(ledger.reads)):
+        for one in again.get(op, ()):
+            if one < op and values.can_run(one):
+                values.run(one)
+                found.setdefault(op, []).append(one)
+        values.run(op)
+    return found
+
+
 def _meeting(ledger: Ledger, again: dict[int, list[int]]) -> dict[int, list[int]]:
     """Without the collectives that not all members would join, or in another order."""
     group = ledger.trace.op_columns.group
@@ -237,13 +295,13 @@ def _meeting(ledger: Ledger, again: dict[int, list[int]]) -> dict[int, list[int]
     return again
 
 
-def backward_slice(ledger: Ledger, ops: Sequence[int], wanted: Iterable[int]) -> list[int]:
-    """Of some ops in order those that are needed, directly or not, to make the wanted tensors."""
+def backward_slice(ledger: Ledger, ops: Sequence[int], wanted: Iterable[int], there: Collection[int] = ()) -> list[int]:
+    """Of some ops in order those that are needed, directly or not, to make the wanted tensors; `there` lie there."""
     missing, found = set(wanted), []
     for op in reversed(ops):
         if not missing.isdisjoint(ledger.writes[op]):
             found.append(op)
-            missing.update(ledger.reads[op])
+            missing.update(t for t in ledger.reads[op] if t not in there)
     return found[::-1]
 
 

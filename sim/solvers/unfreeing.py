@@ -56,7 +56,7 @@ def _left_out(found: Runs, cost: Sequence[int], budget: int) -> set[int]:
 def _walk(found: Runs) -> tuple[NDArray[np.int64], Gaps]:
     """The bytes held during each step on one device, and the gaps of what runs again."""
     ledger, size = found.ledger, found.ledger.size
-    kept = set(ledger.trace.outputs)
+    kept, overwritten = set(ledger.trace.outputs), set(ledger.overwritten)
     live = {t for t, maker in enumerate(ledger.producer) if maker < 0}
     uses = [0] * len(size)
     for op, _ in found.steps:
@@ -68,18 +68,22 @@ def _walk(found: Runs) -> tuple[NDArray[np.int64], Gaps]:
     now = sum(size[t] for t in live)
     for step, ((op, anchor), gone) in enumerate(zip(found.steps, found.drops, strict=True)):
         reads, writes = ledger.reads[op], ledger.writes[op]
-        if anchor >= 0:
-            gaps[step] = [(t, went[t]) for t in writes if t not in live and uses[t]]
-        scratch = ledger.workspace[op]
+        missing = [t for t in writes if t not in live and uses[t]]
+        # what was overwritten could not have stayed
+        if anchor >= 0 and overwritten.isdisjoint(missing):
+            gaps[step] = [(t, went[t]) for t in missing]
+        scratch, given_up = ledger.workspace[op], 0
         for t in writes:
-            if t in live:
-                scratch += size[t]
-            elif ledger.replaces[t] >= 0:
+            if ledger.replaces[t] in live:
                 live.discard(ledger.replaces[t])
+                given_up += size[t] if t in live else 0
+            elif t in live:
+                scratch += size[t]
             else:
                 now += size[t]
             live.add(t)
         held[step] = now + scratch
+        now -= given_up
         for t in reads:
             uses[t] -= 1
         unread = (t for t in (*reads, *writes) if not uses[t] and ledger.producer[t] >= 0 and t not in kept)

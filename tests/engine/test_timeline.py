@@ -414,6 +414,18 @@ def test_an_op_on_another_engine_runs_beside_the_device():
     assert stalls(log)[-2:] == [("last", "engine", 50, 120), ("last", "drain", 120, 121)]
 
 
+def test_running_again_waits_for_the_first_run_on_another_engine():
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 10), b.tensor("z", 10)
+    b.op("aside", reads=[x], writes=[y], duration=100, engine="cpu")
+    b.op("main", reads=[x], writes=[z], duration=5)
+    b.op("late", reads=[y, z], duration=1)
+    log = replay(Plan(b.build(), [Recompute("aside", before="late")]), machine(cpu=True))
+    assert ("cpu", "aside", 0, 100) in spans(log, "run")
+    assert stalls(log)[:2] == [("main", "transfer", 0, 10), ("aside", "engine", 15, 100)]
+    assert ("cpu", "aside", 100, 200) in spans(log, "recompute")
+
+
 def test_carried_tensors_come_home_at_the_end():
     b = TraceBuilder()
     w = b.tensor("w", 40, "weight")

@@ -21,9 +21,12 @@ class FullRecompute(Policy):
         Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174, with a segment
         a layer.
     Bounds: activations of one layer and one tensor a layer; at most one more forward. Plans in O(ops).
-    Departs: an op that writes in place does not run again; its result stays, and so does what it needs.
+        An op that writes in place runs again where the layer makes again what it overwrites.
+    Departs: what overwrites a value of another layer does not run again, and its result stays. PyTorch would run
+        it on what it has overwritten, which gives another value. What only other layers read lies there, and
+        nothing runs again for it alone.
 
-    early_stop: run again only as far as the last op whose result backward reads, as PyTorch's
+    early_stop: run again only as far as the last op whose result the layer's backward reads, as PyTorch's
     non-reentrant checkpoint does; else the whole layer, as its reentrant one.
     skip_last: leave a layer alone whose backward follows its forward at once.
     autocast_cache: copies of weights in a narrower type stay until the forward pass ends, as PyTorch's

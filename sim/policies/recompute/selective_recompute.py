@@ -31,7 +31,8 @@ class SelectiveRecompute(Policy):
         else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
         list round every layer. Its cache also holds a product that nobody reads again until the layer's
         backward ends: here it is released with the last backward op that reads what the layer made.
-    Departs: an op that writes in place does not run again (see `full_recompute`).
+    Departs: what overwrites a kept result, or one of another layer, does not run again (see `full_recompute`); the
+        cache then holds what has been written over the product.
 
     recompute: one of the two. early_stop: run again only as far as backward needs it; None takes each
     source's way: the whole core (Megatron), or early (PyTorch). autocast_cache: copies of weights in a
@@ -99,6 +100,14 @@ def _cached(
         own = [op for op in layer.backward if not made.isdisjoint(ledger.reads[op])]
         for op in layer.forward:
             if own and op in keep:
-                gone = [t for t in ledger.writes[op] if t not in read_again and ledger.trace.last_use[t] < min(own)]
+                held = {_version(ledger, t, max(own)) for t in ledger.writes[op]} - read_again
+                gone = [t for t in sorted(held) if ledger.trace.last_use[t] < min(own)]
                 found.update(dict.fromkeys(gone, max(own)))
     return found
+
+
+def _version(ledger: Ledger, tensor: int, op: int) -> int:
+    """What lies in a tensor's storage when an op runs: the tensor, or what has overwritten it."""
+    while ledger.gone_at[tensor] < op:
+        tensor = int(ledger.trace.replaced_by[tensor])
+    return tensor

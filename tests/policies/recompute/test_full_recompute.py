@@ -85,22 +85,59 @@ def test_microbatches_of_one_layer_are_separate_regions(run):
     assert facts.peak == 30 + 50 + 10 + 10
 
 
-def test_what_reads_something_overwritten_does_not_run_again(run):
+def rectified(layer: int):
+    """make, then relu_ in place, both inside layer 0 or relu_ in another one; layer 1 comes between."""
     b = TraceBuilder()
     x = b.tensor("x", 10, "input")
-    a = b.tensor("a", 10)
-    c = b.tensor("c", 10, replaces=a)
-    d = b.tensor("d", 10)
+    a, d, e = b.tensor("a", 50), b.tensor("d", 10), b.tensor("e", 10)
+    c = b.tensor("c", 50, replaces=a)
     b.op("make", reads=[x], writes=[a], layer=0, duration=1)
-    b.op("relu_", reads=[a], writes=[c], layer=0, duration=1)
-    b.op("use", reads=[c], writes=[d], layer=0, duration=1)
-    e = b.tensor("e", 10)
-    b.op("next", reads=[d], writes=[e], layer=1, duration=1)
+    b.op("relu_", reads=[a], writes=[c], layer=layer, duration=1)
+    b.op("use", reads=[c], writes=[d], layer=layer, duration=1)
+    b.op("next", reads=[d], writes=[e], layer=5, duration=1)
     g = b.tensor("g", 10, "temporary")
-    b.op("b", phase="backward", reads=[e, c, d], writes=[g], layer=0, duration=1)
-    facts = run(b.build(outputs=[g], carry=()), "full_recompute")
-    assert "make" not in facts.rerun
-    assert "relu_" not in facts.rerun
+    b.op("b", phase="backward", reads=[e, c], writes=[g], layer=layer, duration=1)
+    return b.build(outputs=[g], carry=())
+
+
+def test_an_op_in_place_runs_again_on_what_the_layer_has_made_again(run):
+    facts = run(rectified(0), "full_recompute")
+    assert facts.rerun == ["make", "relu_"]  # not use: d is for the next layer alone, and lies there
+    assert facts.peak == run(rectified(0), "keep_all").peak == 10 + 50 + 10 + 10
+    assert facts.result.log.counters["implicit_recomputes"] == 0
+
+
+def test_what_was_overwritten_outside_the_layer_does_not_run_again(run):
+    assert run(rectified(3), "full_recompute").rerun == []  # relu_ would need make, of another layer
+
+
+def residual(read_out: bool):
+    """A block of a residual net, and the next one; its backward reads its result, as that of a relu does, or not."""
+    b = TraceBuilder()
+    x, y, z, e = (b.tensor(name, 10, "input" if name == "x" else "activation") for name in "xyze")
+    total = b.tensor("sum", 10, replaces=z)
+    out = b.tensor("out", 10, replaces=total)
+    b.op("conv1", reads=[x], writes=[y], layer=0, duration=1)
+    b.op("norm", reads=[y], writes=[z], layer=0, duration=1)
+    b.op("add_", reads=[z, x], writes=[total], layer=0, duration=1)
+    b.op("relu_", reads=[total], writes=[out], layer=0, duration=1)
+    b.op("next", reads=[out], writes=[e], layer=1, duration=1)
+    g, end = b.tensor("g", 10, "temporary"), b.tensor("end", 10, "temporary")
+    b.op("relu.b", phase="backward", reads=[out, e] if read_out else [e], writes=[g], layer=0, duration=1)
+    b.op("norm.b", phase="backward", reads=[g, y], writes=[end], layer=0, duration=1)
+    return b.build(outputs=[end], carry=())
+
+
+def test_what_only_makes_the_border_does_not_run_again(run):
+    assert run(residual(read_out=False), "full_recompute").rerun == ["conv1"]
+
+
+def test_the_whole_layer_runs_again_before_the_first_backward_op_that_reads_its_result(run):
+    # as PyTorch's checkpoint does when the first saved tensor is asked for
+    facts = run(residual(read_out=True), "full_recompute")
+    assert facts.rerun == ["conv1", "norm", "add_", "relu_"]
+    names = [facts.result.log.trace.op_columns.name[op] for op in facts.result.log.interval("op").tolist()]
+    assert names[5:] == ["conv1", "norm", "add_", "relu_", "relu.b", "norm.b"]
 
 
 def test_random_ops_run_again(run):
