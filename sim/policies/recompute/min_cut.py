@@ -24,9 +24,11 @@ class MinCut(Policy):
     Bounds: what is saved weighs no more than under any other choice of the ops that may be recomputed; at most one
         rerun of each. Planning takes well under a second for thousands of ops.
     Departs: the compiler cuts its own decomposed graph, where views are nodes. On a trace without them a value lies
-        fewer steps from backward, and kinds stand for ops: of a norm, softmax or loss each result is a node of its
-        own, as if taken apart. Ops are not fused, so recomputing a cheap one costs its time. On the platform's
-        budget nothing depends.
+        fewer steps from backward (what is kept differs by up to 4 % of the default cut on the graphs tried), and kinds
+        stand for ops: of a norm, softmax or loss each result is a node of its own, as if taken apart. What backward
+        computes without its gradient (a mask) the compiler may move into forward in order to save it; here it stays
+        where it is. Ops are not fused, so recomputing a cheap one costs its time. On the platform's budget nothing
+        depends.
 
     aggressive: ban only random and compute-intensive ops and reductions (`aggressive_recomputation`).
     regions: "graph" for one cut, "layer" for one in each layer, as if each were compiled alone.

@@ -65,8 +65,11 @@ def joint(model: nn.Module, *inputs: torch.Tensor, decomposed: bool = True, stat
 # ---- as a trace ----------------------------------------------------------------------------------
 
 
-def as_trace(graph: Joint) -> Trace:
-    """Node for node: what depends on a tangent is backward, all else forward; views are copies that touch no bytes."""
+def as_trace(graph: Joint, *, fold: bool = False) -> Trace:
+    """Node for node: what depends on a tangent is backward, all else forward; views are copies that touch no bytes.
+
+    fold: views are not there, as in the project's own traces: who reads one reads what it is a view of.
+    """
     lists = theirs.get_default_op_list()
     nodes = [node for node in graph.module.graph.nodes if node.op != "output"]
     (last,) = (node for node in graph.module.graph.nodes if node.op == "output")
@@ -89,7 +92,11 @@ def as_trace(graph: Joint) -> Trace:
             backward.add(node)
     for late in (False, True):
         for node in nodes:
-            if node.op == "call_function" and node.target is not operator.getitem and (node in backward) == late:
+            if node.op != "call_function" or (node in backward) != late or node in tensor:
+                continue
+            if fold and (lists.is_view(node) or node.target is operator.getitem):
+                tensor[node] = tensor[node.all_input_nodes[0]]
+            elif node.target is not operator.getitem:
                 _op(b, node, tensor, "backward" if late else "forward", lists)
     outputs = [tensor[node] for node in dict.fromkeys(last.args[0]) if node in tensor]
     outputs = [t for t in dict.fromkeys(outputs) if t not in {tensor[n] for n in nodes if n.op == "placeholder"}]
