@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -33,6 +34,7 @@ from workloads.capturing.building import build_trace
 from workloads.capturing.kernels import CHOICES, mapped_to_cuda
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.substitute import fake_like, fake_module
+from workloads.importers.optrace import PRODUCTS, kind_of
 
 ARGUMENTS = (
     "module",
@@ -89,7 +91,8 @@ def capture(
 
     The trace's meta says so: `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`,
     `layer_names` (a layer is a part of the module's tree up to its first number), `torch` (version),
-    `folded` (views), `on_host` (storages left out).
+    `folded` (views), `on_host` (storages left out), and where there are any `uncounted`: products, convolutions and
+    attention whose FLOPs nobody knows, so that their time is that of their bytes.
 
     Raises WorkloadError without PyTorch, for what cannot run under fake tensors, naming op and module, and
     for wrong arguments.
@@ -166,6 +169,9 @@ def capture(
         "folded": recording.folded,
         "on_host": recording.host,
     }
+    uncounted = Counter(k.op for k in recording.kernels if not k.flops and kind_of(k.op, k.phase) in PRODUCTS)
+    if uncounted:
+        meta["uncounted"] = dict(sorted(uncounted.items()))
     meta |= {key: value for key, value in (("samples", samples), ("tokens", tokens)) if value is not None}
     return build_trace(recording, meta, rounding)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sim.errors import WorkloadError, near
+from workloads.other_models import refuse_other_models
 
 FAMILIES = {
     # model_type of a config.json: the family whose ops it runs
@@ -77,6 +78,7 @@ class Config:
     matrix. biases: which linear layers have one, of "qkv", "proj" and "mlp". experts, experts_per_token,
     shared_experts, dense_layers (the first layers, without experts), expert_every (from there on every
     such layer has them), experts_form ("grouped", "loop").
+    window: tokens that attention looks back at most, 0 for all.
     published: parameters as published, 0 if unknown. source: where the sizes were published.
     """
 
@@ -104,6 +106,7 @@ class Config:
     dense_layers: int = 0
     expert_every: int = 1
     experts_form: str = "grouped"
+    window: int = 0
     published: int = 0
     source: str = ""
 
@@ -214,6 +217,7 @@ class _Reader:
         if kind not in FAMILIES:
             raise WorkloadError(f"{self.where}: model_type {kind!r} is not supported (supported: {supported})")
         family = FAMILIES[kind]
+        refuse_other_models(self.values, kind, family, self.where)
         modern = family in ("llama", "mixtral")
         hidden, heads = self.size("hidden"), self.size("heads")
         kv_heads = self.size("kv_heads", heads) if modern else heads
@@ -252,9 +256,20 @@ class _Reader:
             dense_layers=self.size("dense_layers", 0, least=0) if experts else 0,
             expert_every=self.size("expert_every", 1) if experts else 1,
             experts_form=self.choice("experts_form", FORMS, "grouped"),
+            window=self.window(kind),
             published=int(self.values.get("published_parameters", 0)),
             source=str(self.values.get("source", "")),
         )
+
+    def window(self, kind: str) -> int:
+        """Tokens of a sliding window, 0 where there is none or it is switched off."""
+        on = self.values.get("use_sliding_window", kind != "qwen2")
+        window = self.values.get("sliding_window")
+        if window is None or not on:
+            return 0
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise WorkloadError(f"{self.where}: sliding_window: needs an integer of at least 1, has {window!r}")
+        return window
 
     def biases(self, kind: str, modern: bool) -> frozenset[str]:
         if not modern:

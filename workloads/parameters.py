@@ -91,8 +91,8 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
         linear("next_sentence", c.hidden, 2, bias=True)
     else:
         weight("norm.weight", c.hidden)
-        if not c.tied:
-            weight("head.weight", c.vocabulary, c.hidden)
+    if not c.tied:
+        weight("head.weight", c.vocabulary, c.hidden)
     return weights
 
 

@@ -53,7 +53,8 @@ def transformer(
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
 
     The memory that a keep-all replay of this trace takes is that of PyTorch running Hugging Face's model.
-    Not modelled: padding and attention masks of batches with it, sliding windows, loss scaling,
+    Not modelled: padding and attention masks of batches with it, sliding windows shorter than the sequence (refused),
+    loss scaling,
     workspaces inside kernels, and what the allocator rounds.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
@@ -70,6 +71,11 @@ def transformer(
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     if c.family in ("gpt2", "bert") and sequence > c.positions:
         raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
+    if c.window and sequence > c.window:
+        raise WorkloadError(
+            f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is not "
+            f"modelled; up to {c.window} it makes no difference"
+        )
     if routing_skew < 0:
         raise WorkloadError(f"routing_skew: needs a number of at least 0, has {routing_skew!r}")
     if dropout is not None:
@@ -152,7 +158,7 @@ def _build(
 
 
 def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of GPT-2: learned positions, pre-norm layers, a norm, and the embedding as head."""
+    """The loss of GPT-2: learned positions, pre-norm layers, a norm, and a head, by default the embedding."""
     c, w, core = model.config, model.weights, model.core
     ids, labels = _inputs(tape, core)
     x = embedding(tape, "wte", ids, w["wte.weight"])
@@ -165,7 +171,8 @@ def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
         x = gpt2_layer(tape, model, f"h{i}", x)
     tape.layer = -1
     x = model.norm(tape, "ln_f", x)
-    return head_loss(tape, loss, "head", x, w["wte.weight"], labels, causal=True)
+    head = w["wte.weight" if c.tied else "head.weight"]
+    return head_loss(tape, loss, "head", x, head, labels, causal=True)
 
 
 def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
@@ -204,7 +211,8 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
     y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
     y = model.norm(tape, "transform.ln", y)
-    tokens = head_loss(tape, loss, "head", y, w["wte.weight"], labels, bias=w["head.bias"], causal=False)
+    head = w["wte.weight" if c.tied else "head.weight"]
+    tokens = head_loss(tape, loss, "head", y, head, labels, bias=w["head.bias"], causal=False)
     two = linear(tape, "next_sentence", pooled, w["next_sentence.weight"], w["next_sentence.bias"])
     sentence = cross_entropy(tape, "next_sentence.loss", two, following)
     return add(tape, "loss.add", tokens, sentence)

@@ -60,6 +60,9 @@ def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = F
 def import_(
     path: Annotated[str, typer.Argument(help="file of another tool; its format is found by its content")],
     out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    step: Annotated[
+        int | None, typer.Option(help="step of a profiler's trace, N of ProfilerStep#N; default: the last complete one")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Import a trace: PyTorch profiler or execution trace, Chakra, op-level JSON, a DTR log."""
@@ -67,7 +70,7 @@ def import_(
     from sim.trace.io import save
     from workloads import load_trace
 
-    work = load_trace(path)
+    work = load_trace(path, step=step)
     save(work, out)
     print(trace_page(work, json))
 

@@ -746,3 +746,69 @@ def test_gpt2_xl_is_captured_in_ten_seconds_and_a_gigabyte():
     assert parameters == 1_557_611_200
     assert seconds < 10
     assert memory < 10**9
+
+
+# ---- arithmetic that PyTorch's counter does not know -----------------------------------------------
+
+
+def products(trace):
+    """FLOPs of each product, convolution and attention, by phase and op."""
+    kinds = ("matmul", "attention", "conv")
+    return [(op.phase, op.name.rpartition(".")[2] or op.name, op.flops) for op in trace.ops if op.kind in kinds]
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+        self.qkv = torch.nn.Parameter(torch.empty(3, 2, 2, 8, 16))
+
+    def forward(self, x):
+        q, k, v = self.qkv * x
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, : self.wide], k, v, is_causal=False).sum()
+
+
+@pytest.mark.parametrize("wide", [8, 5])
+def test_the_cpus_flash_attention_counts_as_the_products_that_it_is(wide):
+    trace = capture(lambda: Attends(wide), (torch.empty(()),))
+    once = 2 * 2 * 2 * wide * 8 * 16  # one product of queries and keys
+    assert [flops for _, _, flops in products(trace)] == [2 * once, 5 * once]
+    assert "uncounted" not in trace.meta
+
+
+class Grouped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(4, 32, 16, dtype=torch.bfloat16))
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(x, self.w, offs=ends).float().sum()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped products")
+def test_products_of_experts_count_each_row_once():
+    x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    trace = capture(Grouped, (x, torch.tensor([16, 32, 48, 64], dtype=torch.int32)))
+    assert [flops for _, _, flops in products(trace)] == [2 * 64 * 32 * 16] * 3
+
+
+class Sums(torch.nn.Module):
+    """Products in the forms that einsum and friends are lowered to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.empty(*shape)) for shape in ((3, 4, 5), (3, 5, 6)))
+
+    def forward(self, v, start):
+        lowered = torch.einsum("gij,gjk->gik", self.a, self.b).sum()
+        added = torch.addbmm(start, self.a, self.b).sum() + torch.baddbmm(start.expand(3, 4, 6), self.a, self.b).sum()
+        return lowered + added + torch.mv(self.a[0], v).sum()
+
+
+def test_every_form_of_a_product_has_flops():
+    trace = capture(Sums, (torch.empty(5), torch.empty(4, 6)))
+    whole = 2 * 3 * 4 * 5 * 6
+    forward = [flops for phase, _, flops in products(trace) if phase == "forward"]
+    assert forward == [whole, whole, whole, 2 * 4 * 5]
+    assert all(flops for _, _, flops in products(trace))
+    assert "uncounted" not in trace.meta

@@ -327,7 +327,8 @@ def test_calls_nested_five_thousand_deep_are_read(folder: Path) -> None:
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": i, "dur": 2 * (count - i), "args": {}}
         for i in range(count)
     ]
-    trace = read(json.dumps({"traceEvents": rows}).encode(), folder)
+    held = {"ph": "i", "name": "[memory]", "ts": 1, "args": {"Bytes": 8, "Addr": 1, "Total Allocated": 8}}
+    trace = read(json.dumps({"traceEvents": [*rows, held]}).encode(), folder)
     assert isinstance(trace, Trace)
     nodes = [{"id": i + 1, "name": "f", "ctrl_deps": i, "inputs": [], "outputs": []} for i in range(count)]
     assert isinstance(read(json.dumps({"schema": "1", "nodes": nodes}).encode(), folder), Trace)

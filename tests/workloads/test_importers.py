@@ -150,7 +150,7 @@ def test_what_was_allocated_before_the_recording_stays_or_goes_as_recorded(tmp_p
 def test_a_callers_own_time_is_an_op_only_if_it_is_the_longest(tmp_path: Path) -> None:
     wrapper = (call("aten::linear", 0, 10), call("aten::t", 1, 2), call("aten::addmm", 3, 6))
     worker = (call("aten::norm", 20, 30), call("aten::copy_", 21, 4), call("aten::empty", 40, 1))
-    trace = chrome(tmp_path, *wrapper, *worker)
+    trace = chrome(tmp_path, *wrapper, *worker, memory(60, 8, 1, 8))
     assert [(op.name.split(".")[1], op.duration) for op in trace.ops] == [
         ("aten::addmm", 10_000),
         ("aten::copy_", 5_000),
@@ -200,6 +200,71 @@ def test_backward_ops_read_what_their_forward_op_touched(tmp_path: Path) -> None
     backward = trace.ops[-1]
     assert (backward.phase, backward.name) == ("backward", "3.aten::sigmoid_backward")
     assert set(backward.reads) == {trace.ops[2].writes[0], trace.ops[0].writes[0]}
+
+
+def step(number: int, start: float, span: float) -> dict[str, Any]:
+    return {**call(f"ProfilerStep#{number}", start, span), "cat": "user_annotation"}
+
+
+def two_steps_and_a_bit() -> list[dict[str, Any]]:
+    """Step 3 holds 600 B at most, step 4 900 B beside 100 B of before; step 5 is cut off after its first op."""
+    return [
+        *(step(3, 0, 100), step(4, 100, 100), step(5, 200, 11)),
+        *(call("aten::mm", 10, 5), memory(11, 600, 1, 600), call("aten::mul", 20, 5), memory(21, -500, 1, 100)),
+        *(call("aten::mul", 30, 5), call("aten::mul", 40, 5)),
+        *(call("aten::mm", 110, 5), memory(111, 900, 2, 1000), call("aten::mul", 120, 7), memory(121, -900, 2, 100)),
+        *(call("aten::mul", 130, 5), call("aten::mul", 140, 5)),
+        *(call("aten::mm", 210, 5), memory(210.5, 5000, 3, 5100)),
+    ]
+
+
+def test_one_step_of_a_profile_is_read_by_default_the_last_complete_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.json", {"traceEvents": two_steps_and_a_bit()})
+    last = load_trace(path)
+    assert (last.meta["step"], last.meta["steps"]) == (4, [3, 4, 5])
+    assert [op.duration for op in last.ops] == [5000, 7000, 5000, 5000]
+    assert peak(last) == 1000
+    assert peak(load_trace(path, step=3)) == 600
+    assert peak(read_chrome(path, step=5)) == 5100
+    with pytest.raises(TraceError, match=r"t\.json: step 7: is not in it; there are 3, 4, 5"):
+        load_trace(path, step=7)
+
+
+def test_a_step_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.json", {"traceEvents": [call("aten::mm", 10, 5), memory(11, 8, 1, 8)]})
+    assert "step" not in load_trace(path).meta
+    with pytest.raises(TraceError, match="no step is marked in it"):
+        load_trace(path, step=1)
+    for name in ("smallcnn.et.json.gz", "resnet-50.optrace.json.gz"):
+        with pytest.raises(TraceError, match="step 1: only a profiler's Chrome JSON has steps"):
+            load_trace(DATA / name, step=1)
+
+
+def test_a_profile_without_memory_is_refused_naming_what_to_record(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="profile_memory=True, record_shapes=True"):
+        chrome(tmp_path, call("aten::mm", 10, 5))
+
+
+def test_products_whose_flops_the_shapes_do_not_tell_are_noted(tmp_path: Path) -> None:
+    known = call("aten::mm", 10, 5, **shapes([2, 4], [4, 8]))
+    trace = chrome(tmp_path, known, call("aten::mm", 20, 5), call("aten::mul", 30, 5), memory(11, 8, 1, 8))
+    assert trace.meta["uncounted"] == {"aten::mm": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "flops"),
+    [
+        ("aten::_grouped_mm", [(64, 32), (4, 32, 16), (4,)], 2 * 64 * 32 * 16),
+        ("aten::_grouped_mm", [(32, 64), (64, 16), (4,)], 2 * 64 * 32 * 16),
+        ("aten::_grouped_mm", [(4, 16, 32), (4, 32, 8)], 4 * 2 * 16 * 32 * 8),
+        ("aten::addbmm", [(3, 5), (2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+        ("aten::mv", [(3, 4), (4,)], 2 * 3 * 4),
+        ("aten::addmv", [(3,), (3, 4), (4,)], 2 * 3 * 4),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", [(2, 3, 8, 16)] * 3, 4 * 2 * 3 * 8 * 8 * 16),
+    ],
+)
+def test_flops_of_products_that_the_counter_of_pytorch_does_not_know(name: str, shapes: Any, flops: int) -> None:
+    assert flops_of(name, shapes, ()) == flops
 
 
 # ---- execution traces --------------------------------------------------------------------------------

@@ -158,6 +158,66 @@ def test_a_bad_key_is_named_with_its_file(change, parts):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("num_local_experts", 8),
+        ("n_routed_experts", 64),
+        ("kv_lora_rank", 512),
+        ("q_lora_rank", 1536),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("use_qk_norm", True),
+        ("partial_rotary_factor", 0.5),
+        ("layer_types", ["full_attention", "linear_attention"]),
+        ("sliding_window", "4096"),
+    ],
+)
+def test_a_key_that_makes_another_model_is_refused_and_not_passed_over(key, value):
+    with pytest.raises(WorkloadError, match=rf"m\.json: {key}: ") as error:
+        parse_config({"model_type": "llama", **LLAMA, key: value}, "m", "m.json")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        *({"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization_config": None}, {"num_local_experts": 1}),
+        *({"sliding_window": None}, {"partial_rotary_factor": 1.0}, {"layer_types": ["full_attention"]}),
+        *({"rope_scaling": {"type": "linear"}}, {"bos_token_id": 1}, {"transformers_version": "5.0"}),
+    ],
+)
+def test_a_key_that_changes_no_op_changes_nothing(same):
+    plain = parse_config({"model_type": "llama", **LLAMA}, "m")
+    assert parse_config({"model_type": "llama", **LLAMA, **same}, "m") == plain
+
+
+def test_a_window_shorter_than_the_sequence_is_refused_and_a_longer_one_is_no_window():
+    config = {"model_type": "mistral", **LLAMA, "sliding_window": 32}
+    assert transformer(config, batch=1, sequence=32)
+    with pytest.raises(WorkloadError, match="sequence: 33 is longer than the sliding window of 32 tokens"):
+        transformer(config, batch=1, sequence=33)
+    assert parse_config({**config, "model_type": "qwen2"}, "m").window == 0  # switched off there unless it says so
+    assert parse_config({**config, "model_type": "qwen2", "use_sliding_window": True}, "m").window == 32
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "qwen2", "mixtral"])
+def test_a_head_that_is_not_the_embedding_is_a_matrix_of_its_own(kind):
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
+    config = {"model_type": kind, "max_position_embeddings": 16, **LLAMA, **more}
+    tied, apart = ({**config, "tie_word_embeddings": on} for on in (True, False))
+    matrix = config["vocab_size"] * config["hidden_size"]
+    counts = [parameter_count(parse_config(each, "m")) for each in (tied, apart)]
+    assert counts[1] - counts[0] == matrix
+    traces = [transformer(each, batch=2, sequence=8, precision="fp32") for each in (tied, apart)]
+    weights = [
+        sum(t.bytes for t in trace.tensors if t.role == "weight" and trace.producer[t.id] < 0) for trace in traces
+    ]
+    assert weights[1] - weights[0] == 4 * matrix
+    assert [trace.meta["parameters"] for trace in traces] == counts
+
+
 def test_more_experts_than_there_are_cannot_be_chosen():
     with pytest.raises(WorkloadError, match="num_experts_per_tok 9 of 8"):
         parse_config({"model_type": "mixtral", **LLAMA, "num_local_experts": 8, "num_experts_per_tok": 9}, "m")

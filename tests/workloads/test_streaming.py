@@ -195,15 +195,16 @@ def test_a_long_row_is_decoded_a_few_times_only(monkeypatch: pytest.MonkeyPatch)
 # ---- formats -------------------------------------------------------------------------------------------
 
 CALL = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 2, "args": {}}
+HELD = {"ph": "i", "name": "[memory]", "ts": 1, "args": {"Bytes": 8, "Addr": 1, "Total Allocated": 8}}
 NODE = {"id": 1, "name": "aten::mm", "inputs": [[1, 1, 0, 4, 4, "cpu"]], "outputs": [[2, 2, 0, 4, 4, "cpu"]]}
 
 
 @pytest.mark.parametrize(
     ("document", "kind"),
     [
-        ({"traceEvents": [CALL], "z": {"a": [1]}}, "chrome"),
-        ({"z": {"a": [1]}, "nodes": 0, "traceEvents": [CALL]}, "chrome"),
-        ([{"ph": "M"}, CALL], "chrome"),
+        ({"traceEvents": [CALL, HELD], "z": {"a": [1]}}, "chrome"),
+        ({"z": {"a": [1]}, "nodes": 0, "traceEvents": [CALL, HELD]}, "chrome"),
+        ([{"ph": "M"}, CALL, HELD], "chrome"),
         ({"schema": "1.0.1", "nodes": [{**NODE, "op_schema": "mm(Tensor a) -> Tensor"}]}, "execution trace"),
         ({"nodes": [{**NODE, "op_schema": "mm(Tensor a) -> Tensor"}], "schema": "1.0.1"}, "execution trace"),
         ({"nodes": [{"id": 1, "name": "a", "type": 4, "data_deps": []}], "x": 1}, "chakra"),
@@ -282,7 +283,7 @@ def filled(kind: str, count: int) -> str:
         call = {"id": 1, "name": "f", "inputs": [[1, 1, 0, 4, 4, "cpu"]], "outputs": [[2, 2, 0, 4, 4, "cpu"]]}
         nodes = [call, *({"id": i + 2, "name": "f", "inputs": [], "outputs": [], "x": EXTRA} for i in range(count))]
         return '{"schema": "1", "nodes": [' + ",\n".join(map(json.dumps, nodes)) + "]}"
-    rows = "[" + ",\n".join(map(json.dumps, [CALL, *[unused] * count])) + "]"
+    rows = "[" + ",\n".join(map(json.dumps, [CALL, HELD, *[unused] * count])) + "]"
     return rows if kind == "bare array" else f'{{"traceEvents": {rows}}}'
 
 

@@ -76,21 +76,3 @@ def mapped_to_cuda(count: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of a dispatched op by `torch.utils.flop_counter`, which counts products, convolutions and attention.
-
-    Recurrent layers, which it does not know, are counted here: each step multiplies its input and its state
-    by the weights, and backward does so twice. All other ops count as none: bytes decide their time.
-    """
-    packet = func._overloadpacket
-    if packet in registry:
-        return int(registry[packet](*args, **kwargs, out_val=out))
-    name = str(packet)
-    if name.startswith("aten.mkldnn_rnn_layer"):
-        x, w_input, w_state = args[0], args[1], args[2]
-        steps = int(x.shape[0] * x.shape[1])
-        once = 2 * steps * int(w_input.numel() + w_state.numel())
-        return 2 * once if name.endswith("backward") else once
-    return 0

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError
-from workloads.capturing.kernels import flops_of
+from workloads.capturing.arithmetic import flops_of
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
 

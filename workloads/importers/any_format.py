@@ -36,14 +36,15 @@ FIRST_ROWS, FIRST_BYTES = 100, 1 << 20
 """Rows that are looked at for what they are."""
 
 
-def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
+def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
     """A trace from a file of any format in `FORMATS`, told by its content; gzip is unpacked.
 
     The rows of Chrome JSON, execution traces and DTR logs are read one after another; op-trace-1 and Chakra are held
     whole while they are read.
 
-    max_bytes: most bytes to read, after unpacking. Raises TraceError, one line that names the file and what is wrong
-    with it, or lists the formats where it is none of them.
+    max_bytes: most bytes to read, after unpacking. step: which step of a profiler's Chrome JSON, by its number there;
+    None for the last complete one. Raises TraceError, one line that names the file and what is wrong with it, or lists
+    the formats where it is none of them.
     """
     try:
         if not Path(path).exists() and rank_files(path):
@@ -51,6 +52,8 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
     except ValueError as error:  # a name with a zero byte
         raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
     start = read_start(path, START).lstrip()
+    if step is not None and start[:1] not in (b"{", b"["):
+        raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps")
     if not start:
         raise _unknown(path, "it is empty")
     if start[:1] not in (b"{", b"["):
@@ -68,10 +71,10 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> T
             raise TraceError(f"{path}: cannot be read: {error}") from None
     if re.match(rb'\{[^\n]*"INSTRUCTION"\s*:', start):
         return read_dtr(path, max_bytes=max_bytes)
-    return _from_json(path, start, max_bytes)
+    return _from_json(path, start, max_bytes, step)
 
 
-def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int) -> Trace:
+def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None) -> Trace:
     """A trace from a JSON document, or several after each other, told by its keys."""
     with open_document(path, max_bytes) as document:
         try:
@@ -81,7 +84,9 @@ def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int) -> Tr
                 raise
             kind, rows = "chakra", ()
         if kind == "chrome":
-            return build_chrome(rows, str(path))
+            return build_chrome(rows, str(path), step)
+        if step is not None:
+            raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps; this is {kind}")
         if kind == "execution trace":
             return build_execution_trace(rows, document.about, str(path))
     if kind == FORMAT:

@@ -65,10 +65,15 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
     """
     base = name.rsplit("::", 1)[-1].split(".")[0]
     dims = [tuple(shape) for shape in inputs]
-    if base in ("mm", "bmm"):
+    if base in ("mm", "bmm", "_int_mm"):
         return _product(*dims[:2])
-    if base in ("addmm", "baddbmm", "_addmm_activation"):
+    if base in ("addmm", "baddbmm", "_addmm_activation", "addbmm"):
         return _product(*dims[1:3])
+    if base in ("mv", "addmv"):
+        matrix = dims[1 if base == "addmv" else 0] if len(dims) > 1 else ()
+        return 2 * math.prod(matrix) if len(matrix) == 2 else 0
+    if "grouped_mm" in base:
+        return _grouped_product(*dims[:2])
     if "convolution" in base or base in ("conv1d", "conv2d", "conv3d"):
         backward = "backward" in base
         shapes = [shape for shape in dims if len(shape) >= 3]
@@ -84,6 +89,14 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
             return 0
         return (10 if backward else 4) * math.prod(query) * key[2]
     return 0
+
+
+def _grouped_product(*pair: tuple[int, ...]) -> int:
+    """Rows, or terms of a sum, that are dealt out to groups: each is multiplied once."""
+    if len(pair) != 2 or not {len(pair[0]), len(pair[1])} <= {2, 3}:
+        return 0
+    groups = pair[0][0] if len(pair[0]) == len(pair[1]) == 3 else 1
+    return 2 * groups * pair[0][-2] * pair[0][-1] * pair[1][-1]
 
 
 def _product(*pair: tuple[int, ...]) -> int:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, ITEM_BYTES, flops_of, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
-from workloads.importers.optrace import RANDOM
+from workloads.importers.optrace import PRODUCTS, RANDOM
 from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
 from workloads.importers.storages import Storages
 from workloads.importers.streaming import open_document
@@ -40,6 +41,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 KEPT = ("Sequence number", "Input type", "Input Dims")
 """Arguments of a call that are used; the others are not held."""
+MARK = re.compile(r"ProfilerStep#(\d{1,12})")
 MOST_INPUTS = 4096
 MOST_TOUCHED = 64
 """Storages remembered for one sequence number."""
@@ -89,26 +91,51 @@ class _Part:
             self.released.append(storage)
 
 
-def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from a PyTorch profiler's Chrome JSON.
+def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
+    """A trace of one step from a PyTorch profiler's Chrome JSON.
 
+    step: which one, by the N of the profiler's mark `ProfilerStep#N`; None for the last that is complete. A recording
+    without marks is one step. meta["steps"] says which there are, meta["step"] which it is.
     The device whose allocations add up to most is taken; events of others are counted in meta["left_out"].
     Raises TraceError naming the file and the entry.
     """
     with open_document(path, max_bytes) as document:
         document.find("traceEvents")
-        return build_chrome(document.rows("traceEvents"), str(path))
+        return build_chrome(document.rows("traceEvents"), str(path), step)
 
 
-def build_chrome(rows: Iterable[Any], path: str) -> Trace:
+def build_chrome(rows: Iterable[Any], path: str, step: int | None = None) -> Trace:
     """As `read_chrome`, of its events, which are read once and not held. Errors do not name the file."""
-    return _Reader(path, rows).trace()
+    return _Reader(path, rows, step).trace()
+
+
+def _steps(calls: list[Call]) -> dict[int, tuple[int, int, int]]:
+    """Per step that the profiler marked its begin and end in ns, and how many ops began in it."""
+    marks = {int(found[1]): call for call in calls if not call.is_op and (found := MARK.fullmatch(call.name))}
+    starts = sorted(call.start for call in calls if call.is_op)
+    return {
+        number: (call.start, call.end, bisect_left(starts, call.end) - bisect_left(starts, call.start))
+        for number, call in sorted(marks.items())
+    }
+
+
+def _chosen(steps: dict[int, tuple[int, int, int]], step: int | None) -> int | None:
+    """The step that is meant, None where none is marked. One of less than half of the most ops is not complete."""
+    if step is not None:
+        if step not in steps:
+            known = f"there are {', '.join(map(str, steps))}" if steps else "no step is marked in it"
+            raise TraceError(f"step {step}: is not in it; {known}")
+        return step
+    most = max((ops for _, _, ops in steps.values()), default=0)
+    complete = [number for number, (_, _, ops) in steps.items() if ops and 2 * ops >= most]
+    return complete[-1] if complete else None
 
 
 class _Reader:
-    def __init__(self, path: str, rows: Iterable[Any]) -> None:
+    def __init__(self, path: str, rows: Iterable[Any], step: int | None) -> None:
         self.left_out: Counter[str] = Counter()
         self.assumed: Counter[str] = Counter()
+        self.uncounted: Counter[str] = Counter()
         self.calls: list[Call] = []
         self.threads: dict[tuple[str, str], tuple[str, str]] = {}
         self.launches: dict[Any, tuple[int, Any]] = {}
@@ -119,12 +146,26 @@ class _Reader:
                 self._take(row, f"event {i}", by_device)
             else:
                 self.left_out["events that are no object"] += 1
+        steps = _steps(self.calls)
+        chosen = _chosen(steps, step)
+        has_memory = any(by_device.values())
+        if chosen is not None:
+            start, end, _ = steps[chosen]
+            self.calls = [call for call in self.calls if start <= call.start < end]
+            by_device = {
+                device: [event for event in events if start <= event.time < end] for device, events in by_device.items()
+            }
         amount = {device: sum(abs(e.bytes) for e in events) for device, events in by_device.items()}
         device = max(by_device, key=lambda d: amount[d], default=(0, -1))
         self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
         self.left_out["memory events of other devices"] = sum(map(len, by_device.values())) - len(self.events)
         if not self.calls:
             raise TraceError("no CPU op in it: record with ProfilerActivity.CPU")
+        if not has_memory:
+            raise TraceError(
+                "no memory events in it, so that nothing is known of any tensor: record with "
+                "profile(profile_memory=True, record_shapes=True)"
+            )
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
         if not self.line.units:
@@ -134,6 +175,8 @@ class _Reader:
             "source": f"import of {os.path.basename(path)}",
             "format": "chrome",
         }
+        if chosen is not None:
+            self.meta |= {"step": chosen, "steps": list(steps)}
         self.meta |= {"device": f"{device[0]}:{device[1]}", "memory_events": len(self.events)}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
@@ -254,6 +297,8 @@ class _Reader:
         units = self.line.units
         self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
+        if self.uncounted:
+            self.meta["uncounted"] = dict(sorted(self.uncounted.items()))
         start = min(c.start for c in self.calls if c.is_op)
         end = max(c.end for c in self.calls if c.is_op)
         self.meta["recorded_ns"] = end - start
@@ -291,13 +336,17 @@ class _Reader:
             touched = self.touched_by_sequence.setdefault(sequence, [])
             touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
         if part.first or writes or part.released or part.workspace:
+            kind = kind_of(call.name, phase)
+            flops = flops_of(call.name, [shape for shape, _ in inputs], ()) if part.first else 0
+            if part.first and not flops and kind in PRODUCTS:
+                self.uncounted[call.name] += 1
             self.builder.op(
                 f"{part.unit}.{call.name}" + ("" if part.first else f".part{self.later}"),
-                kind_of(call.name, phase),
+                kind,
                 reads=list(dict.fromkeys(reads)),
                 writes=writes,
                 phase=phase,
-                flops=flops_of(call.name, [shape for shape, _ in inputs], ()) if part.first else 0,
+                flops=flops,
                 workspace=part.workspace,
                 random=bool(RANDOM.search(call.name)),
                 duration=duration,

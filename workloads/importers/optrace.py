@@ -34,9 +34,11 @@ PHASES = {"forward": "forward", "recompute": "backward", "backward": "backward",
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "int8": "int8"}
 KINDS = (
     (r"attention", "attention"),
-    (r"(^|\.)(_?scaled_|_flash|_efficient)", "attention"),
-    (r"\.(mm|addmm|bmm|baddbmm|linear|matmul|_grouped_mm)\b", "matmul"),
-    (r"convolution", "conv"),
+    (r"(^|\.)(_?scaled_(?!mm|grouped_mm)|_flash|_efficient)", "attention"),
+    (r"\._scaled_(grouped_)?mm", "matmul"),
+    (r"\.(mm|addmm|bmm|baddbmm|addbmm|linear|mkldnn_linear|matmul|mv|addmv|_addmm_activation|_int_mm)\b", "matmul"),
+    (r"\.(_scaled)?_?grouped_mm", "matmul"),
+    (r"convolution|conv_depthwise|slow_conv", "conv"),
     (r"_log_softmax|nll_loss|cross_entropy", "loss"),
     (r"softmax", "softmax"),
     (r"norm", "norm"),
@@ -46,6 +48,8 @@ KINDS = (
     (r"\.(sum|mean|amax|argmax|topk)\b", "reduce"),
     (r"\.(copy_|clone|_to_copy|cat|split|index_select|contiguous)\b", "copy"),
 )
+PRODUCTS = ("matmul", "conv", "attention")
+"""Kinds of op that have FLOPs."""
 RANDOM = re.compile(r"dropout|bernoulli|rand|multinomial")
 ROUNDING = 512
 

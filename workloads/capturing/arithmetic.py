@@ -1,0 +1,89 @@
+"""The arithmetic of each dispatched op: FLOPs of products, convolutions, attention and recurrent layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+Formula = Callable[[Sequence[Any]], int]
+"""FLOPs of an op from its arguments, 2 a multiply-add."""
+
+
+def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of a dispatched op.
+
+    `torch.utils.flop_counter` knows most products, convolutions and attention; those that it does not know are counted
+    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time.
+    """
+    packet = func._overloadpacket
+    if packet in registry:
+        return int(registry[packet](*args, **kwargs, out_val=out))
+    name = str(packet).rpartition(".")[2]
+    formula = next((formula for pattern, formula in FORMULAS if re.fullmatch(pattern, name)), None)
+    if formula is None:
+        return 0
+    given = [*args, *kwargs.values()]
+    if formula is _convolution:
+        return int(2 * out.numel() * prod(args[1].shape[1:]))
+    return int(formula([x for x in given if hasattr(x, "shape")]))
+
+
+def _grouped(tensors: Sequence[Any]) -> int:
+    """Each row of the first with the matrix of its group: the rows, or the terms of a sum, are dealt out to groups."""
+    a, b = tensors[0].shape, tensors[1].shape
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return int(2 * groups * a[-2] * a[-1] * b[-1])
+
+
+def _product(first: int) -> Formula:
+    """The product of two matrices, or of a batch of them, that stand at `first`."""
+
+    def flops(tensors: Sequence[Any]) -> int:
+        a, b = tensors[first].shape, tensors[first + 1].shape
+        return int(2 * prod(a) * (b[-1] if len(b) > 1 else 1))
+
+    return flops
+
+
+def _linear(tensors: Sequence[Any]) -> int:
+    x, weight = tensors[0].shape, tensors[1].shape
+    return int(2 * prod(x) * weight[0])
+
+
+def _attention(tensors: Sequence[Any]) -> int:
+    """Queries times keys, and weights times values."""
+    q, k, v = (x.shape for x in tensors[:3])
+    return int(2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]))
+
+
+def _attention_backward(tensors: Sequence[Any]) -> int:
+    """The first product once more, and two for each of the forward pass's: gradients of weights, v, q and k."""
+    q, k, v = (x.shape for x in tensors[1:4])
+    return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
+
+
+def _recurrent(tensors: Sequence[Any]) -> int:
+    """Each step multiplies its input and its state by the weights."""
+    x, w_input, w_state = tensors[:3]
+    return 2 * int(x.shape[0] * x.shape[1]) * int(w_input.numel() + w_state.numel())
+
+
+def _convolution(tensors: Sequence[Any]) -> int:
+    raise NotImplementedError("counted from what it makes")
+
+
+FORMULAS: tuple[tuple[str, Formula], ...] = (
+    (r"_(scaled_)?grouped_mm(_v2)?|grouped_mm\w*", _grouped),
+    (r"mv|dot|vdot|_int_mm|_weight_int\w*pack_mm\w*|_weight_norm_mm", _product(0)),
+    (r"addmv|addbmm|_addmm_activation|_sparse_addmm", _product(1)),
+    (r"mkldnn_linear|_linear_pointwise|_mkl_linear", _linear),
+    (r"_scaled_dot_product_(flash_attention_for_cpu|fused_attention_overrideable)", _attention),
+    (r"_scaled_dot_product_(flash_attention_for_cpu|fused_attention_overrideable)_backward", _attention_backward),
+    (r"mkldnn_rnn_layer", _recurrent),
+    (r"mkldnn_rnn_layer_backward", lambda tensors: 2 * _recurrent(tensors)),
+    (r"mkldnn_convolution|_conv_depthwise2d|slow_conv3d_forward|conv_depthwise3d", _convolution),
+)
+"""Names of ops that the counter does not know, and what they compute. Backward counts twice the forward, but for
+attention, which computes its weights once more."""
