@@ -11,8 +11,9 @@ import pytest
 from docs.recompute_parts import cases, measure, results, text
 from sim.experiment import Prices
 from sim.policies import family, names
+from sim.solvers.least_bytes import least_bytes
+from sim.solvers.moment_search import MomentSearch
 from sim.solvers.runs import Ledger
-from sim.solvers.turning import Turn, least_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {name for name in names() if family(name) == "recompute"}
@@ -90,9 +91,10 @@ def test_bound_and_floor_are_what_is_computed_now(found, traces):
     for job, result in found.items():
         ledger = Ledger(traces[job])
         assert least_bytes(ledger) == result.job["floor_bytes"]
-        turn = Turn(ledger, Prices(traces[job], cases.platform()).op_ns)
+        prices = Prices(traces[job], cases.platform())
+        search = MomentSearch(ledger, [prices.op_ns(op) for op in range(len(ledger.reads))])
         budget, bound = result.job["bounds"][len(result.job["bounds"]) // 2]
-        assert turn.least(budget).bound == pytest.approx(bound, rel=1e-5)
+        assert cases.proven(search, budget) == pytest.approx(bound, rel=1e-5)
 
 
 def test_no_plan_lies_below_the_bound_or_above_its_budget(found):

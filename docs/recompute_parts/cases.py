@@ -12,8 +12,9 @@ from sim.experiment import Prices, reference_run
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.policies import family, names
+from sim.solvers.least_bytes import least_bytes
+from sim.solvers.moment_search import LEVELS, MomentSearch
 from sim.solvers.runs import Ledger
-from sim.solvers.turning import Turn, least_bytes
 from sim.trace.graph import Trace
 from workloads import transformer
 
@@ -22,6 +23,8 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.55, 0.8)
 """Budgets, as parts of the way from the proven floor up to what keeping everything needs."""
 BOUNDS = 40
 """Points of the curve of the bound."""
+MOMENTS = 3
+"""Programs that look for the moments of each of them."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,10 @@ def facts(name: str, job: Job) -> dict[str, Any]:
     peak = peak_bytes(log)[card.home(0).name]
     ledger, prices = Ledger(trace), Prices(trace, card)
     floor = least_bytes(ledger)
-    turn = Turn(ledger, prices.op_ns)
+    search = MomentSearch(ledger, [prices.op_ns(op) for op in range(len(ledger.reads))])
     budgets = {budget_at(floor, peak, i / BOUNDS) for i in range(BOUNDS + 1)}
     budgets |= {budget_at(floor, peak, share) for share in SHARES}
-    bounds = [(budget, turn.least(budget)) for budget in sorted(budgets)]
+    bounds = [(budget, proven(search, budget)) for budget in sorted(budgets)]
     from sim.experiment import problem_for
 
     return {
@@ -140,8 +143,13 @@ def facts(name: str, job: Job) -> dict[str, Any]:
         "static_bytes": sum(ledger.size[t] for t, maker in enumerate(ledger.producer) if maker < 0),
         "floor_bytes": floor,
         "capacity_bytes": card.home(0).nominal,
-        "bounds": [[budget, least.bound] for budget, least in bounds if least is not None],
+        "bounds": [[budget, bound] for budget, bound in bounds if bound is not None],
     }
+
+
+def proven(search: MomentSearch, budget: int) -> int | None:
+    """The bound, ns, from the moments that a search of a few programs meets first; None where nothing fits."""
+    return search.bound(search.dive(budget, LEVELS[0], MOMENTS).moments, budget)
 
 
 def activation_bytes(log: Any) -> int:

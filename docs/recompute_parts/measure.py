@@ -280,8 +280,8 @@ def deep(only: Iterable[Entry] | None = None) -> list[Row]:
 def _ends(trace: Trace) -> tuple[int, int]:
     """Peak without a limit, and the proven floor."""
     from sim.analysis.peak_memory import peak_bytes
+    from sim.solvers.least_bytes import least_bytes
     from sim.solvers.runs import Ledger
-    from sim.solvers.turning import least_bytes
 
     card = platform()
     return peak_bytes(reference_run(trace, card))[card.home(0).name], least_bytes(Ledger(trace))

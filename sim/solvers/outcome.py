@@ -83,13 +83,14 @@ def planned(
 
 
 def refused(
-    problem: Problem, policy: str, least: Runs, *, proven: bool, smallest: bool, plans: str = STAGED
+    problem: Problem, policy: str, least: Runs | int, *, proven: bool, smallest: bool, plans: str = STAGED
 ) -> Infeasible:
-    """The error. proven: that no plan of the class fits. least: one that would in more; smallest: proven so for it.
+    """The error. proven: that no plan of the class fits. least: one that would in more, or the bytes that would do;
+    smallest: proven so for it.
 
     plans: the class. Plans outside it may fit in less.
     """
-    floor = least.peak()
+    floor = least if isinstance(least, int) else least.peak()
     what = "no plan of this class fits" if proven else "no plan was found that fits"
     more = "is the smallest budget that does" if proven and smallest else "would do"
     return Infeasible(

@@ -4,21 +4,20 @@ As Checkmate does it (Jain et al., MLSys 2020): first what is kept, by a thresho
 value with the chance that the relaxation gives it; then the fewest reruns for that. Because a rounded plan may
 hold more than the budget, the relaxation is solved for less, too. Departs: all thresholds that matter are tried, for
 several budgets down to the least that the relaxation allows, where the public code takes nine tenths of
-the budget alone; and in plans that fit, what need not go stays (`sim.solvers.unfreeing`).
+the budget alone.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from sim.plan import Problem
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import rerun_ns
 from sim.solvers.runs import Ledger, Runs, runs
-from sim.solvers.unfreeing import unfreed
 
 FINEST = 40  # thresholds that are tried
 DRAWS = 10  # random roundings of each relaxation
@@ -30,15 +29,18 @@ Stages = Sequence[Sequence[int]]
 """Per stage the nodes that run again."""
 
 
-def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | None, int | None]:
+def by_rounding(
+    problem: Problem, ledger: Ledger, nodes: Nodes, finish: Callable[[Runs], Runs] = lambda found: found
+) -> tuple[Runs | None, int | None]:
     """The cheapest plan by rounding that fits, and the bound on ns of reruns; None where there is none.
 
-    The relaxation is solved for less and less, as long as what its answer rounds to gets cheaper.
+    The relaxation is solved for less and less, as long as what its answer rounds to gets cheaper. finish: what
+    is done to a plan that fits before it is compared.
     """
     room = problem.budget - nodes.outside
     relaxed = Program(nodes, room).relax()
     bound = relaxed.bound if relaxed else None
-    search = _Cheapest(problem, ledger, nodes)
+    search = _Cheapest(problem, ledger, nodes, finish)
     floor = Program(nodes, None).relax() if relaxed else None
     low = max(floor.room if floor else room, int(room * LOWEST))
     for i in range(BUDGETS if low < room else 1):
@@ -55,20 +57,19 @@ def by_rounding(problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs | 
 class _Cheapest:
     """The cheapest plan so far that fits. cost: ns of reruns of the cheapest as it was rounded."""
 
-    def __init__(self, problem: Problem, ledger: Ledger, nodes: Nodes) -> None:
-        self.problem, self.ledger, self.nodes = problem, ledger, nodes
-        self.op_ns = [problem.cost.op_ns(op) for op in range(len(ledger.reads))]
+    def __init__(self, problem: Problem, ledger: Ledger, nodes: Nodes, finish: Callable[[Runs], Runs]) -> None:
+        self.problem, self.ledger, self.nodes, self.finish = problem, ledger, nodes, finish
         self.best: Runs | None = None
         self.cost: float = math.inf
 
     def look(self, stages: Stages) -> None:
-        """Keep a plan if it is cheaper, and fits, without the reruns whose results can stay instead."""
+        """Keep a plan if it is cheaper, and fits."""
         found = runs(self.ledger, self.nodes.again(stages), prune=True)
         cost = rerun_ns(self.problem, found)
         if cost >= self.cost or found.peak() > self.problem.budget:
             return
         self.cost = cost
-        found = unfreed(found, self.op_ns, self.problem.budget)
+        found = self.finish(found)
         if self.best is None or rerun_ns(self.problem, found) < rerun_ns(self.problem, self.best):
             self.best = found
 

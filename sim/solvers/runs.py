@@ -140,12 +140,14 @@ class Runs:
     """A trace's ops in program order with some of them run again.
 
     steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it runs
-    again. drops: per step the tensors that go after it.
+    again. drops: per step the tensors that go after it. hold: tensors that, once made in their place, do not go
+    before the end of a later op.
     """
 
     ledger: Ledger
     steps: Sequence[tuple[int, int]]
     drops: Sequence[Sequence[int]]
+    hold: Mapping[int, int] | None = None
 
     def actions(self) -> tuple[Action, ...]:
         """The drops and recomputations, anchored, in order."""
@@ -258,7 +260,7 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
             gone.remove(t)
             late.setdefault(hold[t], []).append(t)  # type: ignore[index]
         gone += late.pop(op, ())
-    return Runs(ledger, kept, drops)
+    return Runs(ledger, kept, drops, hold)
 
 
 def _possible(ledger: Ledger, again: Again) -> dict[int, list[int]]:

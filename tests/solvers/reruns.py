@@ -46,6 +46,8 @@ def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: b
     size, maker = trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
     ops = [(frozenset(op.reads), frozenset(op.writes), op.workspace, op.duration or 0) for op in trace.ops]
     start = frozenset(t for t, by in enumerate(maker) if by < 0)
+    if sum(size[t] for t in start) > budget:
+        return None  # all inputs are there when an iteration starts
     fixed = (start if keep_inputs else frozenset()) | set(trace.outputs)
     queue: list[tuple[int, int, int, int, frozenset[int]]] = [(0, 0, 0, -1, start)]
     done: set[tuple[int, int, frozenset[int]]] = set()

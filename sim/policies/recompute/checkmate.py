@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body
 from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rerun_ns
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
-from sim.solvers.turning import by_turning
 
 METHODS = ("milp", "rounding")
 ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkmate(Policy):
+class Checkmate(RecomputationPlanner):
     """Before each op run some earlier ops again, in order and each at most once, for the least total time.
 
     Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Checkmate: Breaking the Memory
@@ -37,15 +36,12 @@ class Checkmate(Policy):
         what makes a weight gradient runs once.
         The known plan that the search starts from is the rounding's. Rounding tries many thresholds and some
         draws, for several budgets, and takes the cheapest plan that fits exactly (`sim.solvers.rounding`).
-        Rounding for more than `max_ops` ops relaxes one stage of the program alone, that of the first backward op
-        (`sim.solvers.turning`), and lets what need not go stay; op by op, with a bound for all plans. Where that
-        finds nothing, ops run again stage by stage.
         SciPy gives no way to set the number of threads of HiGHS; the same question got the same plan so far.
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
     grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
         and what they read and leave is taken to lie there meanwhile. None: "op" up to `max_ops`, beyond
-        that the one stage, then "stage", for rounding, an error for the exact method.
+        that "stage" for rounding, an error for the exact method.
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
     node_limit: nodes of the search tree. time_limit: seconds of search.
     Notes of the plan: `status` is "optimal" only where proven (to one part in a million of the rerun time
@@ -86,13 +82,8 @@ class Checkmate(Policy):
         plain = runs(ledger, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0)
-        if self.method == "rounding" and self.grain is None and body(problem, "checkmate") > self.max_ops:
-            known, bound = by_turning(problem, ledger)
-            if known is not None:
-                status = "optimal" if rerun_ns(problem, known) == bound else "feasible"
-                return planned(problem, known, status=status, bound=bound)
         nodes, exact = self._nodes(problem, ledger)
-        known, bound = by_rounding(problem, ledger, nodes)
+        known, bound = by_rounding(problem, ledger, nodes, lambda found: self.finished(problem, found))
         least, smallest = (known, False) if known else tightest(ledger, nodes)
         if least.peak() <= problem.budget:
             known = least

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, rerun_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
 from sim.trace.chain import Chain
@@ -17,7 +17,7 @@ GRID = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chen(Policy):
+class Chen(RecomputationPlanner):
     """Keep one activation a segment of the forward chain; run each segment again once, before its backward.
 
     Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
@@ -63,7 +63,8 @@ class Chen(Policy):
             ends = searched_segments(line)
         ledger = Ledger(problem.trace)
         again = rerun_regions(ledger, stage_regions(line, ends), skip_last=True)
-        return Plan(problem.trace, runs(ledger, again).actions(), notes={"segment_ends": tuple(ends)})
+        found = self.finished(problem, runs(ledger, again))
+        return Plan(problem.trace, found.actions(), notes={"segment_ends": tuple(ends)})
 
 
 def equal_segments(stages: int, count: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from sim.errors import Infeasible, PolicyError, near
 from sim.hardware.platform import Tier
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
 from sim.solvers.chain_dp import INF, solve
 from sim.solvers.outcome import rerun_ns
@@ -26,7 +26,7 @@ COARSE = 16  # activation budgets that are tried where none of the likely ones h
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColossalAuto(Policy):
+class ColossalAuto(RecomputationPlanner):
     """The fastest pair of a checkpointing schedule and of stages whose weights lie on the host.
 
     For several activation budgets the best schedule of the chain is found by Rotor's dynamic program; for each,
@@ -85,7 +85,8 @@ class ColossalAuto(Policy):
             return Plan(problem.trace, notes={"offloaded_bytes": 0})
         search = _Search(self, problem, line)
         try:
-            search.note(replace(Rotor(slots=self.slots).plan(problem), notes={"offloaded_bytes": 0}))
+            alone = Rotor(slots=self.slots, remove_unnecessary=self.remove_unnecessary)
+            search.note(replace(alone.plan(problem), notes={"offloaded_bytes": 0}))
         except Infeasible as error:
             search.floor = error.floor_bytes
         host = problem.platform.host
@@ -95,10 +96,10 @@ class ColossalAuto(Policy):
             schedules = _Schedules(problem, line, ledger, plain.peak() - outside, self.slots)
             weights = sum(unit.bytes for unit in search.units)
             for found in schedules.within(np.linspace(0, weights, self.levels) + problem.budget - outside):
-                search.pair(found, host)
+                search.pair(self.finished(problem, found), host)
             if search.best is None:
                 for found in schedules.within((schedules.table.least_bytes() or 0) * np.geomspace(1, 4, COARSE)):
-                    search.pair(found, host)
+                    search.pair(self.finished(problem, found), host)
         if search.best is None:
             raise Infeasible(
                 f"policy 'colossal_auto' finds no schedule of {len(line)} stages in {format_bytes(problem.budget)}, "

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, layer_regions, rerun_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class EveryK(Policy):
+class EveryK(RecomputationPlanner):
     """Keep what enters every k-th layer; run k layers again together before their backward.
 
     A trace whose forward ops have no layers is cut into a chain, and `k` counts its stages.
@@ -47,4 +47,5 @@ class EveryK(Policy):
         else:
             line = chain_of(problem, "every_k")
             regions = stage_regions(line, range(self.k - 1, len(line), self.k))
-        return Plan(trace, runs(ledger, rerun_regions(ledger, regions, skip_last=self.skip_last)).actions())
+        found = runs(ledger, rerun_regions(ledger, regions, skip_last=self.skip_last))
+        return Plan(trace, self.finished(problem, found).actions())

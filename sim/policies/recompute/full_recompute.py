@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullRecompute(Policy):
+class FullRecompute(RecomputationPlanner):
     """Checkpoint every layer: what enters or leaves it stays, all else goes and is made again in backward.
 
     A layer is a run of forward ops with the same layer index, on one device, for one microbatch. What it
@@ -48,4 +48,4 @@ class FullRecompute(Policy):
         regions = layer_regions(ledger, "full_recompute")
         again = rerun_regions(ledger, regions, early_stop=self.early_stop, skip_last=self.skip_last)
         hold = cached_casts(ledger, regions) if self.autocast_cache else None
-        return Plan(problem.trace, runs(ledger, again, hold=hold).actions())
+        return Plan(problem.trace, self.finished(problem, runs(ledger, again, hold=hold)).actions())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem, Run
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.shuttling import Blocks, Measured, blocks_of, measured
 from sim.solvers.outcome import refused
 from sim.solvers.runs import Runs
@@ -26,7 +26,7 @@ FITS_RELATIVELY, FITS_BYTES, LEAST_BYTES = 0.1, 10**7, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mimose(Policy):
+class Mimose(RecomputationPlanner):
     """Plan checkpoints for each iteration anew, from what inputs of other sizes were measured to need.
 
     Three parts. Sheltered collecting: in the first iterations every block (layer) is checkpointed, and each
@@ -101,6 +101,7 @@ class Mimose(Policy):
             if run.plan.notes.get("phase") == "respond" and run.plan.notes["rounded"] == rounded:
                 found = blocks.checkpointed(run.plan.notes["blocks"])
                 if not self.verify or found.peak() <= problem.budget:
+                    found = self.finished(problem, found)
                     return Plan(problem.trace, found.actions(), notes={**run.plan.notes, **notes, "cached": True})
                 break
         return self._respond(problem, blocks, past, {**notes, "cached": False})
@@ -134,7 +135,7 @@ class Mimose(Policy):
         notes |= {"blocks": chosen, "predicted": now, "deficit": deficit, "estimate_fits": estimate.fits}
         if len(chosen) == len(now.blocks):
             self._refuse(problem, found)
-        return Plan(problem.trace, found.actions(), notes=notes)
+        return Plan(problem.trace, self.finished(problem, found).actions(), notes=notes)
 
     def _refuse(self, problem: Problem, most: Runs) -> None:
         """Raise Infeasible where a walk says that the plan which checkpoints all blocks takes too much."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, Cuts, check_choice
 from sim.solvers.partition import AGGRESSIVE, Bans
 from sim.solvers.runs import runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinCut(Policy):
+class MinCut(RecomputationPlanner):
     """Cut the joint graph of forward and backward where the tensors that cross weigh least.
 
     A tensor weighs its bytes times 1.1 for each op between it and backward (at most 100), twice that where no kernel
@@ -51,5 +51,5 @@ class MinCut(Policy):
         """Drops and recomputations."""
         cuts = Cuts(problem, "min_cut", regions=self.regions, bans=AGGRESSIVE if self.aggressive else Bans())
         saved = cuts.saved()
-        found = runs(cuts.ledger, cuts.joint.again(saved.again), prune=True)
+        found = self.finished(problem, runs(cuts.ledger, cuts.joint.again(saved.again), prune=True))
         return Plan(problem.trace, found.actions(), notes={"kept_bytes": saved.bytes})

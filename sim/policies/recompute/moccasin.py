@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.errors import Infeasible, PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.nodes import Nodes, body
 from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
@@ -17,7 +17,7 @@ FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moccasin(Policy):
+class Moccasin(RecomputationPlanner):
     """Run each op at most `runs` times, keep each result for one interval per run, and take the least time so.
 
     Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural
@@ -92,7 +92,7 @@ class Moccasin(Policy):
                 f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
                 "time_limit or the budget"
             )
-        found = runs(ledger, nodes.again(answer.stages), prune=True)
+        found = self.finished(problem, runs(ledger, nodes.again(answer.stages), prune=True))
         is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
         return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)

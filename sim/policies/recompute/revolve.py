@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of, binomial_reversal
 from sim.solvers.runs import Ledger, Runs, runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Revolve(Policy):
+class Revolve(RecomputationPlanner):
     """Reverse the chain with at most `slots` stage inputs kept, in the fewest forward steps.
 
     A stage runs forward to get on, or once more right before its backward, saving what that needs.
@@ -58,4 +58,5 @@ class Revolve(Policy):
                     slots = middle
                 else:
                     too_many = middle
-        return Plan(problem.trace, with_slots(slots).actions(), notes={"slots": slots})
+        found = self.finished(problem, with_slots(slots))
+        return Plan(problem.trace, found.actions(), notes={"slots": slots})

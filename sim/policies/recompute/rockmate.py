@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import Attempt, costs_of, fastest_fitting, room_of
 from sim.solvers.chain_dp import INF
 from sim.solvers.option_dp import Line, Step, Table
@@ -20,7 +20,7 @@ from sim.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rockmate(Policy):
+class Rockmate(RecomputationPlanner):
     """Rotor's schedules, where a stage may also save a part of its inside and run the rest again in its backward.
 
     Source: Zhao, Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and
@@ -98,7 +98,7 @@ class Rockmate(Policy):
                 floor_bytes=least,
             )
         limit = "time" if "time" in menu.limits else "nodes" if menu.limits else ""
-        return planned(problem, best[1], status="feasible", bound=None, limit=limit)
+        return planned(problem, self.finished(problem, best[1]), status="feasible", bound=None, limit=limit)
 
 
 def again_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequence[int]) -> dict[int, list[int]]:

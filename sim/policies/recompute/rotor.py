@@ -10,7 +10,7 @@ import numpy as np
 
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of
@@ -30,7 +30,7 @@ Attempt = tuple[int, Runs, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotor(Policy):
+class Rotor(RecomputationPlanner):
     """The least time of one forward and backward over a chain within the budget, by persistent schedules.
 
     Each time a stage runs forward it saves all that its backward needs, or keeps its input only, or
@@ -87,7 +87,7 @@ class Rotor(Policy):
         if best is None:
             best = self._tight(problem, costs, attempt)
         time, found, _ = best
-        return Plan(problem.trace, found.actions(), notes={"model_ns": time})
+        return Plan(problem.trace, self.finished(problem, found).actions(), notes={"model_ns": time})
 
     def _tight(self, problem: Problem, costs: ChainCosts, attempt: Callable[[int], Attempt | None]) -> Attempt:
         """The fastest schedule for little room that fits. Raises Infeasible naming the least peak of them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, check_choice, regions_of
 from sim.solvers.knapsack import PICKERS
 from sim.solvers.runs import Runs, runs
@@ -15,7 +15,7 @@ STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SacKnapsack(Policy):
+class SacKnapsack(RecomputationPlanner):
     """Save the results that cost most to recompute, within a share of what min-cut would save.
 
     The bytes that a region's default cut saves beyond what enters it are the whole. If a cut without the bans that
@@ -74,4 +74,5 @@ class SacKnapsack(Policy):
                 low, high = (middle, high) if at(middle / STEPS)[0].peak() <= problem.budget else (low, middle)
             share = low / STEPS
         found, saved = at(share)
+        found = self.finished(problem, found)
         return Plan(problem.trace, found.actions(), notes={"memory_budget": share, "kept_bytes": saved.bytes})

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
 from sim.trace.rewrite import hold_longer
@@ -19,7 +19,7 @@ EXPENSIVE = ("matmul", "conv", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectiveRecompute(Policy):
+class SelectiveRecompute(RecomputationPlanner):
     """Keep what is dear to compute, run the rest of a layer again before its backward.
 
     recompute="attention_core": the products with K and V, the softmax and its dropout run again, and the
@@ -69,7 +69,7 @@ class SelectiveRecompute(Policy):
             trace = hold_longer(trace, _cached(ledger, layers, keep, again))
             ledger = Ledger(trace)
         hold = cached_casts(ledger, layers) if self.autocast_cache else None
-        return Plan(trace, runs(ledger, again, hold=hold).actions())
+        return Plan(trace, self.finished(problem, runs(ledger, again, hold=hold)).actions())
 
 
 def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from sim.errors import Infeasible, PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import costs_of, held_outside
 from sim.solvers.captured import Part, captured, spared_launches
 from sim.solvers.regions import chain_of, first_backward, rerun_regions, stage_regions
@@ -23,7 +23,7 @@ ATTEMPTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tso(Policy):
+class Tso(RecomputationPlanner):
     """Cut the chain into segments, and run each op by op or as one captured graph, kept or run again.
 
     Modes: `eager` keeps what a segment's backward needs. `checkpoint` keeps its output, and runs its inside again
@@ -130,7 +130,9 @@ class Tso(Policy):
             **({} if self.launch is None else {"launch_ns": self.launch}),
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
-        return Plan(best.runs.ledger.trace, best.runs.actions(), notes=notes)
+        replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].again for _, _, q in best.segments)
+        found = best.runs if replayed else self.finished(problem, best.runs)  # a captured graph is launched whole
+        return Plan(found.ledger.trace, found.actions(), notes=notes)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""

@@ -9,12 +9,11 @@ import numpy as np
 
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.outcome import refused, rerun_ns
 from sim.solvers.runs import Ledger, Runs, runs
 from sim.solvers.separator_schedule import Needs, separator_schedule
 from sim.solvers.tree_decomposition import ORDERS, decompose, separators
-from sim.solvers.unfreeing import unfreed
 from sim.trace.chain import FORWARD
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -23,7 +22,7 @@ LONGEST = 20  # reruns an op, on average: a schedule of more is given up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Twremat(Policy):
+class Twremat(RecomputationPlanner):
     """Hold the results of a balanced separator while the parts that it leaves are computed, and so on in each part.
 
     The graph of ops gets a tree decomposition of small width. A bag of it that leaves parts of at most half the
@@ -50,6 +49,7 @@ class Twremat(Policy):
     recomputes = True
     fidelity = "reconstruction"
 
+    remove_unnecessary: bool = True
     order: str = "min_fill"
     eager: bool = False
 
@@ -76,7 +76,7 @@ class Twremat(Policy):
         if fits is None:
             raise refused(problem, "twremat", least, proven=False, smallest=False)
         if not self.eager:
-            fits = unfreed(fits, cost, budget)
+            fits = self.finished(problem, fits)
         notes = {"width": decomposition.width, "levels": tree.depth, "rerun_ns": rerun_ns(problem, fits)}
         return Plan(trace, fits.actions(), notes=notes)
 

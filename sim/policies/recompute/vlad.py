@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.reversal import Schedule, again_of, binomial_reversal, bisection_reversal
 from sim.solvers.runs import Ledger, Runs, runs
 from sim.trace.chain import backward_ops, forward_ops
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vlad(Policy):
+class Vlad(RecomputationPlanner):
     """Reverse the forward ops half by half: run to the middle, reverse the second half, then the first.
 
     A step is one forward op, and a snapshot the set of tensors that are live between two ops, so the
@@ -60,13 +60,14 @@ class Vlad(Policy):
             return runs(ledger, again_of(ledger, schedule, [(op,) for op in steps], anchors), prune=True)
 
         if self.snapshots is not None:
-            return Plan(trace, along(binomial_reversal(len(steps), self.snapshots)).actions())
+            found = along(binomial_reversal(len(steps), self.snapshots))
+            return Plan(trace, self.finished(problem, found).actions())
         base = self.base or len(steps)
         found = along(bisection_reversal(len(steps), base))
         while self.base is None and base > 1 and found.peak() > problem.budget:
             base = -(-base // 2)
             found = along(bisection_reversal(len(steps), base))
-        return Plan(trace, found.actions(), notes={"base": base})
+        return Plan(trace, self.finished(problem, found).actions(), notes={"base": base})
 
     def _anchors(self, ledger: Ledger, steps: list[int]) -> list[int]:
         """Per forward op the backward op before which its results must be there; these fall with the steps."""

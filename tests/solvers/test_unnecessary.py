@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.solvers.runs import Ledger, Runs, runs
-from sim.solvers.unfreeing import unfreed
+from sim.solvers.unnecessary import remove_unnecessary
 from sim.trace import TraceBuilder
 from tests.solvers.reruns import small_graphs
 from workloads.synthetic import uniform_chain
@@ -30,7 +30,7 @@ def draw_runs(trace, seed: int) -> Runs:
 def test_never_slower_and_never_above_both_the_budget_and_the_plan(trace, seed, share):
     found, cost = draw_runs(trace, seed), [op.duration or 0 for op in trace.ops]
     budget = int(share * found.peak())
-    better = unfreed(found, cost, budget)
+    better = remove_unnecessary(found, cost, budget)
     assert time_of(better, cost) <= time_of(found, cost)
     assert better.peak() <= max(found.peak(), budget)
     if budget >= runs(found.ledger, {}).peak():
@@ -57,7 +57,7 @@ def test_nearly_always_the_best_subset_of_the_reruns_is_left():
                 some = runs(found.ledger, again, prune=True)
                 if some.peak() <= max(budget, found.peak()):
                     times.append(time_of(some, cost))
-        mine = time_of(unfreed(found, cost, budget), cost)
+        mine = time_of(remove_unnecessary(found, cost, budget), cost)
         assert mine >= min(times)
         best += mine == min(times)
         worse += mine > min(times)
@@ -94,9 +94,9 @@ def test_of_two_that_would_fit_singly_the_dearer_byte_stays():
     cost = [op.duration or 0 for op in trace.ops]
     # while `shrink` runs: wide 6, small 1, workspace 5, and what stays
     assert found.peak() == 14  # `make wide`
-    assert unfreed(found, cost, 15).steps == found.steps
-    assert time_of(unfreed(found, cost, 16), cost) == 2
-    assert time_of(unfreed(found, cost, 20), cost) == 0
+    assert remove_unnecessary(found, cost, 15).steps == found.steps
+    assert time_of(remove_unnecessary(found, cost, 16), cost) == 2
+    assert time_of(remove_unnecessary(found, cost, 20), cost) == 0
 
 
 def test_what_ran_again_only_for_what_stays_is_left_out_with_it():
@@ -105,5 +105,5 @@ def test_what_ran_again_only_for_what_stays_is_left_out_with_it():
     # f0, f1, f2 for f2's result alone
     found = runs(ledger, {trace.op_id("b3"): [0, 1, 2]}, prune=True)
     assert found.reruns() == 3
-    kept = unfreed(found, [1] * 16, 8)
+    kept = remove_unnecessary(found, [1] * 16, 8)
     assert kept.reruns() == 0

@@ -1,4 +1,4 @@
-"""Fewer reruns in memory that a plan leaves free: what need not go stays, and is not made again."""
+"""Removing unnecessary recomputation: what a plan drops although there is memory for it stays resident instead."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Gaps = Mapping[int, Sequence[tuple[int, int]]]
 """Per rerun (a step) the tensors that are made there and read: each with the step after which it went."""
 
 
-def unfreed(found: Runs, cost: Sequence[int], budget: int) -> Runs:
-    """The same plan without reruns whose results can stay instead within `budget` bytes.
+def remove_unnecessary(found: Runs, cost: Sequence[int], budget: int) -> Runs:
+    """The same plan without recomputations whose results can stay resident instead within `budget` bytes.
 
-    Those that take longest per byte come first. What ran again only for them is left out with them, and the
-    room that this gives is used in the next pass, of which there are at most six. Never slower than the plan given;
-    the peak is above the budget only if that of the plan given was, and never above both. cost: ns of each op.
+    Those that take longest per byte come first. What was recomputed only for them is left out with them, and the
+    memory that this frees is used in the next pass, of which there are at most six. Never slower than the plan given;
+    the peak is above the budget only if that of the plan given was, and never above both. cost: ns per op.
     """
     for _ in range(PASSES):
         left_out = _left_out(found, cost, budget)
@@ -30,7 +30,7 @@ def unfreed(found: Runs, cost: Sequence[int], budget: int) -> Runs:
         for step, (op, anchor) in enumerate(found.steps):
             if anchor >= 0 and step not in left_out:
                 again.setdefault(anchor, []).append(op)
-        found = runs(found.ledger, again, prune=True)
+        found = runs(found.ledger, again, prune=True, hold=found.hold)
     return found
 
 

@@ -1,0 +1,29 @@
+"""What offline recomputation planners have in common: one step that any of them may end with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.plan import Problem
+from sim.policies.base import Policy
+from sim.solvers.runs import Runs
+from sim.solvers.unnecessary import remove_unnecessary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputationPlanner(Policy):
+    """A policy whose plan is a recomputation schedule made before the iteration.
+
+    remove_unnecessary: where a tensor can stay resident within the budget, do not drop and recompute it; most
+        time per byte first (`sim.solvers.unnecessary`). Never slower, and never more than the budget if the plan
+        without it keeps to that. Off where what is published has no such step.
+    """
+
+    remove_unnecessary: bool = False
+
+    def finished(self, problem: Problem, found: Runs) -> Runs:
+        """The schedule as it leaves the planner."""
+        if not self.remove_unnecessary:
+            return found
+        cost = [problem.cost.op_ns(op) for op in range(len(found.ledger.reads))]
+        return remove_unnecessary(found, cost, problem.budget)
