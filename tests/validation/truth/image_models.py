@@ -1,10 +1,13 @@
 """Convolution nets as torchvision writes them, in place where it is: relu, and the sum of a residual block.
 
 `parts` names the modules that a checkpoint is put round: a bottleneck or basic block, an inverted residual, a dense
-layer, or what VGG has between two poolings.
+layer, or what VGG has between two poolings. No other module has a number in its path, so that a capture finds these
+layers and no more.
 """
 
 from __future__ import annotations
+
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -95,14 +98,16 @@ class VGG(nn.Module):
                 channels = width
             self.parts.append(nn.Sequential(*layers, nn.MaxPool2d(2, 2)))
         self.mean = nn.AdaptiveAvgPool2d(7)
-        widths = ((512 * 49, 4096), (4096, 4096))
-        dense = [m for a, b in widths for m in (nn.Linear(a, b), nn.ReLU(inplace=True), nn.Dropout())]
-        self.classifier = nn.Sequential(*dense, nn.Linear(4096, 1000))
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(512 * 49, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)
 
     def forward(self, x):
         for part in self.parts:
             x = part(x)
-        return self.classifier(torch.flatten(self.mean(x), 1))
+        x = torch.flatten(self.mean(x), 1)
+        x = self.drop(self.relu(self.fc1(x)))
+        x = self.drop(self.relu(self.fc2(x)))
+        return self.fc3(x)
 
 
 class Inverted(nn.Module):
@@ -128,7 +133,8 @@ class MobileNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6(inplace=True))
+        self.conv, self.bn = nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
+        self.relu = nn.ReLU6(inplace=True)
         channels = 32
         self.parts = nn.ModuleList()
         table = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2))
@@ -136,14 +142,14 @@ class MobileNet(nn.Module):
             for i in range(repeats):
                 self.parts.append(Inverted(channels, width, stride if not i else 1, expand))
                 channels = width
-        self.last = nn.Sequential(nn.Conv2d(320, 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU6(inplace=True))
+        self.last, self.last_bn = nn.Conv2d(320, 1280, 1, bias=False), nn.BatchNorm2d(1280)
         self.drop, self.fc = nn.Dropout(0.2), nn.Linear(1280, 1000)
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.relu(self.bn(self.conv(x)))
         for part in self.parts:
             x = part(x)
-        x = self.last(x)
+        x = self.relu(self.last_bn(self.last(x)))
         return self.fc(self.drop(torch.flatten(nn.functional.adaptive_avg_pool2d(x, (1, 1)), 1)))
 
 
@@ -169,7 +175,7 @@ class DenseNet(nn.Module):
         self.conv, self.norm = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
         self.relu, self.pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
         self.depths = (6, 12, 24, 16)
-        self.parts, self.transitions = nn.ModuleList(), nn.ModuleList()
+        self.parts, self.transitions = nn.ModuleList(), nn.ModuleDict()
         channels = 64
         for block, depth in enumerate(self.depths):
             for _ in range(depth):
@@ -178,7 +184,9 @@ class DenseNet(nn.Module):
             if block < 3:
                 kinds = (nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
                 half = nn.Conv2d(channels, channels // 2, 1, bias=False)
-                self.transitions.append(nn.Sequential(*kinds, half, nn.AvgPool2d(2, 2)))
+                names = (f"{what}_{block}" for what in ("norm", "relu", "conv", "pool"))
+                kinds = zip(names, (*kinds, half, nn.AvgPool2d(2, 2)), strict=True)
+                self.transitions[f"after_{block}"] = nn.Sequential(OrderedDict(kinds))
                 channels //= 2
         self.norm5, self.fc = nn.BatchNorm2d(channels), nn.Linear(channels, 1000)
 
@@ -193,7 +201,7 @@ class DenseNet(nn.Module):
             x = torch.cat(features, 1)
             del features
             if block < 3:
-                x = self.transitions[block](x)
+                x = self.transitions[f"after_{block}"](x)
         x = nn.functional.relu(self.norm5(x), inplace=True)
         return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, (1, 1)), 1))
 
