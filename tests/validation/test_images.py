@@ -27,7 +27,7 @@ def test_peak_of_every_phase_agrees(case, way):
 
 
 def tolerance(case):
-    """PyTorch holds what a block reads until its backward has ended, the plan until it has run again: here a feature."""
+    """PyTorch holds what a block reads until its backward has ended, the plan until it has run again: a feature."""
     return 1e-3 if case == "densenet-121_b24_full_ckpt" else 1e-6
 
 
