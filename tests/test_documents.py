@@ -113,6 +113,21 @@ def test_the_demos_table_is_what_the_demo_finds():
         assert demo.replaced(text, new) == text, f"{name}: run python docs/make_demo.py"
 
 
+def test_the_demos_page_says_why_from_the_logs():
+    demo = tool("make_demo")
+    rows = demo.rows(demo.ASYNCHRONOUS)
+    text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    assert demo.replaced(text, demo.why_table(rows), demo.WHY) == text, "run python docs/make_demo.py"
+    planned, lru, lru_ahead, delta, delta_ahead = rows
+    for row in rows:  # waits and recomputation are all of the difference
+        lost = sum(row["stall_ns"].values()) + row["recompute_ns"]
+        assert row["makespan_ns"] - planned["makespan_ns"] == lost - sum(planned["stall_ns"].values())
+    assert lru["overlap"] == 0
+    for waits, ahead in ((lru, lru_ahead), (delta, delta_ahead)):
+        assert waits["stall_ns"]["space"] > 0
+        assert 2 * (ahead["makespan_ns"] - planned["makespan_ns"]) < waits["makespan_ns"] - planned["makespan_ns"]
+
+
 # ---- docstrings --------------------------------------------------------------------------------
 
 

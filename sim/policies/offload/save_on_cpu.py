@@ -54,7 +54,7 @@ class SaveOnCpu(Policy):
         once for each forward op that backward ops undo, when that op has run; where that op does not
         touch the tensor, after its last forward use. While an added copy goes out
         it takes device memory beside its original; PyTorch copies straight from that. What is beyond the
-        host's capacity goes on to the tier behind it, where there is one; PyTorch fails.
+        host's capacity goes on to the tier behind it, where the profile links one; PyTorch fails.
 
     pin_memory: False for ordinary host memory, the tier `host_pageable` where the platform has it.
     weights: whether weights are copied. duplicates: False copies each tensor once, after its last forward
