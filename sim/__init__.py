@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PolicyError,
         PolicyFailed,
         ProfileError,
+        Thrashing,
         TiersimError,
         TraceError,
         UnitError,
@@ -51,7 +52,7 @@ _HOMES = {
     "sim.conformance": ("check_policy",),
     "sim.errors": (
         *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "PolicyFailed", "ProfileError"),
-        *("TiersimError", "TraceError", "UnitError", "WorkloadError"),
+        *("Thrashing", "TiersimError", "TraceError", "UnitError", "WorkloadError"),
     ),
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
@@ -113,6 +114,7 @@ __all__ = [  # noqa: RUF022  (in the order in which one meets them)
     "IllegalPlan",
     "Deadlock",
     "Infeasible",
+    "Thrashing",
     "OutOfMemory",
 ]
 

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from sim.errors import Deadlock, IllegalPlan, Infeasible, OutOfMemory, PolicyError, PolicyFailed, TiersimError
+from sim.engine.replay import RECOMPUTE_LIMIT
+from sim.errors import (
+    Deadlock,
+    IllegalPlan,
+    Infeasible,
+    OutOfMemory,
+    PolicyError,
+    PolicyFailed,
+    TiersimError,
+    refusal_kind,
+)
 from sim.experiment import Result, check_trace, simulate, to_platform
 from sim.hardware.platform import Platform
 from sim.policies import label as label_of
@@ -37,8 +47,8 @@ class Comparison:
 
     trace, platform: what was compared on what.
     rows: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`, `manages`, and
-    the keys of `Result.summary`; for those that do not fit `error`, `holders` and `floor_bytes`, the
-    smallest budget found to fit.
+    the keys of `Result.summary`; for those that do not fit `refusal` (its kind), `error`, `holders`
+    and `floor_bytes`, the smallest budget found to fit.
     left_out: policies that were not run, and why. failed: whether a row is neither an answer nor a refusal.
     """
 
@@ -89,6 +99,7 @@ def compare(
     budget: float | str | None = None,
     seed: int = 0,
     iterations: int | None = None,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
     find_floor: bool = True,
     on_progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -97,7 +108,8 @@ def compare(
     platform: one there is, or the name or file of a profile.
     policies: names, `(name, parameters)` pairs, policies or their classes, or one of these; None for all that
     apply and plan quickly.
-    find_floor: search the smallest budget of those that do not fit. on_progress: called with each label.
+    recompute_limit: see `simulate`. find_floor: search the smallest budget of those that do not fit.
+    on_progress: called with each label.
     Raises PolicyError for an unknown name or parameter, before anything runs.
     """
     check_trace(trace)
@@ -114,7 +126,15 @@ def compare(
             on_progress(label)
         traits = {"policy": label, "fidelity": policy.fidelity, "manages": policy.manages}
         try:
-            result = simulate(trace, platform, policy, budget=budget, seed=seed, iterations=iterations)
+            result = simulate(
+                trace,
+                platform,
+                policy,
+                budget=budget,
+                seed=seed,
+                iterations=iterations,
+                recompute_limit=recompute_limit,
+            )
             rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
             results[label] = result
         except (Infeasible, Deadlock) as error:
@@ -155,7 +175,8 @@ def _asked(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
 
 
 def _refusal(error: TiersimError) -> dict[str, Any]:
-    row: dict[str, Any] = {"fits": False, "error": str(error), "floor_bytes": getattr(error, "floor_bytes", None)}
+    row: dict[str, Any] = {"fits": False, "refusal": refusal_kind(error), "error": str(error)}
+    row["floor_bytes"] = getattr(error, "floor_bytes", None)
     if isinstance(error, OutOfMemory):
         row["holders"] = [list(holder) for holder in error.holders]
         row["full"] = list(error.full)

@@ -10,9 +10,10 @@
     ├── IllegalPlan      an action that cannot be carried out; names the op and the tensor
     ├── Deadlock         nothing can happen any more, and ops are left
     ├── Infeasible       a planner proved that no plan of its class fits the budget
+    ├── Thrashing        a run that recomputes more than the limit allows
     └── OutOfMemory      the replay needed more than a tier holds
 
-The last two are answers rather than mistakes: `simulate` raises them, `compare` turns them into a row.
+The last three are answers rather than mistakes: `simulate` raises them, `compare` turns them into a row.
 """
 
 from __future__ import annotations
@@ -78,6 +79,29 @@ class Infeasible(TiersimError):
         super().__init__(message)
 
 
+class Thrashing(Infeasible):
+    """A run that recomputes without end, or nearly: more than `limit` times the ideal time of its trace.
+
+    recompute_ns: what it would have recomputed by then; ideal_ns: every op run once, one after the other. `log`
+    holds what ran until then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        recompute_ns: int = 0,
+        ideal_ns: int = 0,
+        limit: float = 0,
+        floor_bytes: int | None = None,
+        log: EventLog | None = None,
+    ) -> None:
+        self.recompute_ns = recompute_ns
+        self.ideal_ns = ideal_ns
+        self.limit = limit
+        super().__init__(message, floor_bytes=floor_bytes, log=log)
+
+
 class OutOfMemory(Infeasible):
     """A request that did not fit, after all that could leave had left.
 
@@ -107,6 +131,12 @@ class OutOfMemory(Infeasible):
         self.holders = holders
         self.full = full or ((tier,) if tier else ())
         super().__init__(message, floor_bytes=floor_bytes, log=log)
+
+
+def refusal_kind(error: TiersimError) -> str:
+    """The kind of a refusal, for a row of a table: `out_of_memory`, `thrashing`, `deadlock` or `infeasible`."""
+    kinds = {OutOfMemory: "out_of_memory", Thrashing: "thrashing", Deadlock: "deadlock"}
+    return kinds.get(type(error), "infeasible")
 
 
 def near(wrong: str, valid: Iterable[str]) -> str:

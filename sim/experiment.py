@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import Reference, summarize
 from sim.engine.prepare import Prepared, prepare
-from sim.engine.replay import replay
+from sim.engine.replay import RECOMPUTE_LIMIT, replay
 from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
@@ -141,13 +141,20 @@ def check_trace(trace: Any) -> None:
         raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) make one")
 
 
-def problem_for(trace: Trace, platform: Platform, *, seed: int = 0, history: tuple[Run, ...] = ()) -> Problem:
+def problem_for(
+    trace: Trace,
+    platform: Platform,
+    *,
+    seed: int = 0,
+    history: tuple[Run, ...] = (),
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
+) -> Problem:
     """What a policy is asked."""
     return Problem(
         trace=trace,
         platform=platform,
         cost=Prices(trace, platform),
-        evaluate=lambda plan: run_iteration(trace, plan, platform, history).log,
+        evaluate=lambda plan: run_iteration(trace, plan, platform, history, recompute_limit=recompute_limit).log,
         seed=seed,
         history=history,
     )
@@ -192,6 +199,7 @@ def simulate(
     budget: float | str | None = None,
     iterations: int | None = None,
     seed: int = 0,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
     **parameters: Any,
 ) -> Result:
     """Run a trace (or one trace an iteration) under a policy and return its steady state.
@@ -201,9 +209,10 @@ def simulate(
     budget: bytes of every device's home tier, an int or text such as "7 GB"; None for the platform's own.
     iterations: how many to run, each planned with the history of those before; by default what the
     policy's `warm_up` needs and one more. Each begins where the one before left what is carried to it (unless its
-    plan says where); the last one, which is the result, brings back what does not lie where it began. Further
-    keywords are the policy's parameters.
-    Raises OutOfMemory or Infeasible where it does not fit, PolicyError, PolicyFailed, IllegalPlan, Deadlock.
+    plan says where); the last one, which is the result, brings back what does not lie where it began.
+    recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
+    take before a run is refused as thrashing; None for no limit. Further keywords are the policy's parameters.
+    Raises OutOfMemory or Infeasible where it does not fit, Thrashing, PolicyError, PolicyFailed, IllegalPlan, Deadlock.
     """
     traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
     for each in traces:
@@ -221,12 +230,14 @@ def simulate(
         now = traces[min(i, len(traces) - 1)]
         began = time.perf_counter()
         try:
-            plan = chosen.plan(problem_for(now, limited, seed=seed, history=history))
+            problem = problem_for(now, limited, seed=seed, history=history, recompute_limit=recompute_limit)
+            plan = chosen.plan(problem)
             plan_s += time.perf_counter() - began
             if not isinstance(plan, Plan):
                 kind = "None" if plan is None else f"a {type(plan).__name__}"
                 raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-            history = (*history, run_iteration(now, plan, limited, history, last=i == count - 1))
+            run = run_iteration(now, plan, limited, history, last=i == count - 1, recompute_limit=recompute_limit)
+            history = (*history, run)
         except TiersimError:
             raise
         except BaseException as error:  # `sys.exit()` in a policy ends no program

@@ -6,23 +6,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.analysis.residence import residence
-from sim.engine.replay import replay
+from sim.engine.replay import RECOMPUTE_LIMIT, replay
 from sim.hardware.platform import Platform
 from sim.plan import Plan, Run
 from sim.trace.graph import Trace
 
 
 def run_iteration(
-    trace: Trace, plan: Plan, platform: Platform, history: Sequence[Run] = (), *, last: bool = True
+    trace: Trace,
+    plan: Plan,
+    platform: Platform,
+    history: Sequence[Run] = (),
+    *,
+    last: bool = True,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
 ) -> Run:
     """Run the plan that a policy made for `trace` after the iterations before it.
 
     last: bring back what the next iteration expects where this one began, so that it could be repeated as it is;
-    otherwise what the plan does not place itself stays where it lies. Raises what the engine raises.
+    otherwise what the plan does not place itself stays where it lies. recompute_limit: see `replay`.
+    Raises what the engine raises.
     """
     own = None if last else frozenset(plan.trace.tensor_id(tensor) for tensor in plan.place)
     ran = continued(plan, history)
-    return Run(trace, ran, replay(ran, platform, returned=own))
+    return Run(trace, ran, replay(ran, platform, returned=own, recompute_limit=recompute_limit))
 
 
 def continued(plan: Plan, history: Sequence[Run]) -> Plan:

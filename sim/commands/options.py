@@ -56,6 +56,13 @@ Set = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="seed of everything random")]
 Iterations = Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")]
+RecomputeLimit = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="times the ideal time of the trace that recomputation may take before a run counts as thrashing; 0: any",
+    ),
+]
 Out = Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")]
 Parameters = Annotated[
@@ -199,3 +206,8 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         "trace": trace.content_hash,
         "workload": dict(trace.meta),
     }
+
+
+def limit_of(recompute_limit: float | None) -> dict[str, Any]:
+    """The limit on recomputation as `simulate` takes it: nothing where it was not given, None where it is to be off."""
+    return {} if recompute_limit is None else {"recompute_limit": recompute_limit or None}

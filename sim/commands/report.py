@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import typer
 
-from sim.commands.options import budget_of, files_of, parameters, platform_of, say, workload
+from sim.commands.options import budget_of, files_of, limit_of, parameters, platform_of, say, workload
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from sim.report.page import RunView, SavedView
     from sim.trace.graph import Trace
 
-MAY_BE_LEFT_OUT = ("trace", "model", "dropout", "budget", "seed", "iterations", "param", "set_")
+MAY_BE_LEFT_OUT = ("trace", "model", "dropout", "budget", "seed", "iterations", "recompute_limit", "param", "set_")
 """Options of `run` that a folder does not mention where they were not given."""
 
 ASKED = {
     **dict.fromkeys(("profile", "trace", "model", "budget", "policy", "policies", "precision"), str),
     **dict.fromkeys(("attention", "optimizer", "loss"), str),
     **dict.fromkeys(("batch", "seq", "seed", "iterations", "micro_batches"), int),
+    **dict.fromkeys(("recompute_limit",), float),
     **dict.fromkeys(("param", "set_"), list),
 }
 """Of which type an option is, where a folder mentions it."""
@@ -231,6 +232,7 @@ def _run_again(
         budget=budget_of(options["budget"], trace, platform),
         seed=options["seed"] or 0,
         iterations=options["iterations"],
+        **limit_of(options["recompute_limit"]),
         **given,
     )
     hold_again({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")

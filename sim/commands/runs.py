@@ -21,6 +21,7 @@ from sim.commands.options import (
     Parameters,
     Precision,
     Profile,
+    RecomputeLimit,
     Seed,
     Seq,
     Set,
@@ -29,6 +30,7 @@ from sim.commands.options import (
     again,
     budget_of,
     label,
+    limit_of,
     parameters,
     platform_of,
     say,
@@ -55,6 +57,7 @@ def run(
     param: Parameters = None,
     seed: Seed = 0,
     iterations: Iterations = None,
+    recompute_limit: RecomputeLimit = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
@@ -70,12 +73,12 @@ def run(
     folder = check_folder(out, "run") if out else None
     platform, work = platform_of(profile, set_), workload(options)
     given, limit = parameters(param), budget_of(budget, work, platform)
+    how: dict[str, Any] = {"budget": limit, "seed": seed, "iterations": iterations, **limit_of(recompute_limit)}
     try:
-        result = simulate(work, platform, policy, budget=limit, seed=seed, iterations=iterations, **given)
+        result = simulate(work, platform, policy, **how, **given)
     except (Infeasible, Deadlock):
         if json:
-            asked = [(policy, given)]
-            (row,) = run_all(work, platform, asked, budget=limit, seed=seed, iterations=iterations).rows
+            (row,) = run_all(work, platform, [(policy, given)], **how).rows
             print(to_json({**row, "policy": policy}))
         raise
     about = about_run(options, platform, work, [policy])
@@ -109,6 +112,7 @@ def compare(
     set_: Set = None,
     seed: Seed = 0,
     iterations: Iterations = None,
+    recompute_limit: RecomputeLimit = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
@@ -139,6 +143,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
         budget=limit,
         seed=options["seed"],
         iterations=options["iterations"],
+        **limit_of(options["recompute_limit"]),
         on_progress=lambda name: say(f"… {name}"),
     )
     left_out = [f"not run: {name}: {why}" for name, why in comparison.left_out.items()]
@@ -175,7 +180,7 @@ def demo(
 ) -> None:
     """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
     defaults = {"trace": None, "policies": None, "attention": "sdpa", "optimizer": "adamw_foreach", "loss": "torch"}
-    more = {"dropout": None, "micro_batches": 1, "set_": None, "seed": 0, "iterations": None}
+    more = {"dropout": None, "micro_batches": 1, "set_": None, "seed": 0, "iterations": None, "recompute_limit": None}
     _compare({**defaults, **more, **DEMO, "out": out, "json": json}, "tiersim demo")
     if not json:
         print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {out}/")

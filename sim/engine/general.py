@@ -65,6 +65,8 @@ class General(Waiting):
 
     def _open(self, op: int, why: str, counted: bool) -> Work:
         state = self._state
+        if why == "recompute":
+            state.note_recompute(op)
         for tensor in state.prepared.reads[op]:
             state.locks[tensor] += 1
             state.last_read[tensor] = state.now

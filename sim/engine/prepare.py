@@ -60,6 +60,11 @@ class Prepared:
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     @cached_property
+    def ideal_ns(self) -> int:
+        """Every op run once, one after the other; an op of no time counts a nanosecond."""
+        return sum(max(1, ns) for ns in self.total)
+
+    @cached_property
     def first_tier(self) -> list[int]:
         """Per tensor the home tier of the engine that first makes or uses it; device 0's for an idle one."""
         c = self.trace.op_columns

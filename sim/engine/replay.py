@@ -19,19 +19,32 @@ from sim.hardware.platform import Platform
 from sim.log import EventLog
 from sim.plan import Plan
 
+RECOMPUTE_LIMIT = 100.0
+"""Times the ideal time of a trace that a run may spend on recomputation; published systems stay below 10."""
 
-def replay(plan: Plan, platform: Platform, *, fast: bool = True, returned: Collection[int] | None = None) -> EventLog:
+
+def replay(
+    plan: Plan,
+    platform: Platform,
+    *,
+    fast: bool = True,
+    returned: Collection[int] | None = None,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
+) -> EventLog:
     """Run a plan on a platform and return its log; equal inputs give equal logs.
 
     returned: of the tensors that an iteration starts with and gets back from the one before, those whose place at the
     end must be that of the start; None for all. The others stay where they lie.
+    recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
+    take before the run is refused as thrashing; None for no limit.
     fast=False takes the general path for every op: slower, and its log must be equal.
-    Raises OutOfMemory (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
+    Raises OutOfMemory and Thrashing (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
     waits for what, ProfileError and TraceError where trace and platform do not go together.
     """
     prepared = prepare(plan.trace, platform)
     env = Environment()
     state = State(plan, platform, prepared, env)
+    state.recompute_limit = recompute_limit
     flows = Flows(state, [pool.rate for pool in platform.pools] + [link.rate for link in platform.links])
     links = Links(state, prepared.charges, flows)
     transfers = Transfers(state, links)

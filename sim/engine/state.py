@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from sim.engine.allocators import make_allocator
 from sim.engine.events import SETTLES, At, Environment, Event, Wake
 from sim.engine.prepare import Prepared
-from sim.errors import OutOfMemory
+from sim.errors import OutOfMemory, Thrashing
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, Ints
 from sim.plan import Change, Online, Plan
+from sim.units import format_time
 
 if TYPE_CHECKING:
     from sim.engine.transfer import Transfer
@@ -98,6 +99,8 @@ class State:
             0,
         )
         self.online: Online | None = None
+        self.recompute_ns = 0
+        self.recompute_limit: float | None = None  # a multiple of the ideal time of the trace
         self.keep_dead = plan.keep_dead
         self.changes = Columns(6)
         self.spans = Columns(9)
@@ -378,6 +381,19 @@ class State:
         return False
 
     # ---- the end -----------------------------------------------------------------------------
+
+    def note_recompute(self, op: int) -> None:
+        """An op is to run again. Raises Thrashing past the limit."""
+        self.recompute_ns += max(1, self.prepared.total[op])
+        limit, ideal = self.recompute_limit, self.prepared.ideal_ns
+        if limit is not None and self.recompute_ns > limit * ideal:
+            raise Thrashing(
+                f"op {self.prepared.trace.op_columns.name[op]!r}: recomputation takes more than {limit:g} times "
+                f"the {format_time(ideal)} that all ops take once: the run thrashes",
+                recompute_ns=self.recompute_ns,
+                ideal_ns=ideal,
+                limit=limit,
+            )
 
     def out_of_memory(self, tier: int, bytes: int, op: int, reason: str) -> OutOfMemory:
         """The error of a request that cannot be met, with the table of holders."""

@@ -30,6 +30,7 @@ from sim.errors import (
     PolicyFailed,
     TiersimError,
     WorkloadError,
+    refusal_kind,
 )
 from sim.experiment import reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
@@ -91,7 +92,8 @@ class Bench:
         except (Infeasible, Deadlock) as error:
             holders = [list(holder) for holder in error.holders] if isinstance(error, OutOfMemory) else []
             floor = getattr(error, "floor_bytes", None)
-            return {**_refusal("infeasible", False, error), **known, "floor_bytes": floor, "holders": holders}, {}
+            row = {**_refusal("infeasible", False, error), "refusal": refusal_kind(error)}
+            return {**row, **known, "floor_bytes": floor, "holders": holders}, {}
         except (PolicyError, WorkloadError) as error:
             return {**_refusal("not_applicable", None, error), **known}, {}
         except PolicyFailed as error:  # a fault of a policy is one cell's, not the sweep's
