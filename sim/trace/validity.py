@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
+from sim.trace.progress import reached_before
 
 if TYPE_CHECKING:
     from sim.trace.graph import Trace
@@ -79,6 +80,29 @@ def _check_overwrites(trace: Trace, reader: Ints) -> None:
         raise TraceError(
             f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: read after {c.name[int(gone_at[tensor])]!r} overwrote it"
         )
+    _check_across_devices(trace, reader, gone_at)
+
+
+def _check_across_devices(trace: Trace, reader: Ints, gone_at: Ints) -> None:
+    """What one device overwrites in place every other device must have come to read before."""
+    t, c = trace.tensor_columns, trace.op_columns
+    if not c.device.any():
+        return
+    over = gone_at[c.read_ids]
+    rows = np.flatnonzero(over < len(c.name))
+    rows = rows[c.device[reader[rows]] != c.device[over[rows]]]
+    if not len(rows):
+        return
+    reached = reached_before(trace, np.unique(over[rows]).tolist())
+    for row in rows.tolist():
+        read, write = int(reader[row]), int(over[row])
+        if read > reached[write][int(c.device[read])]:
+            tensor = t.name[int(c.read_ids[row])]
+            raise TraceError(
+                f"op {c.name[write]!r} on device {c.device[write]} overwrites tensor {tensor!r} in place, and op "
+                f"{c.name[read]!r} on device {c.device[read]} reads it: nothing orders the two (a send, a collective, "
+                "or a result of one that the other waits for)"
+            )
 
 
 def check_range(trace: Trace, ids: Sequence[int]) -> None:
