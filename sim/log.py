@@ -24,8 +24,8 @@ WHYS = ("run", "recompute", "move", "codec", "stall")
 
 STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain")
 """What a device waited for: a copy on its way, space, a copy of an old value before it is overwritten,
-the other members of a group, the result of another engine, a planned `Wait`, and the end of the work
-that it had handed to others."""
+the other members of a group, the result of another engine, a planned `Wait`, and the end of all copies.
+At the end of a run, `engine` and `peer` also wait for what is still under way there, before `drain` does."""
 
 CAUSES = ("placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten")
 """Why the use of a tier changed; `workspace` holds scratch space too, taken and given back."""

@@ -40,8 +40,9 @@ class Summary:
     makespan_ns: until all is idle. compute_ns, recompute_ns, codec_ns, stall_ns by cause, idle_ns: main
     lanes, summed over devices; together they are makespan_ns times devices. recompute_overhead: recompute
     over compute. moved_bytes: on the wire, by link. overlap: the part of transfer time hidden behind
-    computing. mfu: meta "model_flops" over what the main engines of all devices used could do at the peak
-    of the type that most FLOPs of the trace have; hfu: FLOPs executed on them, again ones included.
+    computing. overlap_by_link: the part of each link's bytes that moved meanwhile. mfu: meta "model_flops" over
+    what the main engines of all devices used could do at the peak of the type that most FLOPs of the trace
+    have; hfu: FLOPs executed on them, again ones included.
     mean_bytes: of the home tier of device 0, averaged over the time. saved_fraction, mean_saved_fraction:
     how far peak and mean are below those of keeping everything. overhead: time added to the fastest run with
     unlimited memory and the same freedoms, which is `unlimited_run` and takes unlimited_ns. energy_j:
@@ -65,6 +66,7 @@ class Summary:
     recompute_overhead: float | None
     moved_bytes: dict[str, int]
     overlap: float | None
+    overlap_by_link: dict[str, float | None]
     samples_per_s: float | None
     tokens_per_s: float | None
     mfu: float | None
@@ -87,7 +89,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
     if isinstance(reference, EventLog):
         reference = Reference(reference, reference.end)
     platform, peaks, time = log.platform, peak_bytes(log), stalls(log)
-    home = platform.home(0)
+    home, hidden = platform.home(0), overlap(log)
     mfu, hfu = _utilisations(log)
     mean = mean_bytes(log)
     on_lanes = time.compute_ns + time.recompute_ns + time.codec_ns + time.stall_ns
@@ -114,7 +116,8 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         idle_ns=log.end * log.trace.devices - on_lanes,
         recompute_overhead=time.recompute_overhead,
         moved_bytes={link.link: link.bytes for link in traffic(log)},
-        overlap=overlap(log).fraction,
+        overlap=hidden.fraction,
+        overlap_by_link=dict(hidden.by_link),
         samples_per_s=_per_second(log, "samples", "batch"),
         tokens_per_s=_per_second(log, "tokens"),
         mfu=mfu,

@@ -111,7 +111,7 @@ class State:
         self.transfers: dict[int, Transfer] = {}
         self.wanted = False  # something waits for the end of this instant
         self.queued_for_space = 0  # devices and transfers that wait for space somewhere
-        self.running = 0  # ops under way on other engines, and groups
+        self.running = {"engine": 0, "peer": 0}  # ops under way on other engines, and in groups
         self.overwriting: dict[int, int] = {}  # old values that an op under way overwrites in place: in which tier
         self.making: set[tuple[int, int]] = set()  # (tensor, tier) of results that an op is making again
         self.on_unlock: dict[int, list[Wake]] = {}  # who waits to overwrite a value until its readers have ended
@@ -196,8 +196,8 @@ class State:
         return None
 
     def note_idle(self) -> None:
-        """Wake who waits for the end once nothing is under way."""
-        if self.idle_waiters and not self.transfers and not self.running:
+        """Wake who waits for the end once nothing of one kind is under way."""
+        if self.idle_waiters and not (self.transfers and self.running["engine"] and self.running["peer"]):
             waiting, self.idle_waiters = self.idle_waiters, []
             self.wake(waiting)
 

@@ -120,11 +120,20 @@ class Waiting:
             self._transfers.adopt(transfer)
 
     def _drain(self, op: int) -> Steps:
+        """Wait until nothing is under way: for ops first, then for copies."""
         state = self._state
-        while state.transfers or state.running:
+        while True:
+            if state.running["engine"]:
+                cause, what = "engine", "the end of all ops on other engines"
+            elif state.running["peer"]:
+                cause, what = "peer", "the end of all groups"
+            elif state.transfers:
+                cause, what = "drain", "the end of all copies"
+            else:
+                return
             event = self._wake()
             state.idle_waiters.append(event)
-            yield from self._stall(event, "drain", op, -1, "the end of all copies and ops under way")
+            yield from self._stall(event, cause, op, -1, what)
 
     def _apply(self, batch: Iterable[Act], op: int, strict: bool) -> None:
         """Drops and moves."""

@@ -136,7 +136,7 @@ class Works:
         self._state.flush()
 
     def _await(self, work: Work, cause: str) -> None:
-        self._state.running += 1
+        self._state.running[cause] += 1
         for tensor, _ in work.fresh:
             self._state.awaited[tensor] = cause
         for _, tensor, _ in work.takeovers:
@@ -146,7 +146,7 @@ class Works:
     def _finish(self, ended: Sequence[Work]) -> None:
         """Ops end together: what they made comes, then the actions after them, then what nobody reads goes."""
         state = self._state
-        state.running -= len(ended)
+        state.running["peer" if ended[0].op in state.prepared.group_of else "engine"] -= len(ended)
         state.end = max(state.end, state.now)
         for work in ended:
             self.deliver(work)

@@ -88,6 +88,34 @@ def test_a_transfer_of_no_device_counts_against_all_of_them():
     assert overlap(log_of(empty(), machine(), rows)).hidden_ns == 5
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_overlap_of_a_collective_does_not_depend_on_who_is_first(first):
+    b = TraceBuilder()
+    for d in (first, 1 - first):
+        b.op(f"reduce{d}", "collective", bytes=8, group="all", device=d)
+    rows = [
+        (0, 10, 0, 0, "run", -1, -1, "", 0),  # device 0 computes half of the time, device 1 not at all
+        (0, 20, first, 3, "move", 1, -1, "", 8),
+        (30, 34, 1, 3, "move", -1, 0, "", 8),  # a copy of device 1
+    ]
+    log = log_of(b.build(), machine(devices=2), rows)
+    seen = overlap(log)
+    assert (seen.transfer_ns, seen.hidden_ns) == (20 + 24, 10)
+    # of 16 bytes, 8 moved while one of their two devices computed for half of the time
+    assert seen.by_link == {"out": 8 * 0.25 / 16, "back": None}
+    assert traffic(log)[0].bytes == 16
+
+
+def test_bytes_count_by_how_much_of_their_transfer_is_hidden():
+    rows = [
+        (0, 10, 0, GPU, "run", 0, -1, "", 0),
+        (0, 10, 0, OUT, "move", 0, 0, "", 30),
+        (5, 15, 0, OUT, "move", 0, 0, "", 10),
+        (20, 30, 0, OUT, "move", 0, 0, "", 10),
+    ]
+    assert overlap(log_of(empty(), machine(), rows)).by_link == {"out": (30 + 5) / 50, "back": None}
+
+
 def test_two_copies_at_once_are_one_time_and_two_counts_of_bytes():
     rows = [(0, 10, 0, OUT, "move", 0, 0, "", 10), (5, 20, 0, OUT, "move", 0, 0, "", 7)]
     log = log_of(empty(), machine(), rows)

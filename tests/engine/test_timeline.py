@@ -411,7 +411,19 @@ def test_an_op_on_another_engine_runs_beside_the_device():
     assert spans(log, "move")[0] == ("d2h", "g", 10, 20)  # an implicit fetch: the CPU can't read hbm
     assert ("cpu", "adam", 20, 120) in spans(log, "run")
     assert ("npu", "next", 20, 50) in spans(log, "run")
-    assert stalls(log)[-2:] == [("last", "engine", 50, 120), ("last", "drain", 120, 121)]
+    # first for the result that `last` reads, then for `last` itself: both on the CPU
+    assert stalls(log)[-2:] == [("last", "engine", 50, 120), ("last", "engine", 120, 121)]
+
+
+def test_the_end_says_what_it_waits_for():
+    b = TraceBuilder()
+    w, x = b.tensor("w", 300, "input"), b.tensor("x", 10, "input")
+    y = b.tensor("y", 10)
+    b.op("first", reads=[x], writes=[y], duration=10)
+    b.op("adam", "optimizer", reads=[y], duration=100, engine="cpu", phase="update")
+    log = replay(Plan(b.build(), [Move(w, "host", before="first")]), machine(cpu=True, copy_engines=2))
+    # y goes to the host at half the link's rate from 10 to 30, the CPU runs to 130, and w is on its way until 310
+    assert [row[1:] for row in stalls(log)][-2:] == [("engine", 30, 130), ("drain", 130, 310)]
 
 
 def test_running_again_waits_for_the_first_run_on_another_engine():

@@ -44,9 +44,9 @@ WAITS_FOR = {
     "space": "bytes that something leaving will free",
     "wait": "a copy that the plan told it to wait for",
     "hazard": "a copy of an old value, before it is overwritten",
-    "peer": "the other members of a group",
-    "engine": "a result of another engine",
-    "drain": "the end of the work that it handed to others",
+    "peer": "the other members of a group, or at the end of the run its transfer",
+    "engine": "a result of another engine, or at the end of the run the ops still on it",
+    "drain": "the end of all copies, at the end of the run",
 }
 """What a stall of each cause waits for."""
 
