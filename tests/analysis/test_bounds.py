@@ -115,9 +115,14 @@ def traces(draw) -> Trace:
         for i in range(draw(st.integers(1, 3)))
     ]
     taken: set[int] = set()
+    readers: dict[int, set[int]] = {}
     for i in range(draw(st.integers(1, 6))):
+        device = draw(st.integers(0, 1))
         reads = draw(st.lists(st.sampled_from([t for t in there if t not in taken]), max_size=3)) if there else []
-        replaces = draw(st.sampled_from([None, *reads]))
+        for tensor in reads:
+            readers.setdefault(tensor, set()).add(device)
+        # what another device reads it may not overwrite
+        replaces = draw(st.sampled_from([None, *(t for t in reads if readers[t] == {device})]))
         size = b.bytes_of(replaces) if replaces is not None else draw(st.integers(0, 9))
         new = b.tensor(f"t{i}", size, draw(st.sampled_from(["weight", "activation"])), replaces=replaces)
         taken |= {replaces} if replaces is not None else set()
@@ -128,7 +133,7 @@ def traces(draw) -> Trace:
             duration=draw(st.integers(0, 9)),
             workspace=draw(st.integers(0, 5)),
             engine=draw(st.sampled_from(["", "", "cpu"])),
-            device=draw(st.integers(0, 1)),
+            device=device,
         )
         there.append(new)
     return b.build()
