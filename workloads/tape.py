@@ -126,13 +126,11 @@ class Tape:
         """A new tensor for a gradient of `value`, or one in the storage of `over`, which is gone then.
 
         The only contribution to a weight's gradient becomes that gradient without a copy (autograd's
-        AccumulateGrad steals it); one of several, or of a later microbatch, is a temporary.
+        AccumulateGrad steals it); one of several, or of a later microbatch, is a gradient, too, until it is added.
         """
-        name, role = f"{value.name}.grad", "temporary"
+        name, role = f"{value.name}.grad", "gradient" if value.parameter else "temporary"
         if value.parameter and (self.accumulating or value.slot in self.shared):
             name = f"{self.prefix}{name}.part"
-        elif value.parameter:
-            role = "gradient"
         if over:
             made = self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
         else:

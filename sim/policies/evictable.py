@@ -7,18 +7,20 @@ only when no tensor that is evicted and still needed would have to be made from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.errors import PolicyError, near
 from sim.hardware.cost import op_times
 from sim.plan import Problem
 from sim.trace.op import KIND_CODE, PHASE_CODE
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.tensor import ROLE_CODE, ROLES
 
 EVICTED_ROLES = ("activation", "temporary")
+"""The roles that are evicted where a policy is not told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +57,18 @@ class Lineage:
         return self.reads[producer] if producer >= 0 else ()
 
 
-def lineage_of(problem: Problem) -> Lineage:
-    """The lineage of a problem's trace. An op's cost is its time with nothing else running."""
+def check_roles(policy: str, evicts: Collection[str]) -> None:
+    """Raise PolicyError for a role that does not exist, or that nothing can make again."""
+    for role in evicts:
+        if role not in ROLES:
+            raise PolicyError(f"{policy}: evicts: role {role!r} is unknown{near(role, ROLES)}")
+
+
+def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lineage:
+    """The lineage of a problem's trace. evicts: roles of what may be evicted.
+
+    An op's cost is its time with nothing else running.
+    """
     trace = problem.trace
     c, t = trace.op_columns, trace.tensor_columns
     count, size = len(c.name), t.bytes.tolist()
@@ -67,7 +79,7 @@ def lineage_of(problem: Problem) -> Lineage:
     again[trace.producer[np.flatnonzero(t.replaces >= 0)]] = False
     made = trace.producer >= 0
     counts = made & again[trace.producer] if count else made
-    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in EVICTED_ROLES]) & (t.bytes > 0)
+    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (t.bytes > 0)
     freeable = made.copy()
     freeable[list(trace.outputs)] = False
     children: list[list[int]] = [[] for _ in range(len(t.name))]

@@ -196,7 +196,11 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
     size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
     end = int(size[stages[-1].output])
     there = (trace.producer < 0) & np.isin(role, PERSISTENT)
-    gradients = int(size[(role == ROLE_CODE["gradient"]) & (trace.producer >= 0)].sum())
+    stay = (role == ROLE_CODE["gradient"]) & (trace.producer >= 0)
+    # what a backward op adds to another gradient does not outlive it
+    c, by_backward = trace.op_columns, trace.op_columns.phase == BACKWARD
+    stay[c.read_ids[np.repeat(by_backward, np.diff(c.read_start))]] = False
+    gradients = int(size[stay].sum())
     return Chain(stages, (*(stage.x for stage in stages), end), int(size[there].sum()), gradients)
 
 

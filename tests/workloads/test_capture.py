@@ -812,3 +812,12 @@ def test_every_form_of_a_product_has_flops():
     assert forward == [whole, whole, whole, 2 * 4 * 5]
     assert all(flops for _, _, flops in products(trace))
     assert "uncounted" not in trace.meta
+
+
+@pytest.mark.parametrize("case", ["tied", "tied_two_micro_batches"])
+def test_what_is_added_to_a_gradient_is_a_gradient(case):
+    trace = captured(case)
+    sums = [op for op in trace.ops if op.phase == "backward" and op.name.split(".")[-1].rstrip("_0123456789") == "add"]
+    parts = [t for op in sums for t in op.reads]
+    assert parts
+    assert {trace.tensors[t].role for t in parts} == {"gradient"}

@@ -35,6 +35,7 @@ class _Building:
 
     def run(self) -> Trace:
         storages, kernels = self.recording.storages, self.recording.kernels
+        self._name_addends()
         there = [i for i, s in storages.items() if s.made < 0 and not (s.freed is not None and s.freed < 0)]
         for i in there:
             self._tensor(i, storages[i])
@@ -55,6 +56,19 @@ class _Building:
         ]
         carry = [(self.now[i], self.first[i]) for i in kept if storages[i].made < 0]
         return self.builder.build(outputs=[self.now[i] for i in kept], carry=carry)
+
+    def _name_addends(self) -> None:
+        """What backward adds to a gradient is a gradient, too: the parts of a tied weight's, those of microbatches."""
+        storages = self.recording.storages
+        for kernel in reversed(self.recording.kernels):  # a sum of three is a sum of sums
+            into = [storages[i] for i in (*kernel.made, *kernel.changed)]
+            if kernel.phase != "backward" or not any(one.role == "gradient" for one in into):
+                continue
+            if kernel.op.split(".")[1:2] not in (["add"], ["add_"]):
+                continue
+            for part in (storages[i] for i in kernel.reads):
+                if part.role == "temporary" and part.made >= 0 and part.bytes == into[0].bytes:
+                    part.role = "gradient"
 
     def _tensor(self, i: int, storage: Storage, replaces: int | None = None) -> int:
         size = -(-storage.bytes // self.rounding) * self.rounding

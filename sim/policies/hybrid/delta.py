@@ -10,7 +10,7 @@ from itertools import islice
 from sim.errors import PolicyError, near
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.evictable import Lineage, Pool, Table, lineage_of
+from sim.policies.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
 from sim.policies.evictor import Evictor, Rules, evictable_tiers
 from sim.policies.neighbourhood import CostClasses
 from sim.units import parse_rate
@@ -56,9 +56,9 @@ class Delta(Policy):
         out ahead of need, beside the computing, in the filter's order; 0 waits for pressure, as published.
         Nothing is dropped ahead of need: that takes no time when it is.
     prefetch_forward: also reload while the ops reached are forward ones.
-    ties: of equal scores the tensor that became evictable `last` or `first` goes.
-    Raises PolicyError for an unknown choice, a depth below 0, a watermark that is no share below 1, or a bandwidth
-    below 1 or without its unit.
+    ties: of equal scores the tensor that became evictable `last` or `first` goes. evicts: roles of what may leave.
+    Raises PolicyError for an unknown choice or role, a depth below 0, a watermark that is no share below 1, or a
+    bandwidth below 1 or without its unit.
     """
 
     online = True
@@ -74,12 +74,14 @@ class Delta(Policy):
     prefetch_forward: bool = False
     watermark: float = 0.0
     ties: str = "last"
+    evicts: tuple[str, ...] = EVICTED_ROLES
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             given = getattr(self, name)
             if given not in known:
                 raise PolicyError(f"delta: {name}: {given!r} is unknown{near(str(given), known)}")
+        check_roles("delta", self.evicts)
         if self.prefetch_depth < 0:
             raise PolicyError(f"delta: prefetch_depth is {self.prefetch_depth}, less than 0")
         if not 0 <= self.watermark < 1:
@@ -99,7 +101,7 @@ class Delta(Policy):
         host = platform.host.name if platform.host else None
         online = partial(
             _Director,
-            lineage_of(problem),
+            lineage_of(problem, self.evicts),
             self,
             tiers=tuple(tier.name for tier in platform.tiers),
             evicts=tuple(tier for tier in evictable_tiers(problem) if tier != host),

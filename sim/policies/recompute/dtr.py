@@ -8,7 +8,7 @@ from functools import partial
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.evictable import lineage_of
+from sim.policies.evictable import EVICTED_ROLES, check_roles, lineage_of
 from sim.policies.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
 from sim.policies.ranking import HEURISTICS
 
@@ -36,11 +36,11 @@ class Dtr(Policy):
     Departs: by the engine's rules, an op that waits for several evicted tensors holds those that come back
         on the way to another, and one that runs again holds those of its results that are still there; the
         prototype may evict them (its printed results do not depend on it). Weight gradients are not
-        evicted (the prototype knows constants and the rest); neither is what a collective, a receive or
-        an update has made, nor what could not be made again because something under it was overwritten
-        or freed: before a weight is overwritten, what was made from it, is evicted and still needed is
-        made again. A tensor without bytes is never evicted, and a cost of zero does not end the search
-        early. An op's cost is its time with nothing else running.
+        evicted unless `evicts` says so (the prototype knows constants and the rest); neither is what a
+        collective, a receive or an update has made, nor what could not be made again because something
+        under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted
+        and still needed is made again. A tensor without bytes is never evicted, and a cost of zero does not
+        end the search early. An op's cost is its time with nothing else running.
 
     heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
         parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,
@@ -52,9 +52,10 @@ class Dtr(Policy):
     ties: of equal scores the tensor that became evictable `last` or `first` goes.
     staleness: `own`, or `neighbourhood` to count from the latest access to anything that the cost counts
         (`dtr` alone), or `none`. by_size: whether bytes count. Both are for the first four heuristics.
+    evicts: roles of what may be evicted; the prototype's are ("activation", "temporary", "gradient").
     ignore_small: pass over what is smaller than this fraction of the mean (the prototype: 0.01), unless
         nothing else is left. sample: look at a random subset of about 2 sqrt(candidates).
-    Raises PolicyError for an unknown choice, or a `neighbourhood` that the heuristic does not have.
+    Raises PolicyError for an unknown choice or role, or a `neighbourhood` that the heuristic does not have.
     """
 
     online = True
@@ -68,6 +69,7 @@ class Dtr(Policy):
     by_size: bool = True
     ignore_small: float = 0.0
     sample: bool = False
+    evicts: tuple[str, ...] = EVICTED_ROLES
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -76,6 +78,7 @@ class Dtr(Policy):
                 raise PolicyError(f"dtr: {name}: {given!r} is unknown{near(str(given), known)}")
         if self.staleness == "neighbourhood" and self.heuristic != "dtr":
             raise PolicyError(f"dtr: staleness 'neighbourhood' goes with heuristic 'dtr', not {self.heuristic!r}")
+        check_roles("dtr", self.evicts)
         if self.ignore_small < 0:
             raise PolicyError(f"dtr: ignore_small is {self.ignore_small}, less than 0")
 
@@ -86,7 +89,7 @@ class Dtr(Policy):
         )
         online = partial(
             Evictor,
-            lineage_of(problem),
+            lineage_of(problem, self.evicts),
             rules,
             tiers=tuple(tier.name for tier in problem.platform.tiers),
             evicts=evictable_tiers(problem),

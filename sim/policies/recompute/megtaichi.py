@@ -14,7 +14,7 @@ from sim.errors import Deadlock, Infeasible, PolicyError, TraceError, near
 from sim.hardware.cost import op_times
 from sim.plan import Action, Drop, Memory, Need, Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.evictable import Lineage, Pool, Table, lineage_of
+from sim.policies.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
 from sim.policies.evictor import Evictor, Rules, evictable_tiers
 from sim.policies.neighbourhood import Price
 from sim.policies.producer_classes import ProducerClasses
@@ -63,7 +63,7 @@ class MegTaiChi(Policy):
     own_cost: whether N counts the tensor's own producer, too. penalty: at least 1. adjacent: whether the free bytes
         beside it count. at_least: bytes, or text such as "1 MiB", below which a tensor goes last.
     threshold: share of the memory, above 0, to evict down to before each op, whether it needs it or not; None: only
-        on demand. sample: look at a random subset of about 2 sqrt(candidates).
+        on demand. sample: look at a random subset of about 2 sqrt(candidates). evicts: roles of what may leave.
     Raises PolicyError for a wrong parameter, or where `parts` cannot be made of the batch.
     """
 
@@ -81,6 +81,7 @@ class MegTaiChi(Policy):
     at_least: int | str = MEBIBYTE
     threshold: float | None = None
     sample: bool = False
+    evicts: tuple[str, ...] = EVICTED_ROLES
 
     def __post_init__(self) -> None:
         if self.parts is not None and self.parts < 1:
@@ -89,6 +90,7 @@ class MegTaiChi(Policy):
             raise PolicyError(
                 f"policy 'megtaichi': neighbours is {self.neighbours!r}{near(self.neighbours, NEIGHBOURS)}"
             )
+        check_roles("megtaichi", self.evicts)
         if self.penalty < 1:
             raise PolicyError(f"policy 'megtaichi': penalty is {self.penalty}; it must be at least 1")
         if self.threshold is not None and not 0 < self.threshold <= 1:
@@ -147,7 +149,7 @@ class MegTaiChi(Policy):
         evicts = evictable_tiers(asked)
         online = partial(
             _Evictor,
-            lineage_of(asked),
+            lineage_of(asked, self.evicts),
             self,
             tiers=tuple(tier.name for tier in platform.tiers),
             evicts=evicts,

@@ -20,6 +20,7 @@ from sim.policies.evictable import lineage_of
 from sim.trace import TraceBuilder
 from tests.policies.recompute.dtr_runs import cut, loose, one_tier, run
 from workloads.synthetic import random_dag, uniform_chain, w1
+from workloads.transformer import transformer
 
 DTR, EQ, LOCAL, LRU = {"heuristic": "dtr"}, {"heuristic": "dtr_eq"}, {"heuristic": "local"}, {"heuristic": "lru"}
 SIZE, MSPS, TIMELESS = {"heuristic": "size"}, {"heuristic": "msps"}, {"heuristic": "dtr", "staleness": "none"}
@@ -285,3 +286,33 @@ def test_whole_iterations_with_updates_run_to_the_end(seed, deallocation, percen
     story = run(trace, budget, deallocation=deallocation)
     assert [op for op, again in story.ran if not again] == list(range(len(trace.ops)))
     assert story.recomputed > 0
+
+
+# ---- roles -------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_tied_gradient_are_gradients_and_stay():
+    """The first part came of the logits: to make it again takes them, and all that they take."""
+    trace = transformer(
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 1000},
+        batch=4,
+        sequence=64,
+    )
+    parts = [t for t in trace.tensors if ".grad.part" in t.name]
+    assert len(parts) == 2
+    assert {t.role for t in parts} == {"gradient"}
+    budget = run(trace, 1 << 50).peak * 9 // 10
+    story = run(trace, budget)
+    assert not {t.id for t in parts} & set(story.evicted)
+
+
+def test_which_roles_are_evicted_is_a_parameter():
+    trace, budget = w1(4), int(PEAK[4] * Fraction("0.8"))
+    only = run(trace, budget, evicts=("activation",))
+    assert {trace.tensors[t].role for t in only.evicted} == {"activation"}
+    # with all but constants it is the prototype, which knows no other roles
+    everything = run(trace, budget, evicts=("activation", "temporary", "gradient"))
+    assert everything.recompute_ns == run(loose(trace), budget).recompute_ns == 1_280_236
+    for policy in ("dtr", "delta", "megtaichi"):
+        with pytest.raises(PolicyError, match=r"role 'activations' is unknown .did you mean 'activation'"):
+            load(policy, evicts=("activations",))
