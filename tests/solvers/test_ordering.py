@@ -14,13 +14,14 @@ from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.grain import by_op
+from sim.solvers.least_bytes import least_bytes
 from sim.solvers.milp import Program
 from sim.solvers.outcome import Answer
 from sim.solvers.retention import Retention
 from sim.solvers.reversal import extra_steps
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace
-from tests.solvers.reruns import mixed_mirror, small_graphs, unit_mirror
+from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads.synthetic import chain, uniform_chain
 
 needs_cp = pytest.mark.skipif(find_spec("ortools") is None, reason="the extra `solvers` (OR-Tools) is not installed")
@@ -186,3 +187,24 @@ def test_too_few_runs_an_op_make_the_constraint_program_worse_or_infeasible():
     assert (milp.status, milp.bound, cp.status) == ("optimal", 5, "infeasible")
     milp, cp = both(uniform_chain(6), 4, most=2)
     assert (milp.bound, cp.bound) == (2, 2)
+
+
+# ---- what is said of budgets -----------------------------------------------------------------------
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(trace=small_graphs(), policy=st.sampled_from(["checkmate", *(["moccasin"] if find_spec("ortools") else [])]))
+def test_a_budget_called_the_smallest_is_the_smallest_of_its_class(trace, policy):
+    """By brute force over that class; one that no plan needs to keep to, since an input may be dropped."""
+    try:
+        simulate(trace, machine(1), policy, **({"runs": 8} if policy == "moccasin" else {}))
+    except Infeasible as refused:
+        floor, said = refused.floor_bytes, str(refused)
+        assert floor is not None
+        assert least_time(trace, floor) is not None
+        assert "of plans that keep weights, inputs" in said
+        if "is the smallest budget" in said:
+            assert least_time(trace, floor - 1) is None
+        below = least_bytes(Ledger(trace)) - 1
+        assert below < floor
+        assert below < 0 or least_time(trace, below, staged=False, keep_inputs=False) is None
