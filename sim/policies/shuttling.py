@@ -14,6 +14,7 @@ from sim.plan import Problem
 from sim.plan import Run as Iteration
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+from sim.trace.chain import FORWARD
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,10 @@ class Blocks:
     def freed(self) -> tuple[tuple[int, ...], ...]:
         """Per block the tensors that lie there from its forward to its backward, and not if it is checkpointed."""
         ledger, everything = self.ledger, self.checkpointed(range(len(self.regions)))
-        dropped = {t for (_, anchor), gone in zip(everything.steps, everything.drops) if anchor < 0 for t in gone}
+        # what a backward op lets go lay there all the time, and is only made once more for its own block
+        forward = (ledger.trace.op_columns.phase == FORWARD).tolist()
+        pairs = zip(everything.steps, everything.drops, strict=True)
+        dropped = {t for (op, anchor), gone in pairs if anchor < 0 and forward[op] for t in gone}
         found = []
         for region in self.regions:
             inside = set(region.forward)
@@ -58,7 +62,7 @@ class Blocks:
             made = [t for op in region.forward for t in ledger.writes[op]]
             outside = [t for t in made if not inside.issuperset(ledger.trace.readers(t))]
             ops = [op for op in region.forward if not self.casts.keys() >= set(ledger.writes[op])]
-            legal = [op for op in ops if ledger.can_run_again(op, last + 1)]
+            legal = ledger.can_run_together(ops, last + 1)
             if len(legal) < len(ops):
                 legal = backward_slice(ledger, legal, outside)
             again[last + 1] = legal
@@ -95,8 +99,8 @@ def blocks_of(problem: Problem, policy: str) -> Blocks:
 class Measured:
     """What one collecting iteration showed, in bytes. blocks: per block what it keeps from forward to backward.
 
-    model: what the iteration would have taken, had no block been checkpointed: its peak and all that blocks
-    keep. That is a little too much, for at the peak itself some block may have lain there whole.
+    model: what the iteration would have taken, had no block been checkpointed: its peak with all that blocks keep
+    there from its first run to its end. Where a block runs again beside that, it is a little too much.
     """
 
     blocks: tuple[int, ...]
@@ -112,4 +116,8 @@ def measured(iteration: Iteration, freed: Sequence[Sequence[int]]) -> Measured:
     tensors, first = np.unique(made[:, 3], return_index=True)
     size = dict(zip(tensors.tolist(), made[first, 2].tolist(), strict=True))
     blocks = tuple(sum(size.get(t, 0) for t in kept) for kept in freed)
-    return Measured(blocks, int(np.cumsum(rows[:, 2]).max(initial=0)) + sum(blocks))
+    delta = rows[:, 2].copy()
+    for t in {t for kept in freed for t in kept}:
+        mine = np.flatnonzero(rows[:, 3] == t)
+        delta[mine[1:-1]] = 0  # it stays between
+    return Measured(blocks, int(np.cumsum(delta).max(initial=0)))

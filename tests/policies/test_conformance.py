@@ -22,6 +22,7 @@ RARELY: dict[str, str] = {
     "colossal_auto": "weights leave only where that is faster than running ops again",
     "twremat": "nets this small seldom leave room between what it needs and keeping all",
     "megtaichi": "half of the examples fit as they are, and a partition is tried only where that is not so",
+    "mimose": "where its collecting iteration fits, nets this small seldom need a checkpoint after it",
     "tso": "it captures only where launches outweigh the capture",
     "selective_recompute": "it rewrites only casts of weights that autocast keeps",
 }
