@@ -2,8 +2,9 @@
 
 python docs/make_recompute.py              write the page and the figure from docs/recompute.json
 python docs/make_recompute.py --check      say whether the page is current; exit status 1 where it is not
-python docs/make_recompute.py --measure    run all cells again (under ten minutes on two free cores), then write
+python docs/make_recompute.py --measure    run all cells again (some twenty minutes on two free cores), then write
 python docs/make_recompute.py --measure rotor chen    the same for some policies; the cells of the others are kept
+python docs/make_recompute.py --measure --missing     run only the cells that docs/recompute.json has not
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         def save(found: Mapping[str, Any]) -> None:
             DATA.write_text(dump(found), encoding="utf-8")
 
-        measure(only, load() if DATA.is_file() else {}, save, lambda line: print(line, flush=True))
+        old = load() if DATA.is_file() else {}
+        measure(only, old, save, lambda line: print(line, flush=True), missing="--missing" in arguments)
     figures = load()
     text = page(figures)
     if "--check" in arguments:

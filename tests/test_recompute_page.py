@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.recompute_parts import cases, measure, results, text
+from docs.recompute_parts import cases, losses, measure, results, text
 from sim.experiment import Prices
 from sim.policies import family, names
 from sim.solvers.least_bytes import least_bytes
@@ -136,7 +136,7 @@ def test_headlines_are_of_policies_that_exist_and_of_known_standing(figures):
         assert item["standing"] in {"abstract", "code", "second-hand", "none"}
         assert item.get("against", "chen") in labels
         assert item["shows"] in text.SHOWS
-    assert {item["policy"] for item in items} == OURS - {"every_k", "full_recompute"}
+    assert {item["policy"] for item in items} == OURS - {"every_k", "full_recompute", "relax_and_fix"}
 
 
 def test_a_changed_figure_changes_the_page(script, figures):
@@ -150,3 +150,32 @@ def test_a_policy_that_appears_in_the_registry_is_measured(monkeypatch):
     monkeypatch.setattr(cases, "names", lambda: (*names(), "a_new_one"))
     monkeypatch.setattr(cases, "family", lambda name: "recompute" if name == "a_new_one" else family(name))
     assert "a_new_one" in {entry.policy for entry in cases.entries()}
+
+
+def test_a_loss_to_a_simpler_policy_is_said_with_its_rule(script, figures):
+    assert set(losses.RULES) == {*losses.STAGES[1:], *losses.OPS[1:]}
+    labels = {entry.label for entry in cases.entries()}
+    assert {*losses.STAGES, *losses.OPS} <= labels
+    other = json.loads(json.dumps(figures))
+    for row in other["cells"]:
+        if row["status"] == "ok" and row["label"] == "rockmate":
+            row["makespan_ns"] *= 3
+    assert "* `rockmate`: +" in script.page(other)
+    assert losses.RULES["rockmate"] in script.page(other)
+
+
+def test_cells_with_the_other_last_step_are_shown_and_never_ranked(figures):
+    other = json.loads(json.dumps(figures))
+    rows = [row for row in other["cells"] if row["status"] == "ok" and row["label"] == "rotor"]
+    budget = results.results(figures)["llama"].budgets[0]
+    row = next(row for row in rows if row["job"] == "llama" and row["budget_bytes"] == budget)
+    plain = results.results(figures)["llama"]
+    other["cells"] = [
+        one for one in other["cells"] if one["label"] != "rotor" or results.OPTION not in one["parameters"]
+    ]
+    parameters = {**row["parameters"], results.OPTION: True}
+    other["cells"].append({**row, "parameters": parameters, "makespan_ns": plain.job["makespan_ns"]})
+    found = results.results(other)["llama"]
+    assert found.overhead("rotor", budget) == plain.overhead("rotor", budget)
+    assert found.other("rotor", budget) == 0
+    assert found.winner(budget) == plain.winner(budget)

@@ -11,7 +11,8 @@ from typing import Any
 from sim.experiment import Prices, reference_run
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.policies import family, names
+from sim.policies import family, names, policy_class
+from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.least_bytes import least_bytes
 from sim.solvers.moment_search import LEVELS, MomentSearch
 from sim.solvers.runs import Ledger
@@ -101,6 +102,18 @@ def entries() -> tuple[Entry, ...]:
     own = {entry.policy for entry in TUNED}
     rest = [Entry(name, name) for name in names() if family(name) == "recompute" and name not in own]
     return tuple(sorted((*TUNED, *rest), key=lambda entry: entry.label))
+
+
+def has_last_step(policy: str) -> bool | None:
+    """Whether a policy removes unnecessary recomputation as it is published; None where it has no such step at all."""
+    made = policy_class(policy)
+    return made().remove_unnecessary if issubclass(made, RecomputationPlanner) else None
+
+
+def other_ways(entry: Entry) -> list[dict[str, Any]]:
+    """The parameters of an entry with that step where it is published without, and without where it is with."""
+    has = has_last_step(entry.policy)
+    return [] if has is None else [{**tried, "remove_unnecessary": not has} for tried in entry.tried]
 
 
 @cache

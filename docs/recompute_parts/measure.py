@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from docs.recompute_parts.cases import (
     budget_at,
     entries,
     facts,
+    other_ways,
     platform,
 )
 from sim.engine.replay import replay
@@ -47,20 +48,26 @@ def measure(
     old: Mapping[str, Any],
     save: Callable[[Mapping[str, Any]], None],
     say: Callable[[str], None] = print,
+    *,
+    missing: bool = False,
 ) -> None:
     """All rows, or those of some policies or labels; saved after each, with what `old` knew of the others.
 
-    only: names of policies or labels, empty for all. Rows of `old` that no entry asks for any more, or with
-    other parameters, are left out.
+    only: names of policies or labels, empty for all. missing: of these only the cells that `old` has not. Rows of
+    `old` that no entry asks for any more, with other parameters or at another budget, are left out.
     """
-    known = [facts(name, job) for name, job in JOBS.items()]
+    known = list(old["jobs"]) if missing and old.get("jobs") else [facts(name, job) for name, job in JOBS.items()]
     chosen = [entry for entry in entries() if not only or entry.policy in only or entry.label in only]
     tasks = [(job, entry) for entry in chosen for job in known]
     tasks.sort(key=lambda task: load(task[1].policy).slow, reverse=not only)
-    labels = {entry.label: [_plain(tried) for tried in entry.tried] for entry in entries()}
+    labels = {entry.label: [_plain(one) for one in (*entry.tried, *other_ways(entry))] for entry in entries()}
+    budgets = {
+        job["job"]: {budget_at(job["floor_bytes"], job["peak_bytes"], share) for share in SHARES} for job in known
+    }
     rows: dict[tuple[str, str], list[Row]] = {}
     for row in old.get("cells", ()):
-        if _plain(row["parameters"]) in labels.get(row["label"], ()):
+        current = row.get("smallest") or row["budget_bytes"] in budgets[row["job"]]
+        if current and _plain(row["parameters"]) in labels.get(row["label"], ()):
             rows.setdefault((row["job"], row["label"]), []).append(row)
     planned = {row["label"]: row for row in old.get("deep", ()) if row["label"] in labels}
     lock = threading.Lock()
@@ -73,15 +80,19 @@ def measure(
     def one(task: tuple[Row, Entry]) -> None:
         job, entry = task
         began = time.perf_counter()
-        found = list(_guarded(job, entry))
+        kept = rows.get((job["job"], entry.label), []) if missing else []
+        there = {(row["budget_bytes"], _plain(row["parameters"])) for row in kept if not row.get("smallest")}
+        there |= {(SMALLEST, _plain(row["parameters"])) for row in kept if row.get("smallest")}
+        questions = [one for one in asked(job, entry) if (one[0], _plain(one[1])) not in there]
+        found = list(_guarded(job, entry, questions)) if questions else []
         say(f"{job['job']}: {entry.label}: {len(found)} cells in {time.perf_counter() - began:.1f} s")
         with lock:
-            rows[job["job"], entry.label] = found
+            rows[job["job"], entry.label] = [*kept, *found]
             save(figures())
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(one, tasks))
-    planned |= {row["label"]: row for row in deep(chosen)}
+    planned |= {row["label"]: row for row in deep([e for e in chosen if not missing or e.label not in planned])}
     save(figures())
 
 
@@ -145,15 +156,27 @@ def _bare_s(ops: int) -> float:
     return best / times
 
 
-def cells(job: Mapping[str, Any], entry: Entry, done: int = 0) -> Iterator[Row]:
-    """All cells of a policy on one job from the `done`-th on: every budget, then the smallest that is found."""
+SMALLEST = 0
+"""Stands for the smallest budget of a policy, which has to be found."""
+Question = tuple[int, Mapping[str, Any]]
+"""A budget, or `SMALLEST`, and parameters."""
+
+
+def asked(job: Mapping[str, Any], entry: Entry) -> list[Question]:
+    """Every budget, then the smallest that is found; then every budget without, or with, the last step of planners."""
+    budgets = [budget_at(job["floor_bytes"], job["peak_bytes"], share) for share in reversed(SHARES)]
+    first = [(budget, parameters) for budget in (*budgets, SMALLEST) for parameters in entry.tried]
+    return first + [(budget, parameters) for budget in budgets for parameters in other_ways(entry)]
+
+
+def cells(job: Mapping[str, Any], entry: Entry, questions: Sequence[Question]) -> Iterator[Row]:
+    """The cells of a policy on one job."""
     trace = JOBS[job["job"]].trace()
-    budgets = [budget_at(job["floor_bytes"], job["peak_bytes"], share) for share in SHARES]
-    asked = [(budget, parameters) for budget in reversed(budgets) for parameters in entry.tried]
-    for budget, parameters in asked[done:]:
-        yield cell(trace, job, entry, parameters, budget)
-    for parameters in entry.tried[max(0, done - len(asked)) :]:
-        yield smallest(trace, job, entry, parameters)
+    for budget, parameters in questions:
+        if budget == SMALLEST:
+            yield smallest(trace, job, entry, parameters)
+        else:
+            yield cell(trace, job, entry, parameters, budget)
 
 
 def smallest(trace: Trace, job: Mapping[str, Any], entry: Entry, parameters: Mapping[str, Any]) -> Row:
@@ -192,48 +215,42 @@ def _own_peak(trace: Trace, entry: Entry, parameters: Mapping[str, Any], budget:
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def _guarded(job: Mapping[str, Any], entry: Entry) -> Iterator[Row]:
+def _guarded(job: Mapping[str, Any], entry: Entry, questions: Sequence[Question]) -> Iterator[Row]:
     """The cells of one policy, run in a process that is ended where a cell takes too long."""
     context = multiprocessing.get_context("spawn")
-    done, finished = 0, False
-    while not finished:
+    left = list(questions)
+    while left:
         mine, theirs = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(job, entry, done, theirs), daemon=True)
+        worker = context.Process(target=_work, args=(job, entry, left, theirs), daemon=True)
         worker.start()
         theirs.close()
         try:
             while (row := mine.recv()) is not None:
                 yield row
-                done += 1
-            finished = True
+                left.pop(0)
         except EOFError:
             worker.join()
             over = worker.exitcode == -signal.SIGPROF
-            yield _lost(job, entry, done, f"over {CELL_LIMIT:.0f} s" if over else f"exit status {worker.exitcode}")
-            done += 1
-            finished = done >= len(entry.tried) * (len(SHARES) + 1)
+            why = f"over {CELL_LIMIT:.0f} s" if over else f"exit status {worker.exitcode}"
+            yield _lost(job, entry, *left.pop(0), why)
 
 
-def _lost(job: Mapping[str, Any], entry: Entry, done: int, why: str) -> Row:
-    budgets = [budget_at(job["floor_bytes"], job["peak_bytes"], share) for share in reversed(SHARES)]
-    asked = [(budget, parameters) for budget in budgets for parameters in entry.tried]
-    rest = [(job["floor_bytes"], parameters) for parameters in entry.tried]
-    budget, parameters = [*asked, *rest][done]
+def _lost(job: Mapping[str, Any], entry: Entry, budget: int, parameters: Mapping[str, Any], why: str) -> Row:
     row = {"job": job["job"], "label": entry.label, "policy": entry.policy, "parameters": dict(parameters)}
     return row | {
-        "budget_bytes": budget,
+        "budget_bytes": budget or job["floor_bytes"],
         "fidelity": load(entry.policy).fidelity,
         "status": "given up",
         "error": why,
-        "smallest": done >= len(asked),
+        "smallest": budget == SMALLEST,
     }
 
 
-def _work(job: Mapping[str, Any], entry: Entry, done: int, pipe: Connection) -> None:
+def _work(job: Mapping[str, Any], entry: Entry, questions: Sequence[Question], pipe: Connection) -> None:
     """In a process of its own, which the timer's signal ends, also inside a solver."""
     global _limited
     _limited = True
-    for row in cells(job, entry, done):
+    for row in cells(job, entry, questions):
         pipe.send(row)
     pipe.send(None)
 

@@ -13,14 +13,20 @@ from sim.analysis.pareto import pareto
 from sim.policies import policy_class
 
 Row = Mapping[str, Any]
+OPTION = "remove_unnecessary"
 
 
 @dataclass(frozen=True)
 class Results:
-    """One job's cells and what is known of it."""
+    """One job's cells and what is known of it.
+
+    cells: of policies as they are published. others: of planners with the removal of unnecessary recomputation where
+    they are published without, and the other way round.
+    """
 
     job: Row
     cells: Sequence[Row]
+    others: Sequence[Row] = ()
 
     @property
     def short(self) -> str:
@@ -51,6 +57,11 @@ class Results:
         """The fastest cell of one row at a budget, None where none fits."""
         rows = [row for row in self.of(label) if row["budget_bytes"] == budget and not row.get("smallest")]
         return min(rows, key=lambda row: (row["makespan_ns"], row["peak_bytes"]), default=None)
+
+    def other(self, label: str, budget: int) -> float | None:
+        """`overhead` of the fastest of the `others`."""
+        rows = [row for row in self.others if (row["label"], row["budget_bytes"]) == (label, budget)]
+        return min((self.over(row) for row in rows if row["status"] == "ok"), default=None)
 
     def free(self, label: str) -> bool:
         """Whether a row does more than drop and recompute: it moves bytes, or changes the ops. No bound holds then."""
@@ -111,10 +122,12 @@ class Results:
 
 def results(figures: Mapping[str, Any]) -> dict[str, Results]:
     """By job."""
-    return {
-        job["job"]: Results(job, [row for row in figures["cells"] if row["job"] == job["job"]])
-        for job in figures["jobs"]
-    }
+    found = {}
+    for job in figures["jobs"]:
+        rows = [row for row in figures["cells"] if row["job"] == job["job"]]
+        parts = ([row for row in rows if (OPTION in row["parameters"]) == other] for other in (False, True))
+        found[job["job"]] = Results(job, *parts)
+    return found
 
 
 GROUPS = ("chains of stages", "a solver over ops or stages", "rules, separators, online")

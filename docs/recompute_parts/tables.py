@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from docs.recompute_parts.cases import has_last_step
 from docs.recompute_parts.results import Results
 from sim.units import format_bytes
 
@@ -78,6 +79,28 @@ def overheads(result: Results) -> str:
             ]
         )
     return table(head, rows, range(1, len(head) - 1))
+
+
+def last_step(result: Results) -> str:
+    """Time added by each planner without and with the removal of unnecessary recomputation, as published in bold."""
+    head = ["policy", *(f"{budget / 1e9:.1f} GB" for budget in result.budgets)]
+    rows = []
+    for label in result.labels:
+        has = has_last_step(_policy(result, label))
+        if has is None or not any(row["label"] == label for row in result.others):
+            continue
+        at = []
+        for budget in result.budgets:
+            published, other = result.overhead(label, budget), result.other(label, budget)
+            texts = [NOT if over is None else percent(over) for over in (published, other)]
+            texts[0] = f"**{texts[0]}**"
+            at.append(" → ".join(texts[::-1] if has else texts))
+        rows.append([name(result, label), *at])
+    return table(head, rows, range(1, len(head))) if rows else ""
+
+
+def _policy(result: Results, label: str) -> str:
+    return next(str(row["policy"]) for row in result.cells if row["label"] == label)
 
 
 def solver(cells: Sequence[Mapping[str, Any]]) -> str:

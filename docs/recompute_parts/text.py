@@ -10,8 +10,20 @@ from typing import Any
 
 from docs.recompute_parts.cases import DEEP, PROFILE
 from docs.recompute_parts.findings import sentences
+from docs.recompute_parts.losses import losses
 from docs.recompute_parts.results import Results, results
-from docs.recompute_parts.tables import deep, misfits, name, overheads, percent, seconds, size, table, winners
+from docs.recompute_parts.tables import (
+    deep,
+    last_step,
+    misfits,
+    name,
+    overheads,
+    percent,
+    seconds,
+    size,
+    table,
+    winners,
+)
 
 HEADLINES = Path(__file__).resolve().parent.parent / "recompute_headlines.toml"
 NOTHING = "does not apply"
@@ -28,7 +40,15 @@ def page_text(figures: Mapping[str, Any]) -> str:
     ]
     for result in found.values():
         parts += [f"## {result.job['title']}\n\n", _job(result), winners(result), overheads(result)]
-    parts += [COLUMNS, _headlines(found), _deep(figures["deep"]), _misfits(found), INCLUDED]
+    parts += [
+        COLUMNS,
+        _last_step(found),
+        losses(found),
+        _headlines(found),
+        _deep(figures["deep"]),
+        _misfits(found),
+        INCLUDED,
+    ]
     return "".join(parts).rstrip() + "\n"
 
 
@@ -83,15 +103,28 @@ and it is not counted as the fastest. \\*: a reconstruction, since details of th
 
 ### The bound
 
-A linear program for the moment when backward begins. What a later op reads lies there then, or its maker runs again
-later; what that maker reads lies there or is made again, too; and what lies there fits the budget. Every plan that
-drops and recomputes on one device keeps these conditions, however often it runs things again, online or not, so the
-least time of reruns under them is a lower bound for all of them (`sim/solvers/turning.py`; one stage of Checkmate's
-program). It is near where each op has to run again once at most. Near the floor it is low, because it does not count
-what has to lie there while something runs again. It assumes that weight gradients stay once they are made, and that
-nothing is offloaded. The exact solvers look at whole stages here, so their own bounds hold for stage plans only, and
-are not used. The floor, below which no plan gets, counts at each op what it reads and makes, and what can't be made
-again any more.
+A linear program for moments of the schedule. A moment is the time when one op runs in its place: first the op of
+largest footprint, then those at which a plan made from the program still passes the budget, three at most. What a
+later op reads is resident at the moment, or its producer is recomputed later; what that producer reads is resident or
+recomputed, too; what is resident fits the budget; and what is resident at one moment was so at the one before, or was
+produced or recomputed in between. Every plan that only drops and recomputes on one device keeps these conditions,
+however often it recomputes, online or not, so the least time of recomputation under them is a lower bound for all of
+them (`sim/solvers/moments.py`). It is near where each op has to be recomputed once at most. Close to the least memory
+it is low, because parts of a tensor may be kept in it, and because it does not count what has to be resident while
+something is recomputed. It assumes that weight gradients stay once they are made, and that nothing is offloaded; an
+input may be dropped after its last read. The exact solvers look at whole stages here, so their own bounds hold for
+stage plans only, and are not used. The least bytes of any plan count at each op what it reads and makes, and what
+can't be recomputed any more.
+
+"""
+
+LAST_STEP = """\
+## With and without removing unnecessary recomputation
+
+Time added in percent, without → with the last step that keeps resident what need not be dropped (parameter
+`remove_unnecessary`). Bold: as published, which is what all other tables show. `twremat` follows an implementation
+that ends with such a step, and it is part of `relax_and_fix`, which is this project's own; in none of the other
+planners' papers it was found.
 
 """
 
@@ -109,6 +142,14 @@ INCLUDED = """\
 
 To make the page again: `python docs/make_recompute.py --measure`.
 """
+
+
+def _last_step(found: Mapping[str, Results]) -> str:
+    parts = [LAST_STEP]
+    for result in found.values():
+        if shown := last_step(result):
+            parts.append(f"{result.job['title']}:\n\n{shown}")
+    return "".join(parts) if len(parts) > 1 else ""
 
 
 # ---- headlines -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.errors import PolicyError
@@ -50,7 +51,7 @@ class RelaxAndFix(RecomputationPlanner):
 
     remove_unnecessary: bool = True
     moments: int = 3
-    rounds: int = 80
+    rounds: int = 60
 
     def __post_init__(self) -> None:
         if self.moments < 1 or self.rounds < 1:
@@ -73,17 +74,19 @@ class RelaxAndFix(RecomputationPlanner):
         status = "optimal" if rerun_ns(problem, found) == bound else "feasible"
         return planned(problem, found, status=status, bound=bound, plans=PLANS)
 
-    def _best(self, problem: Problem, search: MomentSearch, budget: int) -> tuple[Runs | None, int | None]:
-        """The cheapest plan of the three roundings, and the bound; None where there is none."""
+    def _best(
+        self, problem: Problem, search: MomentSearch, budget: int, levels: Sequence[float] = LEVELS
+    ) -> tuple[Runs | None, int | None]:
+        """The cheapest plan of some roundings, and the bound; None where there is none."""
         bound = search.bound([search.first], budget)
         if bound is None:
             return None, None
         best: Runs | None = None
         close, left = sum(search.cost) // CLOSE, self.rounds
-        for level in LEVELS:
+        for level in levels:
             dive = search.dive(budget, level, left)
             left -= dive.programs
-            if level == LEVELS[0] and len(dive.moments) > 1:
+            if level == levels[0] and len(dive.moments) > 1:
                 bound = search.bound(dive.moments[: self.moments], budget)
             if bound is None:
                 return None, None
@@ -99,6 +102,6 @@ class RelaxAndFix(RecomputationPlanner):
         """The smallest budget tried for which there is a plan."""
         for part in WIDER:
             budget = int(least * part)
-            if budget < most and self._best(problem, search, budget)[0] is not None:
+            if budget < most and self._best(problem, search, budget, LEVELS[:1])[0] is not None:
                 return budget
         return most
