@@ -27,8 +27,8 @@ class MinCut(RecomputationPlanner):
         fewer steps from backward (what is kept differs by up to 4 % of the default cut on the graphs tried), and kinds
         stand for ops: of a norm, softmax or loss each result is a node of its own, as if taken apart. What backward
         computes without its gradient (a mask) the compiler may move into forward in order to save it; here it stays
-        where it is. Ops are not fused, so recomputing a cheap one costs its time. On the platform's budget nothing
-        depends.
+        where it is. What writes in place runs once, where the compiler's graph has no such ops. Ops are not fused, so
+        recomputing a cheap one costs its time. On the platform's budget nothing depends.
 
     aggressive: ban only random and compute-intensive ops and reductions (`aggressive_recomputation`).
     regions: "graph" for one cut, "layer" for one in each layer, as if each were compiled alone.
