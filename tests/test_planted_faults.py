@@ -278,7 +278,7 @@ def test_an_overwritten_value_that_stays_when_its_op_runs_again_breaks_values(mo
 
 
 def test_running_in_place_again_on_its_own_result_breaks_values(monkeypatch):
-    def skip(self, work):
+    def skip(self, work, begun):
         """Restores nothing: what an op overwrote is taken to be there."""
         return -1
         yield
@@ -452,7 +452,7 @@ POOLS = (
 def test_ignoring_a_pool_breaks_order(pool, monkeypatch):
     assert broken(both_ways((pool,))) == set()
     own = sim.engine.flows.fair_rates
-    alone = lambda flows, rates: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
+    alone = lambda flows, rates, _: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
     monkeypatch.setattr(sim.engine.flows, "fair_rates", alone)
     assert broken(both_ways((pool,))) == {"order"}
 

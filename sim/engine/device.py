@@ -58,12 +58,13 @@ class Device(General):
                 if copies[t] & mask != bit:
                     ready = False
                     break
-            if not ready and t in transfers and self._is_coming(reads, bit):
-                yield from self._until_there(reads, bit, i)
-                ready = all(copies[t] & mask == bit for t in reads)
+            begun = not ready and t in transfers and self._is_coming(reads, bit)
+            if begun:
+                yield from self._until_there(reads, i)
+                ready = all(copies[t] & bit for t in reads)  # what was asked to leave meanwhile is read first
             total = used[home] + out + workspace
             if not ready or total > capacity[home] or state.queued_for_space or guests[lane]:
-                yield from self._perform(i)
+                yield from self._perform(i, begun=begun)
                 continue
             start = state.now
             end = start + ns
@@ -159,14 +160,16 @@ class Device(General):
                     return False
         return True
 
-    def _until_there(self, reads: Sequence[int], bit: int, op: int) -> Steps:
-        """Wait for the reads that are on their way home."""
+    def _until_there(self, reads: Sequence[int], op: int) -> Steps:
+        """Wait for the reads that are on their way home, or till one is on its way no more."""
         state = self._state
         for t in reads:
             state.locks[t] += 1
         for t in reads:
-            while not state.copies[t] & bit and t in state.transfers:
+            while not state.copies[t] & self._reach and t in state.transfers:
                 yield from self._arrival(t, "transfer", op)
+            if not state.copies[t] & self._reach:
+                break
         for t in reads:
             state.locks[t] -= 1
 

@@ -16,13 +16,16 @@ Demand = Mapping[int, Fraction]
 SWEEPS = 1000
 
 
-def fair_rates(flows: Sequence[Users], pool_rates: Sequence[int | None]) -> list[Fraction]:
+def fair_rates(
+    flows: Sequence[Users], pool_rates: Sequence[int | None], first_link: int | None = None
+) -> list[Fraction]:
     """Max-min fair rates in bytes/s of flows given by their users.
 
     A pool's charged bytes are shared equally by its flows; what one cannot take (its own link is slower, or
     another pool is tighter) goes to the others. So each flow has its own limit, or crosses a pool that is
     full and in which no flow charges more. A member of a pool whose `factor` is below 1 runs at that part of
-    its own rate while another member of the pool has a flow.
+    its own rate while another member of the pool has a flow. From `first_link` on a pool is a link that makes
+    several copies at once: they share what the factors leave of its rate.
     """
     members: dict[int, set[str]] = {}
     for users in flows:
@@ -31,6 +34,7 @@ def fair_rates(flows: Sequence[Users], pool_rates: Sequence[int | None]) -> list
                 members.setdefault(pool, set()).add(name)
     limits: list[Fraction] = []
     demands: list[dict[int, Fraction]] = []
+    capacity = {pool: Fraction(rate) for pool, rate in enumerate(pool_rates) if rate is not None}
     for users in flows:
         cap: Fraction | None = None
         demand: dict[int, Fraction] = {}
@@ -42,9 +46,11 @@ def fair_rates(flows: Sequence[Users], pool_rates: Sequence[int | None]) -> list
                 if pool_rates[pool] is not None and charge:
                     demand[pool] = demand.get(pool, Fraction(0)) + charge
             cap = own if cap is None else min(cap, own)
+            for pool, _, _ in charges:
+                if first_link is not None and pool >= first_link:
+                    capacity[pool] = own
         limits.append(cap if cap is not None else Fraction(1))
         demands.append(demand)
-    capacity = {pool: Fraction(rate) for pool, rate in enumerate(pool_rates) if rate is not None}
     rates = list(limits)
     for part in _parts(demands):
         found = share([limits[i] for i in part], [demands[i] for i in part], capacity)

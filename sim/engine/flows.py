@@ -29,14 +29,22 @@ class Flow:
         self.rate: int | Fraction = 0
         self.since = 0
 
+    def ends_at(self, now: int, alone: int) -> int:
+        """When it will end at its present rate; `alone` while it has none."""
+        if not self.rate:
+            return alone
+        remaining = self.remaining - self.rate * (now - self.since)
+        return now + max(0, int(-(-remaining // self.rate)))
+
 
 class Flows:
     """All flows now under way, with the pools that they share."""
 
-    def __init__(self, state: State, pool_rates: Sequence[int | None]) -> None:
+    def __init__(self, state: State, pool_rates: Sequence[int | None], first_link: int) -> None:
         self._state = state
         self._env = state.env
         self._pool_rates = pool_rates
+        self._first_link = first_link
         self._active: list[Flow] = []
         self._stamp = 0
         self._known: dict[tuple[Users, ...], list[Fraction]] = {}
@@ -57,7 +65,7 @@ class Flows:
             flow.since = now
         key = tuple(flow.users for flow in self._active)
         if key not in self._known:
-            self._known[key] = fair_rates(key, self._pool_rates)
+            self._known[key] = fair_rates(key, self._pool_rates, self._first_link)
         for flow, rate in zip(self._active, self._known[key], strict=True):
             flow.rate = rate
         if self._active:

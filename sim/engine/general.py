@@ -39,15 +39,19 @@ class General(Waiting):
 
     # ---- one op ------------------------------------------------------------------------------
 
-    def _perform(self, op: int, why: str = "run", counted: bool = True) -> Steps:
-        """Run an op, and first, on an explicit stack, all that must be run again for its reads."""
+    def _perform(self, op: int, why: str = "run", counted: bool = True, begun: bool = False) -> Steps:
+        """Run an op, and first, on an explicit stack, all that must be run again for its reads.
+
+        begun: what it reads has been looked for, and waited for, before.
+        """
         state, prepared = self._state, self._state.prepared
         if why == "recompute" and not any(state.made[w] for w in prepared.writes[op]) and prepared.writes[op]:
             yield from self._first_end(op)
         stack = [self._open(op, why, counted)]
         while stack:
             work = stack[-1]
-            producer = yield from self._restore(work)
+            producer = yield from self._restore(work, begun)
+            begun = False
             if producer >= 0:
                 state.counters["implicit_recomputes"] += 1
                 stack.append(self._open(producer, "recompute", False))
@@ -74,13 +78,13 @@ class General(Waiting):
                 state.online.notice(Change("read", tensor, state.names[self._home], state.now))
         return Work(op, self.index, why, counted)
 
-    def _restore(self, work: Work) -> Generator[Event, None, int]:
+    def _restore(self, work: Work, begun: bool = False) -> Generator[Event, None, int]:
         """Have every read where the op's engine can read it; the op to run again first, or -1."""
         state, prepared = self._state, self._state.prepared
         engine = prepared.engine[work.op]
         reach, home = prepared.reach[engine], prepared.home[engine]
         reads = prepared.reads[work.op]
-        for tensor in reads:
+        for tensor in () if begun else reads:
             yield from self._fetch(tensor, reach, home, work.op)
         for tensor in reads:
             while not state.copies[tensor] & reach:
@@ -100,19 +104,20 @@ class General(Waiting):
         """Start what brings a copy within reach, if there is one elsewhere; do not wait for it."""
         state = self._state
         copies = state.copies[tensor]
+        if tensor in state.overwriting and (copies & reach or copies & ~LEAVING) == 1 << state.overwriting[tensor]:
+            by = self._name(state.prepared.producer[state.prepared.replaced_by[tensor]])
+            what = f"op {self._name(op)!r}: tensor {self._tensor(tensor)!r}"
+            raise IllegalPlan(f"{what} is being overwritten by {by!r} and no copy was kept")
         if copies & reach:
             if copies & LEAVING:
-                self._transfers.keep_leaving(tensor)
+                read = home if copies & 1 << home else (copies & reach).bit_length() - 1
+                self._transfers.keep_leaving(tensor, read)
             return
         under_way = state.transfers.get(tensor)
         if under_way is not None and under_way.stage != WAITS:
             return
         if (under_way is None and not copies & ~LEAVING) or (tensor, home) in state.making:
             return
-        if tensor in state.overwriting and copies & ~LEAVING == 1 << state.overwriting[tensor]:
-            by = self._name(state.prepared.producer[state.prepared.replaced_by[tensor]])
-            what = f"op {self._name(op)!r}: tensor {self._tensor(tensor)!r}"
-            raise IllegalPlan(f"{what} is being overwritten by {by!r} and no copy was kept")
         if under_way is not None and 1 << under_way.target & reach:
             yield from self._demand(under_way, op)
             return

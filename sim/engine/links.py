@@ -19,7 +19,7 @@ class Job:
     one of higher priority may go first, 0 for none.
     """
 
-    __slots__ = ("began", "bytes", "chunk", "ends", "is_waiting", "key", "rank", "route")
+    __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "rank", "route")
 
     def __init__(self, route: tuple[int, ...], bytes: int, key: tuple[int, ...], rank: int, chunk: int = 0) -> None:
         self.route = route
@@ -29,6 +29,7 @@ class Job:
         self.chunk = chunk
         self.began = -1
         self.ends = -1
+        self.flow: Flow | None = None
         self.is_waiting = False
 
     def started(self) -> None:
@@ -103,11 +104,11 @@ class Links:
         part = min(job.bytes, job.chunk) if job.chunk else job.bytes
         job.bytes -= part
         job.ends = now + fixed - (-part * 10**9 // rate)
-        if not shared:
+        if not shared or not part:  # 0 bytes share nothing
             At(self._env, job.ends - self._env.now, job.rank, lambda event: self._end(job, job.ends))
             return
         users = tuple(self._user(link) for link in job.route)
-        flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
+        flow = job.flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
         if fixed:
             At(self._env, now + fixed - self._env.now, COPIES, lambda event: self._flow(flow, event))
         else:
@@ -143,11 +144,11 @@ class Links:
         """When what is queued or running on a route now will have ended, at present rates."""
         links = set(route)
         end = now
-        for job in self._running:
-            if links.intersection(job.route):
-                end = max(end, job.ends)
+        running = [job for job in self._running if links.intersection(job.route)]
+        for job in running:
+            end = max(end, job.ends if job.flow is None else job.flow.ends_at(now, job.ends))
         waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
-        for job in waiting.values():
+        for job in (*running, *waiting.values()):  # of one that runs the later chunks
             rate = min(self._links[link].rate for link in job.route)
             fixed = sum(self._links[link].fixed for link in job.route) if job.began < 0 else 0
             end += fixed - (-job.bytes * 10**9 // rate)

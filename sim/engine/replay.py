@@ -45,7 +45,8 @@ def replay(
     env = Environment()
     state = State(plan, platform, prepared, env)
     state.recompute_limit = recompute_limit
-    flows = Flows(state, [pool.rate for pool in platform.pools] + [link.rate for link in platform.links])
+    rates = [pool.rate for pool in platform.pools] + [link.rate for link in platform.links]
+    flows = Flows(state, rates, len(platform.pools))
     links = Links(state, prepared.charges, flows)
     transfers = Transfers(state, links)
     works = Works(state, links, flows)

@@ -60,6 +60,7 @@ class Transfer(Job):
         self.rank = COPIES + tensor
         self.chunk = 0
         self.began = self.ends = -1
+        self.flow = None
         self.is_waiting = False
 
     def wake_at_end(self, event: Wake) -> None:
@@ -169,10 +170,10 @@ class Transfers:
         self._state.arriving[transfer.target] += transfer.size
         self._queue(transfer)
 
-    def keep_leaving(self, tensor: int) -> None:
-        """A leaving tensor is wanted back: its release is cancelled, and who waits for that space asks again."""
+    def keep_leaving(self, tensor: int, source: int) -> None:
+        """A copy that leaves is wanted back: its release is cancelled, and who waits for that space asks again."""
         transfer = self._state.transfers.get(tensor)
-        if transfer is not None and not transfer.keep:
+        if transfer is not None and not transfer.keep and transfer.source == source:
             self._keep_source(transfer)
 
     def release_copy(self, tensor: int, tier: int, op: int, cause: int) -> None:
@@ -267,6 +268,7 @@ class Transfers:
             self._links.cancel(transfer)
             if not transfer.keep:
                 self._unmark_leaving(transfer)
+                state.stale_tiers.add(transfer.source)  # who counted on that space asks again
             state.arriving[target] -= transfer.size
             state.give(transfer.tensor, target, transfer.size, transfer.op, FREED)
         state.wake(transfer.waiting or ())

@@ -58,8 +58,11 @@ class Waiting:
                         continue
                 elif state.keep_dead and state.free_the_dead(tier):
                     continue
+            place = len(queue) if place < 0 else place
+            if place == 0:
+                state.stale_tiers.discard(tier)  # what was given back before, it has seen
             request = Request(bytes, offset, self._wake())
-            queue.insert(len(queue) if place < 0 else place, request)
+            queue.insert(place, request)
             state.queued_for_space += 1
             state.poke()
             self.request = (tier, bytes, op, reason)
@@ -71,7 +74,7 @@ class Waiting:
             state.queued_for_space -= 1
 
     def _ask(self, tier: int, bytes: int, op: int, reason: str) -> bool:
-        """Ask the online policy to make room; whether its answer made any."""
+        """Ask the online policy to make room; whether its answer did anything at all, if only a release of 0 bytes."""
         state = self._state
         if state.online is None:
             return False
@@ -79,9 +82,9 @@ class Waiting:
         need = Need(state.names[tier], bytes, max(1, missing), op, reason)
         state.counters["pressure_calls"] += 1
         answer = self._actions.answer(state.online.on_pressure(need, self._view), self.index, pressure=True)
-        was = state.used[tier], state.leaving[tier]
+        was = state.leaving[tier], len(state.changes.rows)
         self._apply(answer, op, True)
-        return was != (state.used[tier], state.leaving[tier])
+        return was != (state.leaving[tier], len(state.changes.rows))
 
     def _wake(self) -> Wake:
         """What this device can wait for."""

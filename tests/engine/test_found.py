@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from sim.conformance import CHECKS, replayed
 from sim.engine.replay import replay
 from sim.errors import IllegalPlan, OutOfMemory
-from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import TraceBuilder
 from tests.engine.random_plans import Anything
@@ -242,3 +243,157 @@ def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once():
     log = lawful(Plan(b.build(outputs=[end], carry=()), actions), machine(hbm=95)).log
     assert spans(log, "npu")[2:] == [("make", 105, 115), ("late", 115, 125)]
     assert [row[0] for row in spans(log, "h2d")] == []
+
+
+def test_a_write_in_place_waits_for_a_rerun_that_makes_the_old_value_and_goes_on():
+    """t is made again on the second engine just before it is overwritten; nobody woke the writer."""
+    near = machine(cpu_home="hbm")
+    b = TraceBuilder()
+    x, t = b.tensor("x", 10, "input"), b.tensor("t", 10)
+    b.op("make", reads=[x], writes=[t], duration=20, engine="cpu")
+    b.op("use", reads=[t], writes=[b.tensor("y", 10)], duration=5)
+    b.op("over", reads=[t], writes=[b.tensor("new", 10, replaces=t)], duration=5)
+    plan = Plan(b.build(outputs=[], carry=()), [Recompute("make", before="over")])
+    log = lawful(plan, near).log
+    assert spans(log, "cpu") == [("make", 0, 20), ("make", 25, 45)]
+    assert spans(log, "npu") == [("use", 20, 25), ("over", 45, 50)]
+
+
+def test_a_move_asked_for_while_an_op_waits_for_another_read_is_not_taken_back_by_that_op():
+    """Device 0 holds x for an op that waits for y until 10; device 1 moves x; its release waits for the op's end."""
+    b = TraceBuilder()
+    x, y = b.tensor("x", 50, "input"), b.tensor("y", 10, "input")
+    b.op("use", reads=[x, y], duration=100, device=0)
+    b.op("other", duration=5, device=1)
+    moves = [Move("y", "hbm@0", before="use"), Move("x", "hbm@1", before="other")]
+    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place={x: "hbm@0", y: "host"}), machine(2)).log
+    gone = log.memory.query("tensor == 'x' and tier == 'hbm@0' and delta_bytes < 0")
+    assert list(gone.time_ns) == [110]
+    assert log.memory.query("tensor == 'x'").groupby("tier").delta_bytes.sum()["hbm@1"] == 50
+
+
+class Answers(Online):
+    """Answers pressure with what it is given, one answer after the other, and notes when it was asked."""
+
+    def __init__(self, asked, *answers):
+        self.asked, self.answers = asked, list(answers)
+
+    def on_pressure(self, need, memory):
+        self.asked.append(memory.now)
+        return self.answers.pop(0) if self.answers else ()
+
+
+def test_an_answer_that_frees_nothing_but_does_something_is_followed_by_another_question():
+    b = TraceBuilder()
+    nothing, y = b.tensor("nothing", 0), b.tensor("y", 40)
+    b.op("make", writes=[nothing, y], duration=10)
+    b.op("large", writes=[b.tensor("z", 80)], duration=10)
+    b.op("use", reads=[nothing, y], duration=10)
+    trace = b.build(outputs=[], carry=())
+    asked = []
+    plan = Plan(trace, online=lambda: Answers(asked, [Drop("nothing")], [Move("y", "host")]))
+    assert spans(replay(plan, machine(hbm=100)), "npu")[1] == ("large", 50, 60)
+    assert asked[:2] == [10, 10]
+
+
+def test_who_waits_for_space_asks_again_when_the_move_that_was_to_free_it_is_replaced():
+    """Device 1 turns the queued move of x into a copy that stays; device 0, which counted on its space, asks again."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 40, "input"), b.tensor("y", 60, "input"), b.tensor("z", 40)
+    b.op("large", writes=[z], duration=10, device=0)
+    b.op("other", duration=5, device=1)
+    b.op("more", duration=5, device=1)
+    moves = [Move("y", "host", keep=True, before="large"), Move("x", "host", before="large")]
+    moves.append(Move("x", "host", keep=True, before="more"))
+    asked = []
+    trace, place = b.build(outputs=[], carry=()), {x: "hbm@0", y: "hbm@0"}
+    log = replay(Plan(trace, moves, place=place, online=lambda: Answers(asked, [Drop(y)])), machine(2, hbm=100))
+    assert asked == [5]
+    assert spans(log, "npu@0") == [("large", 60, 70)]
+
+
+def test_reading_one_copy_does_not_keep_another_that_leaves():
+    """x lies at home and on the host; the host's copy goes on to the other device though x is read at home."""
+    b = TraceBuilder()
+    x = b.tensor("x", 10, "input")
+    for name in ("a", "b", "c"):
+        b.op(name, reads=[x], duration=20)
+    b.op("other", duration=5, device=1)
+    moves = [Move("x", "host", keep=True, before="a"), Move("x", "hbm@1", before="b")]
+    plan = Plan(b.build(outputs=[x], carry=()), moves, place={x: "hbm@0"})
+    near = machine(2)
+    platform = replace(near, links=tuple(link for link in near.links if link.name != "a2b"))
+    log = lawful(plan, platform).log
+    left = log.memory.query("tensor == 'x'").groupby("tier").delta_bytes.sum()
+    assert dict(left) == {"hbm@0": 10, "hbm@1": 10, "host": 0}
+
+
+def test_a_link_is_free_when_what_shares_it_now_lets_it():
+    """Both directions share 1 B/ns: at 10 there are 35 of 40 B left, at half a byte a nanosecond: free at 80."""
+    seen = []
+
+    class Looks(Online):
+        def before(self, op, memory):
+            seen.append((memory.now, memory.link_free_at("hbm", "host")))
+            return ()
+
+    near = machine()
+    pool = Pool("bus", (Member("d2h"), Member("h2d")), GB)
+    b = TraceBuilder()
+    x, y = b.tensor("x", 40, "input"), b.tensor("y", 100, "input")
+    b.op("first", duration=10)
+    b.op("second", duration=10)
+    moves = [Move("x", "host", keep=True, before="first"), Move("y", "hbm", keep=True, before="first")]
+    plan = Plan(b.build(outputs=[], carry=()), moves, place={x: "hbm", y: "host"}, online=Looks)
+    replay(plan, replace(near, pools=(pool,)))
+    assert seen == [(0, 40), (10, 80)]
+
+
+def test_a_copy_of_nothing_on_a_shared_link_ends_before_the_devices_of_that_instant_go_on():
+    """0 B after 10 ns of fixed time; an op ends at 10, too, and whoever looks then finds the copy there."""
+    seen = []
+
+    class Looks(Online):
+        def before(self, op, memory):
+            seen.append((memory.now, memory.where(x)))
+            return ()
+
+    b = TraceBuilder()
+    x = b.tensor("x", 0, "input")
+    b.op("first", duration=10)
+    b.op("second", reads=[x], duration=10)
+    near = machine()
+    links = tuple(replace(link, fixed=10) for link in near.links)
+    platform = replace(near, links=links, pools=(Pool("bus", (Member("d2h"), Member("h2d")), GB),))
+    moves = [Move("x", "hbm", keep=True, before="first")]
+    log = replay(Plan(b.build(outputs=[], carry=()), moves, place={x: "host"}, online=Looks), platform)
+    assert spans(log, "h2d") == [("x", 0, 10)]
+    assert seen == [(0, ("host",)), (10, ("hbm", "host"))]
+
+
+def test_two_copies_at_once_share_what_a_duplex_factor_leaves_of_their_link():
+    """d2h makes two copies at once; while h2d is active half of its 1 B/ns is left: 2 x 10 B need 40 ns."""
+    near = machine()
+    links = tuple(replace(link, copy_engines=2) for link in near.links)
+    pool = Pool("pcie", (Member("d2h", factor=Fraction(1, 2)), Member("h2d")))
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 10, "input"), b.tensor("z", 100, "input")
+    b.op("use", duration=10)
+    moves = [Move(name, to, keep=True, before="use") for name, to in (("x", "host"), ("y", "host"), ("z", "hbm"))]
+    plan = Plan(b.build(outputs=[], carry=()), moves, place={x: "hbm", y: "hbm", z: "host"})
+    log = lawful(plan, replace(near, links=links, pools=(pool,))).log
+    assert spans(log, "d2h") == [("x", 0, 40), ("y", 0, 40)]
+    assert spans(log, "h2d") == [("z", 0, 100)]
+
+
+def test_a_value_is_not_read_where_it_is_being_overwritten():
+    """The second engine overwrites w in place when `use` is to run again on w."""
+    b = TraceBuilder()
+    w, y = b.tensor("w", 10, "weight"), b.tensor("y", 10)
+    new, end = b.tensor("w2", 10, "weight", replaces=w), b.tensor("end", 10)
+    b.op("use", reads=[w], writes=[y], duration=10)
+    b.op("step", "optimizer", reads=[w], writes=[new], duration=100, engine="cpu", phase="update")
+    b.op("last", reads=[y], writes=[end], duration=10, phase="update")
+    plan = Plan(b.build(outputs=[new, end]), [Recompute("use", before="last")])
+    with pytest.raises(IllegalPlan, match="tensor 'w' is being overwritten by 'step'"):
+        replay(plan, machine(cpu_home="hbm"))
