@@ -6,13 +6,13 @@ everything therefore has the peak that `torch.distributed._tools.mem_tracker.Mem
 same step, to the byte.
 
 Departs from a run on a GPU: kernels are those of PyTorch's CPU path, with `kernels="cuda"` except dropout,
-attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes
-for itself is not known; autocast has to be entered for device type "cpu"; Python's cycle collector rests
-meanwhile, so that what only a cycle holds lives to the end of the iteration; functions that were compiled run
-as they were before, and a compiled module is refused. A model that asks whether it is traced may do something
-else then: Hugging Face's (version 5) pass an attention mask that a real run of unpadded batches leaves out, which
-keeps flash attention from being chosen, unless `transformers.masking_utils.find_packed_sequence_indices` is
-replaced by a function that returns None.
+attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes for itself
+is not known; autocast for "cuda" casts what it would there (see `workloads.capturing.autocast`), but gradients are
+not scaled; Python's cycle collector rests meanwhile, so that what only a cycle holds lives to the end of the
+iteration; functions that were compiled run as they were before, and a compiled module is refused. A model that asks
+whether it is traced may do something else then: Hugging Face's (version 5) pass an attention mask that a real run
+of unpadded batches leaves out, which keeps flash attention from being chosen, unless
+`transformers.masking_utils.find_packed_sequence_indices` is replaced by a function that returns None.
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -30,6 +30,7 @@ from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
 from sim.trace.graph import Trace
+from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
 from workloads.capturing.kernels import CHOICES, mapped_to_cuda
 from workloads.capturing.recorder import Recorder
@@ -136,6 +137,7 @@ def capture(
         stack.enter_context(_no_collection())
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
+        stack.enter_context(cuda_autocast(recorder.count))
         recorder.know_module()
         for label, given in (("input", (args, kwargs)), ("target", wanted)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):

@@ -821,3 +821,86 @@ def test_what_is_added_to_a_gradient_is_a_gradient(case):
     parts = [t for op in sums for t in op.reads]
     assert parts
     assert {trace.tensors[t].role for t in parts} == {"gradient"}
+
+
+# ---- autocast as it is on CUDA ---------------------------------------------------------------------
+
+
+class Mixed(torch.nn.Module):
+    """A product, a norm, a softmax, a power and a loss under autocast; then a product where it is switched off."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 10)
+        self.norm = torch.nn.LayerNorm(16)
+        self.context = context
+
+    def forward(self, x):
+        with self.context():
+            h = torch.softmax(self.norm(self.a(x)).bfloat16(), -1)
+            with torch.autocast("cuda", enabled=False):
+                h = torch.mm(h.float(), self.a.weight)
+            h = self.b(h)
+            loss = torch.nn.functional.cross_entropy(h, torch.zeros(4, dtype=torch.long))
+            return loss + h.pow(2).mean()
+
+
+def results(trace):
+    """Types of what each forward op makes, by the op's name without module and number; casts apart."""
+    found = {}
+    for op in trace.ops:
+        name = op.name.removesuffix(".2").rpartition(".")[2]
+        if op.phase == "forward" and name != "_to_copy":
+            found.setdefault(name, []).append(trace.tensors[op.writes[0]].dtype)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("context", "half"),
+    [
+        (lambda: torch.autocast("cuda", dtype=torch.bfloat16), "bf16"),
+        (lambda: torch.autocast(device_type="cuda", dtype=torch.float16), "fp16"),
+        (lambda: torch.autocast("cuda"), "fp16"),  # its default there
+        (lambda: torch.amp.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False), "bf16"),
+        (lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16), "bf16"),
+        (lambda: torch.cuda.amp.autocast(), "fp16"),
+    ],
+)
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.*:FutureWarning")
+@pytest.mark.filterwarnings("error:.*Disabling autocast.*")
+def test_autocast_for_cuda_casts_what_it_casts_there(context, half, kernels):
+    trace = capture(lambda: Mixed(context), (torch.empty(4, 16),), kernels=kernels)
+    made = results(trace)
+    assert made["addmm"] == [half, half]
+    assert made["mm"] == ["fp32"]  # where it is switched off
+    for name in ("native_layer_norm", "_softmax", "_log_softmax", "nll_loss_forward", "pow"):
+        assert made[name] == ["fp32"], name
+    assert trace.meta["mapped"]["autocast"] == 1
+
+
+def test_autocast_that_is_switched_off_or_for_the_cpu_is_as_ever():
+    off = results(capture(lambda: Mixed(lambda: torch.autocast("cuda", enabled=False)), (torch.empty(4, 16),)))
+    assert off["addmm"] == ["fp32", "fp32"]
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.softmax(self.a(x), -1).sum()
+
+    here = results(capture(Plain, (torch.empty(4, 16),)))
+    assert (here["addmm"], here["_softmax"]) == (["bf16"], ["bf16"])  # a CPU's list
+
+
+def test_nothing_of_it_is_left_after_a_capture():
+    before = torch.autocast.__init__
+    capture(lambda: Mixed(lambda: torch.autocast("cuda", dtype=torch.bfloat16)), (torch.empty(4, 16),))
+    assert torch.autocast.__init__ is before
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = torch.ones(4, 4) @ torch.ones(4, 4)
+        assert (product.dtype, torch.softmax(product, -1).dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.equal(torch.softmax(product, -1), torch.full((4, 4), 0.25, dtype=torch.bfloat16))

@@ -1,0 +1,148 @@
+"""CUDA's autocast on a CPU-only PyTorch: `torch.autocast("cuda")` as real scripts write it.
+
+Without a GPU PyTorch disables it with a warning, and a step captured so is one in fp32. While a step is captured it
+stands for the autocast of the tensors that there are, the CPU's. The two differ in what they cast: on CUDA softmax,
+norms, powers, exponentials and losses run in fp32, on a CPU mostly in 16 bits. The lists of CUDA (as in PyTorch's
+documentation of `torch.amp`) therefore hold from the first such region on. Contexts nest, and are disabled, as ever.
+
+Departs: gradient scalers stay disabled, and what the CPU's list alone casts to fp32 (transforms of Fourier, some of
+linear algebra) is cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+LOWER = ("addmv", "addr", "mv", "prelu")
+"""What CUDA's autocast computes in 16 bits, and the CPU's does not."""
+
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+    native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss
+    nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    dist pdist cdist renorm logsumexp
+"""
+FP32 = tuple(_FP32.split())
+"""What CUDA's autocast computes in fp32."""
+
+FP32_RESULT = ("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "linalg_vector_norm")
+"""What it computes in fp32 from 16 bits, without a copy of its operand, where no type is asked for."""
+
+PROMOTED = ("addcdiv", "addcmul", "atan2", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot")
+"""What it computes in the widest type of its operands."""
+
+
+@contextmanager
+def cuda_autocast(count: Callable[[str], None]) -> Iterator[None]:
+    """Let `torch.autocast("cuda")` work on fake CPU tensors; `count` is told of each region.
+
+    The registrations are global while the context lasts, and gone afterwards.
+    """
+    torch: Any = import_module("torch")
+    autocast = torch.amp.autocast_mode.autocast
+    plain = autocast.__init__
+    casts = _Casts(torch)
+
+    def init(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        if device_type == "cuda":
+            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+            device_type = "cpu"
+            if enabled:
+                casts.register()
+                count("autocast")
+        plain(self, device_type, dtype, enabled, cache_enabled)
+
+    autocast.__init__ = init
+    try:
+        yield
+    finally:
+        autocast.__init__ = plain
+        casts.close()
+
+
+class _Casts:
+    """Registers CUDA's lists in place of the CPU's, once they are needed."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.library: Any = None
+        key = torch._C.DispatchKey.AutocastCPU
+        self.below = partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(key))
+
+    def register(self) -> None:
+        """From here on until `close`."""
+        if self.library is not None:
+            return
+        self.library = self.torch.library.Library("aten", "IMPL")
+        for names, rule in ((LOWER, self.lower), (FP32, self.fp32), (FP32_RESULT, self.result), (PROMOTED, self.wide)):
+            for name in names:
+                packet = getattr(self.torch.ops.aten, name, None)
+                for overload in packet.overloads() if packet is not None else ():
+                    op = getattr(packet, overload)
+                    if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
+                        continue  # in place or into a given tensor: autocast leaves those alone
+                    if not self.torch._C._dispatch_has_kernel(op.name()):
+                        continue  # of TorchScript's numbers
+                    if self.torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
+                        continue  # the CPU's list has it, and casts it as well
+                    self.library.impl(op, partial(rule, op), "AutocastCPU")
+
+    def close(self) -> None:
+        """Take all registrations back."""
+        if self.library is not None:
+            self.library._destroy()
+
+    def lower(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(op, self.torch.get_autocast_dtype("cpu"), args, kwargs)
+
+    def fp32(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(op, self.torch.float32, args, kwargs)
+
+    def wide(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        types = {x.dtype for x in self.leaves((args, kwargs)) if self.is_cast(x)}
+        wanted = self.torch.float32 if self.torch.float32 in types else self.torch.get_autocast_dtype("cpu")
+        return self.run(op, wanted if types else None, args, kwargs)
+
+    def result(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [argument.name for argument in op._schema.arguments]
+        place = names.index("dtype") if "dtype" in names else len(args)
+        asked = kwargs.get("dtype") if place >= len(args) else args[place]
+        half = self.is_cast(args[0]) and args[0].dtype != self.torch.float32
+        if not half or asked is not None or "dtype" not in names:
+            return self.run(op, None, args, kwargs)
+        softmax = {"softmax": "_softmax", "log_softmax": "_log_softmax"}.get(op._overloadpacket.__name__)
+        if softmax and args[0].dtype == self.torch.float16 and isinstance(args[1], int):
+            # the kernel that reads 16 bits and writes 32
+            with self.below():
+                return getattr(self.torch.ops.aten, softmax).default(args[0], args[1], True)
+        if place < len(args):
+            args = (*args[:place], self.torch.float32, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "dtype": self.torch.float32}
+        return self.run(op, None, args, kwargs)
+
+    def run(self, op: Any, dtype: Any, args: Any, kwargs: Any) -> Any:
+        """The op without autocast, its tensors cast first."""
+        with self.below():
+            if dtype is not None:
+                args, kwargs = self.map(lambda x: x.to(dtype) if self.is_cast(x) else x, (args, kwargs))
+            return op(*args, **kwargs)
+
+    def is_cast(self, value: Any) -> bool:
+        torch = self.torch
+        return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+    @property
+    def map(self) -> Any:
+        return import_module("torch.utils._pytree").tree_map
+
+    @property
+    def leaves(self) -> Any:
+        return import_module("torch.utils._pytree").tree_leaves
