@@ -331,6 +331,10 @@ UNSEEN = {
     ("checkmate", "node_limit"): "graphs this small are solved at the root; see its own tests",
     ("megtaichi", "adjacent"): "it takes many small holes; see its own tests",
     ("mimose", "fallback"): "layers of a transformer are equal; see its own tests",
+    (
+        "moccasin",
+        "remove_unnecessary",
+    ): "what it proves best op by op leaves nothing to remove; docs/recompute.md shows it by stage",
     ("relax_and_fix", "moments"): "it changes what is proven, not the plan; see its own tests",
     ("rockmate", "node_limit"): "stages this small are solved at the root",
 }
