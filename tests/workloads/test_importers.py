@@ -394,13 +394,14 @@ def test_a_dtr_log_becomes_its_calls_with_views_folded_and_names_counted(tmp_pat
     ]
     w, x, z, new = trace.tensors
     assert [t.bytes for t in (w, x, z, new)] == [100, 40, 30, 100]
-    assert new.replaces == w.id
-    assert set(trace.ops[2].reads) == {w.id, x.id, z.id}  # x is held to its release
+    assert new.replaces is None  # what is mutated is a new value, made of the old one
+    assert trace.ops[2].reads == (w.id, z.id)
+    assert trace.ops[2].releases == (x.id, z.id)  # x is held until then, though nothing reads it
     assert trace.outputs == (new.id,)
-    assert trace.carry == ((new.id, w.id),)
-    assert peak(trace) == 170
-    assert peak(read_dtr(tmp_path / "dtr.log", hold=False)) == 170
-    assert set(read_dtr(tmp_path / "dtr.log", hold=False).ops[2].reads) == {w.id, z.id}
+    assert trace.carry == ()
+    assert peak(trace) == 270
+    assert peak(read_dtr(tmp_path / "dtr.log", hold=False)) == 230
+    assert read_dtr(tmp_path / "dtr.log", hold=False).ops[2].releases == ()
 
 
 @pytest.mark.parametrize(

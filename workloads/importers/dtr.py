@@ -10,8 +10,10 @@ nowhere stated; it is taken as ns.
 What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
 are left out, as simrd does (none, where there is no START); a call whose results are all views folds into its
 arguments, its time into the op before; a constant is a weight, there from the start (simrd pins constants); names
-still held at the end are outputs. Assumed: MUTATE writes in place, as the framework does (simrd makes a new tensor
-and releases the old); a call is backward from BACKWARD, or from the first call whose name has "backward" in it.
+still held at the end are outputs; the last release of a storage is a release point of the op before it, in the log's
+order; MUTATE makes new tensors of the old ones and lets the names mean them, as in simrd (the framework writes in
+place), so that what it makes can be made again. Assumed: a call is backward from BACKWARD, or from the first call
+whose name has "backward" in it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,7 @@ Row = tuple[str, dict[str, Any], str]
 def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
     """A trace from a DTR log, whose lines are read one after another.
 
-    hold: a storage stays until the log releases it: the op before the release reads it. False: it goes after its
-    last reader, as simrd would have it where nothing restores a tensor for its release alone.
+    hold: a storage stays until the log releases it (a release point, no read). False: it goes after its last reader.
     Raises TraceError naming the file and the line.
     """
     with open_unpacked(path) as file:
@@ -148,9 +149,7 @@ class _Reader:
 
     def _keep_until_now(self, key: int) -> None:
         assert self.pending is not None
-        tensor = self.storages.now[key]
-        if tensor not in self.pending["writes"]:
-            self.pending["reads"][tensor] = None
+        self.pending["releases"].append(self.storages.now[key])
 
     # ---- ops ---------------------------------------------------------------------------------------
 
@@ -195,23 +194,30 @@ class _Reader:
         if any(place >= len(args) for place in places):
             raise TraceError(f"{where}: MUTATE {max(places)}, but there are {len(args)} arguments")
         phase = self._phase(name)
-        reads = [self.storages.now[key] for key in args]
-        changed = dict.fromkeys(args[place] for place in places)
-        roles = {key: "weight" if key in self.constants else "temporary" for key in changed}
-        writes = [self.storages.change(key, f"s{key}", role) for key, role in roles.items()]
-        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), [], writes, reads)
+        names = row["ARGS"]
+        role = "activation" if phase == "forward" else "temporary"
+        made = []
+        for place in places:
+            self.count += 1
+            made.append(self.count)
+            size = self.builder.bytes_of(self.storages.now[args[place]])
+            self.storages.make(self.count, self._label(f"{names[place]}$"), size, role)
+        writes = [self.storages.now[key] for key in made]
+        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), args, writes)
+        for key, place in zip(made, places, strict=True):  # the names mean the new values now
+            self._release(names[place])
+            self.storage_of[names[place]] = key
+            self.held[key] = 1
 
     def _phase(self, name: str) -> str:
         self.backward = self.backward or "backward" in name
         return "backward" if self.backward else "forward"
 
-    def _op(
-        self, name: str, phase: str, time: int, args: list[int], writes: list[int], reads: list[int] | None = None
-    ) -> None:
+    def _op(self, name: str, phase: str, time: int, args: list[int], writes: list[int]) -> None:
         self._flush()
-        found = [self.storages.now[key] for key in args] if reads is None else reads
+        found = [self.storages.now[key] for key in args]
         self.pending = {"name": name, "kind": kind_of(name if "::" in name else f"aten::{name}", phase), "phase": phase}
-        self.pending |= {"reads": dict.fromkeys(found), "writes": writes, "duration": time}
+        self.pending |= {"reads": dict.fromkeys(found), "writes": writes, "duration": time, "releases": []}
 
     def _flush(self) -> None:
         """Add the op that was seen last: only now is it known what was released right after it."""

@@ -74,12 +74,14 @@ class Twin:
 
     def run(self) -> Twin:
         last_use = {t: i for i, (reads, writes, _) in enumerate(self.ops) for t in (*reads, *writes)}
+        held = {t for op in self.trace.ops for t in op.releases}
         for i, (reads, writes, _) in enumerate(self.ops):
             self.materialize(i, writes[0] if writes else -1, again=False)
             for t in writes:
                 self.access[t] = self.clock
-            for t in (*reads, *writes):
-                if last_use[t] == i < len(self.ops) - 1 and t not in self.trace.outputs and self.producer[t] >= 0:
+            free = [t for t in (*reads, *writes) if last_use[t] == i and t not in held]
+            for t in dict.fromkeys((*free, *self.trace.ops[i].releases)):
+                if i < len(self.ops) - 1 and t not in self.trace.outputs and self.producer[t] >= 0:
                     self.release(t)
         return self
 
@@ -144,7 +146,7 @@ class Twin:
 
     def release(self, t: int) -> None:
         self.released.add(t)
-        if self.deallocation == "eager":
+        if self.deallocation == "eager" and t in self.here:  # what is away already is not brought back to be let go
             self.evict(t)
         if self.deallocation == "banish":
             self.banish(t)
