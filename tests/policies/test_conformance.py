@@ -13,6 +13,7 @@ RARELY: dict[str, str] = {
     # policies that show a declared trait in fewer than 30 % of random examples, and why
     "checkmate": "the cheapest plan that fits seldom runs anything again on nets this small",
     "moccasin": "the cheapest plan that fits seldom runs anything again on nets this small",
+    "relax_and_fix": "the cheapest plan that fits seldom recomputes anything on nets this small",
     "rockmate": "the cheapest plan that fits seldom runs anything again on nets this small",
     "sac_knapsack": "the cheapest choice that fits seldom runs anything again on nets this small",
     "vlad": "it runs ops again only where a chain of them is long enough",
