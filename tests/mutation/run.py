@@ -1,0 +1,230 @@
+"""A mutation check of the engine: faults put in one at a time, and which test finds each.
+
+    python tests/mutation/run.py                  # the sample of the committed table and all faults by hand
+    python tests/mutation/run.py --only links.py  # one module
+    python tests/mutation/run.py --sample 1000    # a larger sample
+
+Each fault is one change at one place in a module of `sim/engine`, made in a scratch copy of the project: an
+operator, a constant or a condition turned, a statement left out, `min` for `max` (`operators.py`); and the
+faults that were once seen to survive, written by hand (`by_hand.toml`). The tests that follow are run against it,
+cheapest first, until one fails. A fault that none finds is either named in `equivalent.toml`, with the reason why
+it changes nothing that can be seen, or reported, and the exit status is 1.
+
+What came out is written to `results.csv`: file, line, scope, source, mutation, and the test that found it.
+A fault is known by its line's text, not by its number: both files hold while the lines stay as they are. Runs in
+one process at low priority; of about 200 faults most are found within a few seconds each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from operators import Mutant, mutants, sampled  # noqa: E402
+
+MODULES = (
+    *("actions", "device", "events", "flows", "general", "links", "prepare", "replay"),
+    *("fairness", "state", "transfer", "view", "waiting", "work"),
+)
+SUITE = (
+    "tests/engine/test_reference.py",
+    "tests/engine/test_timeline.py",
+    "tests/engine/test_found.py",
+    "tests/engine/test_instant.py",
+    "tests/test_planted_faults.py",
+)
+"""Cheapest first. Tests that do not end count as having found the fault."""
+
+SAMPLE = 150
+LIMIT_S = 90
+COLUMNS = ("file", "line", "scope", "source", "mutation", "found_by")
+
+
+class Result(NamedTuple):
+    """A fault, and the test that found it: "" if none did."""
+
+    mutant: Mutant
+    found_by: str
+
+
+def main() -> int:
+    """Run the check; 0 if every fault is found, or named as one that changes nothing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"faults drawn from the code (default {SAMPLE})")
+    parser.add_argument("--only", default="", help="faults of this module only; the table is not written")
+    parser.add_argument("--survivors", action="store_true", help="only faults that the table says nobody found")
+    parser.add_argument("--resume", action="store_true", help="keep what the table says already, and go on")
+    parser.add_argument("--table", type=Path, default=HERE / "results.csv")
+    args = parser.parse_args()
+    os.nice(15)
+    equivalent = {row["key"]: row["reason"] for row in tomllib.loads((HERE / "equivalent.toml").read_text())["mutant"]}
+    faults = chosen(args.sample)
+    keys = {fault.key for fault in faults}
+    known = {row["key"]: row["found_by"] for row in _rows(args.table)} if args.resume else {}
+    if args.survivors:
+        keys = {row["key"] for row in _rows(args.table) if not row["found_by"]}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        copy = Path(scratch)
+        for part in ("sim", "tests", "workloads", "hardware_profiles", "pyproject.toml"):
+            where = ROOT / part
+            (shutil.copytree if where.is_dir() else shutil.copy)(where, copy / part)
+        if not args.resume and tried(copy) != "":
+            print("the tests fail without any fault", file=sys.stderr)
+            return 2
+        results = []
+        for number, fault in enumerate(faults, 1):
+            if fault.key not in keys or args.only not in fault.file:
+                continue
+            if fault.key in known:
+                results.append(Result(fault, known[fault.key]))
+                continue
+            start = time.monotonic()
+            result = Result(fault, with_fault(copy, fault))
+            results.append(result)
+            verdict = result.found_by or ("equivalent" if fault.key in equivalent else "SURVIVED")
+            if not args.only and not args.survivors:
+                write(args.table, results)
+            print(f"{number}/{len(faults)} {time.monotonic() - start:.1f} s {fault.key}: {verdict}", flush=True)
+    return report(results, equivalent)
+
+
+def chosen(sample: int) -> list[Mutant]:
+    """A sample of all mutations of the modules, and the faults by hand."""
+    drawn, texts = [], {}
+    for name in MODULES:
+        file = f"sim/engine/{name}.py"
+        if not (ROOT / file).exists():
+            continue
+        texts[file] = (ROOT / file).read_text()
+        drawn += mutants(file, texts[file])
+    faults = []
+    for row in tomllib.loads((HERE / "by_hand.toml").read_text())["mutant"]:
+        text = texts[row["file"]]
+        if text.count(row["before"]) != 1:
+            raise SystemExit(f"by_hand.toml: {row['name']!r}: {text.count(row['before'])} places in {row['file']}")
+        start = text.index(row["before"])
+        line = text.count("\n", 0, start) + 1
+        faults.append(Mutant(row["file"], "by hand", line, start, row["before"], row["after"], row["name"]))
+    return faults + list(sampled(drawn, sample))
+
+
+def with_fault(copy: Path, fault: Mutant) -> str:
+    """The test that finds a fault, "" if none does."""
+    path = copy / fault.file
+    sound = path.read_text()
+    faulty = fault.applied(sound)
+    try:
+        compile(faulty, fault.file, "exec")
+    except SyntaxError:
+        return "does not compile"
+    path.write_text(faulty)
+    try:
+        return tried(copy)
+    finally:
+        path.write_text(sound)
+
+
+def tried(copy: Path) -> str:
+    """Run the tests in a child of this process, which has the libraries loaded; the first that fails."""
+    import hypothesis  # noqa: F401
+    import numpy  # noqa: F401
+    import pandas  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest  # noqa: F401
+    import simpy  # noqa: F401
+
+    answer = copy / "answer.txt"
+    answer.write_text("the tests did not end")
+    child = os.fork()
+    if not child:
+        _run_tests(copy, answer)
+    limit = time.monotonic() + LIMIT_S
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > limit:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "time limit"
+        time.sleep(0.05)
+    return answer.read_text()
+
+
+def _run_tests(copy: Path, answer: Path) -> None:
+    """In the child: never returns."""
+    import pytest
+
+    os.chdir(copy)
+    sys.path[:0] = [str(copy)]
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+
+    class First:
+        """Notes the first failure."""
+
+        name = ""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed and not self.name:
+                self.name = report.nodeid
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if report.failed and not self.name:
+                self.name = f"{report.nodeid} (collection)"
+
+    first = First()
+    here = [name for name in SUITE if (copy / name).exists()]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(LIMIT_S), "-o", "addopts="]
+    status = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", *here], plugins=[first])
+    answer.write_text(first.name if status else "")
+    os._exit(0)
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    rows = list(csv.DictReader(table.open()))
+    return [{**row, "key": f"{row['file']} {row['scope']}: {row['source']} {row['mutation']}"} for row in rows]
+
+
+def write(table: Path, results: list[Result]) -> None:
+    """The table that is committed."""
+    with table.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for fault, found_by in results:
+            change = f"[{fault.before} -> {fault.after}]"
+            writer.writerow((fault.file, fault.line, fault.scope, fault.source, change, found_by))
+
+
+def report(results: list[Result], equivalent: dict[str, str]) -> int:
+    """How many were found, and those that were not though nobody says why."""
+    unseen = [r for r in results if not r.found_by]
+    unexpected = [r.mutant for r in unseen if r.mutant.key not in equivalent]
+    telling = len(results) - (len(unseen) - len(unexpected))
+    found = len(results) - len(unseen)
+    print(f"{len(results)} faults, {len(results) - telling} of them equivalent; {found} of {telling} found "
+          f"({100 * found / max(telling, 1):.1f} %)")  # fmt: skip
+    for fault in unexpected:
+        print(f"survived: {fault.file}:{fault.line} {fault.key}")
+    known = {r.mutant.key for r in results if r.found_by}
+    for key in sorted(known & set(equivalent)):
+        print(f"named as equivalent, but found: {key}")
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
