@@ -71,6 +71,7 @@ class Evictor(Online):
         self._locks = [0] * count
         self._made = [False] * count
         self._banished = [False] * count
+        self._strays: set[int] = set()  # banished, and there again because another result was wanted
         self._released = [False] * count
         self._holders = list(lineage.holders)
         self._at: dict[int, int] = {}
@@ -89,7 +90,8 @@ class Evictor(Online):
             self._ended = -1
             self._locks[tensor] += 1
             self.locked.add(tensor)
-            self.table.access[tensor] = now
+            if not self._released[tensor] or self.rules.deallocation != "banish":
+                self.table.access[tensor] = now  # under banishing a step to something else is no access
             if tensor in self._leaving:
                 self.stay(tensor)
         elif what == "came":
@@ -125,6 +127,8 @@ class Evictor(Online):
             return
         if self._ended != producer:
             self._end(producer)
+        if self._banished[tensor]:
+            self._strays.add(tensor)
         # results come before the reads that the op unlocks; of a first run the first result comes last
         made = line.writes[producer]
         place = made.index(tensor) if len(made) > 1 else 0
@@ -237,7 +241,8 @@ class Evictor(Online):
         return answer
 
     def _has_evicted_child(self, tensor: int) -> bool:
-        return any(self.gone[child] for child in self.line.children[tensor])
+        strays = self._strays
+        return any(self.gone[c] or (c in strays and not self.copies[c]) for c in self.line.children[tensor])
 
     def _banish(self, tensor: int) -> list[Action]:
         """Free it for good; what was made from it cannot be made again."""
@@ -246,7 +251,7 @@ class Evictor(Online):
             self.gone[tensor] = False
             if self.price is not None:
                 self.price.vanished(tensor)
-        self._fix(child for child in self.line.children[tensor] if self.copies[child])
+        self._fix(c for c in self.line.children[tensor] if self.copies[c] and not self._banished[c])
         return self._drops(tensor)
 
     def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:

@@ -22,7 +22,7 @@ class Ranking:
     weight: ns from `price`, or the producer's own cost where that is None. staleness: ns since the last
     access, `none` to leave it out, `neighbourhood` to count from the last access to anything evicted
     around. A score over 0 is infinite. Scores are quotients of integers as Python rounds them. ties:
-    whether the `last` or the `first` to become evictable wins.
+    whether the `last` or the `first` to become evictable wins; of scores of 0 the first always does.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Ranking:
             if fresh and self._price is not None:
                 continue
             low = min(exact[i] for i in tied)
-            return self._one(ids, [i for i in tied if exact[i] == low])
+            return self._one(ids, [i for i in tied if exact[i] == low], first=low == 0)
 
     def score(self, tensor: int, now: int) -> float:
         """The exact score of a candidate."""
@@ -113,22 +113,22 @@ class Ranking:
             bottom *= now - seen
         return top / bottom if bottom else math.inf
 
-    def _one(self, ids: NDArray[np.int64], slots: list[int]) -> int:
+    def _one(self, ids: NDArray[np.int64], slots: list[int], first: bool = False) -> int:
         order = self._table.order.take(ids.take(slots))
-        return int(ids[slots[int(order.argmax() if self._last else order.argmin())]])
+        return int(ids[slots[int(order.argmax() if self._last and not first else order.argmin())]])
 
 
 class Oldest(Ranking):
-    """The least recently used."""
+    """The least recently used. Its score is the access and 1, so that an access at 0 is no score of 0."""
 
     def __init__(self, lineage: Lineage, table: Table, ties: str) -> None:
         super().__init__(lineage, table, None, by_size=False, staleness="none", ties=ties)
 
     def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
-        return self._table.access.take(ids)
+        return self._table.access.take(ids) + 1
 
     def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
-        return float(self._table.access[tensor])
+        return float(self._table.access[tensor]) + 1
 
 
 class Drawn(Ranking):

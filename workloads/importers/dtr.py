@@ -9,8 +9,10 @@ nowhere stated; it is taken as ns.
 
 What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
 are left out, as simrd does (none, where there is no START); a call whose results are all views folds into its
-arguments, its time into the op before; a constant is a weight, there from the start (simrd pins constants); names
-still held at the end are outputs; the last release of a storage is a release point of the op before it, in the log's
+arguments, its time into the op that made the first one's storage (a constant's into the op before), where simrd makes
+an evicted view again when it is read; a constant is a weight, there from the start to the end (in simrd from its line
+on, and where that banishes to its release); names still held at the end are outputs, in the order in which the names
+came up; the last release of a storage is a release point of the op before it, in the log's
 order; MUTATE makes new tensors of the old ones and lets the names mean them, as in simrd (the framework writes in
 place), so that what it makes can be made again. Assumed: a call is backward from BACKWARD, or from the first call
 whose name has "backward" in it.
@@ -71,20 +73,22 @@ class _Reader:
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
         self.storage_of: dict[str, int] = {}
+        self.last_meaning: dict[str, int] = {}  # of every name, released or not, in the order of their first lines
         self.held: Counter[int] = Counter()
         self.backward = False
         self.count = 0
-        self.ops = 0
         self.hold = hold
-        self.pending: dict[str, Any] | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.maker: dict[int, dict[str, Any]] = {}
+        self.owed = 0
         self.constants: set[int] = set()
         self.names: Counter[str] = Counter()
 
     def trace(self, rows: Iterator[Row]) -> Trace:
         """The trace of the lines after START."""
         self._walk(rows)
-        self._flush()
-        kept = [key for key, count in self.held.items() if count > 0]
+        self._add_ops()
+        kept = [key for key in dict.fromkeys(self.last_meaning.values()) if self.held[key] > 0]
         now, first = self.storages.now, self.storages.first
         constants = [key for key in kept if key in self.constants]
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
@@ -109,7 +113,7 @@ class _Reader:
                     self._known(target, f"{where}: DST")
                 self.held[source] += 1
                 self._release(target)
-                self.storage_of[target] = source
+                self._mean(target, source)
             elif kind == "RELEASE":
                 if not self._release(texts(row.get("NAME"), f"{where}: NAME")):
                     self.left_out["releases of unknown names"] += 1
@@ -126,9 +130,12 @@ class _Reader:
         if name in self.storage_of:
             raise TraceError(f"{where}: {name!r} is there already")
         self.count += 1
-        self.storage_of[name] = self.count
+        self._mean(name, self.count)
         self.held[self.count] = 1
         return self.count
+
+    def _mean(self, name: str, key: int) -> None:
+        self.storage_of[name] = self.last_meaning[name] = key
 
     def _known(self, name: Any, where: str) -> int:
         name = texts(name, where)
@@ -143,13 +150,9 @@ class _Reader:
         self.held[key] -= 1
         if not self.held[key]:
             del self.held[key]
-            if self.hold and self.pending is not None and key not in self.constants:
-                self._keep_until_now(key)
+            if self.hold and self.rows and key not in self.constants:
+                self.rows[-1]["releases"].append(self.storages.now[key])
         return True
-
-    def _keep_until_now(self, key: int) -> None:
-        assert self.pending is not None
-        self.pending["releases"].append(self.storages.now[key])
 
     # ---- ops ---------------------------------------------------------------------------------------
 
@@ -160,6 +163,7 @@ class _Reader:
         time = _number(row.get("TIME"), f"{where}: TIME")
         phase = self._phase(name)
         made: list[int] = []
+        views: list[int] = []
         for result in results:
             size = _memory(_expect(rows, "MEMORY", result, where))
             _, alias, at = _expect(rows, "ALIAS", result, where)
@@ -169,7 +173,8 @@ class _Reader:
             if argument >= 0:
                 if result in self.storage_of:
                     raise TraceError(f"{at}: {result!r} is there already")
-                self.storage_of[result] = args[argument]
+                views.append(args[argument])
+                self._mean(result, args[argument])
                 self.held[args[argument]] += 1
             else:
                 made.append(self._new(result, at))
@@ -177,10 +182,16 @@ class _Reader:
                 self.storages.make(made[-1], self._label(result), size, role)
         if results and not made:
             self.left_out["calls that only make views"] += 1
-            if self.pending is not None:
-                self.pending["duration"] += time
+            self._pay(views[0], time)
             return
-        self._op(name, phase, time, args, [self.storages.now[key] for key in made])
+        self._op(name, phase, time, args, made)
+
+    def _pay(self, key: int, time: int) -> None:
+        """Add the time of a view to the op that made its storage: making it again costs what its tensors cost."""
+        if self.rows:
+            self.maker.get(key, self.rows[-1])["duration"] += time
+        else:
+            self.owed += time
 
     def _label(self, name: str) -> str:
         """A name may be used again after its release."""
@@ -202,33 +213,33 @@ class _Reader:
             made.append(self.count)
             size = self.builder.bytes_of(self.storages.now[args[place]])
             self.storages.make(self.count, self._label(f"{names[place]}$"), size, role)
-        writes = [self.storages.now[key] for key in made]
-        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), args, writes)
+        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), args, made)
         for key, place in zip(made, places, strict=True):  # the names mean the new values now
             self._release(names[place])
-            self.storage_of[names[place]] = key
+            self._mean(names[place], key)
             self.held[key] = 1
 
     def _phase(self, name: str) -> str:
         self.backward = self.backward or "backward" in name
         return "backward" if self.backward else "forward"
 
-    def _op(self, name: str, phase: str, time: int, args: list[int], writes: list[int]) -> None:
-        self._flush()
-        found = [self.storages.now[key] for key in args]
-        self.pending = {"name": name, "kind": kind_of(name if "::" in name else f"aten::{name}", phase), "phase": phase}
-        self.pending |= {"reads": dict.fromkeys(found), "writes": writes, "duration": time, "releases": []}
+    def _op(self, name: str, phase: str, time: int, args: list[int], made: list[int]) -> None:
+        now = self.storages.now
+        row: dict[str, Any] = {
+            "name": name,
+            "kind": kind_of(name if "::" in name else f"aten::{name}", phase),
+            "phase": phase,
+        }
+        row |= {"reads": [now[key] for key in args], "writes": [now[key] for key in made]}
+        self.rows.append(row | {"duration": time + self.owed, "releases": []})
+        self.owed = 0
+        self.maker |= dict.fromkeys(made, self.rows[-1])
 
-    def _flush(self) -> None:
-        """Add the op that was seen last: only now is it known what was released right after it."""
-        if self.pending is None:
-            return
-        row, self.pending = self.pending, None
-        random = bool(RANDOM.search(row["name"]))
-        self.ops += 1
-        self.builder.op(
-            f"{self.ops - 1}.{row.pop('name')}", row.pop("kind"), random=random, reads=list(row.pop("reads")), **row
-        )
+    def _add_ops(self) -> None:
+        """Only now is it known what was released right after each op, and which views it pays for."""
+        for i, row in enumerate(self.rows):
+            name = row.pop("name")
+            self.builder.op(f"{i}.{name}", row.pop("kind"), random=bool(RANDOM.search(name)), **row)
 
 
 # ---- lines -------------------------------------------------------------------------------------------

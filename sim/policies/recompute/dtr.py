@@ -34,13 +34,18 @@ class Dtr(Policy):
         adversary any heuristic may need Omega(N / slots) times the optimum. A choice takes a few vector
         operations over the candidates and a close look at those that could win.
     Departs: by the engine's rules, an op that waits for several evicted tensors holds those that come back
-        on the way to another, and one that runs again holds those of its results that are still there; the
-        prototype may evict them (its printed results do not depend on it). Weight gradients are not
+        on the way to another, one that runs again holds those of its results that are still there, and at
+        the end the outputs hold each other; the prototype may evict them (its printed results do not
+        depend on it). Its searches also count what an op that waits to run for the first time will make,
+        and what was banished; here neither is part of a neighbourhood. Of an imported log a view is no
+        tensor of its own: what it costs is in its storage's cost, but it is not made again by itself, and
+        making it is no access. But for these, runs of logs are the prototype's, eviction by eviction, as a
+        replay of logs that shares no code with this one tells it. Weight gradients are not
         evicted unless `evicts` says so (the prototype knows constants and the rest); neither is what a
         collective, a receive or an update has made, nor what could not be made again because something
         under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted
-        and still needed is made again. A tensor without bytes is never evicted, and a cost of zero does not
-        end the search early. An op's cost is its time with nothing else running.
+        and still needed is made again. A tensor without bytes is never evicted. An op's cost is its time
+        with nothing else running.
 
     heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
         parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,
@@ -48,8 +53,9 @@ class Dtr(Policy):
         `msps` (time of it and its evicted ancestors, over bytes), `lru`, `size` (largest), `random`.
     deallocation: what happens once nobody reads a tensor any more. `eager`: it is evicted, and may come
         back as a step to another. `ignore`: it stays until it is evicted. `banish`: it is freed for good
-        as soon as nothing evicted was made from it; what was made from it then stays.
-    ties: of equal scores the tensor that became evictable `last` or `first` goes.
+        as soon as nothing evicted was made from it; what was made from it then stays. Until then a read
+        of it, once released, is no access.
+    ties: of equal scores the tensor that became evictable `last` or `first` goes; of scores of 0 the first.
     staleness: `own`, or `neighbourhood` to count from the latest access to anything that the cost counts
         (`dtr` alone), or `none`. by_size: whether bytes count. Both are for the first four heuristics.
     evicts: roles of what may be evicted; the prototype's are ("activation", "temporary", "gradient").
