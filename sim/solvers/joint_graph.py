@@ -175,7 +175,7 @@ class _Builder:
             "random": what.random,
             "view": what.kind == "copy" and what.bytes == 0 and len(reads) == 1,
             "joins": joins,
-            "fixed": what.kind in COMMUNICATION or not ledger.can_run_again(op, max(op + 1, self.last)),
+            "fixed": what.kind in COMMUNICATION or max(op + 1, self.last) > ledger.recomputable_until[op],
             "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
         }
         whole = len(writes) > 1 and (not cheap or traits["view"] or what.kind == "reduce")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.solvers.moments import made_bytes, recomputable_until
+from sim.solvers.moments import made_bytes
 from sim.solvers.runs import Ledger
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -36,7 +36,7 @@ def _never_dropped(ledger: Ledger) -> tuple[dict[int, set[int]], dict[int, set[i
     trace = ledger.trace
     update = trace.op_columns.phase == PHASE_CODE["update"]
     gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
-    last, outputs, until = len(ledger.reads), set(trace.outputs), recomputable_until(ledger)
+    last, outputs, until = len(ledger.reads), set(trace.outputs), ledger.recomputable_until
     enters: dict[int, set[int]] = {}
     leaves: dict[int, set[int]] = {}
     for t, producer in enumerate(ledger.producer):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.solvers.moments import Moment, Program, recomputable_until, wanted_until
+from sim.solvers.moments import Moment, Program, wanted_until
 from sim.solvers.runs import Ledger, Runs, runs
 
 LEVELS = (0.5, 1e-6, 0.999)
@@ -44,15 +44,14 @@ class MomentSearch:
         self._moments: dict[int, Moment] = {}
 
     def moment(self, op: int) -> Moment:
-        """The moment at which an op runs in its place, with the recomputation that plans of this search use."""
+        """The moment at which an op runs in its place, with whatever recomputation is possible after it."""
         if op not in self._moments:
-            self._moments[op] = Moment(self.ledger, op, self.ledger.until)
+            self._moments[op] = Moment(self.ledger, op, self.ledger.recomputable_until)
         return self._moments[op]
 
     def bound(self, ops: Sequence[int], budget: int) -> int | None:
         """Nanoseconds that every plan recomputes at least, from the moments of some ops; None where nothing fits."""
-        until = recomputable_until(self.ledger)
-        moments = [Moment(self.ledger, op, until) for op in sorted(set(ops))]
+        moments = [self.moment(op) for op in sorted(set(ops))]
         answer = Program(self.ledger, self.cost, moments).relax([budget] * len(moments))
         return None if answer is None else answer.bound
 

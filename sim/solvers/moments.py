@@ -193,19 +193,6 @@ def wanted_until(ledger: Ledger, moment: Moment, end: int | None) -> set[int]:
     return (read | set(ledger.trace.outputs) if end is None else read) & moment.wanted
 
 
-def recomputable_until(ledger: Ledger) -> list[int]:
-    """Per op the op from which on nothing can recompute it, in whatever way; 0 for what is received.
-
-    What an op in place overwrites may be recomputed itself; but an input that is overwritten is gone.
-    """
-    group, until = ledger.trace.op_columns.group, list[int]()
-    for op, reads in enumerate(ledger.reads):
-        ends = [max(ledger.gone_at[t], until[ledger.producer[t]] if ledger.producer[t] >= 0 else 0) for t in reads]
-        received = op in group and ledger.trace.ops[op].kind != "collective"
-        until.append(0 if received else min(ends, default=len(ledger.reads)))
-    return until
-
-
 def made_bytes(ledger: Ledger, op: int) -> int:
     """Bytes that an op takes while it runs beside what was resident before."""
     return ledger.workspace[op] + sum(ledger.size[t] for t in ledger.writes[op] if ledger.replaces[t] < 0)

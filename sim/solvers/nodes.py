@@ -162,7 +162,7 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
             continue
         held = border if leaves else -1
         if not ledger.may_go[t] or role[t] == ROLE_CODE["gradient"]:
-            held = count if end else gone if gone < count else max(readers)
+            held = count if end else gone if gone < count else max((*readers, *((border,) if leaves else ())))
         crossing.add(t)
         key = (at, tuple(sorted(readers)), end, held, gone, ledger.replaces[t] < 0)
         grouped[key] = grouped.get(key, 0) + ledger.size[t]
@@ -171,8 +171,9 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
         for (maker, readers, end, held, gone, fresh), size in sorted(grouped.items())
     ]
     last_again = []
+    until = ledger.recomputable_among(op for part in parts for op in part)
     for i, part in enumerate(parts):
-        last = min(ledger.until[op] for op in part)  # an anchor may not lie behind it
+        last = min(until[op] for op in part)  # an anchor may not lie behind it
         if any(role[t] == ROLE_CODE["gradient"] for op in part for t in ledger.writes[op]):
             last = 0
         stages = [t for t in range(i + 1, count) if parts[t][0] <= last]

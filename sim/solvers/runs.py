@@ -54,13 +54,29 @@ class Ledger:
     def until(self) -> list[int]:
         """Per op the op from which on it can't run again alone: 0 for never, because it writes in place or receives.
 
-        For what runs again together with what makes its reads see `Values`.
+        For what runs again together with what makes its reads see `recomputable_until`.
         """
         last = []
         for op, reads in enumerate(self.reads):
             at = min((self.gone_at[t] for t in reads), default=len(self.reads))
             in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
             last.append(0 if in_place or op in self.received else at)
+        return last
+
+    @cached_property
+    def recomputable_until(self) -> list[int]:
+        """Per op the op from which on nothing can recompute it, in whatever way; 0 for what is received."""
+        return [*self.recomputable_among(range(len(self.reads))).values()]
+
+    def recomputable_among(self, ops: Iterable[int]) -> dict[int, int]:
+        """For some ops, in order, the op from which on they can't be recomputed by running only ops among them.
+
+        What an op in place overwrites may be recomputed just before it; but an input that is overwritten is gone.
+        """
+        last: dict[int, int] = {}
+        for op in ops:
+            ends = [max(self.gone_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
+            last[op] = 0 if op in self.received else min(ends, default=len(self.reads))
         return last
 
     @cached_property

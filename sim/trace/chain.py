@@ -171,12 +171,12 @@ class Chain:
 
 
 def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain:
-    """Cut the forward ops wherever exactly one activation is live between two of them.
+    """Cut the forward ops wherever exactly one activation is live between two of them, and stays what it is.
 
-    Live at a position is what an op before it made and a forward op after it reads; weights, inputs, and
-    what is made of weights alone do not count. Backward ops follow their stage: each by what it reads of
-    a stage's inside, its weights and its layer, and the border between two stages where one gradient
-    alone is live. op_ns: time of every op, ns.
+    No stage ends with what is overwritten in place: it ends behind the last op that does so. Live at a position
+    is what an op before it made and a forward op after it reads; weights, inputs, and what is made of weights alone
+    do not count. Backward ops follow their stage: each by what it reads of a stage's inside, its weights and its
+    layer, and the border between two stages where one gradient alone is live. op_ns: time of every op, ns.
     Raises TraceError if that gives fewer than `least` stages, naming the op that reads across, or if
     backward ops do not come in the reverse order of the stages.
     """
@@ -245,7 +245,8 @@ def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
     """Places in the forward order after which a stage ends, and the tensor live there."""
     ops = forward_ops(trace)
     alone = _alone(*_spans(trace, ops, _counted(trace)), max(len(ops) - 1, 0))
-    places = np.flatnonzero(alone >= 0)
+    # what is overwritten in place is no checkpoint, and its bytes are those of what overwrites it
+    places = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
     # where the same tensor is alone for a while, the stage ends at once: what follows is of weights alone
     keep = np.ones(len(places), np.bool_)
     keep[1:] = alone[places[1:]] != alone[places[:-1]]

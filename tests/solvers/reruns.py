@@ -40,10 +40,13 @@ def mixed_mirror(n: int) -> tuple[Trace, int]:
 def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: bool = True) -> int | None:
     """The least time within a budget, by Dijkstra's algorithm over what lies there; None if nothing fits.
 
-    staged: before each op of the trace earlier ones run in order, each at most once; else in any order.
+    staged: before each op of the trace earlier ones run in order, each at most once, and what is overwritten in place
+    is not dropped before; else in any order.
     keep_inputs: what has no producer stays to the end; else a plan may drop it.
     """
     size, maker = trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
+    replaces = trace.tensor_columns.replaces.tolist()
+    over = {old: maker[new] for new, old in enumerate(replaces) if old >= 0}  # what overwrites a tensor
     ops = [(frozenset(op.reads), frozenset(op.writes), op.workspace, op.duration or 0) for op in trace.ops]
     start = frozenset(t for t, by in enumerate(maker) if by < 0)
     if sum(size[t] for t in start) > budget:
@@ -59,13 +62,14 @@ def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: b
         if (at, last, here) in done:
             continue
         done.add((at, last, here))
-        follow = [(time, at, last, here - {t}) for t in here - fixed]
+        follow = [(time, at, last, here - {t}) for t in here - fixed if not (staged and at <= over.get(t, -1))]
         for i in range(last + 1 if staged else 0, at + 1):
             reads, writes, workspace, took = ops[i]
-            held = sum(size[t] for t in here) + sum(size[t] for t in writes) + workspace
-            if reads <= here and held <= budget:
+            old = {replaces[t] for t in writes if replaces[t] >= 0}
+            held = sum(size[t] for t in here) + sum(size[t] for t in writes if replaces[t] < 0) + workspace
+            if reads | old <= here and held <= budget:
                 where = (at + 1, -1) if i == at else (at, i if staged else -1)
-                follow.append((time + took, *where, here | writes))
+                follow.append((time + took, *where, (here - old) | writes))
         for state in follow:
             pushed += 1
             heapq.heappush(queue, (state[0], pushed, *state[1:]))
@@ -126,7 +130,11 @@ def published(trace: Trace, budget: int, *, relaxed: bool = False) -> float | No
 
 @st.composite
 def small_graphs(draw: st.DrawFn) -> Trace:
-    """Up to 8 ops with one or two results, workspace, an input, one or two outputs, some costs or sizes of 0."""
+    """Up to 8 ops with one or two results, workspace, an input, one or two outputs, some costs or sizes of 0.
+
+    In half of the graphs half of the ops overwrite something that was made before.
+    """
+    in_place = draw(st.booleans())
     b = TraceBuilder({"model": "small"})
     x = b.tensor("x", draw(st.sampled_from((0, 1, 2, 3, 9))), "input")
     made: list[int] = []
@@ -138,6 +146,11 @@ def small_graphs(draw: st.DrawFn) -> Trace:
             reads.append(x)
         sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=2))
         writes = [b.tensor(f"t{i}.{j}", size) for j, size in enumerate(sizes)]
+        if in_place and made and draw(st.booleans()):
+            old = draw(st.sampled_from([t for t in reads if t != x] or made))
+            reads = list(dict.fromkeys((*reads, old)))
+            made.remove(old)
+            writes.append(b.tensor(f"t{i}.over", b.bytes_of(old), replaces=old))
         workspace, took = draw(st.sampled_from((0, 0, 1, 3))), draw(st.integers(0, 6))
         b.op(f"o{i}", reads=reads, writes=writes, workspace=workspace, duration=took)
         made += writes

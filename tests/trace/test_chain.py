@@ -71,6 +71,28 @@ def test_the_unit_chain_has_one_stage_a_step() -> None:
     assert got.x == (0, 3, 3, 3, 3, 3, 3)
 
 
+def test_a_stage_does_not_end_where_its_result_is_overwritten_in_place() -> None:
+    """Two convolutions, each with a ReLU in place, and their backward: what the ReLU overwrites is no checkpoint."""
+    b = TraceBuilder()
+    x = b.tensor("x", 8, "input")
+    results = [x]
+    for i in range(2):
+        made = b.tensor(f"{i}.made", 8)
+        results.append(b.tensor(f"{i}.out", 8, replaces=made))
+        b.op(f"{i}.conv", reads=[results[-2]], writes=[made], duration=5)
+        b.op(f"{i}.relu", reads=[made], writes=[results[-1]], duration=1)
+    gradient: list[int] = []
+    for i in (1, 0):
+        fresh = b.tensor(f"{i}.gradient", 8, "temporary")
+        b.op(f"{i}.back", phase="backward", reads=[*gradient, results[i], results[i + 1]], writes=[fresh], duration=7)
+        gradient = [fresh]
+    trace = b.build(outputs=gradient, carry=())
+    got = chain(trace, ns(trace))
+    assert [stage.forward for stage in got.stages] == [(0, 1), (2, 3)]
+    assert [stage.output for stage in got.stages] == results[1:]
+    assert [(stage.xbar, stage.forward_temp) for stage in got.stages] == [(8, 0), (8, 0)]  # no byte counts twice
+
+
 def test_a_transformer_layer_is_two_stages() -> None:
     trace = synthetic.w1(4)
     got = chain(trace, ns(trace))
@@ -100,7 +122,8 @@ def brute_force_cuts(trace: Trace) -> list[tuple[int, int]]:
     for k in range(1, len(ops)):
         made = {t for op in ops[:k] for t in op.writes} - of_weights
         live = made & {t for op in ops[k:] for t in op.reads}
-        if len(live) == 1 and (not cuts or cuts[-1][1] != min(live)):
+        whole = not any(trace.replaced_by[t] >= 0 for t in live)  # what is overwritten is no checkpoint
+        if len(live) == 1 and whole and (not cuts or cuts[-1][1] != min(live)):
             cuts.append((k, min(live)))
     return cuts
 

@@ -26,9 +26,10 @@ class Checkmate(RecomputationPlanner):
         Wall with Optimal Tensor Rematerialization", MLSys 2020: the frontier-advancing program, and the
         two-phase rounding of its linear relaxation.
     Bounds: relaxation <= optimum <= rounding, the optimum being that of the plans which, on one device, keep
-        weights, inputs and weight gradients, and before each op recompute earlier ones in program order, each at
-        most once there. Another order, or an input dropped after its last read, may do with less. The program
-        has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take seconds, the relaxation a tenth of that.
+        weights, inputs, weight gradients and what is still to be overwritten in place, and before each op recompute
+        earlier ones in program order, each at most once there. Another order, or an input dropped after its last
+        read, may do with less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take
+        seconds, the relaxation a tenth of that.
     Departs: what is freed when is said by other rows than the paper's, with the same whole solutions and a
         higher bound (see `sim.solvers.milp`). A result that nothing reads any more goes at once, as in the
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place

@@ -47,6 +47,41 @@ def two_halves() -> Trace:
     return b.build(outputs=(gradient,), carry=())
 
 
+def rectified_halves() -> Trace:
+    """The same with a ReLU in place behind each wide op, and behind each stage's last op."""
+    b = TraceBuilder({"model": "rectified halves"})
+    x = b.tensor("x", 1, "input")
+    stages = []
+    for s in range(2):
+        a, wide, c, sum = (
+            b.tensor(f"{s}.{n}", size, layer=s) for n, size in zip(("a", "wide", "c", "sum"), (2, 8, 2, 1))
+        )
+        over, y = b.tensor(f"{s}.over", 8, layer=s, replaces=wide), b.tensor(f"{s}.y", 1, layer=s, replaces=sum)
+        ops = (("f0", [x], a, 10), ("f1", [a], wide, 1), ("relu", [wide], over, 1), ("f2", [over], c, 10))
+        for name, reads, made, took in (*ops, ("f3", [a, c], sum, 10), ("out", [sum], y, 1)):
+            b.op(f"{s}.{name}", reads=reads, writes=[made], layer=s, duration=took)
+        stages.append((x, a, over, c, y))
+        x = y
+    gradient = b.tensor("loss.grad", 1, "temporary")
+    b.op("loss", "loss", phase="backward", reads=[x], writes=[gradient], layer=1, duration=1)
+    for s, (came, a, over, c, y) in reversed(list(enumerate(stages))):
+        for name, read in (("b4", [y]), ("b3", [a, c]), ("b2", [over]), ("b1", [a]), ("b0", [came])):
+            new = b.tensor(f"{s}.{name}.out", 1, "temporary", layer=s)
+            b.op(f"{s}.{name}", phase="backward", reads=[gradient, *read], writes=[new], layer=s, duration=20)
+            gradient = new
+    return b.build(outputs=(gradient,), carry=())
+
+
+@pytest.mark.parametrize("policy", ["rockmate", "relax_and_fix", "checkmate"])
+def test_what_is_written_in_place_is_recomputed_with_what_it_overwrites(policy, run):
+    """The wide result costs two cheap ops; a stage ends behind its last ReLU, so that no byte counts twice."""
+    trace = rectified_halves()
+    plain = run(trace, "keep_all")
+    facts = run(trace, policy, plain.peak - 6)
+    assert facts.rerun == ["0.f1", "0.relu"]
+    assert facts.time == plain.time + 2
+
+
 def test_a_stage_saves_its_dear_results_and_runs_its_cheap_one_again(run):
     trace = two_halves()
     plain = run(trace, "keep_all")
