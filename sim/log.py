@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 WHYS = ("run", "recompute", "move", "codec", "stall")
-"""Why a lane was busy (or, for `stall`, why it was not)."""
+"""Why a lane was busy (or, for `stall`, why it was not). `codec` is the first run of an op of that kind; run again it
+is `recompute`, as any op."""
+FIRST_RUNS = ("run", "codec")
 
 STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain")
 """What a device waited for: a copy on its way, space, a copy of an old value before it is overwritten,

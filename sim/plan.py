@@ -123,7 +123,7 @@ class Memory(Protocol):
         """Whether something that runs, or is being restored, needs it where it is."""
 
     def last_read(self, tensor: int) -> int:
-        """When it was last read or made; -1 for never."""
+        """When an op that reads it was last reached; -1 for never. That it was made counts for nothing here."""
 
     def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:
         """Free bytes just below and just above it; (0, 0) where the tier has no addresses."""

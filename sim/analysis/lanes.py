@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.log import WHY, EventLog, Ints
+from sim.log import FIRST_RUNS, WHY, EventLog, Ints
 
 RUN, RECOMPUTE, MOVE, CODEC, STALL = (WHY[name] for name in ("run", "recompute", "move", "codec", "stall"))
+FIRST = tuple(WHY[name] for name in FIRST_RUNS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.analysis.lanes import RUN, main_lanes
+from sim.analysis.lanes import FIRST, main_lanes
 from sim.log import EventLog, Ints
 from sim.trace.op import PHASES
 from sim.trace.tensor import ROLES
@@ -156,7 +156,7 @@ def _by_phase(log: EventLog, tier: str, time: Ints, delta: Ints, used: Ints) -> 
     lanes = main_lanes(log)
     if device >= len(lanes):
         return {}
-    ran = (log.interval("why") == RUN) & (log.interval("lane") == lanes[device]) & (log.interval("op") >= 0)
+    ran = np.isin(log.interval("why"), FIRST) & (log.interval("lane") == lanes[device]) & (log.interval("op") >= 0)
     start, op = log.interval("start")[ran], log.interval("op")[ran]
     if not len(start) or not len(time):
         return {}

@@ -10,13 +10,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from sim.log import CAUSE, WHY, EventLog
+from sim.log import CAUSE, FIRST_RUNS, WHY, EventLog
 from sim.trace.graph import Trace
 
 FOREVER = 1 << 62
 MADE, MOVED_IN, PLACED = CAUSE["made"], CAUSE["moved in"], CAUSE["placed"]
 OVERWRITTEN, FREED = CAUSE["overwritten"], CAUSE["freed"]
 RUN, RECOMPUTE, MOVE, CODEC, STALL = (WHY[name] for name in ("run", "recompute", "move", "codec", "stall"))
+FIRST = tuple(WHY[name] for name in FIRST_RUNS)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from sim.conformance.ledger import FOREVER, FREED, MADE, MOVED_IN, RUN, Ledger
+from sim.conformance.ledger import FIRST, FOREVER, FREED, MADE, MOVED_IN, Ledger
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.log import CAUSE, EventLog
@@ -93,7 +93,7 @@ def _transfers_have_space(ledger: Ledger, run: Replayed) -> None:
 def _results_have_space(ledger: Ledger) -> None:
     """What the first run of an op makes lies somewhere when it ends."""
     for work in ledger.works:
-        if work.why != RUN:
+        if work.why not in FIRST:
             continue
         for tensor in ledger.trace.writes(work.op):
             if not any(stay.take <= work.end <= stay.release and stay.cause == MADE for stay in ledger.of[tensor]):
@@ -125,7 +125,7 @@ def _workspace(ledger: Ledger) -> None:
 def _held_until_released(ledger: Ledger) -> None:
     """What the program holds is dropped by the plan or not at all; it is not freed before its release point."""
     for op, tensors in ledger.trace.op_columns.releases.items():
-        ends = [work.end for work in ledger.works_of[op] if work.why == RUN]
+        ends = [work.end for work in ledger.works_of[op] if work.why in FIRST]
         for t in tensors:
             # space that a copy has given up, with the value elsewhere, is freed, too
             for stay in [stay for stay in ledger.of[t] if stay.gone_by == FREED and stay.come <= stay.release]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from sim.analysis.bounds import bounds
-from sim.conformance.ledger import CODEC, RECOMPUTE, RUN, STALL, Copy, Ledger, Stay, Work
+from sim.conformance.ledger import CODEC, FIRST, RECOMPUTE, RUN, STALL, Copy, Ledger, Stay, Work
 from sim.conformance.rates import check_rates
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.log import CAUSE
@@ -37,11 +37,11 @@ def check_ops(run: Replayed) -> None:
     alone = _groups_in_one_tier(ledger)
     for op, name in enumerate(ledger.op_names):
         works = ledger.works_of.get(op, [])
-        runs = sum(work.why == RUN for work in works)
+        runs = sum(work.why in FIRST for work in works)
         if runs > 1 or (run.done and runs == 0 and op not in alone):
             raise LawBroken(f"op {name!r} runs {runs} times")
         if len(works) > runs and not policy.recomputes:
-            again = next(work for work in works if work.why != RUN)
+            again = next(work for work in works if work.why not in FIRST)
             raise LawBroken(f"op {name!r} runs again at {again.start} ns; the policy does not say that it recomputes")
     forced = _forced(run)
     for copy in ledger.copies:
@@ -157,7 +157,7 @@ def check_tiling(run: Replayed) -> None:
         busy = np.isin(log.interval("why"), (RUN, RECOMPUTE, CODEC, STALL))
         rows = log.intervals[mine & busy]
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        ops = np.flatnonzero(rows[:, 4] == RUN)
+        ops = np.flatnonzero(np.isin(rows[:, 4], FIRST))
         if log.trace.devices > 1:
             rows = rows[: int(ops[-1]) + 1] if len(ops) else rows[:0]  # one device closes the run for all
         at = 0

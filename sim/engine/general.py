@@ -11,7 +11,6 @@ from sim.engine.transfer import WAITS
 from sim.engine.waiting import Steps, Waiting
 from sim.engine.work import Work
 from sim.errors import IllegalPlan
-from sim.log import WHY
 from sim.plan import Change
 
 
@@ -247,6 +246,7 @@ class General(Waiting):
 
     def _run_here(self, work: Work) -> Steps:
         state, env, works = self._state, self._state.env, self._works
+        prepared = state.prepared
         while works.guests[self._lane]:  # another device has an op run again here, and was first
             event = self._wake()
             works.hosts.setdefault(self._lane, []).append(event)
@@ -266,7 +266,17 @@ class General(Waiting):
                 state.flush()
             state.now = start + fixed
             yield from self._turn(ENDS + work.op)
-        state.spans.rows += (start, state.now, self.index, self._lane, WHY[work.why], work.op, -1, 0, 0)
+        state.spans.rows += (
+            start,
+            state.now,
+            self.index,
+            self._lane,
+            prepared.logged(work.op, work.why),
+            work.op,
+            -1,
+            0,
+            0,
+        )
         works.busy[self._lane] = False
         if works.guests[self._lane]:
             works.look()

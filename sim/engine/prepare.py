@@ -15,7 +15,9 @@ import numpy as np
 from sim.errors import ProfileError, TraceError
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
+from sim.log import WHY
 from sim.trace.graph import Trace
+from sim.trace.op import KINDS
 
 Charges = tuple[tuple[int, Fraction, Fraction], ...]
 """Of one user: (pool, bytes charged per byte of payload, factor while another member is active)."""
@@ -26,9 +28,10 @@ class Prepared:
     """Flat lists, one entry an op or a tensor; ids of engines and tiers are positions in the platform.
 
     plain[i]: (reads, writes with their sizes, bytes of all outputs, workspace, ns) of an op that takes a
-    fixed time on its device's main engine, makes every result anew and is in no group; None for others.
+    fixed time on its device's main engine, makes every result anew, is in no group and no codec; None for others.
     uses: per tensor what keeps it from being freed: its readers, and the program while it holds it (`releases`:
-    per op what it lets go). plans: of plans that have run, by id: a weak reference and their actions by anchor.
+    per op what it lets go). why: what the log calls each op's first run. plans: of plans that have run, by id: a
+    weak reference and their actions by anchor.
     """
 
     trace: Trace
@@ -57,7 +60,12 @@ class Prepared:
     freeable: list[bool]
     groups: Mapping[str, tuple[int, ...]]
     group_of: Mapping[int, str]
+    why: list[int]
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def logged(self, op: int, why: str) -> int:
+        """What the log calls a run of an op: an encoding or decoding is `codec`, made again it is `recompute`."""
+        return self.why[op] if why == "run" else WHY[why]
 
     @cached_property
     def ideal_ns(self) -> int:
@@ -114,10 +122,12 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
     total, workspace = times.total.tolist(), c.workspace.tolist()
     flow_bytes, flow_rate, fixed = times.bytes.tolist(), times.rate.tolist(), times.fixed.tolist()
     replaces = t.replaces.tolist()
+    codes = (c.kind == KINDS.index("codec")).tolist()
     plain: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, int] | None] = []
     for i, written in enumerate(writes):
         flows = engine[i] in pooled and flow_bytes[i] > 0
-        if flows or engine[i] != main[device[i]] or i in c.group or any(replaces[w] >= 0 for w in written):
+        beside = engine[i] != main[device[i]] or i in c.group or codes[i]
+        if flows or beside or any(replaces[w] >= 0 for w in written):
             plain.append(None)
             continue
         sizes = tuple((w, size[w]) for w in written)
@@ -160,6 +170,7 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         freeable=((trace.producer >= 0) & ~outputs).tolist(),
         groups=_groups(trace),
         group_of=dict(c.group),
+        why=[WHY["codec"] if is_codec else WHY["run"] for is_codec in codes],
     )
 
 

@@ -328,17 +328,6 @@ class State:
             bits >>= 1
             tier += 1
 
-    def lock(self, tensor: int) -> None:
-        """Keep a tensor where it is."""
-        self.locks[tensor] += 1
-
-    def unlock(self, tensor: int, op: int) -> None:
-        """Undo one lock; carry out what waited for the last one."""
-        self.locks[tensor] -= 1
-        if not self.locks[tensor]:
-            self.drop_pending(tensor, op)
-            self.bury(tensor, op)
-
     def drop_pending(self, tensor: int, op: int) -> None:
         """Carry out the releases that waited for the last lock or for a transfer."""
         if tensor in self.pending and tensor not in self.transfers:

@@ -53,7 +53,7 @@ class View:
         return self._state.locks[tensor] > 0
 
     def last_read(self, tensor: int) -> int:
-        """When it was last read; -1 for never."""
+        """When an op that reads it was last reached; -1 for never."""
         return self._state.last_read[tensor]
 
     def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:

@@ -131,7 +131,8 @@ class Works:
         if self.guests[engine]:
             self.guests[engine] -= 1
             self._state.wake(self.hosts.pop(engine, ()))
-        self._state.spans.rows += (work.start, now, work.device, engine, WHY[work.why], work.op, -1, 0, 0)
+        why = self._state.prepared.logged(work.op, work.why)
+        self._state.spans.rows += (work.start, now, work.device, engine, why, work.op, -1, 0, 0)
         self._finish([work])
         self._state.flush()
 

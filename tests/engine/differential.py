@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from sim.engine.replay import replay
 from sim.errors import OutOfMemory, TiersimError
@@ -17,16 +18,32 @@ from tests.engine.reference import Outcome, simulate
 COUNTERS = ("ignored_actions", "implicit_moves", "implicit_recomputes", "pressure_calls", "returned_moves")
 
 
-def difference(plan: Plan, platform: Platform, *, fast: bool = True) -> str:
-    """Where engine and reference first differ on a problem, in words; "" where they agree in all."""
-    parts: list[list[Online]] = [[], []]
-    log, error = _replayed(_watched(plan, parts[0]), platform, fast)
-    expected = simulate(_watched(plan, parts[1]), platform)
-    for mine, theirs in zip(*parts):
+class Expected(NamedTuple):
+    """What the reference says of a problem; the online parts that it asked, if any."""
+
+    outcome: Outcome
+    parts: list[Online]
+
+
+def expected(plan: Plan, platform: Platform) -> Expected:
+    """Run the reference on a problem."""
+    parts: list[Online] = []
+    return Expected(simulate(_watched(plan, parts), platform), parts)
+
+
+def difference(plan: Plan, platform: Platform, *, fast: bool = True, known: Expected | None = None) -> str:
+    """Where engine and reference first differ on a problem, in words; "" where they agree in all.
+
+    known: what the reference says of it, where it has been asked before.
+    """
+    parts: list[Online] = []
+    log, error = _replayed(_watched(plan, parts), platform, fast)
+    known = known or expected(plan, platform)
+    for mine, theirs in zip(parts, known.parts):
         for here, there in zip_longest(getattr(mine, "seen", ()), getattr(theirs, "seen", ())):
             if here != there:
                 return f"seen: {_first_unequal(here, there)}"
-    return compared(log, error, expected)
+    return compared(log, error, known.outcome)
 
 
 def _watched(plan: Plan, parts: list[Online]) -> Plan:

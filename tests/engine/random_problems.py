@@ -196,6 +196,7 @@ class _Growing:
         units = {e.name.partition("@")[0] for e in self.platform.engines if not e.main}
         engine = draw.choice(sorted(units)) if units and draw.random() < 0.3 else ""
         kind = "codec" if engine == "dma" else draw.choice(("matmul", "elementwise", "conv", "optimizer"))
+        kind = "codec" if self.count % 11 == 7 else kind
         old = [t for t in reads if self.where[t] == device and t not in self.fixed and draw.random() < 0.25][:1]
         writes = []
         for t in old:

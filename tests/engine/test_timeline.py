@@ -1,9 +1,11 @@
 """Timelines drawn by hand: every interval compared to the nanosecond."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
+from sim.analysis import stalls as stalls_of
 from sim.engine.replay import replay
 from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
@@ -585,3 +587,26 @@ def test_a_plan_that_keeps_the_dead_has_what_is_held_among_the_living(until, cau
 
     log = replay(Plan(holding(until=until), online=Evicting, keep_dead=True), machine(hbm=30))
     assert freed(log, "a.out") == [(0, 10, "made"), (20, -10, cause)]
+
+
+@pytest.mark.parametrize("engine", ["", "cpu"])
+def test_an_encoding_is_logged_as_codec_and_run_again_as_recompute(engine):
+    """act 0-10, enc 10-15, dec 15-22; what dec made is dropped and made again before late."""
+    b = TraceBuilder()
+    act, code, back = (b.tensor(name, size) for name, size in (("act", 20), ("code", 5), ("back", 20)))
+    b.op("make", writes=[act], duration=10)
+    b.op("enc", "codec", reads=[act], writes=[code], duration=5, engine=engine)
+    b.op("dec", "codec", reads=[code], writes=[back], duration=7, engine=engine)
+    b.op("use", reads=[back], duration=10)
+    b.op("late", reads=[back], duration=10)
+    platform = machine(cpu=bool(engine))
+    if engine:  # one memory for both
+        near = replace(platform.engines[-1], home="hbm", reaches=("hbm",))
+        platform = replace(platform, engines=(platform.engines[0], near))
+    log = replay(Plan(b.build(outputs=[], carry=()), [Drop("back", after="use")]), platform)
+    lane = engine or "npu"
+    assert spans(log, "codec") == [(lane, "enc", 10, 15), (lane, "dec", 15, 22)]
+    again = [row[1:] for row in spans(log, "recompute")]
+    assert again == [("make", 32, 42), ("enc", 42, 47), ("dec", 47, 54)]
+    assert spans(log, "run")[-1] == ("npu", "late", 54, 64)
+    assert stalls_of(log).codec_ns == (0 if engine else 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from typing import NamedTuple
@@ -65,7 +66,13 @@ def mutants(file: str, text: str) -> list[Mutant]:
     """All mutations of a module, in the order of the text."""
     finder = _Finder(file, text)
     finder.visit(ast.parse(text))
-    return sorted(finder.found, key=lambda m: (m.start, m.before, m.after))
+    seen: Counter[str] = Counter()
+    found = []
+    for mutant in sorted(finder.found, key=lambda m: (m.start, m.before, m.after)):
+        seen[mutant.key] += 1
+        again = seen[mutant.key]
+        found.append(mutant if again == 1 else mutant._replace(source=f"{mutant.source} (place {again})"))
+    return found
 
 
 class _Finder(ast.NodeVisitor):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sim.errors import OutOfMemory, PolicyError, near
-from sim.log import WHY, EventLog
+from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
 from sim.policies.cascade import cascade
@@ -287,6 +287,7 @@ def _overflow(error: OutOfMemory, problem: Problem) -> int | None:
     """The op that found no space: the one after the last that ran; None where it was no device's memory."""
     if error.log is None or error.tier != problem.home:
         return None
-    ran = error.log.interval("op")[error.log.interval("why") == WHY["run"]]
-    op = int(ran.max(initial=-1)) + 1
+    first = {WHY[name] for name in FIRST_RUNS}
+    rows = zip(error.log.interval("why").tolist(), error.log.interval("op").tolist())
+    op = max((op for why, op in rows if why in first), default=-1) + 1
     return op if op < len(problem.trace.ops) else None

@@ -178,7 +178,9 @@ class Computing:
     def end_on_engine(self, name: str) -> None:
         """An op's time is over."""
         work = self.running.pop(name)
-        self.store.row(work.start, self.store.now, work.device, name, work.why, work.op, -1, "", 0)
+        is_codec = work.why == "run" and self.store.ops[work.op].kind == "codec"
+        why = "codec" if is_codec else work.why
+        self.store.row(work.start, self.store.now, work.device, name, why, work.op, -1, "", 0)
         self.deliver(work)
 
     def tidy(self, work: Work) -> None:

@@ -1,0 +1,147 @@
+"""Ways through the engine that random problems seldom take, each drawn by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sim.engine.replay import replay
+from sim.engine.state import Columns
+from sim.errors import IllegalPlan, TraceError
+from sim.hardware.platform import Allocator, Link, Tier
+from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
+from sim.trace import TraceBuilder
+from tests.engine.test_found import GB, lawful, machine, spans
+from tests.engine.test_timeline import chain
+
+
+def three() -> TraceBuilder:
+    b = TraceBuilder()
+    x, y, z, end = b.tensor("x", 10, "input"), b.tensor("y", 20), b.tensor("z", 10), b.tensor("end", 10)
+    b.op("a", reads=[x], writes=[y], duration=10)
+    b.op("b", reads=[y], writes=[z], duration=100)
+    b.op("c", reads=[y, z], writes=[end], duration=10)
+    return b
+
+
+@pytest.mark.parametrize("tensor", ["y", 1])
+@pytest.mark.parametrize("anchor", ["a", 0])
+def test_tensors_and_ops_of_a_move_go_by_name_or_by_id(tensor, anchor):
+    log = replay(Plan(three().build(), [Move(tensor, "host", keep=True, after=anchor)]), machine())
+    assert spans(log, "d2h") == [("y", 10, 30)]
+
+
+@pytest.mark.parametrize("action", [Move(0, "host", before=0, after=1), Drop(0, before=0, after=1), Move(0, "host")])
+def test_an_action_stands_before_or_after_one_op(action):
+    with pytest.raises(IllegalPlan, match="either before or after one op"):
+        replay(Plan(three().build(), [action]), machine())
+
+
+@pytest.mark.parametrize(
+    ("action", "why"),
+    [
+        (Move("z", "host", before="a"), "Move of tensor 'z' at op 'a': it has not been made yet"),
+        (Drop("z", before="a"), "Drop of tensor 'z' at op 'a': it has not been made yet"),
+        (Recompute("b", before="a"), "op 'b': Recompute before it has run"),
+    ],
+)
+def test_what_is_not_made_yet_is_not_moved_dropped_or_made_again(action, why):
+    with pytest.raises(IllegalPlan, match=why):
+        replay(Plan(three().build(), [action]), machine())
+
+
+def test_a_copy_that_comes_back_compressed_gives_back_what_it_took():
+    """y leaves, comes back as 5 of its 20 B, and is freed after its last reader."""
+    moves = [Move("y", "host", before="b"), Move("y", "hbm", before="b", wire=5)]
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 20), b.tensor("z", 10)
+    b.op("a", reads=[x], writes=[y], duration=10)
+    b.op("b", reads=[x], duration=100)
+    b.op("c", reads=[y], writes=[z], duration=10)
+    moves = [Move("y", "host", after="a"), Wait("y", before="b"), Move("y", "hbm", before="b", wire=5)]
+    log = replay(Plan(b.build(outputs=[z], carry=()), moves), machine())
+    rows = log.memory.query("tensor == 'y'")
+    assert dict(rows.groupby("tier").delta_bytes.sum()) == {"hbm": 0, "host": 0}
+    assert spans(log, "h2d") == [("y", 30, 35)]
+    assert sorted(rows[rows.tier == "hbm"].delta_bytes) == [-20, -5, 5, 20]
+
+
+def test_what_is_run_again_is_made_at_home_though_a_copy_lies_elsewhere():
+    """y is on the host only; its producer runs again just before c, which finds y at home."""
+    b = three()
+    log = lawful(Plan(b.build(), [Move("y", "host", after="b"), Wait("y", after="b"), Recompute("a", before="c")]),
+                 machine()).log  # fmt: skip
+    assert spans(log, "h2d") == []
+    assert spans(log, "npu")[2:] == [("a", 130, 140), ("c", 140, 150)]
+
+
+def test_a_read_whose_copy_is_given_up_is_fetched_at_once_though_another_is_still_on_its_way():
+    """Device 1 replaces the queued copy of x by none at 5; x is asked for again then, before w, which comes at 20.
+
+    Device 0 waits for x and for y, which takes until 300 from the other device. On the link from the host: z until
+    100, x until 150, w until 350; `use` starts at 300. Asked for after y only, x would come at 400.
+    """
+    b = TraceBuilder()
+    x, y = b.tensor("x", 50, "input"), b.tensor("y", 300, "input")
+    z, w = b.tensor("z", 100, "input"), b.tensor("w", 200, "input")
+    b.op("use", reads=[x, y], duration=10, device=0)
+    b.op("other", duration=5, device=1)
+    b.op("more", duration=15, device=1)
+    b.op("last", duration=5, device=1)
+    moves = [Move(name, "hbm@0", keep=True, before="use") for name in ("z", "x", "y")]
+    moves += [Move("x", "host", before="more"), Move("w", "hbm@0", keep=True, before="last")]
+    place = {x: "host", y: "hbm@1", z: "host", w: "host"}
+    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place=place), machine(2)).log
+    assert spans(log, "h2d@0") == [("z", 0, 100), ("x", 100, 150), ("w", 150, 350)]
+    assert spans(log, "npu@0") == [("use", 300, 310)]
+
+
+def test_each_member_of_a_group_has_a_device_of_its_own():
+    b = TraceBuilder()
+    got = [b.tensor(f"g{i}", 10, "gradient") for i in range(2)]
+    for i in range(2):
+        b.op(f"reduce{i}", "collective", writes=[got[i]], bytes=10, group="all", device=0)
+    b.op("else", duration=1, device=1)
+    with pytest.raises(TraceError, match="each member needs a device of its own"):
+        replay(Plan(b.build()), machine(2))
+
+
+def test_a_long_log_is_packed_as_it_grows_and_stays_the_same(monkeypatch):
+    plan = Plan(chain(*((f"op{i}", 10) for i in range(20))), [Move("op1.out", "host", after="op1")])
+    whole = replay(plan, machine())
+    monkeypatch.setattr(Columns, "PACK", 12)
+    assert replay(plan, machine()) == whole
+
+
+def test_free_neighbours_are_those_of_the_copy_in_that_tier():
+    """In 100 B: x at 0, y (freed after b) at 10, z at 30, then nothing; on the host and for what is gone: none."""
+    seen = []
+
+    class Looks(Online):
+        def before(self, op, memory):
+            seen.append([memory.neighbours(t, tier) for t in range(3) for tier in ("hbm", "host")])
+            return ()
+
+    near = machine()
+    pool = Tier("hbm", 100, 100, GB, device=0, allocator=Allocator("pool", (("rounding", 1),)))
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 20), b.tensor("z", 10)
+    b.op("a", reads=[x], writes=[y], duration=10)
+    b.op("b", reads=[y], writes=[z], duration=10)
+    b.op("c", reads=[z], duration=10)
+    plan = Plan(b.build(outputs=[z], carry=()), online=Looks)
+    replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
+    none = (0, 0)
+    assert seen[0] == [(0, 90), none, none, none, none, none]
+    assert seen[2] == [(0, 20), none, none, none, (20, 60), none]
+
+
+def test_a_route_of_several_links_is_taken_whole():
+    """Two links on the way down, one slow: both are held from 0 to 40."""
+    near = machine()
+    tiers = (*near.tiers, Tier("nvme", 1000, 1000, GB))
+    links = (*near.links, Link("h2n", "host", "nvme", GB // 2), Link("n2h", "nvme", "host", GB))
+    moves = [Move("y", "nvme", keep=True, after="a")]
+    log = replay(Plan(three().build(), moves), replace(near, tiers=tiers, links=links))
+    assert spans(log, "d2h") == spans(log, "h2n") == [("y", 10, 50)]
