@@ -118,6 +118,22 @@ def test_folding_changes_no_log_without_views():
             assert kept == rows
 
 
+def test_a_views_time_goes_to_the_op_that_made_its_storage(tmp_path):
+    rows = [{"INSTRUCTION": "CONSTANT", "NAME": "w"}, {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "4"}]
+    for name, args, alias, time in [("t", "w", 0, 3), ("a", "t", -1, 10), ("b", "a", -1, 20), ("v", "a", 0, 5)]:
+        rows.append({"INSTRUCTION": "CALL", "NAME": "f", "ARGS": [args], "RESULT": [name], "TIME": str(time)})
+        rows.append({"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": "4"})
+        rows.append({"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": str(alias)})
+    (tmp_path / "log").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # w's view comes before any op: the first one has its time
+    assert [op.duration for op in read_dtr(tmp_path / "log").ops] == [3 + 10 + 5, 20]
+
+
+def test_folding_keeps_the_time_of_a_log():
+    for rows in logs(0, 12):
+        assert Replay(1 << 50).run(rows).once == Replay(1 << 50).run(folded(rows)).once
+
+
 # ---- planted faults ----------------------------------------------------------------------------------
 
 
