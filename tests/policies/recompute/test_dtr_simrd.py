@@ -96,6 +96,21 @@ def test_runs_as_the_authors_rules_say(deallocation, heuristic, staleness, tmp_p
     assert found["to the end"] > 3
 
 
+RARE = [
+    (11, "ignore", "local", "of scores of 0 the first goes"),
+    (13, "banish", "local", "what is banished and comes back may be evicted again"),
+    (27, "banish", "local", "what came back so and is evicted again counts as evicted to what it was made from"),
+    (17, "ignore", "dtr", "outputs come back in the order of the log's names"),
+]
+"""Logs that show rules which few do."""
+
+
+@pytest.mark.parametrize(("seed", "deallocation", "heuristic", "rule"), RARE)
+def test_rare_rules_are_the_authors(seed, deallocation, heuristic, rule, tmp_path):
+    (rows,) = logs(seed, seed + 1, repeat=deallocation != "banish")
+    assert not differences(rows, tmp_path / "log", deallocation, heuristic, "own")["different"], rule
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("deallocation", "heuristic", "staleness"), RUNS)
 def test_more_runs_as_the_authors_rules_say(deallocation, heuristic, staleness, tmp_path):
