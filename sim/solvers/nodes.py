@@ -7,7 +7,7 @@ and then node t for the first time. Weights, inputs and the ops of the update ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -182,7 +182,7 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
     return Nodes(
         members=parts,
         cost=[sum(problem.cost.op_ns(op) for op in part) for part in parts],
-        makes=[_taken(ledger, part, crossing) for part in parts],
+        makes=[taken(ledger, part, crossing) for part in parts],
         last_again=last_again,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
@@ -190,7 +190,7 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
     )
 
 
-def _taken(ledger: Ledger, part: Sequence[int], crossing: set[int]) -> int:
+def taken(ledger: Ledger, part: Sequence[int], crossing: Collection[int]) -> int:
     """The most bytes that a part takes while its ops run one by one and what leaves it stays."""
     last: Mapping[int, int] = {t: op for op in part for t in (*ledger.writes[op], *ledger.reads[op])}
     mine: set[int] = set()

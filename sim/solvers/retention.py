@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from sim.errors import PolicyError
-from sim.solvers.nodes import Nodes
+from sim.solvers.nodes import Nodes, Value
 from sim.solvers.outcome import Answer
 
 
@@ -91,7 +91,7 @@ class Retention:
         """What a run takes beyond the values that it starts."""
         values = [self.nodes.values[v] for v in self.nodes.made_by[k]]
         first = self.nodes.makes[k] - sum(value.size for value in values if value.fresh)
-        again = self.nodes.makes[k] - sum(value.size for value in values if value.held_until < 0)
+        again = self.nodes.makes[k] - sum(value.size for value in values if value.fresh and self._comes_back(value))
         for i in range(self.count[k]):
             if (again if i else first) > 0:
                 start, active = self.start[k, i], self.active[k, i]
@@ -109,12 +109,17 @@ class Retention:
         held = value.held_until >= 0
         goes = _event(value.gone, value.gone) if value.gone < count else self.last
         ends: list[Any] = []
-        for i in range(1 if held else self.count[value.maker]):
+        for i in range(self.count[value.maker] if self._comes_back(value) else 1):
             start, active = self.start[value.maker, i], self.active[value.maker, i]
             end = model.NewIntVar(0, self.last + 1, "")
             ends.append(end)
             model.Add(end >= start).OnlyEnforceIf(active)
-            model.Add(end <= goes).OnlyEnforceIf(active)
+            if i and value.gone < count:  # made again it is overwritten again, later in the same stage
+                for (k, run, t), one in self.at.items():
+                    if (k, run) == (value.maker, i):
+                        model.Add(end <= _event(t, t)).OnlyEnforceIf(one)
+            else:
+                model.Add(end <= goes).OnlyEnforceIf(active)
             first = start if value.fresh else start + 1
             length = model.NewIntVar(0, self.last + 1, "")
             self._interval(first, length, end + 1, active, value.size)
@@ -127,6 +132,10 @@ class Retention:
         for k in value.readers:
             for i in range(self.count[k]):
                 self._one_of(v, ends, self.start[k, i], self.active[k, i])
+
+    def _comes_back(self, value: Value) -> bool:
+        """Whether a value has intervals of its own when it is made again: it may go, or was overwritten."""
+        return value.held_until < 0 or value.gone < len(self.nodes)
 
     def _one_of(self, v: int, ends: list[Any], when: Any, active: Any) -> None:
         """Some interval of a value covers an event (the end, without one), if what asks for it is active."""

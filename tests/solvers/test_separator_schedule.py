@@ -11,7 +11,7 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Plan
 from sim.solvers.checker import check
 from sim.solvers.runs import Ledger, Runs, runs
-from sim.solvers.separator_schedule import Needs, separator_schedule
+from sim.solvers.separator_schedule import Needs, parts_in_place, separator_schedule
 from sim.solvers.tree_decomposition import decompose, separators
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import small_graphs
@@ -139,3 +139,32 @@ def test_what_could_not_be_made_again_in_time_never_goes():
     found, _, _ = scheduled(trace, 0)
     assert found is not None
     assert {op for op, anchor in found.steps if anchor >= 0} <= {1}
+
+
+def test_an_op_in_place_is_one_part_with_what_makes_what_it_overwrites():
+    """A norm, its statistics, a sum in place over its result, a ReLU over that; then a result that two ops read."""
+    b = TraceBuilder()
+    x = b.tensor("x", 5, "input")
+    mean, other, count = b.tensor("mean", 1), b.tensor("other", 5), b.tensor("count", 1)
+    norm, twice = b.tensor("norm", 5), b.tensor("twice", 5)
+    total = b.tensor("total", 5, replaces=norm)
+    out, over = b.tensor("out", 5, replaces=total), b.tensor("over", 5, replaces=twice)
+    end = b.tensor("end", 1)
+    b.op("norm", reads=[x], writes=[norm, mean], duration=1)
+    b.op("statistics", reads=[mean], writes=[count], duration=1)
+    b.op("shortcut", reads=[x], writes=[other], duration=1)
+    b.op("add_", reads=[norm, other], writes=[total], duration=1)
+    b.op("relu_", reads=[total], writes=[out], duration=1)
+    b.op("twice", reads=[x], writes=[twice], duration=1)
+    b.op("look", reads=[twice], writes=[b.tensor("seen", 1)], duration=1)
+    b.op("over_", reads=[twice], writes=[over], duration=1)
+    b.op("join", reads=[out, over, mean, count], writes=[end], duration=1)
+    trace = b.build(outputs=(end,), carry=())
+    ledger = Ledger(trace)
+    name = trace.op_columns.name
+    needs = Needs(ledger, len(name), [True] * len(name))
+    parts = [["shortcut"], ["norm", "add_", "relu_"], ["statistics"], ["twice"], ["look"], ["over_"], ["join"]]
+    assert [[name[op] for op in part] for part in needs.parts] == parts
+    assert needs.may_rerun == [True, True, True, False, True, False, False]
+    assert [needs.fresh[1], needs.space[1]] == [6, 0]  # the result and the mean
+    assert parts_in_place(ledger, len(name), [False] * len(name)) == [[op] for op in range(len(name))]

@@ -37,7 +37,8 @@ class Twremat(RecomputationPlanner):
         that no other reads runs with the first op of a separator that follows it, not at the end. What may
         be let go stays until its bytes are needed, then goes by least time per byte. Afterwards reruns are left out
         whose results can stay within the budget, in six passes, with sizes exact. Backward ops, and what
-        receives or overwrites, run once. A schedule of more than 20 reruns an op is given up.
+        receives, run once; an op in place runs again together with what makes what it overwrites, if nothing else
+        reads that, else it runs once. A schedule of more than 20 reruns an op is given up.
 
     order: of elimination, "min_fill" or "min_degree". eager: let go at once all that may go, and leave no
     rerun out: the schedule of least memory, whatever the budget.
@@ -69,7 +70,7 @@ class Twremat(RecomputationPlanner):
         cost = [problem.cost.op_ns(op) for op in range(len(trace.ops))]
 
         def within(limit: int) -> Runs | None:
-            again = separator_schedule(needs, tree, cost, limit, LONGEST * needs.count)
+            again = separator_schedule(needs, tree, cost, limit, LONGEST * len(trace.ops))
             return None if again is None else runs(ledger, again, prune=True)
 
         fits, least = self._eager(within(0), budget) if self.eager else _search(within, ledger, budget)

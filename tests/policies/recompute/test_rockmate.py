@@ -72,7 +72,7 @@ def rectified_halves() -> Trace:
     return b.build(outputs=(gradient,), carry=())
 
 
-@pytest.mark.parametrize("policy", ["rockmate", "relax_and_fix", "checkmate"])
+@pytest.mark.parametrize("policy", ["rockmate", "relax_and_fix", "checkmate", "twremat"])
 def test_what_is_written_in_place_is_recomputed_with_what_it_overwrites(policy, run):
     """The wide result costs two cheap ops; a stage ends behind its last ReLU, so that no byte counts twice."""
     trace = rectified_halves()
