@@ -303,7 +303,7 @@ class Encodes(Honest):
     codec_is_lossless: bool = False
 
     def plan(self, problem: Problem) -> Plan:
-        codec = Codec("half", Fraction(1, 2), 1, 1, lossless=self.codec_is_lossless)
+        codec = Codec("half", Fraction(1, 2), 15, 15, lossless=self.codec_is_lossless)
         return Plan(encode(problem.trace, {"f.y": codec}))
 
 
@@ -801,8 +801,19 @@ def test_a_launch_is_spared_once_and_declared():
     assert broken(rewritten(priced(), Captures(), **spared), COSTS) == set()
     assert broken(rewritten(priced(), **spared), COSTS) == {"costs"}
     assert broken(rewritten(priced(), Captures(), duration={1: 139}), COSTS) == {"costs"}
-    assert broken(rewritten(priced(), Captures(), notes={"launch_ns": 8}, duration={1: 139}), COSTS) == set()
+    assert broken(rewritten(priced(), Captures(), notes={"launch_ns": 10**18}, duration={1: 139}), COSTS) == {"costs"}
+
+
+def test_a_measured_time_spares_the_launch_that_the_plan_says_up_to_a_stated_figure():
     assert broken(rewritten(priced(measured=True), Captures(), duration={0: 99}), COSTS) == {"costs"}
+    spared = {"notes": {"launch_ns": 1}, "duration": {0: 99}}
+    assert broken(rewritten(priced(measured=True), Captures(), **spared), COSTS) == set()
+    slow = rewritten(priced(), duration={0: 10**6}).plan.trace
+    bare = Trace(slow.tensor_columns, slow.op_columns, outputs=slow.outputs, carry=slow.carry, meta=slow.meta)
+    huge = {"launch_ns": 10**18}
+    assert broken(rewritten(bare, Captures(), notes=huge, duration={0: 10**6 - 20_000}), COSTS) == set()
+    assert broken(rewritten(bare, Captures(), notes=huge, duration={0: 10**6 - 20_001}), COSTS) == {"costs"}
+    assert broken(rewritten(bare, Captures(), notes=huge, duration={0: 0}), COSTS) == {"costs"}
 
 
 def test_a_fused_kernel_is_declared_and_touches_each_operand_once():
@@ -819,6 +830,42 @@ def test_a_fused_kernel_is_declared_and_touches_each_operand_once():
     assert broken(replayed(Fuses(), free, trace, platform), COSTS) == {"costs"}
     light = Plan(with_columns(honest.trace, flops=honest.trace.op_columns.flops - 1))
     assert broken(replayed(Fuses(), light, trace, platform), COSTS) == {"costs"}
+
+
+def pair(**of_the_second) -> Trace:
+    """Two ops on 40 B each, y between them known to nobody else; the first computes in fp32."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 40, "input"), b.tensor("y", 40), b.tensor("z", 40)
+    b.op("f", "elementwise", reads=[x], writes=[y], flops=800, dtype="fp32", workspace=10)
+    b.op("g", "elementwise", reads=[y], writes=[z], **{"flops": 80, "dtype": "fp32", **of_the_second})
+    return b.build(outputs=[z], carry=())
+
+
+def test_one_op_alone_is_no_fusion():
+    run = replayed(Fuses(), Plan(fuse(pair(), [[0]])), pair(), machine_with_launch())
+    assert broken(run, COSTS) == {"costs"}
+
+
+@pytest.mark.parametrize("key", ["workspace", "duration", "dtype"])
+def test_a_fused_kernel_keeps_workspace_measured_times_and_types(key):
+    trace = pair(**{"duration": 10_000} if key == "duration" else {"dtype": "fp16"} if key == "dtype" else {})
+    fused, platform = fuse(trace, [[0, 1]]), machine_with_launch()
+    columns = fused.op_columns
+    honest = {"duration": np.array([11_000])} if key == "duration" else {}
+    cheap = {"workspace": {"workspace": columns.workspace - 1}, "duration": {}, "dtype": {"dtype": ["fp16"]}}[key]
+    assert broken(replayed(Fuses(), Plan(with_columns(fused, **honest)), trace, platform), COSTS) == set()
+    assert broken(replayed(Fuses(), Plan(with_columns(fused, **cheap)), trace, platform), COSTS) == {"costs"}
+
+
+def test_a_codec_takes_the_time_of_its_bytes():
+    def run(ns: int | None) -> Replayed:
+        codec = Codec("half", Fraction(1, 2), ns, ns)
+        trace = forward_backward()
+        return replayed(Rewrites(), Plan(encode(trace, {"f.y": codec})), trace, machine())
+
+    assert broken(run(None), COSTS) == set()
+    assert broken(run(15), COSTS) == set()  # 10 bytes and 5, at a byte per ns
+    assert broken(run(14), COSTS) == {"costs"}
 
 
 def batch_of_eight() -> Trace:

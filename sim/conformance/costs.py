@@ -12,8 +12,11 @@ from sim.hardware.cost import op_times
 from sim.policies.base import SAVINGS
 from sim.trace.graph import Trace
 from sim.trace.op import Op
-from sim.trace.origin import Expr, Fused, Glue, Microbatch, Origin, Part, Same
+from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
 from sim.trace.rewriter import with_columns
+
+LONGEST_LAUNCH = 20_000
+"""Nanoseconds of a measured op that may have been its launch: a framework's call and a driver's take about as long."""
 
 
 def check_costs(run: Replayed) -> None:
@@ -28,7 +31,10 @@ def check_costs(run: Replayed) -> None:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an op costs at least. duration: measured ns, -1 where the platform's model prices it."""
+    """What an op costs at least. duration: measured ns, -1 where the platform's model prices it.
+
+    total: ns with its launch on the engine where it runs, where that is known otherwise; -1 where it is not.
+    """
 
     flops: int
     bytes: int
@@ -37,6 +43,7 @@ class _Cost:
     random: bool
     dtypes: frozenset[str]
     kinds: frozenset[str]
+    total: int = -1
 
 
 class _Costs:
@@ -55,6 +62,7 @@ class _Costs:
                 self.attributes(op, least)
         self.times(ops, wanted)
         self.pieces(ops)
+        self.codecs(ops)
 
     # ---- what an op must cost ----------------------------------------------------------------
 
@@ -79,7 +87,7 @@ class _Costs:
 
     def of(self, op: Op, expr: Expr) -> _Cost:
         if isinstance(expr, Fused):
-            return self.fused(op, [self.of(op, part) for part in expr.parts])
+            return self.fused(op, [self.of(op, part) for part in expr.parts], expr.parts)
         if isinstance(expr, Part | Microbatch):
             whole, share = self.of(op, expr.of), Fraction(expr.stop - expr.first, expr.count)
             operands = len(op.reads) + len(op.writes)  # each of them is rounded down to whole bytes
@@ -103,8 +111,17 @@ class _Costs:
             frozenset((base.kind,)),
         )
 
-    def fused(self, op: Op, parts: list[_Cost]) -> _Cost:
-        """One kernel of several. Where that is declared, it touches each operand once and has no workspace."""
+    def fused(self, op: Op, parts: list[_Cost], exprs: tuple[Expr, ...]) -> _Cost:
+        """One kernel of several: all they do, each in its own type and its own measured time.
+
+        Where that is declared it spares all launches but one, and touches each operand once: what only the parts pass
+        to each other is never in memory. A kernel of another engine has its own workspace, else it needs theirs; on
+        its own engine one op alone is no fusion.
+        """
+        engine = self.engine(op)
+        elsewhere = any(self.engine(self.base.ops[leaf.id]) != engine for expr in exprs for leaf in leaves(expr))
+        if len(parts) < 2 and not elsewhere:
+            raise LawBroken(f"op {op.name!r} is a fusion of {len(parts)} op; there must be two")
         whole = _Cost(
             sum(part.flops for part in parts),
             sum(part.bytes for part in parts),
@@ -113,13 +130,42 @@ class _Costs:
             any(part.random for part in parts),
             frozenset().union(*(part.dtypes for part in parts)),
             frozenset().union(*(part.kinds for part in parts)),
+            self.together(op, exprs),
         )
         if "fusion" not in self.saves:
             return whole
         size, replaces = self.trace.tensor_columns.bytes, self.trace.tensor_columns.replaces
         over = {int(replaces[t]) for t in op.writes}
-        once = sum(int(size[t]) for t in (*op.writes, *(t for t in op.reads if t not in over)))
-        return replace(whole, bytes=min(whole.bytes, once), workspace=0, duration=-1)
+        once = min(whole.bytes, sum(int(size[t]) for t in (*op.writes, *(t for t in op.reads if t not in over))))
+        unit = self.run.platform.engines[engine]
+        share = unit.bandwidth_share.get(op.kind, unit.bandwidth_share.get("", 1.0))
+        rate = max(1, round(self.run.platform.tier(unit.home).bandwidth * share))
+        # the time of each part was rounded up to the nanosecond
+        spared = (len(parts) - 1) * unit.launch + -(-(whole.bytes - once) * 10**9 // rate) + len(parts)
+        return replace(
+            whole,
+            bytes=once,
+            workspace=0 if elsewhere else whole.workspace,
+            duration=-1,
+            total=max(0, whole.total - spared) if whole.total >= 0 else -1,
+        )
+
+    def together(self, op: Op, exprs: tuple[Expr, ...]) -> int:
+        """Nanoseconds of the base ops of a fusion one after the other, on its engine; -1 where it has parts of ops."""
+        ids = [expr.id for expr in exprs if isinstance(expr, Same)]
+        if len(ids) < len(exprs):
+            return -1
+        c, engine = self.base.op_columns, self.engine(op)
+        duration = c.duration.copy()
+        for i in ids:
+            if self.engine(self.base.ops[i]) != engine:
+                duration[i] = -1  # a measured time is one of its engine
+        name = self.run.platform.engines[engine].name
+        there = with_columns(self.base, engine={**c.engine, **dict.fromkeys(ids, name)}, duration=duration)
+        return int(op_times(there, self.run.platform).total[ids].sum())
+
+    def engine(self, op: Op) -> int:
+        return self.run.platform.engine_for(op.device, op.engine)
 
     # ---- what it does cost -------------------------------------------------------------------
 
@@ -153,25 +199,51 @@ class _Costs:
         for op, least in zip(ops, wanted, strict=True):
             if least is None:
                 continue
+            needed = int(needs.total[op.id]) if least.total < 0 else least.total
             spared = self.launch(int(needs.engine[op.id]), least)
-            if has[op.id] < needs.total[op.id] - spared:
+            if has[op.id] < needed - spared:
                 raise LawBroken(
-                    f"op {op.name!r} takes {has[op.id]} ns; what it stands for takes {needs.total[op.id]} ns there"
-                    + (f", or {needs.total[op.id] - spared} without its launch" if spared else "")
+                    f"op {op.name!r} takes {has[op.id]} ns; what it stands for takes {needed} ns there"
+                    + (f", or {needed - spared} without its launch" if spared else "")
                 )
 
     def launch(self, engine: int, least: _Cost) -> int:
-        """Nanoseconds that an op may spare where the policy declares it: one launch, of its engine or as its plan says.
+        """Nanoseconds that an op may spare where the policy declares it: the launch that its time holds.
 
-        A measured time says nothing of its launch: there only what the plan says counts.
+        That is its engine's where the platform prices it. A measured time says nothing of its launch: there what the
+        plan says counts, up to `LONGEST_LAUNCH`.
         """
         if "launch" not in self.saves:
             return 0
         assert self.run.plan is not None
         said = self.run.plan.notes.get("launch_ns")
-        if isinstance(said, int):
-            return said
-        return 0 if least.duration >= 0 else self.run.platform.engines[engine].launch
+        if least.duration >= 0:
+            return min(said, LONGEST_LAUNCH) if isinstance(said, int) else 0
+        return self.run.platform.engines[engine].launch
+
+    def codecs(self, ops: list[Op]) -> None:
+        """To encode and to decode takes the time of the bytes that are read and written, at least."""
+        tensors, size = Origin.identity(self.trace).tensors, self.trace.tensor_columns.bytes
+        coding = [
+            op
+            for op, expr in zip(ops, self.exprs, strict=True)
+            if isinstance(expr, Glue) and any(_is_code(tensors[t]) for t in (*op.reads, *op.writes)) and not op.group
+        ]
+        if not coding:
+            return
+        ids = [op.id for op in coding]
+        flops, duration = self.trace.op_columns.flops.copy(), self.trace.op_columns.duration.copy()
+        touched = self.trace.touched.copy()
+        flops[ids], duration[ids] = 0, -1
+        touched[ids] = [sum(int(size[t]) for t in (*op.reads, *op.writes)) for op in coding]
+        plain = with_columns(self.trace, flops=flops, bytes=touched, duration=duration)
+        has, needs = (op_times(trace, self.run.platform).total for trace in (self.trace, plain))
+        for op in coding:
+            if has[op.id] < needs[op.id]:
+                raise LawBroken(
+                    f"op {op.name!r} encodes or decodes {touched[op.id]} B in {has[op.id]} ns; "
+                    f"to read and write them takes {needs[op.id]} ns there"
+                )
 
     def pieces(self, ops: list[Op]) -> None:
         """All parts of an op together do what it does."""
@@ -194,3 +266,10 @@ def _ranges(expr: Expr) -> Iterator[Same]:
         inner = inner.of
     if inner is not expr and isinstance(inner, Same):
         yield inner
+
+
+def _is_code(expr: Expr) -> bool:
+    """Whether a tensor holds what a codec made."""
+    if isinstance(expr, Packed):
+        return any(part is not None and _is_code(part) for part in expr.parts)
+    return isinstance(expr, Encoded) or (isinstance(expr, Part | Microbatch) and _is_code(expr.of))

@@ -25,17 +25,18 @@ class Part:
 def spared_launches(problem: Problem, launch: int | None) -> Ints:
     """Per op the ns that it spares in a captured graph, at most its time.
 
-    launch: ns; None for that of the engine it runs on, and for nothing where the op's time was measured. Members of
-    a group spare nothing.
+    launch: ns; None for nothing where the op's time was measured. An op that the platform prices spares at most the
+    launch that its price holds, that of the engine it runs on. Members of a group spare nothing.
     """
     trace, platform = problem.trace, problem.platform
     c = trace.op_columns
     spared = np.zeros(len(c.name), np.int64)
     for op in range(len(spared)):
         ns = launch
-        if ns is None:
-            engine = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))]
-            ns = 0 if c.duration[op] >= 0 else engine.launch
+        if c.duration[op] < 0:
+            held = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
+            ns = held if ns is None else min(ns, held)
+        ns = ns or 0
         spared[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
     return spared
 

@@ -13,16 +13,19 @@ from sim.trace.rewriter import Rewriter
 Touched = Callable[[Sequence[int], Sequence[int]], int]
 
 
-def fuse(trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None = None) -> Trace:
+def fuse(
+    trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None = None, *, workspace: bool = True
+) -> Trace:
     """Each group of ops as one op, with the name of the last of them; groups run in the order in which they begin.
 
     It reads what the group reads and others make, and writes what others read or what stays to the end; a tensor
-    that only the group knows is never in memory. FLOPs add up; there is no workspace, and no measured duration,
-    for those were of other kernels. Where an op of no group, or of another one, needs what a group has made
-    so far (or overwrites what it reads), the group is cut there: several fused ops, not a cycle.
+    that only the group knows is never in memory. FLOPs add up, and the workspace is the largest of theirs; there is
+    no measured duration, for those were of other kernels. Where an op of no group, or of another one, needs what a
+    group has made so far (or overwrites what it reads), the group is cut there: several fused ops, not a cycle.
 
     groups: disjoint, each of ops of one device, engine, kind and phase that are in no send/recv pair or collective.
     touched: bytes that a fused op touches, from ids of what it reads and writes; by default each operand once.
+    workspace: False for a kernel of another engine, which has none of theirs.
     Raises TraceError for a group that is none.
     """
     whole = touched or (lambda reads, writes: sum(int(trace.tensor_columns.bytes[t]) for t in (*reads, *writes)))
@@ -53,7 +56,7 @@ def fuse(trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None 
             writes=own,
             flops=sum(op.flops for op in ops),
             bytes=whole(reads, writes),
-            workspace=0,
+            workspace=max(op.workspace for op in ops) if workspace else 0,
             duration=None,
             random=any(op.random for op in ops),
             priority=min(op.priority for op in ops),

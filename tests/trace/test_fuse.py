@@ -33,7 +33,7 @@ def test_a_fused_op_touches_each_operand_once_and_knows_its_temporaries_alone() 
     fused = fuse(trace, [[0, 1, 2]])
     (op,) = fused.ops
     names = [t.name for t in fused.tensors]
-    assert (op.name, op.flops, op.bytes, op.workspace, op.duration) == ("step", 14, 28, 0, None)
+    assert (op.name, op.flops, op.bytes, op.workspace, op.duration) == ("step", 14, 28, 3, None)
     assert [names[t] for t in op.reads] == ["g", "m", "v", "w"]
     assert [names[t] for t in op.writes] == ["m1", "v1", "w1"]
     assert "root" not in names

@@ -22,7 +22,7 @@ def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
     operands and once as results: 28 bytes a parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
     optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
-    return fuse(trace, _tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes))
+    return fuse(trace, _tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)
 
 
 def _tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:

@@ -45,7 +45,8 @@ class Tso(RecomputationPlanner):
     modes: those that a segment may take. method: "slots", or "price": a price on saved bytes instead, with exact
         sizes, O(L modes) a price; it may miss the best, and on long chains beats rounding to slots.
     slots: parts into which the budget is divided, at least 2.
-    launch: ns that a captured op spares, None for the platform's launch where the op's time is not measured.
+    launch: ns that a captured op spares, at most its engine's launch where its time is not measured; None for just
+        that, and for nothing where it is.
     capture: ns to capture one graph, of which a segment has two. replays: iterations that share a capture.
     switch: ns for each change between captured and eager execution. The last three are assumed figures.
     Notes: `segments` (first stage, last stage, mode), `model_ns`, the time of forward and backward by the model,

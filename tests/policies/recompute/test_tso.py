@@ -348,7 +348,7 @@ def test_wrong_parameters_are_refused(wrong, text):
 
 
 @pytest.mark.parametrize("policy", [
-    Tso(), Tso(launch=10**6, capture=0, switch=1), Tso(modes=("graph_checkpoint",), launch=10**6, capture=0),
+    Tso(), Tso(launch=20_000, capture=0, switch=1), Tso(modes=("graph_checkpoint",), launch=20_000, capture=0),
     Tso(method="price", launch=50, capture=1000, replays=1, switch=1),
 ], ids=["default", "launches", "graphs", "price"])  # fmt: skip
 def test_it_keeps_every_law(policy, tmp_path):
