@@ -53,7 +53,6 @@ def test_what_is_not_made_yet_is_not_moved_dropped_or_made_again(action, why):
 
 def test_a_copy_that_comes_back_compressed_gives_back_what_it_took():
     """y leaves, comes back as 5 of its 20 B, and is freed after its last reader."""
-    moves = [Move("y", "host", before="b"), Move("y", "hbm", before="b", wire=5)]
     b = TraceBuilder()
     x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 20), b.tensor("z", 10)
     b.op("a", reads=[x], writes=[y], duration=10)
@@ -145,3 +144,28 @@ def test_a_route_of_several_links_is_taken_whole():
     moves = [Move("y", "nvme", keep=True, after="a")]
     log = replay(Plan(three().build(), moves), replace(near, tiers=tiers, links=links))
     assert spans(log, "d2h") == spans(log, "h2n") == [("y", 10, 50)]
+
+
+def test_an_engine_takes_longer_for_what_it_makes_in_a_slower_tier():
+    """600 B take 1200 ns to write on the host at 1/2 B/ns; the 60 ns that they take at home are in the 100 ns."""
+    near = machine()
+    tiers = (replace(near.tiers[0], bandwidth=10 * GB), replace(near.tiers[1], bandwidth=GB // 2))
+    engines = (replace(near.engines[0], reaches=("hbm", "host")), *near.engines[1:])
+    b = TraceBuilder()
+    y = b.tensor("y", 600)
+    b.op("make", writes=[y], duration=100)
+    trace = b.build(outputs=[y], carry=())
+    platform = replace(near, tiers=tiers, engines=engines)
+    assert spans(replay(Plan(trace), platform), "npu") == [("make", 0, 100)]
+    assert spans(replay(Plan(trace, place={y: "host"}), platform), "npu") == [("make", 0, 100 + 1200 - 60)]
+
+
+def test_a_send_that_no_link_can_carry_is_refused():
+    near = machine(2)
+    platform = replace(near, links=tuple(link for link in near.links if link.name in ("d2h@0", "d2h@1")))
+    b = TraceBuilder()
+    x, got = b.tensor("x", 10, "input"), b.tensor("got", 10)
+    b.op("send", "send", reads=[x], group="s")
+    b.op("recv", "recv", writes=[got], group="s", device=1)
+    with pytest.raises(IllegalPlan, match="op 'send': no route from 'hbm@0' to 'hbm@1'"):
+        replay(Plan(b.build()), platform)
