@@ -169,3 +169,41 @@ def test_a_send_that_no_link_can_carry_is_refused():
     b.op("recv", "recv", writes=[got], group="s", device=1)
     with pytest.raises(IllegalPlan, match="op 'send': no route from 'hbm@0' to 'hbm@1'"):
         replay(Plan(b.build()), platform)
+
+
+def test_an_op_waits_for_a_hole_though_the_free_bytes_would_do():
+    """In 100 B: t1 at 30 leaves 20 to 50; the 70 free bytes beside it lie in holes of 30 and 40, and 60 are asked."""
+    near = machine()
+    pool = Tier("hbm", 100, 100, GB, device=0, allocator=Allocator("pool", (("rounding", 1),)))
+    b = TraceBuilder()
+    t = [b.tensor(f"t{i}", 30) for i in range(3)]
+    b.op("a", writes=t, duration=10)
+    b.op("b", reads=[t[0], t[2]], duration=10)
+    b.op("large", writes=[b.tensor("z", 60)], duration=10)
+    b.op("late", reads=[t[1]], duration=10)
+    plan = Plan(b.build(outputs=[], carry=()), [Move("t1", "host", after="b")])
+    log = replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
+    assert spans(log, "d2h") == [("t1", 20, 50)]
+    assert spans(log, "npu")[2:] == [("large", 50, 60), ("late", 90, 100)]
+
+
+def test_a_copy_that_arrives_has_an_address_of_its_own():
+    """In 100 B from 0: x, which stays; w comes from the host beside it, and y beside both."""
+    seen = []
+
+    class Looks(Online):
+        def before(self, op, memory):
+            seen.append([memory.neighbours(tensor, "hbm") for tensor in range(3)])
+            return ()
+
+    near = machine()
+    pool = Tier("hbm", 100, 100, GB, device=0, allocator=Allocator("pool", (("rounding", 1),)))
+    b = TraceBuilder()
+    x, w, y = b.tensor("x", 10, "input"), b.tensor("w", 20, "input"), b.tensor("y", 30)
+    b.op("a", reads=[x], duration=100)
+    b.op("b", reads=[w], writes=[y], duration=10)
+    b.op("c", reads=[y], duration=10)
+    plan = Plan(b.build(outputs=[y], carry=()), [Move(w, "hbm", before="a")], place={w: "host"}, online=Looks)
+    replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
+    coming = [(0, 0), (0, 70), (0, 0)]  # it takes its space when it is asked for
+    assert seen == [coming, coming, [(0, 0), (0, 0), (0, 40)]]
