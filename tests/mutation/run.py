@@ -3,11 +3,12 @@
     python tests/mutation/run.py                  # the sample of the committed table and all faults by hand
     python tests/mutation/run.py --only links.py  # one module
     python tests/mutation/run.py --sample 1000    # a larger sample
+    python tests/mutation/run.py --survivors      # what is new since the table, and what nothing found
 
 Each fault is one change at one place in a module of `sim/engine`, made in a scratch copy of the project: an
 operator, a constant or a condition turned, a statement left out, `min` for `max` (`operators.py`); and the
-faults that were once seen to survive, written by hand (`by_hand.toml`). The tests that follow are run against it,
-cheapest first, until one fails. A fault that none finds is either named in `equivalent.toml`, with the reason why
+faults that were once seen to survive, written by hand (`by_hand.toml`). The random problems of the
+differential test are run against it, then the other tests of the engine, cheapest first, until one fails. A fault that none finds is either named in `equivalent.toml`, with the reason why
 it changes nothing that can be seen, or reported, and the exit status is 1.
 
 What came out is written to `results.csv`: file, line, scope, source, mutation, and the test that found it.
