@@ -7,9 +7,10 @@
 
 Each fault is one change at one place in a module of `sim/engine`, made in a scratch copy of the project: an
 operator, a constant or a condition turned, a statement left out, `min` for `max` (`operators.py`); and the
-faults that were once seen to survive, written by hand (`by_hand.toml`). The random problems of the
-differential test are run against it, then the other tests of the engine, cheapest first, until one fails. A fault that none finds is either named in `equivalent.toml`, with the reason why
-it changes nothing that can be seen, or reported, and the exit status is 1.
+faults that were once seen to survive, written by hand (`by_hand.toml`). The random problems of the differential test
+are run against it, then the other tests of the engine, cheapest first, until one fails. A fault that none finds is
+either named in `equivalent.toml`, with the reason why it changes nothing that can be seen, or reported, and the exit
+status is 1.
 
 What came out is written to `results.csv`: file, line, scope, source, mutation, and the test that found it.
 A fault is known by its line's text, not by its number: both files hold while the lines stay as they are. Runs in
