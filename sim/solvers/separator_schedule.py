@@ -37,8 +37,13 @@ class Needs:
         for i, part in enumerate(self.parts):
             makers = {part_of[ledger.producer[t]] for op in part for t in ledger.reads[op] if ledger.producer[t] >= 0}
             self.makers.append(sorted(makers - {i}))
+            if len(part) == 1:  # nothing is inside it
+                self.writes.append(list(ledger.writes[part[0]]))
+                self.fresh.append(sum(ledger.size[t] for t in self.writes[i] if ledger.replaces[t] < 0))
+                self.space.append(ledger.workspace[part[0]])
+                continue
             made = [t for op in part for t in ledger.writes[op]]
-            inside = set(made) if len(part) > 1 else set()
+            inside = set(made)
             leaves = [
                 t for t in made
                 if t not in inside or t in kept or any(part_of.get(r) != i for r in ledger.trace.readers(t))
