@@ -623,6 +623,8 @@ def test_a_gain_over_unlimited_memory_breaks_unlimited():
     assert broken(run_policy(Quick(), quick(), machine())) == {"unlimited"}
 
     class Says(Quick):
+        saves: ClassVar[Mapping[str, str]] = {"implementation": "the trace states them"}
+
         def unlimited(self, problem):
             return {"fastest implementations": self.plan(problem)}
 
@@ -866,6 +868,93 @@ def test_a_codec_takes_the_time_of_its_bytes():
     assert broken(run(None), COSTS) == set()
     assert broken(run(15), COSTS) == set()  # 10 bytes and 5, at a byte per ns
     assert broken(run(14), COSTS) == {"costs"}
+
+
+def test_a_lossless_code_of_nothing_breaks_values():
+    def run(ratio: Fraction) -> Replayed:
+        trace = forward_backward()
+        return replayed(Rewrites(), Plan(encode(trace, {"f.y": Codec("magic", ratio)})), trace, machine())
+
+    assert broken(run(Fraction(1, 32)), COSTS) == set()
+    assert broken(run(Fraction(0)), COSTS) == {"values"}
+
+
+def same(trace: Trace, over: Mapping[int, int] | None = None, meta=None, **tensor: object) -> Trace:
+    """The trace as a rewrite of itself, with some fields of tensors, or what they take over, changed."""
+    new = Rewriter(trace, meta)
+    for t in trace.tensors:
+        new.tensor(t, **tensor)
+    for t in trace.tensors:
+        old = (over or {}).get(t.id, t.replaces)
+        if old is not None:
+            new.builder.take_over(t.id, old)
+    for op in trace.ops:
+        new.op(op, reads=op.reads, writes=op.writes)
+    return new.build(outputs=trace.outputs, carry=trace.carry)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"over": {2: 1}}, {"role": "input"}, {"meta": {"tokens": 10**12}}, {"meta": {"model_flops": 10**15}}],
+)
+def test_a_rewrite_in_place_of_another_role_or_of_more_work_breaks_values(change):
+    trace = priced()
+    assert broken(replayed(Rewrites(), Plan(same(trace)), trace, machine_with_launch()), COSTS) == set()
+    assert broken(replayed(Rewrites(), Plan(same(trace, **change)), trace, machine_with_launch()), COSTS) == {"values"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compresses(Honest):
+    saves: ClassVar[Mapping[str, str]] = {"codec": "zeros take no space"}
+
+
+def test_fewer_bytes_on_the_wire_are_lossy_or_declared():
+    def run(policy: Policy, wire: int) -> Replayed:
+        away, back, wait = AWAY
+        moves = (replace(away, wire=wire), replace(back, wire=10), wait)
+        return replayed(policy, Plan(chain(), moves), chain(), machine())
+
+    assert broken(run(Honest(), 10)) == set()
+    assert broken(run(Honest(), 9)) == {"values"}
+    assert broken(run(Compresses(), 1)) == set()
+    assert broken(run(Compresses(), 0)) == {"values"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutates(Honest):
+    what: str = "trace"
+
+    def plan(self, problem: Problem) -> Plan:
+        if self.what == "trace":
+            duration = problem.trace.op_columns.duration
+            duration.setflags(write=True)
+            duration[:] = 0
+        else:
+            object.__setattr__(problem.platform.tiers[0], "capacity", 1 << 60)
+        return Plan(problem.trace)
+
+
+@pytest.mark.parametrize("what", ["trace", "platform"])
+def test_changing_what_was_asked_breaks_repeats(what):
+    trace = chain()
+    assert trace.content_hash
+    assert "repeats" in broken(run_policy(Mutates(what=what), trace, machine()), CHECKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lies(Rewrites):
+    """Says that unlimited memory makes its ops cheaper, so that it may be as fast."""
+
+    def plan(self, problem: Problem) -> Plan:
+        free = np.zeros_like(problem.trace.op_columns.duration)
+        return Plan(with_columns(problem.trace, duration=free))
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        return {"free": self.plan(problem)}
+
+
+def test_what_unlimited_memory_allows_is_held_to_the_costs_too():
+    assert broken(run_policy(Lies(), priced(), machine())) == {"unlimited"}
 
 
 def batch_of_eight() -> Trace:

@@ -19,6 +19,8 @@ from sim.trace.graph import Trace
 
 def check_repeats(run: Replayed) -> None:
     """Law 7: the same policy, trace, platform and seed give the same plan and the same log, byte for byte."""
+    if run.changed:
+        raise LawBroken(f"the policy changes the {run.changed} that it is given, in place")
     if isinstance(run.error, PolicyError) or run.crash is not None:
         return
     again = run_policy(_fresh(run.policy), run.trace, run.platform, seed=run.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sim.conformance.ledger import Ledger
@@ -28,7 +28,7 @@ class Replayed:
     trace: the one asked for; `plan.trace` is the one that ran. platform: with the budget in its home tiers.
     log: whole, or the partial one that an OutOfMemory carries; None where nothing ran. error: what was
     raised, by the policy or by the engine. crash: an exception that is no answer of this package, `SystemExit` among
-    them.
+    them. changed: what of trace and platform the policy changed in place, "" for nothing.
     """
 
     policy: Policy
@@ -40,6 +40,7 @@ class Replayed:
     error: TiersimError | None = None
     crash: BaseException | None = None
     history: tuple[Run, ...] = ()
+    changed: str = ""
 
     @property
     def done(self) -> bool:
@@ -55,6 +56,19 @@ class Replayed:
 
 def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
     """Ask a policy and replay its plan, after as many warm-up iterations as it declares."""
+    before = _asked(trace, platform)
+    run = _run(policy, trace, platform, seed)
+    now = _asked(trace, platform)
+    changed = next((what for what, hashed in before.items() if now[what] != hashed), "")
+    return replace(run, changed=changed)
+
+
+def _asked(trace: Trace, platform: Platform) -> dict[str, str]:
+    """What a policy is given, as it is now: a trace keeps the hash that it once had."""
+    return {"trace": Trace.content_hash.func(trace), "platform": repr(platform)}  # type: ignore[attr-defined]
+
+
+def _run(policy: Policy, trace: Trace, platform: Platform, seed: int) -> Replayed:
     history: tuple[Run, ...] = ()
     plan: Plan | None = None
     try:

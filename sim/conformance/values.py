@@ -8,9 +8,13 @@ import numpy as np
 
 from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, OVERWRITTEN, Ledger, Stay, Work
 from sim.conformance.replayed import LawBroken, Replayed
-from sim.trace.values import Value, departures, first_value, groups, op_values, plain_values
+from sim.trace.graph import Trace
+from sim.trace.origin import Origin
+from sim.trace.values import LEAST_CODE, Value, departures, first_value, groups, op_values, plain_values
 
 NOTHING: Value = b"nothing"
+FIGURES = ("samples", "tokens", "batch", "sequence", "model_flops")
+"""Meta data from which rates and utilisations are computed."""
 
 
 def check_values(run: Replayed) -> None:
@@ -19,6 +23,7 @@ def check_values(run: Replayed) -> None:
         _same_computation(run)
     if run.log is None:
         return
+    _wires(run)
     _Symbolic(run.ledger).check(run.done)
 
 
@@ -33,6 +38,30 @@ def _same_computation(run: Replayed) -> None:
     for departure in departures(run.plan.trace, run.trace):
         if departure.what not in allowed:
             raise LawBroken(f"the rewritten trace: {departure.what}: {departure.text}")
+
+    _figures(run.plan.trace, run.trace)
+
+
+def _figures(trace: Trace, base: Trace) -> None:
+    """The amounts of work by which rates are reckoned are those that were asked for."""
+    count = Origin.identity(trace).iterations
+    for key in FIGURES:
+        has, asked = trace.meta.get(key), base.meta.get(key)
+        if has != asked and not (isinstance(asked, int | float) and has == asked * count):
+            raise LawBroken(f"the rewritten trace's meta data say {key} {has!r}; the asked trace's say {asked!r}")
+
+
+def _wires(run: Replayed) -> None:
+    """What is lossless puts all bytes on the wire, or as few as a lossless codec that the policy declares."""
+    if not run.policy.lossless:
+        return
+    least = LEAST_CODE if "codec" in run.policy.saves else 1
+    size = run.ledger.trace.tensor_columns.bytes
+    for copy in run.ledger.copies:
+        whole = int(size[copy.tensor]) if copy.tensor >= 0 else 0
+        if copy.bytes < -(-whole * least // 1):
+            name = run.ledger.names[copy.tensor]
+            raise LawBroken(f"the transfer of {name!r}, {whole} B, puts {copy.bytes} B on the wire, and loses nothing")
 
 
 class _Symbolic:

@@ -14,7 +14,10 @@ whether a rewritten trace computes what its base computes, op by op: given that 
   has rows, by a sum (an op that adds them) where it has none; consecutive ranges make a longer range.
 - A `Fused` op computes its parts one after the other: each finds what was read and what those before it made.
 - What an op of a group (send and receive, a collective) reads, all members read.
-- A lossless code decodes to what was encoded; a lossy one to `Lossy`, which stands for nothing else.
+- A lossless code decodes to what was encoded, and is not smaller than `LEAST_CODE`; a lossy one decodes to `Lossy`,
+  which stands for nothing else.
+- A tensor has the role of what it stands for, unless it is a copy, and a base op overwrites in place only what it
+  overwrites in the base.
 
 So what is false is reported where it happens and nowhere downstream of it.
 """
@@ -47,8 +50,11 @@ from sim.trace.origin import (
 )
 from sim.trace.rewriter import slice_of
 from sim.trace.split import ELEMENTWISE
+from sim.trace.tensor import ROLES
 
 Value = bytes
+LEAST_CODE = Fraction(1, 32)
+"""What a lossless code takes at least, a byte of the tensor: one bit for an element of four bytes."""
 
 
 def first_value(tensor: int) -> Value:
@@ -199,6 +205,8 @@ class _Check:
                     self.report(
                         "wrong", "", names[t], f"tensor {names[t]!r} is there from the start, {self.say(leaf)} is not"
                     )
+        self.check_roles()
+        self.check_in_place()
         members = groups(trace)
         for op, expr in enumerate(self.origin.ops):
             group = trace.op_columns.group.get(op)
@@ -222,7 +230,42 @@ class _Check:
             return sum(self.size(part)[0] for part in expr.parts), False
         if isinstance(expr, Lossy):
             return self.size(expr.of)
+        if isinstance(expr, Encoded):
+            whole = self.size(expr.of)[0]
+            return (-(-whole * LEAST_CODE // 1) if expr.lossless else min(whole, 1)), False
         return 0, False
+
+    def check_roles(self) -> None:
+        """Where policies may move or drop a tensor, and what counts as activations, depends on its role."""
+        role, of_base = self.trace.tensor_columns.role, self.base.tensor_columns.role
+        for t, claim in enumerate(self.claims):
+            maker = int(self.trace.producer[t])
+            if maker >= 0 and isinstance(self.origin.ops[maker], Glue):
+                continue  # a copy, with a role of its own
+            if isinstance(claim, Same) and role[t] != of_base[claim.id]:
+                name = self.trace.tensor_columns.name[t]
+                self.report("wrong", "", name, f"tensor {name!r} is {ROLES[role[t]]}, not {ROLES[of_base[claim.id]]}")
+
+    def check_in_place(self) -> None:
+        """An op that stands for base ops takes over the storage that they take over, and no other."""
+        replaces, before = self.trace.tensor_columns.replaces, self.base.tensor_columns.replaces
+        for t in np.flatnonzero(replaces >= 0).tolist():
+            maker = int(self.trace.producer[t])
+            if maker < 0 or isinstance(self.origin.ops[maker], Glue):
+                continue
+            may: set[Same] = set()
+            for leaf in leaves(self.claims[t]):
+                may.add(leaf)  # a sum over microbatches, or a pack that is filled
+                old = int(before[leaf.id])
+                while old >= 0:
+                    may.add(self.settle(Same(old, leaf.iteration)))
+                    old = int(before[old])
+            if may.isdisjoint(leaves(self.claims[int(replaces[t])])):
+                name, over = self.trace.op_columns.name[maker], self.trace.tensor_columns.name[int(replaces[t])]
+                made = self.trace.tensor_columns.name[t]
+                self.report(
+                    "wrong", name, made, f"op {name!r} makes {made!r} in place of {over!r}, as its base does not"
+                )
 
     # ---- one op ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class Anything(Policy):
 
     recomputes = True
     moves = True
+    lossless = False  # its moves put any number of bytes on the wire
     manages: ClassVar[tuple[str, ...]] = MANAGES
 
     actions: Sequence[Action] = ()
