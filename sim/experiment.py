@@ -7,14 +7,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import Reference, summarize
 from sim.engine.prepare import Prepared, prepare
-from sim.engine.replay import RECOMPUTE_LIMIT, replay
+from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
@@ -165,23 +165,42 @@ def unlimited(platform: Platform) -> Platform:
     return platform.with_budget(UNLIMITED)
 
 
-def reference_run(trace: Trace, platform: Platform) -> EventLog:
-    """Keep everything with unlimited memory: what overheads and savings are measured against."""
-    return replay(Plan(trace), unlimited(platform))
+def reference_run(trace: Trace | Sequence[Trace], platform: Platform) -> EventLog:
+    """Keep everything with unlimited memory: what overheads and savings are measured against.
+
+    Of several traces, one per iteration, the last one's log: each begins where the one before left what is carried.
+    """
+    return _last_log((trace,) if isinstance(trace, Trace) else trace, unlimited(platform), Plan)
 
 
-def reference_for(policy: Policy, trace: Trace, platform: Platform, kept: EventLog | None = None) -> Reference:
-    """What unlimited memory allows a policy.
+def _last_log(traces: Sequence[Trace], platform: Platform, plan_for: Callable[[Trace], Plan]) -> EventLog:
+    """The log of the last of these iterations."""
+    history: tuple[Run, ...] = ()
+    for i, trace in enumerate(traces):
+        history = (run_iteration(trace, plan_for(trace), platform, history, last=i == len(traces) - 1),)
+    return history[0].log
+
+
+def reference_for(
+    policy: Policy, trace: Trace | Sequence[Trace], platform: Platform, kept: EventLog | None = None
+) -> Reference:
+    """What unlimited memory allows a policy, after as many iterations as there are traces.
 
     kept: the run that keeps everything, if it is there already. Raises PolicyFailed where `policy.unlimited` fails.
     """
+    traces = (trace,) if isinstance(trace, Trace) else trace
     if kept is None:
-        kept = reference_run(trace, platform)
+        kept = reference_run(traces, platform)
     ample = unlimited(platform)
+
+    @cache
+    def plans(each: Trace) -> Mapping[str, Plan]:
+        return policy.unlimited(problem_for(each, ample))
+
     fastest = Reference(kept, kept.end)
     try:
-        for name, plan in policy.unlimited(problem_for(trace, ample)).items():
-            end = replay(plan, ample).end
+        for name in plans(traces[-1]):
+            end = _last_log(traces, ample, lambda each, name=name: plans(each).get(name) or Plan(each)).end  # type: ignore[misc]
             if end < fastest.makespan_ns:
                 fastest = Reference(kept, end, name)
     except TiersimError:
@@ -254,7 +273,7 @@ def simulate(
         nominal=platform.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_for(chosen, traces[-1], platform),
+        reference=lambda: reference_for(chosen, [run.trace for run in history], platform),
     )
 
 

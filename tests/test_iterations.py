@@ -113,3 +113,25 @@ def test_shipped_policies_repeat_themselves() -> None:
     for policy in ("keep_all", "swap_all", "lru_tiering", "zero_offload", "dtr", "delta"):
         once, twice = simulate(trace, machine(), policy), simulate(trace, machine(), policy, iterations=3)
         assert once.log.content_hash == twice.log.content_hash
+
+
+def test_a_result_is_held_against_unlimited_memory_on_the_traces_that_it_ran() -> None:
+    traces = [step(), unroll(step(), 2), unroll(step(), 3)]
+    for count in (1, 2, 4):
+        result = simulate(traces, machine(), iterations=count)
+        assert result.summary()["unlimited_ns"] == result.log.end
+        assert result.summary()["overhead"] == 0
+
+
+def test_unlimited_memory_begins_where_its_own_iteration_before_ended() -> None:
+    b = TraceBuilder()
+    w, g = b.tensor("w", 100, "weight"), b.tensor("g", 1)
+    b.op("use", reads=[w], writes=[g], duration=100)
+    new = b.tensor("w.new", 100, "weight", replaces=w)
+    b.op("adam", "optimizer", reads=[g, w], writes=[new], phase="update", engine="cpu", duration=10)
+    trace = b.build()
+    first = simulate(trace, machine()).log.end
+    for count in (2, 3):
+        s = simulate(trace, machine(), iterations=count).summary()
+        assert s["makespan_ns"] < first  # the weight is on the host already
+        assert s["unlimited_ns"] == s["makespan_ns"]
