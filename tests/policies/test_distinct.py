@@ -224,6 +224,7 @@ OTHER_VALUES = {
         "by_size": False,
         "ignore_small": 0.5,
         "sample": True,
+        "evicts": ["activation"],
     },
     "every_k": {"remove_unnecessary": True, "k": 3, "skip_last": True},
     "full_recompute": {"remove_unnecessary": True, "early_stop": False, "skip_last": True, "autocast_cache": False},
@@ -236,6 +237,7 @@ OTHER_VALUES = {
         "at_least": 1 << 26,
         "threshold": 0.5,
         "sample": True,
+        "evicts": ["activation"],
     },
     "mimose": {
         "remove_unnecessary": True,
@@ -310,6 +312,7 @@ OTHER_VALUES = {
         "prefetch_forward": True,
         "watermark": 0.1,
         "ties": "first",
+        "evicts": ["activation"],
     },
 }
 """Per policy and parameter a value that is not the default."""

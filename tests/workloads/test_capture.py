@@ -904,3 +904,45 @@ def test_nothing_of_it_is_left_after_a_capture():
         product = torch.ones(4, 4) @ torch.ones(4, 4)
         assert (product.dtype, torch.softmax(product, -1).dtype) == (torch.bfloat16, torch.bfloat16)
         assert torch.equal(torch.softmax(product, -1), torch.full((4, 4), 0.25, dtype=torch.bfloat16))
+
+
+class Convolved(torch.nn.Module):
+    def __init__(self, kind, channels, columns, groups, **more):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.empty(2, channels, 10, 10))
+        self.conv = kind(channels, columns, 2, groups=groups, bias=False, **more)
+
+    def forward(self):
+        return self.conv(self.first).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "columns", "groups", "pixels"),
+    [
+        (nn.Conv2d, 8, 12, 1, 9 * 9),
+        (nn.Conv2d, 8, 12, 4, 9 * 9),
+        (nn.Conv2d, 8, 8, 8, 9 * 9),
+        (nn.ConvTranspose2d, 8, 12, 4, 10 * 10),
+    ],
+)
+def test_a_grouped_convolution_runs_backward_in_twice_its_forward(kind, channels, columns, groups, pixels):
+    trace = capture(lambda: Convolved(kind, channels, columns, groups))
+    once = 2 * 2 * pixels * (channels // groups) * columns * 2 * 2  # a channel meets those of its group alone
+    assert [flops for _, _, flops in products(trace)] == [once, 2 * once]
+
+
+class InPlace(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.empty(*shape)) for shape in ((3, 4, 5), (3, 5, 6)))
+
+    def forward(self, start):
+        batched = (start * 1).baddbmm_(self.a, self.b).sum()
+        single = (start[0] * 1).addmm_(self.a[0], self.b[0]).sum()
+        return batched + single + (start[0] * 1).addbmm_(self.a, self.b).sum()
+
+
+def test_a_product_in_place_is_a_product():
+    trace = capture(InPlace, (torch.empty(3, 4, 6),))
+    forward = [flops for phase, _, flops in products(trace) if phase == "forward"]
+    assert forward == [2 * 3 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]

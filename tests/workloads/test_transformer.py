@@ -340,7 +340,7 @@ def test_a_cached_copy_of_a_weight_is_made_again_in_the_next_microbatch():
 def test_a_tied_weight_sums_two_gradients_out_of_place():
     trace = tiny("gpt2")
     op = trace.ops[trace.op_id("wte.weight.grad.add")]
-    assert [trace.tensors[t].role for t in op.reads] == ["temporary", "temporary"]
+    assert [trace.tensors[t].role for t in op.reads] == ["gradient", "gradient"]
     assert [trace.tensors[t].role for t in op.writes] == ["gradient"]
     assert trace.tensors[op.writes[0]].replaces is None
 
@@ -350,7 +350,7 @@ def test_accumulation_adds_in_place():
     op = trace.ops[trace.op_id("mb1.h1.mlp.fc.weight.grad.accumulate")]
     total = trace.tensors[op.writes[0]]
     assert total.replaces == op.reads[0]
-    assert trace.tensors[op.reads[1]].role == "temporary"
+    assert trace.tensors[op.reads[1]].role == "gradient"
 
 
 # ---- losses ------------------------------------------------------------------------------------

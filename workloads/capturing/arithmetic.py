@@ -15,12 +15,19 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     """FLOPs of a dispatched op.
 
     `torch.utils.flop_counter` knows most products, convolutions and attention; those that it does not know are counted
-    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time.
+    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time. The backward of a
+    convolution is always counted here: PyTorch's counter (2.13) multiplies the weight's gradient by the number of
+    groups. A product in place is the product.
     """
     packet = func._overloadpacket
+    name = str(packet).rpartition(".")[2]
+    if name == "convolution_backward":
+        return _convolution_backward(*args, **kwargs)
+    if name.endswith("_") and packet not in registry:
+        name = name[:-1]
+        packet = next((known for known in registry if str(known) == str(packet)[:-1]), packet)
     if packet in registry:
         return int(registry[packet](*args, **kwargs, out_val=out))
-    name = str(packet).rpartition(".")[2]
     formula = next((formula for pattern, formula in FORMULAS if re.fullmatch(pattern, name)), None)
     if formula is None:
         return 0
@@ -72,6 +79,24 @@ def _recurrent(tensors: Sequence[Any]) -> int:
 
 def _convolution(tensors: Sequence[Any]) -> int:
     raise NotImplementedError("counted from what it makes")
+
+
+def _convolution_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> int:
+    """The forward pass's arithmetic for the input's gradient and for the weight's, where they are asked for."""
+    each = 2 * (x if transposed else gradient).numel() * prod(weight.shape[1:])
+    return int(each) * sum(map(bool, output_mask[:2]))
 
 
 FORMULAS: tuple[tuple[str, Formula], ...] = (

@@ -36,7 +36,7 @@ KINDS = (
     (r"attention", "attention"),
     (r"(^|\.)(_?scaled_(?!mm|grouped_mm)|_flash|_efficient)", "attention"),
     (r"\._scaled_(grouped_)?mm", "matmul"),
-    (r"\.(mm|addmm|bmm|baddbmm|addbmm|linear|mkldnn_linear|matmul|mv|addmv|_addmm_activation|_int_mm)\b", "matmul"),
+    (r"\.(mm|addmm|bmm|baddbmm|addbmm|linear|mkldnn_linear|matmul|mv|addmv|_addmm_activation|_int_mm)_?\b", "matmul"),
     (r"\.(_scaled)?_?grouped_mm", "matmul"),
     (r"convolution|conv_depthwise|slow_conv", "conv"),
     (r"_log_softmax|nll_loss|cross_entropy", "loss"),
