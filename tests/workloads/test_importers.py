@@ -503,3 +503,24 @@ def test_a_hand_made_trace_is_told_from_chakra_by_its_keys(tmp_path: Path) -> No
     builder.op("f", reads=[x])
     save_trace(builder.build(), tmp_path / "t")
     assert len(load_trace(tmp_path / "t").ops) == 1
+
+
+def test_what_comes_before_a_backward_pass_is_a_forward_pass_in_each_micro_batch_and_step(tmp_path: Path) -> None:
+    events, time = [], 10
+
+    def one(name: str, above: str = "") -> None:
+        nonlocal time
+        if above:
+            events.append(call(above, time, 9))
+        events.append(call(name, time + 1, 6))
+        events.append(memory(time + 2, 512, time, 512 * len(events)))
+        time += 20
+
+    for _ in range(2):  # a step of two micro-batches, the gradients clipped, and an update
+        for _ in range(2):
+            one("aten::mm")
+            one("aten::mm", "autograd::engine::evaluate_function: MmBackward0")
+        one("aten::mul")
+        one("aten::add_", "Optimizer.step#SGD.step")
+    step = ["forward", "backward"] * 2 + ["backward", "update"]
+    assert [op.phase for op in chrome(tmp_path, *events).ops if op.name[0].isdigit()] == step * 2

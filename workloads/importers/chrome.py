@@ -309,6 +309,13 @@ class _Reader:
         found = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
         if all(phase is None for phase in found):
             self.assumed["ops without a phase, taken as forward"] = len(found)
+        # what comes right before a backward pass is a forward pass, also that of a second step or micro-batch
+        following: str | None = None
+        for i in reversed(range(len(found))):
+            if found[i] is None and following == "backward":
+                found[i] = "forward"
+            else:
+                following = found[i] or following
         phases, last = [], "forward"
         for phase in found:
             last = phase or last
