@@ -30,7 +30,11 @@ def remove_unnecessary(found: Runs, cost: Sequence[int], budget: int) -> Runs:
         for step, (op, anchor) in enumerate(found.steps):
             if anchor >= 0 and step not in left_out:
                 again.setdefault(anchor, []).append(op)
-        found = runs(found.ledger, again, prune=True, hold=found.hold)
+        less = runs(found.ledger, again, prune=True, hold=found.hold)
+        # what the program holds and nothing makes again any more stays until it is released
+        if less.peak() > max(found.peak(), budget):
+            break
+        found = less
     return found
 
 
@@ -58,7 +62,7 @@ def _walk(found: Runs) -> tuple[NDArray[np.int64], Gaps]:
     ledger, size = found.ledger, found.ledger.size
     kept, overwritten = set(ledger.trace.outputs), set(ledger.overwritten)
     live = {t for t, maker in enumerate(ledger.producer) if maker < 0}
-    uses = [0] * len(size)
+    uses: list[int] = (ledger.trace.released >= 0).astype(int).tolist()  # what the program holds it uses
     for op, _ in found.steps:
         for t in ledger.reads[op]:
             uses[t] += 1
@@ -84,9 +88,10 @@ def _walk(found: Runs) -> tuple[NDArray[np.int64], Gaps]:
             live.add(t)
         held[step] = now + scratch
         now -= given_up
-        for t in reads:
+        released = ledger.releases.get(op, ()) if anchor < 0 else ()
+        for t in (*reads, *released):
             uses[t] -= 1
-        unread = (t for t in (*reads, *writes) if not uses[t] and ledger.producer[t] >= 0 and t not in kept)
+        unread = (t for t in (*reads, *writes, *released) if uses[t] <= 0 and ledger.producer[t] >= 0 and t not in kept)
         for t in live.intersection((*gone, *unread)):
             live.discard(t)
             went[t] = step

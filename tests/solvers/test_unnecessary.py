@@ -37,6 +37,24 @@ def test_never_slower_and_never_above_both_the_budget_and_the_plan(trace, seed, 
         assert better.reruns() == 0
 
 
+def test_what_is_held_leaves_no_room():
+    """`held` is read once, but the program lets it go only at `narrow`: `kept` cannot lie beside it and `wide`."""
+    b = TraceBuilder({"model": "held"})
+    sizes = {"kept": 4, "held": 4, "used": 1, "wide": 5, "narrow": 1, "end": 1}
+    kept, held, used, wide, narrow, end = (b.tensor(name, size) for name, size in sizes.items())
+    b.op("keep", writes=[kept], duration=1)
+    b.op("hold", writes=[held], duration=1)
+    b.op("use", reads=[held], writes=[used], duration=1)
+    b.op("widen", reads=[used], writes=[wide], duration=1)
+    b.op("narrow", reads=[wide], writes=[narrow], duration=1, releases=[held])
+    b.op("join", reads=[kept, narrow], writes=[end], duration=1)
+    ledger = Ledger(b.build(outputs=(end,), carry=()))
+    again = {5: [0]}
+    assert (runs(ledger, {}).peak(), runs(ledger, again).peak()) == (14, 10)
+    assert remove_unnecessary(runs(ledger, again), [1] * 6, 13).peak() == 10
+    assert remove_unnecessary(runs(ledger, again), [1] * 6, 14).reruns() == 0
+
+
 def test_nearly_always_the_best_subset_of_the_reruns_is_left():
     best = worse = 0
     for seed in range(60):
