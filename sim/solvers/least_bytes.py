@@ -13,12 +13,13 @@ def least_bytes(ledger: Ledger) -> int:
 
     At the start all inputs are resident. While an op runs there are resident: what the op reads and makes, its
     workspace, inputs that are still to be read, and what a later op reads and nothing can recompute until then. An
-    input may be dropped after its last read.
+    input may be dropped after its last read. An output may be dropped and made again; at the end all of them are there.
     """
     enters, leaves = _never_dropped(ledger)
     resident: set[int] = set()
     held = 0
-    most = sum(ledger.size[t] for t, op in enumerate(ledger.producer) if op < 0)
+    at_start = sum(ledger.size[t] for t, op in enumerate(ledger.producer) if op < 0)
+    most = max(at_start, sum(ledger.size[t] for t in ledger.trace.outputs))
     for op, reads in enumerate(ledger.reads):
         new = enters.get(op, set()) - resident
         resident |= new
@@ -44,7 +45,7 @@ def _never_dropped(ledger: Ledger) -> tuple[dict[int, set[int]], dict[int, set[i
         end = ledger.stays_until[t] if producer < 0 else last if t in outputs else max(readers, default=producer)
         if producer < 0:
             start = 0
-        elif t in outputs or (gradient[t] and any(update[reader] for reader in readers)):
+        elif gradient[t] and (t in outputs or any(update[reader] for reader in readers)):
             start = producer + 1  # while the producer runs it counts what it makes
         else:
             start = max(producer + 1, until[producer])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sim import load_profile
 from sim.errors import Infeasible
-from sim.experiment import Prices, simulate
+from sim.experiment import Prices, problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Drop, Plan, Recompute
 from sim.solvers.checker import check
@@ -65,6 +65,20 @@ def test_an_input_may_be_dropped_after_its_last_read():
     assert bound(saved_twice(), [3], 11) is None
     assert least_bytes(Ledger(saved_twice())) == 12
     assert least_time(saved_twice(), 12, keep_inputs=False) == plain_ns(saved_twice())
+
+
+def test_an_output_may_be_dropped_and_made_again():
+    b = TraceBuilder({"model": "early"})
+    x, early, wide, late = b.tensor("x", 1, "input"), b.tensor("early", 10), b.tensor("wide", 10), b.tensor("late", 1)
+    b.op("first", reads=[x], writes=[early], duration=1)
+    b.op("widen", reads=[x], writes=[wide], duration=1)
+    b.op("narrow", reads=[wide], writes=[late], duration=1)
+    trace = b.build(outputs=(early, late), carry=())
+    plan = Plan(trace, (Drop(early, after="first"),))
+    assert least_bytes(Ledger(trace)) <= 12
+    assert problem_for(trace, machine(12)).evaluate(plan).complete
+    with pytest.raises(Infeasible, match="no plan was found"):
+        simulate(trace, machine(12), "relax_and_fix")
 
 
 def rectified() -> Trace:
