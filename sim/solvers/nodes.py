@@ -127,6 +127,17 @@ def body(problem: Problem, policy: str) -> int:
     return count
 
 
+def counts_all(ledger: Ledger, ops: int) -> bool:
+    """Whether nodes of one op each count memory as the engine does, among the first so many ops.
+
+    Not where the program holds a tensor beyond its last reader, nor where one of them overwrites an input, which
+    is counted beside what takes over its storage.
+    """
+    trace = ledger.trace
+    held = ((trace.released >= 0) & (trace.released > trace.last_use)).any()
+    return not held and all(ledger.producer[t] >= 0 or ledger.gone_at[t] >= ops for t in ledger.overwritten)
+
+
 def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 

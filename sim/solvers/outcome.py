@@ -13,8 +13,8 @@ from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 STAGED = (
-    "keep weights, inputs, weight gradients and what is still to be overwritten in place, move nothing, and before "
-    "each op recompute earlier ones in program order, each at most once there"
+    "keep weights, inputs, outputs, weight gradients and what is still to be overwritten in place, move nothing, and "
+    "before each op recompute earlier ones in program order, each at most once there"
 )
 """The plans that Checkmate's program and Moccasin's model choose from, and that a proof of theirs is about."""
 
@@ -25,12 +25,14 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
     if plan.online is not None or plan.place or plan.keep_dead or trace.devices > 1:
         return False
     gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
+    stays = gradient | (trace.producer < 0) | (trace.replaced_by >= 0)
+    stays[list(trace.outputs)] = True
     last: dict[int, int] = {}  # per anchor the op that was recomputed last
     count: Counter[int] = Counter()
     for action in plan.actions:
         if isinstance(action, Drop) and action.tier is None:
             t = trace.tensor_id(action.tensor)
-            if trace.producer[t] < 0 or gradient[t] or trace.replaced_by[t] >= 0:
+            if stays[t]:
                 return False
         elif isinstance(action, Recompute) and action.before is not None:
             op, anchor = trace.op_id(action.op), trace.op_id(action.before)

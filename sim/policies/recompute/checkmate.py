@@ -9,7 +9,7 @@ from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.milp import Program
-from sim.solvers.nodes import Nodes, body
+from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rerun_ns
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
@@ -107,7 +107,7 @@ class Checkmate(RecomputationPlanner):
         )
 
     def _nodes(self, problem: Problem, ledger: Ledger) -> tuple[Nodes, bool]:
-        """What to plan for, and whether that is op by op."""
+        """What to plan for, and whether that is op by op and counts all memory."""
         ops = body(problem, "checkmate")
         grain = self.grain or ("op" if ops <= self.max_ops or self.method == "milp" else "stage")
         if grain == "stage":
@@ -117,7 +117,7 @@ class Checkmate(RecomputationPlanner):
                 f"policy 'checkmate' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: "
                 "take grain='stage', method='rounding', or the policy 'rockmate'"
             )
-        return by_op(problem, ledger, "checkmate"), True
+        return by_op(problem, ledger, "checkmate"), counts_all(ledger, ops)
 
     def _search(self, problem: Problem, ledger: Ledger, nodes: Nodes, known: Runs | None) -> tuple[Runs | None, Answer]:
         """The best plan that fits exactly, and what the search said of it."""

@@ -8,7 +8,7 @@ from sim.errors import Infeasible, PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
-from sim.solvers.nodes import Nodes, body
+from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
 from sim.solvers.retention import Retention, cp_sat
 from sim.solvers.runs import Ledger, runs
@@ -81,8 +81,10 @@ class Moccasin(RecomputationPlanner):
         if grain == "op" and ops > self.max_ops:
             what = f"plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: take grain='stage'"
             raise PolicyError(f"policy 'moccasin' {what}")
-        exact = grain == "op"
-        nodes = by_op(problem, ledger, "moccasin") if exact else by_stage(problem, ledger, "moccasin", self.max_ops)
+        exact = grain == "op" and counts_all(ledger, ops)
+        nodes = (
+            by_op(problem, ledger, "moccasin") if grain == "op" else by_stage(problem, ledger, "moccasin", self.max_ops)
+        )
         model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
         answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
         if answer.status == "infeasible":
@@ -93,6 +95,8 @@ class Moccasin(RecomputationPlanner):
                 "time_limit or the budget"
             )
         found = self.finished(problem, runs(ledger, nodes.again(answer.stages), prune=True))
+        if found.peak() > problem.budget:
+            raise refused(problem, "moccasin", found, proven=False, smallest=False, plans=self._class)
         is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
         return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)

@@ -15,6 +15,7 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies.recompute.moccasin import Moccasin
 from sim.solvers.checker import check
 from sim.solvers.runs import Ledger, runs
+from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads.synthetic import random_dag, uniform_chain
 
@@ -126,3 +127,42 @@ def test_without_the_solver_the_error_says_how_to_get_it(monkeypatch, run):
 def test_wrong_parameters(run):
     with pytest.raises(PolicyError, match="runs >= 1"):
         run(uniform_chain(4), "moccasin", runs=0)
+
+
+def held() -> Trace:
+    """`a` is read once, and held by the program until the end."""
+    b = TraceBuilder({"model": "held"})
+    x, a, c, wide, end = (b.tensor(name, size) for name, size in zip("xacwz", (1, 10, 1, 10, 1), strict=True))
+    b.op("fx", writes=[x], duration=1)
+    b.op("fa", reads=[x], writes=[a], duration=1)
+    b.op("fc", reads=[a], writes=[c], duration=1)
+    b.op("widen", reads=[c], writes=[wide], duration=1)
+    b.op("last", reads=[wide], writes=[end], duration=1, releases=[a])
+    return b.build(outputs=(end,), carry=())
+
+
+def counted() -> Trace:
+    """An input is overwritten in place, and its new value is an output."""
+    b = TraceBuilder({"model": "counted"})
+    s, a, wide, narrow, end = (b.tensor(name, size) for name, size in zip("sawnz", (2, 3, 4, 1, 1), strict=True))
+    new = b.tensor("t", 2, replaces=s)
+    b.op("count", reads=[s], writes=[new], duration=1)
+    b.op("fa", writes=[a], duration=1)
+    b.op("widen", writes=[wide], duration=1)
+    b.op("narrow", reads=[wide], writes=[narrow], duration=1)
+    b.op("join", reads=[narrow, a], writes=[end], duration=1)
+    return b.build(outputs=(end, new), carry=())
+
+
+@needs_solver
+@pytest.mark.parametrize("policy", ["checkmate", "moccasin"])
+@pytest.mark.parametrize(("trace", "budget"), [(held(), 13), (counted(), 8)], ids=("held", "counted"))
+def test_nothing_is_proven_where_memory_is_counted_otherwise(policy, trace, budget, run):
+    """Both fit: the one without `a`, the other with `a` made again."""
+    said = ""
+    try:
+        run(trace, policy, budget)
+    except Infeasible as refused:
+        said = str(refused)
+    assert "no plan of this class" not in said
+    assert "smallest" not in said
