@@ -84,23 +84,26 @@ def _check_overwrites(trace: Trace, reader: Ints) -> None:
 
 
 def _check_across_devices(trace: Trace, reader: Ints, gone_at: Ints) -> None:
-    """What one device overwrites in place every other device must have come to read before."""
+    """What one device overwrites in place every other device must have come to make, or to read, before."""
     t, c = trace.tensor_columns, trace.op_columns
     if not c.device.any():
         return
-    over = gone_at[c.read_ids]
+    made = np.flatnonzero((gone_at < len(c.name)) & (trace.producer >= 0))
+    ops = np.concatenate((reader, trace.producer[made]))
+    tensors = np.concatenate((c.read_ids, made))
+    over = gone_at[tensors]
     rows = np.flatnonzero(over < len(c.name))
-    rows = rows[c.device[reader[rows]] != c.device[over[rows]]]
+    rows = rows[c.device[ops[rows]] != c.device[over[rows]]]
     if not len(rows):
         return
     reached = reached_before(trace, np.unique(over[rows]).tolist())
     for row in rows.tolist():
-        read, write = int(reader[row]), int(over[row])
-        if read > reached[write][int(c.device[read])]:
-            tensor = t.name[int(c.read_ids[row])]
+        op, write = int(ops[row]), int(over[row])
+        if op > reached[write][int(c.device[op])]:
+            tensor, what = t.name[int(tensors[row])], "reads" if row < len(reader) else "makes"
             raise TraceError(
                 f"op {c.name[write]!r} on device {c.device[write]} overwrites tensor {tensor!r} in place, and op "
-                f"{c.name[read]!r} on device {c.device[read]} reads it: nothing orders the two (a send, a collective, "
+                f"{c.name[op]!r} on device {c.device[op]} {what} it: nothing orders the two (a send, a collective, "
                 "or a result of one that the other waits for)"
             )
 

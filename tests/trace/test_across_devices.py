@@ -1,4 +1,4 @@
-"""What one device overwrites in place another must have come to read before, or the trace is refused."""
+"""What one device overwrites in place another must have come to make, or to read, before; else the trace is refused."""
 
 from __future__ import annotations
 
@@ -83,3 +83,32 @@ def test_one_device_alone_is_in_order_of_its_own():
     new = b.tensor("x'", 8, "weight", replaces=x)
     b.op("write", reads=[x], writes=[new], duration=10)
     assert replay(Plan(b.build()), machine()).complete
+
+
+def unread(link: str):
+    """Device 1 makes x, device 0 writes over it without a look; `link` says what stands between the two."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 8), b.tensor("y", 8), b.tensor("z", 8)
+    b.op("make", writes=[x, y], device=1, duration=10)
+    reads = []
+    if link == "send":
+        b.op("send", "send", reads=[y], group="p2p", device=1)
+        b.op("recv", "recv", writes=[z], group="p2p", device=0)
+        reads.append(z)
+    elif link == "read":
+        reads.append(y)
+    new = b.tensor("x'", 8, replaces=x)
+    b.op("write", reads=reads, writes=[new], device=0, duration=5)
+    return b.build(outputs=[new], carry=[])
+
+
+def test_a_value_is_not_overwritten_by_a_device_that_may_come_before_it_is_made():
+    with pytest.raises(TraceError, match=r"op 'write' on device 0 overwrites tensor 'x' .*op 'make' on device 1 makes"):
+        unread("")
+
+
+@pytest.mark.parametrize("link", ["send", "read"])
+def test_a_value_that_nobody_reads_is_overwritten_once_it_has_been_made(link):
+    log = replay(Plan(unread(link)), machine(devices=2))
+    runs = log.events.query("why == 'run'").set_index("op")
+    assert runs.loc["write", "start_ns"] >= runs.loc["make", "end_ns"]
