@@ -25,6 +25,7 @@ from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
+from sim.trace.op import KINDS
 from sim.units import format_bytes, format_time, to_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Prices:
         away: dict[str, int] = {}
         for tensor, tier in tiers.items():
             away[tier] = away.get(tier, 0) + self._prepared.size[tensor]
-        return total + slow_operand_ns(self.platform, self._prepared.engine[op], away)
+        kind = KINDS[self.trace.op_columns.kind[op]]
+        return total + slow_operand_ns(self.platform, self._prepared.engine[op], kind, away)
 
     @cached_property
     def _prepared(self) -> Prepared:

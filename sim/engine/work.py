@@ -13,6 +13,7 @@ from sim.engine.state import OVERWRITTEN, WORKSPACE, State
 from sim.errors import IllegalPlan
 from sim.hardware.cost import slow_operand_ns
 from sim.log import WHY
+from sim.trace.op import KINDS
 
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
@@ -69,10 +70,11 @@ class Works:
                     if state.copies[tensor] & 1 << tier:
                         away[state.names[tier]] = away.get(state.names[tier], 0) + state.size[tensor]
                         break
-        for tensor, tier in work.fresh:
-            if tier != home:
+        for tensor, tier in (*work.fresh, *((old, tier) for old, _, tier in work.takeovers)):
+            if tier != home:  # what it writes there, anew or in place
                 away[state.names[tier]] = away.get(state.names[tier], 0) + state.size[tensor]
-        extra = slow_operand_ns(state.platform, engine, away) if away else 0
+        kind = KINDS[prepared.trace.op_columns.kind[work.op]]
+        extra = slow_operand_ns(state.platform, engine, kind, away) if away else 0
         return prepared.fixed[work.op] + extra, prepared.flow_bytes[work.op]
 
     def launch(self, work: Work, done: Callable[[int], None]) -> None:

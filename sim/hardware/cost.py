@@ -7,13 +7,16 @@ parts does. Operands that lie in another tier are charged at that tier's bandwid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import ProfileError
-from sim.hardware.platform import Engine, Platform
+from sim.hardware.platform import Engine, Platform, Tier
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
 
@@ -51,6 +54,12 @@ def flops_per_second(engine: Engine, kind: str, dtype: str) -> float:
     found = engine.efficiency
     efficiency = found.get(f"{kind}_{priced}", found.get(kind, found.get("", 1.0)))
     return engine.peak[priced] * efficiency
+
+
+def bytes_per_second(engine: Engine, kind: str, tier: Tier) -> int:
+    """What an engine gets out of a tier on a kind of op: the tier's bandwidth times its share of it."""
+    share = engine.bandwidth_share.get(kind, engine.bandwidth_share.get("", 1.0))
+    return max(1, round(tier.bandwidth * share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,7 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
             speed = flops_per_second(unit, kind, str(types[type_of[rows[0]]]))
             ns = c.flops[rows] * (1e9 / speed)
             fixed[rows] += np.ceil(ns - (1e-9 + 1e-15 * ns))  # a whole number of ns stays one after rounding
-        share = unit.bandwidth_share.get(kind, unit.bandwidth_share.get("", 1.0))
-        rate[rows] = max(1, round(platform.tier(unit.home).bandwidth * share))
+        rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed.astype(np.int64))
     touched = np.where(measured, 0, trace.touched)
@@ -115,12 +123,15 @@ def _ceil_ns(bytes: NDArray[np.int64], rate: NDArray[np.int64]) -> NDArray[np.in
     return whole
 
 
-def slow_operand_ns(platform: Platform, engine: int, bytes_by_tier: dict[str, int], share: float = 1.0) -> int:
-    """Extra nanoseconds for operands that an engine reads in place in tiers other than its home."""
-    home = platform.tier(platform.engines[engine].home)
-    extra = 0.0
+def slow_operand_ns(platform: Platform, engine: int, kind: str, bytes_by_tier: Mapping[str, int]) -> int:
+    """Extra nanoseconds of an op of that kind for operands in tiers other than its engine's home, rounded up; >= 0."""
+    unit = platform.engines[engine]
+    home = platform.tier(unit.home)
+    usual = bytes_per_second(unit, kind, home)
+    extra = Fraction(0)
     for name, bytes in bytes_by_tier.items():
         tier = platform.tier(name)
         if tier.name != home.name:
-            extra += bytes / (tier.bandwidth * share) - bytes / (home.bandwidth * share) + tier.latency / 1e9
-    return max(0, round(extra * 1e9))
+            there = bytes_per_second(unit, kind, tier)
+            extra += Fraction(bytes * 10**9, there) - Fraction(bytes * 10**9, usual) + tier.latency
+    return max(0, ceil(extra))

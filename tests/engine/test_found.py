@@ -397,3 +397,27 @@ def test_a_value_is_not_read_where_it_is_being_overwritten():
     plan = Plan(b.build(outputs=[new, end]), [Recompute("use", before="last")])
     with pytest.raises(IllegalPlan, match="tensor 'w' is being overwritten by 'step'"):
         replay(plan, machine(cpu_home="hbm"))
+
+
+def in_place_reader(share: float) -> Platform:
+    """A device that works in the host's memory too, which has a tenth of its own bandwidth."""
+    tiers = (Tier("hbm", 10**6, 10**6, 10 * GB, device=0), Tier("host", 10**6, 10**6, GB, latency=5, kind="ddr"))
+    engine = Engine("npu", 0, "hbm", ("hbm", "host"), {"fp32": GB}, bandwidth_share={"": 1.0, "norm": share})
+    return Platform("hand", tiers, (engine,))
+
+
+def test_an_op_gets_the_same_share_of_a_tier_further_away_as_of_its_home():
+    b = TraceBuilder()
+    x = b.tensor("x", 1000, "input")
+    b.op("read", "norm", reads=[x])
+    plan = Plan(b.build(outputs=[], carry=()), place={x: "host"})
+    assert [lawful(plan, in_place_reader(share)).log.end for share in (1.0, 0.5)] == [1005, 2005]
+
+
+def test_what_an_op_overwrites_in_place_in_a_slower_tier_is_written_at_that_tiers_rate():
+    b = TraceBuilder()
+    x = b.tensor("x", 1000, "input")
+    y = b.tensor("y", 1000, replaces=x)
+    b.op("write", reads=[x], writes=[y])
+    plan = Plan(b.build(outputs=[y], carry=()), place={x: "host"})
+    assert spans(lawful(plan, in_place_reader(1.0)).log, "npu")[0] == ("write", 0, 2005)

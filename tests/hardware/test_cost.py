@@ -95,5 +95,17 @@ def test_byte_time_is_the_exact_quotient_rounded_up_whatever_the_size(bytes, rat
 def test_an_operand_in_a_slower_tier_is_charged_at_that_tiers_rate():
     p = machine()
     # 1000 bytes at 0.1 GB/s instead of 1 GB/s, and one access
-    assert slow_operand_ns(p, 0, {"host": 1000}) == 10_000 - 1000 + 100
-    assert slow_operand_ns(p, 0, {"hbm": 1000}) == 0
+    assert slow_operand_ns(p, 0, "other", {"host": 1000}) == 10_000 - 1000 + 100
+    assert slow_operand_ns(p, 0, "other", {"hbm": 1000}) == 0
+
+
+def test_an_operand_in_a_slower_tier_is_charged_at_the_share_that_the_kind_of_op_gets():
+    p = machine(share={"": 0.5, "norm": 0.25})
+    assert slow_operand_ns(p, 0, "other", {"host": 1000}) == 2 * (10_000 - 1000) + 100
+    assert slow_operand_ns(p, 0, "norm", {"host": 1000}) == 4 * (10_000 - 1000) + 100
+
+
+def test_the_charge_of_a_slower_tier_rounds_up():
+    p = machine(bandwidth=3 * GB)
+    # 2 bytes at 0.1 GB/s instead of 3 GB/s: 19 1/3 ns more
+    assert slow_operand_ns(p, 0, "other", {"host": 2}) == 20 + 100

@@ -72,14 +72,16 @@ def parts_of(trace: Trace, platform: Platform, op: int) -> Parts:
     return Parts(fixed, touched_bytes(trace, op), rate)
 
 
-def away_ns(platform: Platform, engine: Engine, away: dict[str, int]) -> int:
+def away_ns(platform: Platform, engine: Engine, kind: str, away: dict[str, int]) -> int:
     """Extra ns for operands that are read or written in place in other tiers than the engine's home."""
     tiers = {tier.name: tier for tier in platform.tiers}
+    share = exactly(engine.bandwidth_share.get(kind, engine.bandwidth_share.get("", 1.0)))
+    rates = {name: max(1, round(tier.bandwidth * share)) for name, tier in tiers.items()}
     extra = Fraction(0)
     for name, bytes in away.items():
-        extra += Fraction(bytes * NANO, tiers[name].bandwidth) - Fraction(bytes * NANO, tiers[engine.home].bandwidth)
+        extra += Fraction(bytes * NANO, rates[name]) - Fraction(bytes * NANO, rates[engine.home])
         extra += tiers[name].latency
-    return max(0, round(extra))
+    return max(0, ceil(extra))
 
 
 def route_of(platform: Platform, source: str, target: str) -> tuple[int, ...]:
