@@ -54,6 +54,8 @@ def read_view(path: Path, **about: Any) -> SavedView:
 
     Raises TiersimError, one line that names the file, where it is not there or is no view.
     """
+    if path.exists() and not path.is_file():
+        raise TiersimError(f"{path}: is no file")  # opening a pipe would wait for ever
     try:
         with gzip.open(path, "rb") as file:
             text = file.read(MOST + 1)

@@ -16,6 +16,7 @@ import pytest
 import sim.engine.flows
 from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, replayed, run_policy
+from sim.conformance.suite import breaks
 from sim.engine.device import Device
 from sim.engine.replay import replay
 from sim.engine.state import State
@@ -29,7 +30,7 @@ from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.holding import with_releases
 from sim.trace.op import KIND_CODE, Implementation
-from sim.trace.origin import Same
+from sim.trace.origin import Glue, Origin, Same
 from sim.trace.rewrite import Codec, choose_implementation, encode, fuse, split_batch
 from sim.trace.rewriter import Rewriter, with_columns
 
@@ -781,6 +782,26 @@ def test_a_measured_time_that_the_model_would_undercut_may_not_be_dropped():
     slow = rewritten(priced(), duration={0: 1000}).plan.trace
     bare = Trace(slow.tensor_columns, slow.op_columns, outputs=slow.outputs, carry=slow.carry, meta=slow.meta)
     assert broken(rewritten(bare, duration={0: -1}), COSTS) == {"costs"}
+
+
+def test_an_engine_by_its_own_name_does_not_lose_a_measured_time():
+    slow = rewritten(priced(), duration={0: 1000}).plan.trace
+    bare = Trace(slow.tensor_columns, slow.op_columns, outputs=slow.outputs, carry=slow.carry, meta=slow.meta)
+    duration = bare.op_columns.duration.copy()
+    duration[0] = -1
+    plan = Plan(with_columns(bare, duration=duration, engine={0: "npu"}))
+    assert broken(replayed(Rewrites(), plan, bare, machine_with_launch()), COSTS) == {"costs"}
+
+
+def test_a_rewrite_of_no_iterations_breaks_values():
+    trace = chain()
+    b, (output,) = TraceBuilder(), trace.outputs
+    kept = b.tensor("kept", trace.tensors[output].bytes)
+    b.op("nothing", reads=[kept], duration=1)
+    origin = Origin(trace.content_hash, (Same(output, -1),), (Glue(),), iterations=0)
+    plan = Plan(b.build(outputs=[kept], carry=(), origin=origin))
+    run = replayed(Rewrites(), plan, trace, machine())
+    assert "0 iterations" in breaks(CHECKS["values"], run)
 
 
 def test_a_kind_that_an_engine_runs_faster_breaks_costs():

@@ -173,10 +173,32 @@ def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], 
         view = read_view(path, **{"links": [], "command": "", "caution": list(objections), **about})
     except TiersimError as error:
         raise TiersimError(f"{error}; not run again: {'; '.join(objections)}") from None
-    hold(view.data["figures"], saved, f"{path}: ", "make the results anew")
+    figures, why = view.data["figures"], "make the results anew"
+    hold(figures, saved, f"{path}: ", why)
+    _hold_whole(view, saved, path, why)
     for line in objections:
         print(f"tiersim: from what was saved: {view.title}: {line}", file=sys.stderr)
     return view
+
+
+def _hold_whole(view: SavedView, saved: Mapping[str, Any], path: Path, why: str) -> None:
+    """See that a view has every figure that was saved, and shows these. Raises TiersimError."""
+    from dataclasses import fields
+
+    from sim.analysis.summary import Summary
+    from sim.errors import TiersimError
+    from sim.report.table import summary_lines
+
+    figures = view.data["figures"]
+    missing = next((field.name for field in fields(Summary) if field.name not in figures), None)
+    if missing is not None:
+        raise TiersimError(f"{path}: has no {missing}: {why}")
+    try:
+        shown = [list(line) for line in summary_lines(figures)]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TiersimError(f"{path}: figures: {error!r}: {why}") from None
+    if view.data["summary"] != shown or view.data["end"] != figures["makespan_ns"]:
+        raise TiersimError(f"{path}: shows other figures than it has: {why}")
 
 
 def _read(path: Path, *needed: str) -> dict[str, Any]:

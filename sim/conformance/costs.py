@@ -100,11 +100,13 @@ class _Costs:
             )
         assert isinstance(expr, Same)
         base = self.base.ops[expr.id]
-        moved = op.engine != base.engine  # a measured time is one of its engine
+        engine_for = self.run.platform.engine_for  # by what runs it: the main engine has a name of its own, too
+        moved = engine_for(op.device, op.engine) != engine_for(base.device, base.engine)
         return _Cost(
             base.flops,
             int(self.base.touched[expr.id]),
             base.workspace,
+            # a measured time is one of its engine
             -1 if base.duration is None or (moved and op.duration is None) else base.duration,
             base.random,
             frozenset((base.dtype,)),

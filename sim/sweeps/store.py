@@ -64,6 +64,8 @@ class Store:
             raise StoreError(f"{study}: study: expected a table")
         if not isinstance(self.cells, list) or not all(map(_is_cell, self.cells)):
             raise StoreError(f"{study}: cells: expected a list of cells, each with its id and labels")
+        if len({cell["id"] for cell in self.cells}) < len(self.cells):
+            raise StoreError(f"{study}: cells: expected each cell once")
         self.files = read_sums(about.get("files"), str(study))
 
     def cell_folder(self, id: str) -> Path:

@@ -161,6 +161,8 @@ def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
     origin = Origin.identity(rewritten)
     if origin.base != base.content_hash:
         raise TraceError("rewrite: this trace was made from another base")
+    if origin.iterations < 1:
+        raise TraceError(f"rewrite: the trace says that it holds {origin.iterations} iterations of its base")
     if len(origin.ops) != len(rewritten.ops) or len(origin.tensors) != len(rewritten.tensors):
         raise TraceError("rewrite: the origin does not have one expression an op and tensor")
     for exprs, count in ((origin.tensors, len(base.tensors)), (origin.ops, len(base.ops))):

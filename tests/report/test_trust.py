@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sim.policies import policy_file
+from sim.report.page import SavedView, write_run_page
 from tests.report.test_page import read, tiersim
 
 POLICY = """
@@ -131,9 +133,23 @@ def no_tiers(data):
     return gzip.compress(json.dumps(record).encode())
 
 
+def changed(**parts):
+    """The view with some of its parts as they are given."""
+
+    def change(data):
+        record = json.loads(gzip.decompress(data))
+        record["view"].update(parts)
+        return gzip.compress(json.dumps(record).encode())
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (changed(figures={}), "has no peak_bytes"),
+        (changed(summary=[["time", "1 ns"]]), "shows other figures"),
+        (changed(end=5), "shows other figures"),
         (cut, "damaged"),
         (lambda data: b"{}", "view.json.gz"),
         (lambda data: gzip.compress(b"[1, 2"), "damaged"),
@@ -286,3 +302,18 @@ def test_cells_whose_id_is_a_path_are_refused(cells, tmp_path, capsys):
     code, out, err = tiersim("report", tmp_path, "-o", tmp_path / "r.html", capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "study.json" in err
+
+
+def test_a_view_that_is_a_pipe_is_not_waited_for(mine, tmp_path, capsys):
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = tmp_path / "out" / "view.json.gz"
+    path.unlink()
+    os.mkfifo(path)
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 2
+    assert "is no file" in err
+
+
+def test_half_a_character_in_a_view_becomes_a_page(tmp_path):
+    assert write_run_page(SavedView({"title": "\ud800"}), tmp_path / "r.html").is_file()

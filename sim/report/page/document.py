@@ -39,7 +39,7 @@ def write_table_page(view: TableView, path: str | os.PathLike[str]) -> Path:
 
 
 def _write(path: str | os.PathLike[str], title: str, about: dict[str, Any], parts: Mapping[str, Any]) -> Path:
-    text = document(title, about, parts).encode()
+    text = document(title, about, parts).encode("utf-8", "replace")  # JSON may name half a character
 
     def write(file: IO[bytes]) -> None:
         file.write(text)
