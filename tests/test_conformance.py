@@ -14,6 +14,7 @@ import pytest
 
 from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
 from sim.conformance.again import check_online
+from sim.conformance.elsewhere import differences
 from sim.conformance.machines import platform_of, toml_of
 from sim.conformance.situations import Example, for_each, situations
 from sim.errors import PolicyError
@@ -258,6 +259,53 @@ def test_a_policy_that_ends_the_program_does_not_pass(how, tmp_path):
     assert "Traceback" not in done.stderr
     said = done.stderr if how == "constructor" else done.stdout
     assert ("exit status 0" if how == "process" else "SystemExit") in said
+
+
+REMEMBERS = """
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.plan import Move, Plan
+from sim.policies.base import MANAGES, Policy
+
+SEEN = {}
+
+@dataclass(frozen=True, kw_only=True)
+class Remembers(Policy):
+    moves = True
+    manages: ClassVar[tuple[str, ...]] = MANAGES
+    needs = frozenset({"host"})
+    at: int = 0
+
+    def plan(self, problem):
+        trace = problem.trace
+        at = SEEN.setdefault((trace.content_hash, problem.budget), len(SEEN))
+        if self.at and at >= self.at:
+            os._exit(0)
+        if self.at:
+            return Plan(trace)
+        made = [t for t in range(len(trace.tensors)) if trace.producer[t] >= 0 and trace.tensors[t].bytes
+                and trace.read_counts[t] and t not in trace.outputs and trace.replaced_by[t] < 0]
+        t = made[at % len(made)] if made else -1
+        return Plan(trace, [Move(t, "host", after=int(trace.producer[t]))] if made else [])
+"""
+
+
+def test_a_policy_that_remembers_earlier_examples_breaks_repeats(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "remembers.py").write_text(REMEMBERS)
+    name = "remembers.py:Remembers"
+    assert differences([(name, load(name))], examples=5, seed=3)
+
+
+def test_a_policy_that_ends_the_process_at_a_later_example_does_not_pass(tmp_path):
+    (tmp_path / "remembers.py").write_text(REMEMBERS)
+    words = [sys.executable, "-m", "sim", "check", "remembers.py:Remembers", "--examples", "12", "-p", "at=9"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout
+    assert "without a report (exit status 0)" in done.stdout
 
 
 def test_a_policy_that_prints_is_checked_like_any_other(tmp_path, monkeypatch):

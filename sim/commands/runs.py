@@ -194,11 +194,10 @@ def check(
     json: Json = False,
 ) -> None:
     """Hold a policy to the law for every policy, on traces that nobody picked by hand."""
-    from sim.conformance import check_policy
+    from sim.conformance.alone import checked
     from sim.outputs import to_json
-    from sim.policies import load
 
-    report = check_policy(load(policy, **parameters(param)), examples=examples, seed=seed, name=policy)
-    print(to_json(report.as_dict()) if json else report.as_text())
-    if not report.passed:
+    report, text = checked(policy, parameters(param), examples=examples, seed=seed)
+    print(to_json(report) if json else text)
+    if not report["passed"]:
         raise typer.Exit(1)

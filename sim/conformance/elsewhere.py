@@ -1,4 +1,4 @@
-"""Law 7 across processes: the same examples in another one, where sets and hashes come in another order."""
+"""Law 7 across processes: the same examples in another one, where they, sets and hashes come in another order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from sim.policies import load
 from sim.policies.base import Policy
 
 
-def fingerprints(policy: Policy, *, examples: int, seed: int) -> list[str]:
-    """What came of each example, as text: the hash of the log, or the refusal."""
-    found = []
+def fingerprints(policy: Policy, *, examples: int, seed: int, last_first: bool = False) -> list[str]:
+    """What came of each example, as text: the hash of the log, or the refusal.
 
-    def look(example: Example) -> None:
+    last_first: run them in the other order; the answers come in the same one.
+    """
+    drawn: list[Example] = []
+    for_each(situations_for(policy), drawn.append, examples, seed)
+
+    def look(example: Example) -> str:
         run = run_policy(policy, example.trace, example.platform, seed=seed)
         answer = run.log.content_hash if run.log is not None else ""
-        found.append(f"{answer} {type(run.error or run.crash).__name__}: {run.error or run.crash}")
+        return f"{answer} {type(run.error or run.crash).__name__}: {run.error or run.crash}"
 
-    for_each(situations_for(policy), look, examples, seed)
-    return found
+    if last_first:
+        return [look(example) for example in reversed(drawn)][::-1]
+    return [look(example) for example in drawn]
 
 
 class Ended(Exception):
@@ -36,6 +41,7 @@ class Ended(Exception):
 def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int) -> list[str]:
     """In which of these policies, given with their names, a second process comes to something else.
 
+    It runs the examples in the other order, so that what a policy remembers of earlier ones shows, too.
     A policy that its name and parameters cannot bring to the other process is left out. The other process is asked
     first: a policy that ends the process that it runs in does not end this one. Raises Ended where that happened.
     """
@@ -77,7 +83,7 @@ def main() -> None:
     answers = []
     for job in json.load(sys.stdin):
         policy = load(job["name"], **job["parameters"])
-        answers.append(fingerprints(policy, examples=job["examples"], seed=job["seed"]))
+        answers.append(fingerprints(policy, examples=job["examples"], seed=job["seed"], last_first=True))
     json.dump(answers, out)
     out.close()
 

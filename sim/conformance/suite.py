@@ -115,9 +115,8 @@ class Report:
         ]
         broken = {entry.law: entry for entry in self.broken}
         for law, check in CHECKS.items():
-            sentence = _sentence(check)
             verdict = "FAIL" if law in broken else "ok" if self.ran else "–"
-            lines.append(f"  {verdict:4}  {sentence}")
+            lines.append(f"  {verdict:4}  {sentence(check)}")
             if law in broken:
                 entry = broken[law]
                 if self.examples:
@@ -133,7 +132,8 @@ class Report:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def _sentence(check: Callable[[Replayed], None]) -> str:
+def sentence(check: Callable[[Replayed], None]) -> str:
+    """The law that a check stands for, as one sentence."""
     return (check.__doc__ or "").strip().splitlines()[0]
 
 
@@ -164,7 +164,7 @@ def check_policy(
         try:
             elsewhere = differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
         except Ended as error:
-            ended = Broken("outcome", _sentence(check_outcome), 1, str(error))
+            ended = Broken("outcome", sentence(check_outcome), 1, str(error))
             return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
@@ -183,8 +183,8 @@ def check_policy(
     for law, cases in broken.items():
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, Path(folder))
-        found.append(Broken(law, _sentence(CHECKS[law]), len(cases), text, files, command))
-    found += [Broken("repeats", _sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
+        found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
+    found += [Broken("repeats", sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
     return Report(
         policy=name,
         seed=seed,

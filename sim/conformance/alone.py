@@ -1,0 +1,60 @@
+"""A check in a process of its own, so that a policy that ends its process does not end what reports on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sim.conformance.memory import check_outcome
+from sim.conformance.suite import Broken, Report, check_policy, sentence
+from sim.errors import PolicyError, PolicyFailed, TiersimError
+from sim.policies import load
+
+
+def checked(name: str, parameters: Mapping[str, Any], *, examples: int, seed: int) -> tuple[dict[str, Any], str]:
+    """The report on a policy as JSON values and as lines to read.
+
+    A process that ends without one is a broken law. Raises PolicyError or PolicyFailed as `load` does.
+    """
+    job = {"name": name, "parameters": dict(parameters), "examples": examples, "seed": seed}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "sim.conformance.alone"]
+    done = subprocess.run(
+        command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and "error" in answer:
+        raise {"PolicyError": PolicyError}.get(answer["error"], PolicyFailed)(answer["text"])
+    if done.returncode or not isinstance(answer, dict):
+        text = f"the process that checks it ends without a report (exit status {done.returncode})"
+        broken = Broken("outcome", sentence(check_outcome), 1, text)
+        report = Report(name, seed, examples=0, skipped=0, refused=0, broken=(broken,))
+        return report.as_dict(), report.as_text()
+    return answer["record"], answer["text"]
+
+
+def main() -> None:
+    """Read a job from standard input and print what came of it."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a policy prints is no answer
+    job = json.load(sys.stdin)
+    answer: dict[str, Any]
+    try:
+        policy = load(job["name"], **job["parameters"])
+        report = check_policy(policy, examples=job["examples"], seed=job["seed"], name=job["name"])
+        answer = {"record": report.as_dict(), "text": report.as_text()}
+    except TiersimError as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    json.dump(answer, out)
+    out.close()
+
+
+if __name__ == "__main__":
+    main()
