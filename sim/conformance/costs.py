@@ -135,14 +135,14 @@ class _Costs:
             self.together(op, exprs),
         )
         if "fusion" not in self.saves:
-            return whole
+            # the time of each part was rounded up to the nanosecond
+            return replace(whole, total=max(0, whole.total - len(parts) + 1) if whole.total >= 0 else -1)
         size, replaces = self.trace.tensor_columns.bytes, self.trace.tensor_columns.replaces
         over = {int(replaces[t]) for t in op.writes}
         once = min(whole.bytes, sum(int(size[t]) for t in (*op.writes, *(t for t in op.reads if t not in over))))
         unit = self.run.platform.engines[engine]
         share = unit.bandwidth_share.get(op.kind, unit.bandwidth_share.get("", 1.0))
         rate = max(1, round(self.run.platform.tier(unit.home).bandwidth * share))
-        # the time of each part was rounded up to the nanosecond
         spared = (len(parts) - 1) * unit.launch + -(-(whole.bytes - once) * 10**9 // rate) + len(parts)
         return replace(
             whole,
