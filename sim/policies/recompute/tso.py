@@ -128,7 +128,7 @@ class Tso(RecomputationPlanner):
             )
         notes = {
             "segments": tuple((i, j - 1, self.modes[q]) for i, j, q in best.segments),
-            **({} if self.launch is None else {"launch_ns": self.launch}),
+            **self._said(),
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
         replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].again for _, _, q in best.segments)
@@ -143,7 +143,11 @@ class Tso(RecomputationPlanner):
         first_backward(line, "tso")
         whole = replace(self, modes=("graph",))
         runs = whole._runs(problem, line, [(0, len(line), 0)], spared_launches(problem, self.launch))
-        return {"captured launches": Plan(runs.ledger.trace, runs.actions())}
+        return {"captured launches": Plan(runs.ledger.trace, runs.actions(), notes=self._said())}
+
+    def _said(self) -> dict[str, int]:
+        """What a plan says of the launch that a measured op is taken to have."""
+        return {} if self.launch is None else {"launch_ns": self.launch}
 
     @property
     def _captures(self) -> int:
