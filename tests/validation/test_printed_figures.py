@@ -46,8 +46,14 @@ def megatron(name):
 
 
 def bytes_of(trace, *roles):
+    """What is there from the start, and of gradients what the update reads: not the addends of a tied weight's."""
     made = {t for op in trace.ops for t in op.writes}
-    return sum(t.bytes for t in trace.tensors if t.role in roles and (t.role == "gradient" or t.id not in made))
+    updated = {t for op in trace.ops if op.phase == "update" for t in op.reads}
+    return sum(
+        t.bytes
+        for t in trace.tensors
+        if t.role in roles and (t.id in updated if t.role == "gradient" else t.id not in made)
+    )
 
 
 def saved(trace, *, layer=None, part=""):
