@@ -115,7 +115,7 @@ def bytes_a_parameter(precision: str) -> float:
     held = sum(
         t.bytes
         for t in trace.tensors
-        if (t.role in ("weight", "optimizer_state") and t.id not in made) or t.role == "gradient"
+        if (t.role in ("weight", "optimizer_state") and t.id not in made) or _kept(trace, t)
     )
     return held / float(trace.meta["parameters"])
 
@@ -136,7 +136,7 @@ def _gpt3_parts(layers: int) -> dict[str, int]:
     statistics = (".mean", ".rstd")
     return {
         "weights and gradients": sum(
-            t.bytes for t in trace.tensors if t.role == "gradient" or (t.role == "weight" and t.id not in made)
+            t.bytes for t in trace.tensors if _kept(trace, t) or (t.role == "weight" and t.id not in made)
         ),
         "optimizer": sum(t.bytes for t in trace.tensors if t.role == "optimizer_state" and t.id not in made),
         "activations": sum(t.bytes for t in trace.tensors if t.saved_for and not t.name.endswith(statistics)),
@@ -308,3 +308,8 @@ READINGS = (
     ),
 )
 """What was read otherwise than printed, or cannot be compared."""
+
+
+def _kept(trace, t):
+    """Whether a tensor is a gradient that the update reads, and no addend of one."""
+    return t.role == "gradient" and any(trace.ops[op].phase == "update" for op in trace.readers(t.id))
