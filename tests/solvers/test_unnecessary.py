@@ -55,6 +55,20 @@ def test_what_is_held_leaves_no_room():
     assert remove_unnecessary(runs(ledger, again), [1] * 6, 14).reruns() == 0
 
 
+def test_an_operand_does_not_take_the_place_of_what_is_made_from_it():
+    """Both `a` and `b` are recomputed for `end`; there is room for one beside `other`, and `b` alone is needed."""
+    b = TraceBuilder({"model": "operand"})
+    first, second, other, end = (b.tensor(name, 1) for name in ("a", "b", "other", "end"))
+    b.op("a", writes=[first], duration=0)
+    b.op("b", reads=[first], writes=[second], duration=0)
+    b.op("other", writes=[other], duration=0)
+    b.op("end", reads=[second], writes=[end], duration=0)
+    ledger = Ledger(b.build(outputs=(end,), carry=()))
+    again = runs(ledger, {3: [0, 1]}, prune=True)
+    assert again.reruns() == 2
+    assert remove_unnecessary(again, [0] * 4, 2).reruns() == 0
+
+
 def test_nearly_always_the_best_subset_of_the_reruns_is_left():
     best = worse = 0
     for seed in range(60):
