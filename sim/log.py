@@ -51,7 +51,9 @@ class EventLog:
     changes: shape (m, 6), columns `CHANGE_COLUMNS`: time in ns; tier, a position in `platform.tiers`;
     ± bytes; tensor (-1 for workspace); op that did it (-1 for none); cause, a position in `CAUSES`.
     reserved: shape (k, 3), `RESERVED_COLUMNS`: what a caching allocator took from or gave back to its tier.
-    counters: `ignored_actions`, `implicit_moves`, `implicit_recomputes`, `pressure_calls`, `returned_moves`, ….
+    counters: `ignored_actions`, `implicit_moves`, `implicit_recomputes`, `pressure_calls`, `returned_moves`;
+    `moves_cancelled` before they started, `cancelled_bytes` that they would have put on the wire, and of them
+    `moves_without_space`, which never got space at their destination; ….
     complete: whether the run came to its end; a partial log ends at the error.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from sim.comparison import Comparison
 from sim.experiment import Result
 from sim.hardware.platform import Platform
-from sim.report.cells import ordered
+from sim.report.cells import cancelled_lines, ordered
 from sim.report.foot import Foot
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 
@@ -27,7 +27,7 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
         command=command,
         workload=workload_text(result.log.trace.meta),
         trace=result.log.trace,
-        notes=policy.saving_lines(),
+        notes=run_notes(result),
     )
     return RunView(
         title=title or result.name,
@@ -39,6 +39,11 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
         doc=inspect.getdoc(type(policy)) or "",
         links=links,
     )
+
+
+def run_notes(result: Result) -> tuple[str, ...]:
+    """What has to be said of a run beside its figures: what its policy saves, and the moves that never started."""
+    return (*result.policy.saving_lines(), *cancelled_lines(result.summary()))
 
 
 def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:
@@ -71,7 +76,10 @@ def saved_table(
         platforms=[platform] if platform else [],
         facts=() if platform else list(facts),
         runs=runs,
-        notes=[f"not run: {name}: {why}" for name, why in record["left_out"].items()],
+        notes=[
+            *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
+            *(f"not run: {name}: {why}" for name, why in record["left_out"].items()),
+        ],
         command=command,
         caution=caution,
     )

@@ -67,6 +67,7 @@ def run(
     from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
     from sim.outputs import check_folder, to_json, write_run
+    from sim.pages import run_notes
     from sim.report.foot import Foot
     from sim.report.table import print_summary
 
@@ -89,7 +90,7 @@ def run(
         print(to_json({"policy": policy, **result.summary()}))
     else:
         warm_up = len(result.warm_up)
-        notes = result.policy.saving_lines()
+        notes = run_notes(result)
         foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes)
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
 

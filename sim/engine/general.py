@@ -123,7 +123,7 @@ class General(Waiting):
         yield from self._room(home, state.size[tensor], op, f"reading {self._tensor(tensor)!r}")
         waiting = self._transfers.outside(tensor)
         if waiting is not None:
-            self._transfers.cancel(waiting)
+            self._transfers.call_back(waiting)
         if state.copies[tensor] & reach or tensor in state.transfers:
             return
         state.take(tensor, home, state.size[tensor], op, MOVED_IN)

@@ -93,7 +93,7 @@ class State:
         self.space_waiters: list[list[Request]] = [[] for _ in range(tiers)]  # devices, first come first served
         self.counters = dict.fromkeys(
             (
-                *("ignored_actions", "implicit_moves", "implicit_recomputes"),
+                *("ignored_actions", "implicit_moves", "implicit_recomputes", "moves_cancelled", "cancelled_bytes"),
                 *("moves_without_space", "pressure_calls", "returned_moves"),
             ),
             0,

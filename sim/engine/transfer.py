@@ -108,9 +108,7 @@ class Transfers:
         now = state.transfers.get(tensor)
         if now is not None:
             if now.stage != RUNS:
-                if now.stage == WAITS and target == now.source:
-                    state.counters["moves_without_space"] += 1  # it never left, for want of space there
-                self.cancel(now)
+                (self.call_back if target == now.source else self.cancel)(now)
             elif target == now.source:
                 self._keep_source(now)
                 now.drop_target = not move.keep
@@ -256,6 +254,15 @@ class Transfers:
                 follower.followers = [*(follower.followers or ()), *moves[i + 1 :]]
                 return
         self._tidy(tensor, transfer.op)
+
+    def call_back(self, transfer: Transfer) -> None:
+        """Cancel a transfer that has not started: what it was to take stays where it lies, and that is counted."""
+        counters = self._state.counters
+        counters["moves_cancelled"] += 1
+        counters["cancelled_bytes"] += transfer.wire
+        if transfer.stage == WAITS:
+            counters["moves_without_space"] += 1
+        self.cancel(transfer)
 
     def cancel(self, transfer: Transfer) -> None:
         """Forget a transfer that has not started."""

@@ -15,7 +15,10 @@ from sim.log import CAUSES, STALLS, WHYS, EventLog
 from sim.plan import Online, Plan
 from tests.engine.reference import Outcome, simulate
 
-COUNTERS = ("ignored_actions", "implicit_moves", "implicit_recomputes", "pressure_calls", "returned_moves")
+COUNTERS = (
+    *("ignored_actions", "implicit_moves", "implicit_recomputes", "pressure_calls", "returned_moves"),
+    *("moves_cancelled", "cancelled_bytes", "moves_without_space"),
+)
 
 
 class Expected(NamedTuple):

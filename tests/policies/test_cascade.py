@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.comparison import compare
+from sim.engine.replay import replay
 from sim.errors import OutOfMemory
 from sim.experiment import simulate
 from sim.hardware.platform import Link, Platform, Tier
 from sim.hardware.profile import load_profile
-from sim.plan import Move
+from sim.pages import comparison_view, run_notes, run_view
+from sim.plan import Move, Plan
 from sim.policies.cascade import cascade
-from sim.report.table import comparison_text
+from sim.report.page.run import run_data
+from sim.report.table import comparison_text, summary_text
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.strategies import traces
@@ -145,17 +148,64 @@ def test_all_run_with_a_small_host_and_a_drive_and_name_the_host_without(policy)
         simulate(trace, tiers(budget, need // 5, need // 5), policy, **parameters)  # a drive that is full, too
 
 
-def test_moves_that_found_no_room_are_counted_and_said() -> None:
+def test_moves_that_never_started_are_counted_and_said() -> None:
     trace = stack(6)
     roomy, small = tiers(10_000, ROOMY, 0), tiers(10_000, 200, 0)
-    kept = simulate(trace, small, "swap_all", unit="op")
-    assert kept.summary()["counters"]["moves_without_space"] == 2
-    assert simulate(trace, roomy, "swap_all", unit="op").summary()["counters"]["moves_without_space"] == 0
+    kept = simulate(trace, small, "swap_all", unit="op").summary()["counters"]
+    assert (kept["moves_cancelled"], kept["cancelled_bytes"], kept["moves_without_space"]) == (2, 200, 2)
+    assert simulate(trace, roomy, "swap_all", unit="op").summary()["counters"]["moves_cancelled"] == 0
     text = comparison_text(compare(trace, small, [("swap_all", {"unit": "op"})]).rows)
-    assert "swap_all(unit=op): 2 moves were given up, for there was never room where they went" in text
+    said = "2 moves (200 B) cancelled before the copy started, 2 of them for want of space where they went"
+    assert f"swap_all(unit=op): {said}" in text
     # what does not fit says which tiers had no room
     refused = comparison_text(compare(trace, small, ["swap_all"], budget=350, find_floor=False).rows)
     assert "no room in hbm and host" in refused
+
+
+def test_a_smaller_host_does_not_make_a_plan_faster_in_silence() -> None:
+    # backward is faster than the link, and stalls for all four that left; a host of two tensors spares it two of them
+    trace = stack(6, forward=1000, backward=300)
+    whole, part = (simulate(trace, slow_links(host, GB // 8), "swap_all", unit="op") for host in (ROOMY, 200))
+    assert (whole.log.end, part.log.end) == (10_100, 9_100)
+    for result in (whole, part):  # each move out happened, or is counted
+        assert result.summary()["moved_bytes"]["d2h"] + result.log.counters["cancelled_bytes"] == 400
+    (note,) = run_notes(part)
+    assert note in summary_text(part.summary(), foot=run_view(part).foot)
+    assert run_data(run_view(part))["notes"] == [note]
+    assert run_notes(whole) == ()
+    table = comparison_view(compare(trace, slow_links(200, GB // 8), [("swap_all", {"unit": "op"})]))
+    assert list(table.notes) == [f"swap_all(unit=op): {note}"]
+
+
+def slow_links(host: int, rate: int) -> Platform:
+    """Two tiers, and links at `rate`."""
+    platform = tiers(10_000, host, 0)
+    return replace(platform, links=tuple(replace(link, rate=rate) for link in platform.links))
+
+
+def test_what_has_space_and_waits_for_the_link_is_counted_too() -> None:
+    b = TraceBuilder()
+    first, second = (b.tensor(name, size) for name, size in (("first", 500), ("second", 30)))
+    b.op("make", writes=[first, second], duration=10)
+    b.op("use", reads=[first, second], writes=[b.tensor("end", 1)], duration=10, phase="backward")
+    moves = [Move("first", "host", after="make"), Move("second", "host", after="make")]
+    back = [Move("second", "hbm", before="use")]
+    log = replay(Plan(b.build(carry=()), [*moves, *back]), tiers(10_000, ROOMY, 0))
+    counted = [log.counters[name] for name in ("moves_cancelled", "cancelled_bytes", "moves_without_space")]
+    assert counted == [1, 30, 0]
+
+
+def test_a_move_further_down_that_an_op_is_quicker_than_is_counted() -> None:
+    # the drive is full until the end, so that `cold` waits in the host for room there; the op that reads it fetches it
+    b = TraceBuilder()
+    full = b.tensor("full", 100, "weight")
+    cold, x = b.tensor("cold", 40, "weight"), b.tensor("x", 1)
+    b.op("first", writes=[x], duration=10)
+    b.op("read", reads=[x, cold, full], writes=[b.tensor("end", 1)], duration=10)
+    plan = Plan(b.build(carry=()), [Move("cold", "nvme", after="first")], place={"cold": "host", "full": "nvme"})
+    log = replay(plan, tiers(10_000, ROOMY, 100))
+    counted = [log.counters[name] for name in ("moves_cancelled", "cancelled_bytes", "moves_without_space")]
+    assert counted == [1, 40, 1]
 
 
 def test_lru_gives_the_host_s_spare_copies_up_for_what_has_to_go() -> None:

@@ -23,7 +23,7 @@ class SwapAll(Policy):
     Departs: what would have to come back before any other op ran is never sent, nor what is last used on
         another engine or in a group, whose ends the device does not see. A copy out that has not
         ended when the tensor is to be prefetched is called back: it stays, and nothing comes in; so does
-        one for which the host never had room (counted as `moves_without_space`). What is beyond the host's
+        one for which the host never had room (both are counted as `moves_cancelled`). What is beyond the host's
         capacity goes on to the tier behind it, where there is one.
 
     ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the

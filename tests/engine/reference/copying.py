@@ -135,7 +135,10 @@ class Copies:
                 now.followers.append(action)
             return
         if now is not None:
-            self.cancel(now)
+            if action.to == now.source:
+                self.call_back(now)
+            else:
+                self.cancel(now)
         held = store.held[tensor]
         if not held:
             store.counters["ignored_actions"] += 1
@@ -183,6 +186,13 @@ class Copies:
         copy.job = Job(links, copy.wire, copy.priority, store.now, copy.device, self.number, copy)
         self.number += 1
         self.jobs.append(copy.job)
+
+    def call_back(self, copy: Copying) -> None:
+        """What a move that has not started was to take is wanted where it lies."""
+        self.store.counters["moves_cancelled"] += 1
+        self.store.counters["cancelled_bytes"] += copy.wire
+        self.store.counters["moves_without_space"] += not copy.has_space
+        self.cancel(copy)
 
     def cancel(self, copy: Copying) -> None:
         """Forget a move that has not started."""

@@ -189,7 +189,7 @@ class Device:
         yield from self.room(home, store.tensors[tensor].bytes, op, "reading")
         copy = copies.under_way.get(tensor)
         if copy is not None and not copy.has_space:
-            copies.cancel(copy)
+            copies.call_back(copy)
             copy = None
         if copy is None and not any(tier in reach for tier in store.held[tensor]):
             copies.fetch(tensor, home, self.index, op)
