@@ -93,3 +93,9 @@ def test_engine_and_policies_meet_in_the_plan_alone():
     for name, other in (("sim.engine", "sim.policies"), ("sim.policies", "sim.engine")):
         assert other not in MAY_IMPORT[name]
         assert not [path for path in sources(name.replace(".", "/")) if other in {to for _, to in imported(path)}]
+
+
+def test_the_time_of_a_transfer_has_one_home():
+    """The law has its own, for it must not share what it checks."""
+    found = {path.relative_to(ROOT).as_posix() for path in sources("sim") if "10**9 //" in path.read_text("utf-8")}
+    assert {path for path in found if not path.startswith("sim/conformance/")} == {"sim/hardware/transfer_time.py"}

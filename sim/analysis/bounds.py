@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sim.analysis.lanes import MOVE
 from sim.analysis.peak_memory import peak_bytes
 from sim.hardware.cost import OpTimes, op_times
+from sim.hardware.transfer_time import transfer_ns
 from sim.log import CAUSE, EventLog, Ints
 
 
@@ -141,7 +142,7 @@ def _transfer_ns(log: EventLog, times: OpTimes) -> int:
             (int(back[i]), sum(link.rate for link in platform.links if link.target == name)),
         ):
             if bytes and rate:
-                most = max(most, -(-bytes * 10**9 // rate))
+                most = max(most, transfer_ns(bytes, rate))
     return most
 
 

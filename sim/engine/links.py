@@ -10,6 +10,7 @@ from sim.engine.events import COPIES, At, Event
 from sim.engine.flows import Flow, Flows
 from sim.engine.prepare import Charges
 from sim.engine.state import State
+from sim.hardware.transfer_time import transfer_ns
 
 
 class Job:
@@ -46,6 +47,7 @@ class Links:
     def __init__(self, state: State, charges: Mapping[str, Charges], flows: Flows) -> None:
         self._state = state
         self._env = state.env
+        self._platform = state.platform
         self._links = state.platform.links
         self._charges = charges
         self._flows = flows
@@ -88,13 +90,11 @@ class Links:
     def _start(self, job: Job, now: int) -> None:
         job.is_waiting = False
         self._running[job] = None
-        links = self._links
-        fixed, rate, shared = 0, links[job.route[0]].rate, False
+        fixed, rate = self._platform.pace(job.route)
+        shared = False
         for i in job.route:
             heappop(self._queues[i])
             self._free[i] -= 1
-            fixed += links[i].fixed
-            rate = min(rate, links[i].rate)
             shared = shared or self._shared[i]
         if job.began < 0:
             job.began = now
@@ -103,7 +103,7 @@ class Links:
             fixed = 0  # the later chunks of a job that has paid it
         part = min(job.bytes, job.chunk) if job.chunk else job.bytes
         job.bytes -= part
-        job.ends = now + fixed - (-part * 10**9 // rate)
+        job.ends = now + transfer_ns(part, rate, fixed)
         if not shared or not part:  # 0 bytes share nothing
             At(self._env, job.ends - self._env.now, job.rank, lambda event: self._end(job, job.ends))
             return
@@ -149,7 +149,6 @@ class Links:
             end = max(end, job.ends if job.flow is None else job.flow.ends_at(now, job.ends))
         waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
         for job in (*running, *waiting.values()):  # of one that runs the later chunks
-            rate = min(self._links[link].rate for link in job.route)
-            fixed = sum(self._links[link].fixed for link in job.route) if job.began < 0 else 0
-            end += fixed - (-job.bytes * 10**9 // rate)
+            fixed, rate = self._platform.pace(job.route)
+            end += transfer_ns(job.bytes, rate, fixed if job.began < 0 else 0)
         return end

@@ -330,13 +330,13 @@ class Transfers:
         """Of the tiers that hold a tensor, the one with the shortest route to `target`."""
         if (held, target) in self._sources:
             return self._sources[held, target]
-        state, links = self._state, self._state.platform.links
+        state = self._state
         best: tuple[int, int, int] | None = None
         for tier in range(len(state.names)):
             if held & 1 << tier:
                 route = self.route(tier, target)
                 if route:
-                    rank = (len(route), sum(links[i].fixed for i in route), tier)
+                    rank = (len(route), state.platform.pace(route).fixed, tier)
                     best = rank if best is None or rank < best else best
         if best is None:
             name = state.prepared.trace.tensor_columns.name[tensor]

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from sim.errors import ProfileError, near
+from sim.hardware.transfer_time import Pace, transfer_ns
 
 STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
 """How sure a figure is, best first."""
@@ -257,6 +258,17 @@ class Platform:
             frontier = reached
         return best[target][2] if target in best else ()
 
+    def pace(self, route: tuple[int, ...]) -> Pace:
+        """Fixed ns and bytes/s of a transfer alone on these links: the sum of fixed times, the least of the rates."""
+        if route not in self._paces:
+            links = [self.links[i] for i in route]
+            self._paces[route] = Pace(sum(link.fixed for link in links), min(link.rate for link in links))
+        return self._paces[route]
+
+    @cached_property
+    def _paces(self) -> dict[tuple[int, ...], Pace]:
+        return {}
+
     def move_ns(self, bytes: int, source: str, target: str) -> int:
         """Nanoseconds a copy takes when nothing else uses its route. Raises ProfileError without a route."""
         if source == target:
@@ -264,8 +276,8 @@ class Platform:
         route = self.route(source, target)
         if not route:
             raise ProfileError(f"{self.name}: no route from {source!r} to {target!r}")
-        rate = min(self.links[i].rate for i in route)
-        return sum(self.links[i].fixed for i in route) - (-bytes * 10**9 // rate)
+        fixed, rate = self.pace(route)
+        return transfer_ns(bytes, rate, fixed)
 
     # ---- variants ----------------------------------------------------------------------------
 

@@ -54,6 +54,12 @@ def test_a_move_rounds_up_to_the_nanosecond():
     assert square(("a", "b", 3 * GB, 0)).move_ns(4, "a", "b") == 2
 
 
+def test_a_route_has_the_fixed_times_of_its_links_and_the_rate_of_the_slowest():
+    p = square(("a", "b", GB, 10), ("b", "c", 2 * GB, 7))
+    assert p.pace(p.route("a", "c")) == (17, GB)
+    assert p.pace(p.route("b", "c")) == (7, 2 * GB)
+
+
 def test_the_host_is_the_first_shared_tier_that_can_be_reached_both_ways():
     assert square(("a", "b", GB, 0), ("a", "c", GB, 0), ("c", "a", GB, 0)).host.name == "c"
     assert square(("a", "b", GB, 0)).host is None

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 
 from sim.errors import PolicyError, near
+from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
 from sim.policies.base import Policy
 from sim.policies.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
@@ -125,7 +126,7 @@ def _trips(problem: Problem, host: str | None, rate: int | None) -> dict[str, di
         if rate is None:
             trips[tier] = {b: (platform.move_ns(b, tier, host), platform.move_ns(b, host, tier)) for b in sizes}
         else:
-            trips[tier] = {b: (-(-b * 10**9 // rate),) * 2 for b in sizes}
+            trips[tier] = {b: (transfer_ns(b, rate),) * 2 for b in sizes}
     return trips
 
 
