@@ -6,14 +6,16 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sim.comparison import Comparison
-from sim.experiment import Result
 from sim.hardware.platform import Platform
 from sim.report.cells import cancelled_lines, ordered
 from sim.report.foot import Foot
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
+
+if TYPE_CHECKING:  # they import this file where they write a page
+    from sim.comparison import Comparison
+    from sim.experiment import Result
 
 Links = tuple[tuple[str, str], ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ MAY_IMPORT = {
     "sim.hardware": WORDS,
     "sim.log": {"sim.trace", "sim.hardware"},
     "sim.plan": WORDS | {"sim.log"},
+    "sim.rewrites": WORDS,
     "sim.solvers": WORDS | {"sim.plan"},
-    "sim.policies": WORDS | {"sim.plan", "sim.solvers", "sim.log"},
+    "sim.eviction": WORDS | {"sim.plan", "sim.log"},
+    "sim.policies": WORDS | {"sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
     "sim.report": WORDS | {"sim.analysis", "sim.log"},
-    "workloads": WORDS,
+    "workloads": WORDS | {"sim.rewrites"},
     "hardware_profiles": set(),
 }
 """What each part may import of the others; what is not named here (experiment, cli, …) ties parts together."""
@@ -99,3 +102,34 @@ def test_the_time_of_a_transfer_has_one_home():
     """The law has its own, for it must not share what it checks."""
     found = {path.relative_to(ROOT).as_posix() for path in sources("sim") if "10**9 //" in path.read_text("utf-8")}
     assert {path for path in found if not path.startswith("sim/conformance/")} == {"sim/hardware/transfer_time.py"}
+
+
+def test_solvers_serve_two_policies_or_more():
+    """What one policy alone needs stands beside it: the policy is a package then."""
+    needs = {path: modules(path) for path in sources("sim")}
+    by_name = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in needs}
+
+    def reached(name, found):
+        for module in needs[by_name[name]] & by_name.keys() - found:
+            found.add(module)
+            reached(module, found)
+        return found
+
+    policies = [name for name in by_name if name.startswith("sim.policies.") and name.count(".") >= 3]
+    users = Counter()
+    for policy in {".".join(name.split(".")[:4]) for name in policies}:
+        own = [name for name in policies if f"{name}.".startswith(f"{policy}.")]
+        users.update(set().union(*(reached(name, set()) for name in own)))
+    lonely = {name for name in by_name if name.startswith("sim.solvers.") and users[name] < 2}
+    assert not lonely
+
+
+def modules(path):
+    """Modules of sim that a file imports, those inside functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found

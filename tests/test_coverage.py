@@ -19,7 +19,7 @@ def load(path):
     return module
 
 
-coverage = load(ROOT / "docs" / "make_coverage.py")
+coverage = load(ROOT / "scripts" / "make_coverage.py")
 TABLE = coverage.load_table()
 ITEMS = coverage.items(TABLE)
 
@@ -30,7 +30,7 @@ def test_the_table_has_no_problems():
 
 def test_the_page_is_what_the_table_makes():
     page = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
-    assert page == coverage.page(TABLE), "run python docs/make_coverage.py"
+    assert page == coverage.page(TABLE), "run python scripts/make_coverage.py"
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["item"][:40])

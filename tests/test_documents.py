@@ -40,7 +40,7 @@ def commands(name):
 
 
 def tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -110,14 +110,14 @@ def test_the_demos_table_is_what_the_demo_finds():
     new = demo.table(demo.rows())
     for name in demo.PAGES:
         text = text_of(name)
-        assert demo.replaced(text, new) == text, f"{name}: run python docs/make_demo.py"
+        assert demo.replaced(text, new) == text, f"{name}: run python scripts/make_demo.py"
 
 
 def test_the_demos_page_says_why_from_the_logs():
     demo = tool("make_demo")
     rows = demo.rows(demo.ASYNCHRONOUS)
     text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
-    assert demo.replaced(text, demo.why_table(rows), demo.WHY) == text, "run python docs/make_demo.py"
+    assert demo.replaced(text, demo.why_table(rows), demo.WHY) == text, "run python scripts/make_demo.py"
     planned, lru, lru_ahead, delta, delta_ahead = rows
     for row in rows:  # waits and recomputation are all of the difference
         lost = sum(row["stall_ns"].values()) + row["recompute_ns"]
@@ -183,7 +183,7 @@ def test_a_notebook_runs_and_finds_what_it_shows(path, tmp_path):
     shown = results(nbformat.read(path, as_version=4))
     assert shown, "no cell is tagged 'checked'"
     found = results(tool("run_notebooks").executed(path, tmp_path))
-    assert found == shown, "run python docs/run_notebooks.py, and read its text again"
+    assert found == shown, "run python scripts/run_notebooks.py, and read its text again"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -199,7 +199,7 @@ def test_a_notebook_is_stored_with_its_outputs_and_nothing_of_its_machine(path):
     assert not [output for cell in code for output in cell.outputs if output.get("name") == "stderr"]
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/(home|root|tmp|usr|work|Users|site-packages)/", text)
-    assert tool("run_notebooks").stored(book) == text, "run python docs/run_notebooks.py"
+    assert tool("run_notebooks").stored(book) == text, "run python scripts/run_notebooks.py"
 
 
 def test_there_is_a_notebook():

@@ -12,8 +12,8 @@ from sim.experiment import simulate
 from sim.iterations import continued
 from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy
+from sim.rewrites.rewrite import unroll
 from sim.trace import Trace, TraceBuilder
-from sim.trace.rewrite import unroll
 from tests.policies.offload.conftest import machine
 from workloads.transformer import transformer
 

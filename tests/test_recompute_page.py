@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from docs.recompute_parts import cases, losses, measure, results, text
+from scripts.recompute_page import cases, losses, measure, results, text
 from sim.experiment import Prices
 from sim.policies import family, names
-from sim.solvers.least_bytes import least_bytes
-from sim.solvers.moment_search import MomentSearch
+from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
+from sim.policies.recompute.relax_and_fix.moment_search import MomentSearch
 from sim.solvers.runs import Ledger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ ANEW = [
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_recompute", ROOT / "docs" / "make_recompute.py")
+    spec = importlib.util.spec_from_file_location("make_recompute", ROOT / "scripts" / "make_recompute.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -84,7 +84,7 @@ def test_cells_are_what_is_simulated_now(found, traces, job, label, at):
     entry = next(entry for entry in cases.entries() if entry.label == label)
     new = measure.cell(traces[job], result.job, entry, old["parameters"], old["budget_bytes"])
     for key in ("status", "peak_bytes", "makespan_ns", "recompute_ns", "moved_bytes", "activation_bytes"):
-        assert new[key] == old[key], f"{label}: {key}: run python docs/make_recompute.py --measure"
+        assert new[key] == old[key], f"{label}: {key}: run python scripts/make_recompute.py --measure"
 
 
 def test_bound_and_floor_are_what_is_computed_now(found, traces):

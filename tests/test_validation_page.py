@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_validation", ROOT / "docs" / "make_validation.py")
+    spec = importlib.util.spec_from_file_location("make_validation", ROOT / "scripts" / "make_validation.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

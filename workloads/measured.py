@@ -14,9 +14,9 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from sim.errors import TraceError
+from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS, PHASES
-from sim.trace.rewriter import with_columns
 
 
 @dataclass(frozen=True, slots=True)

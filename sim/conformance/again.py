@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 
+from sim.conformance.checker import check
 from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
 from sim.conformance.rivals import rivals
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import UNLIMITED, problem_for
 from sim.log import EventLog
 from sim.policies.base import Policy
-from sim.solvers.checker import check
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 

@@ -10,10 +10,10 @@ from fractions import Fraction
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.hardware.cost import op_times
 from sim.policies.base import SAVINGS
+from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
 from sim.trace.op import Op
 from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
-from sim.trace.rewriter import with_columns
 
 LONGEST_LAUNCH = 20_000
 """Nanoseconds of a measured op that may have been its launch: a framework's call and a driver's take about as long."""

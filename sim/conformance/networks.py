@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from sim.conformance.digits import Digits
+from sim.rewrites.holding import with_releases
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.holding import with_releases
 from sim.trace.op import Implementation
 
 SIZES = (16, 1, 40, 64, 7, 100, 0)

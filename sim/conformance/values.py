@@ -1,4 +1,4 @@
-"""Law 2: the same values. A value is a hash of its op and of what it read; see `sim.trace.values`."""
+"""Law 2: the same values. A value is a hash of its op and of what it read; see `sim.rewrites.values`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, OVERWRITTEN, Ledger, Stay, Work
 from sim.conformance.replayed import LawBroken, Replayed
+from sim.rewrites.values import LEAST_CODE, Value, departures, first_value, groups, op_values, plain_values
 from sim.trace.graph import Trace
 from sim.trace.origin import Origin
-from sim.trace.values import LEAST_CODE, Value, departures, first_value, groups, op_values, plain_values
 
 NOTHING: Value = b"nothing"
 FIGURES = ("samples", "tokens", "batch", "sequence", "model_flops")

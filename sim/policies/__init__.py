@@ -1,6 +1,7 @@
 """The policies: the file is the registration.
 
-`policies/offload/vdnn.py` is the policy `vdnn` of family `offload`. Others register theirs through the
+`policies/offload/vdnn.py` is the policy `vdnn` of family `offload`, and so is a package of that name, whose other
+files serve it alone. Others register theirs through the
 entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`, or `path/to/file.py` alone
 where it defines one policy.
 """
@@ -32,8 +33,8 @@ def _own() -> Mapping[str, str]:
     return {
         path.stem: family
         for family in FAMILIES
-        for path in sorted((here / family).glob("*.py"))
-        if not path.stem.startswith("_")
+        for path in sorted((here / family).iterdir())
+        if (path.suffix == ".py" or (path / "__init__.py").is_file()) and not path.stem.startswith("_")
     }
 
 

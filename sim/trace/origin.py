@@ -15,7 +15,7 @@ expression over the ids of the base trace:
     Glue()                            for an op: computes nothing of the base, only moves, joins, splits,
                                       adds up or re-encodes values
 
-An iteration shift is `Same` with another iteration. `sim.trace.values` checks these claims: they are
+An iteration shift is `Same` with another iteration. `sim.rewrites.values` checks these claims: they are
 never taken on trust. A rewrite of a rewrite is expressed over the first base (`Origin.over`).
 """
 

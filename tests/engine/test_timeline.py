@@ -11,8 +11,8 @@ from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.log import CAUSES
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
+from sim.rewrites.holding import with_releases
 from sim.trace import Trace, TraceBuilder
-from sim.trace.holding import with_releases
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 

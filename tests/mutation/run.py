@@ -52,7 +52,7 @@ SUITE = (
     "tests/engine/test_allocators.py",
     "tests/engine/test_thrashing.py",
     "tests/engine/test_fairness.py",
-    "tests/test_planted_faults.py",
+    "tests/conformance/test_planted_faults.py",
     "tests/test_iterations.py",
     "tests/engine/test_twin.py",
     "tests/engine/test_instant.py",

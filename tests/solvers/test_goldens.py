@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sim.conformance.checker import check
 from sim.experiment import Prices, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.solvers.chain_dp import ChainCosts, solve
-from sim.solvers.checker import check
 from tests.policies.recompute.test_checkmate import UNIT
 from tests.policies.recompute.test_revolve import TABLE, least
 from tests.policies.recompute.test_rotor import MIXED, MIXED_CHAIN, UNIT_CHAIN, costs, persistent_optimum

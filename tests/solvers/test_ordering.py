@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sim.errors import Infeasible
 from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
+from sim.policies.recompute.moccasin.retention import Retention
+from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.grain import by_op
-from sim.solvers.least_bytes import least_bytes
 from sim.solvers.milp import Program
 from sim.solvers.outcome import Answer
-from sim.solvers.retention import Retention
 from sim.solvers.reversal import extra_steps
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import TraceError
+from sim.rewrites.rewrite import Codec, encode, pack_tensors, split_batch, split_tensors, unroll
 from sim.trace import Implementation, Trace, TraceBuilder
 from sim.trace.io import load, save
 from sim.trace.io_columns import take_columns
-from sim.trace.rewrite import Codec, encode, pack_tensors, split_batch, split_tensors, unroll
 from tests.strategies import traces
 from workloads.synthetic import random_dag, w1
 

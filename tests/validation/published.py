@@ -10,9 +10,9 @@ from sim.experiment import simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY, EventLog
 from sim.plan import Plan
+from sim.rewrites.pipeline import pipeline
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import KIND_CODE, PHASE_CODE
-from sim.trace.pipeline import pipeline
 from sim.trace.tensor import ROLE_CODE
 from tests.validation.oracle import machine
 from workloads import transformer

@@ -10,7 +10,7 @@ import pytest
 from sim.errors import WorkloadError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
-from sim.trace.rewrite import choose_implementation
+from sim.rewrites.rewrite import choose_implementation
 from workloads import cnn, cnn_names
 from workloads.convnets import GOOGLENET
 from workloads.convolution_algorithms import RATE, TILE_FLOPS, Convolution

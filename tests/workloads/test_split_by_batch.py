@@ -11,9 +11,9 @@ import pytest
 from sim import load_profile
 from sim.errors import TraceError
 from sim.experiment import reference_run
-from sim.trace.batching import batch_ops, batched, split_batch
+from sim.rewrites.batching import batch_ops, batched, split_batch
+from sim.rewrites.values import departures
 from sim.trace.io import load, save
-from sim.trace.values import departures
 from workloads import transformer
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 2, "vocab_size": 40, "n_positions": 64}

@@ -13,8 +13,8 @@ from sim.errors import WorkloadError
 from sim.experiment import reference_run
 from sim.plan import Plan
 from sim.policies import load
+from sim.rewrites.rewrite import unroll
 from sim.trace import Trace
-from sim.trace.rewrite import unroll
 from workloads import joined, transformer, varied_lengths
 from workloads.synthetic import w1
 

@@ -8,12 +8,12 @@ from functools import partial
 from itertools import islice
 
 from sim.errors import PolicyError, near
+from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
+from sim.eviction.evictor import Evictor, Rules, evictable_tiers
+from sim.eviction.neighbourhood import CostClasses
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
-from sim.policies.evictor import Evictor, Rules, evictable_tiers
-from sim.policies.neighbourhood import CostClasses
 from sim.units import parse_rate
 
 CHOICES = {

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
-from sim.policies.cascade import cascade
-from sim.policies.offload._undoing import forward_of
+from sim.rewrites.rewriter import Rewriter
+from sim.solvers.cascade import cascade
 from sim.solvers.regions import Region, cached_casts
 from sim.solvers.runs import Ledger
+from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
 from sim.trace.origin import Same
-from sim.trace.rewriter import Rewriter
 from sim.trace.tensor import ROLE_CODE
 
 PAGEABLE = "host_pageable"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sim.errors import PolicyError, near
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.cascade import cascade
+from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
 

@@ -10,12 +10,12 @@ from sim.errors import OutOfMemory, PolicyError, near
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
-from sim.policies.cascade import cascade
-from sim.policies.offload._undoing import forward_of
+from sim.rewrites.rewrite import choose_implementation
+from sim.solvers.cascade import cascade
+from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, backward_ops, forward_ops
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
-from sim.trace.rewrite import choose_implementation
 from sim.trace.tensor import ROLE_CODE
 
 VARIANTS = ("all", "conv", "dyn")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from sim.errors import PolicyError, near
+from sim.eviction.evictable import EVICTED_ROLES, check_roles, lineage_of
+from sim.eviction.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
+from sim.eviction.ranking import HEURISTICS
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-from sim.policies.evictable import EVICTED_ROLES, check_roles, lineage_of
-from sim.policies.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
-from sim.policies.ranking import HEURISTICS
 
 CHOICES = {
     "heuristic": HEURISTICS,

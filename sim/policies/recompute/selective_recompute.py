@@ -9,9 +9,9 @@ from itertools import groupby
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
+from sim.rewrites.rewrite import hold_longer
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
-from sim.trace.rewrite import hold_longer
 
 MODES = ("attention_core", "all_but_matmul")
 CORE = ".attn.core"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
+from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
-from sim.trace.values import departures
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.strategies import budgets, platforms, traces
 from workloads.synthetic import random_dag, w1

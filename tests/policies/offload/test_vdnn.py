@@ -13,10 +13,10 @@ from sim.comparison import compare
 from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import reference_run, simulate
 from sim.hardware.profile import load_profile
+from sim.rewrites.values import departures
 from sim.search import smallest_budget
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Implementation
-from sim.trace.values import departures
 from tests.policies.offload.conftest import ROOMY, facts, machine
 from tests.strategies import budgets, platforms, traces
 from workloads import cnn

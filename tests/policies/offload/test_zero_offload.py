@@ -14,8 +14,8 @@ from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies import load
+from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
-from sim.trace.values import departures
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.strategies import budgets, platforms, traces
 from workloads.transformer import transformer

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices
-from sim.solvers.checker import check
 from tests.solvers.reruns import least_time, mixed_mirror, published, unit_mirror
 from workloads.synthetic import chain, random_dag, uniform_chain, w1
 

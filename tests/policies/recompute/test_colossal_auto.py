@@ -14,9 +14,9 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
+from sim.policies.recompute.colossal_auto.weight_offload import Pager, units_of
 from sim.solvers.regions import chain_of
 from sim.solvers.runs import Ledger, runs
-from sim.solvers.weight_offload import Pager, units_of
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
 from workloads.synthetic import chain, uniform_chain, w1

@@ -14,9 +14,9 @@ from math import ceil, sqrt
 import pytest
 
 from sim.errors import OutOfMemory, PolicyError
+from sim.eviction.evictable import lineage_of
 from sim.experiment import problem_for, simulate
 from sim.policies import load
-from sim.policies.evictable import lineage_of
 from sim.trace import TraceBuilder
 from tests.policies.recompute.dtr_runs import cut, loose, one_tier, run
 from workloads.synthetic import random_dag, uniform_chain, w1

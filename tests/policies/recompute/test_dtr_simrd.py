@@ -15,10 +15,10 @@ from random import Random
 import pytest
 
 from sim.errors import OutOfMemory
+from sim.eviction import ranking
+from sim.eviction.evictor import Evictor
+from sim.eviction.neighbourhood import Neighbourhood
 from sim.log import WHY
-from sim.policies import ranking
-from sim.policies.evictor import Evictor
-from sim.policies.neighbourhood import Neighbourhood
 from tests.policies.recompute.dtr_runs import Story, run
 from tests.policies.recompute.simrd_logs import Row, folded, random_log
 from tests.policies.recompute.simrd_replay import Replay

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import OutOfMemory
+from sim.eviction.evictable import Pool, Table, lineage_of
+from sim.eviction.neighbourhood import CostClasses, Neighbourhood
 from sim.experiment import problem_for
-from sim.policies.evictable import Pool, Table, lineage_of
-from sim.policies.neighbourhood import CostClasses, Neighbourhood
 from tests.policies.recompute.dtr_runs import Story, loose, one_tier, run
 from tests.policies.recompute.dtr_twin import Full, Twin
 from workloads.synthetic import random_dag, uniform_chain, w1

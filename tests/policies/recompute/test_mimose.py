@@ -16,7 +16,7 @@ from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies import load
 from sim.policies.recompute.mimose import Estimate, cover, input_size
-from sim.policies.shuttling import Measured, blocks_of, measured
+from sim.policies.recompute.mimose.shuttling import Measured, blocks_of, measured
 from sim.trace import Trace, TraceBuilder
 from workloads import cnn, transformer
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices, problem_for
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies.recompute.moccasin import Moccasin
-from sim.solvers.checker import check
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch", reason="the extra `torch` is not installed"
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from sim.conformance.checker import check  # noqa: E402
 from sim.experiment import problem_for  # noqa: E402
 from sim.hardware.platform import Engine, Platform, Tier  # noqa: E402
 from sim.plan import Recompute  # noqa: E402
 from sim.policies.recompute.min_cut import MinCut  # noqa: E402
 from sim.policies.recompute.sac_knapsack import SacKnapsack  # noqa: E402
-from sim.solvers.checker import check  # noqa: E402
 from sim.solvers.cuts import Cuts  # noqa: E402
 from sim.solvers.joint_graph import INTENSIVE  # noqa: E402
 from sim.solvers.partition import Bans  # noqa: E402

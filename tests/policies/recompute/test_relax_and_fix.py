@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices
-from sim.solvers.checker import check
-from sim.solvers.least_bytes import least_bytes
+from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.solvers.runs import Ledger, runs
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads import transformer

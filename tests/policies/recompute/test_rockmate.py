@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
+from sim.policies.recompute.rockmate.option_dp import Line, Table
+from sim.policies.recompute.rockmate.options import Menu, held_by
 from sim.policies.recompute.rotor import costs_of
 from sim.solvers.chain_dp import INF, solve
-from sim.solvers.checker import check
 from sim.solvers.grain import by_op
-from sim.solvers.option_dp import Line, Table
-from sim.solvers.options import Menu, held_by
 from sim.solvers.regions import chain_of
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace, TraceBuilder

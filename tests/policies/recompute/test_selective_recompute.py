@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.errors import PolicyError
-from sim.trace.values import departures
+from sim.rewrites.values import departures
 from workloads import transformer
 from workloads.synthetic import w1
 

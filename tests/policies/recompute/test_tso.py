@@ -17,7 +17,7 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.log import WHY
 from sim.plan import Drop
 from sim.policies.recompute.tso import Tso
-from sim.solvers.segments import MODES
+from sim.policies.recompute.tso.segments import MODES
 from sim.trace import TraceBuilder
 from workloads import transformer
 from workloads.synthetic import chain, w1

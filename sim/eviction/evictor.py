@@ -1,0 +1,343 @@
+"""An online part that evicts under pressure: what is where, what is locked, and who goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isqrt
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.eviction.evictable import Lineage, Pool, Table
+from sim.eviction.ranking import ranking_for
+from sim.plan import Action, Change, Drop, Memory, Need, Online, Problem, Recompute
+
+DEALLOCATIONS = ("ignore", "eager", "banish")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an evictor decides; see the parameters of the policy `dtr`."""
+
+    heuristic: str = "dtr_eq"
+    deallocation: str = "eager"
+    ties: str = "last"
+    staleness: str = "own"
+    by_size: bool = True
+    ignore_small: float = 0.0
+    sample: bool = False
+    reload_is_access: bool = False
+
+
+def evictable_tiers(problem: Problem) -> tuple[str, ...]:
+    """The tiers in which results are born: the homes of all engines."""
+    return tuple(dict.fromkeys(engine.home for engine in problem.platform.engines))
+
+
+class Evictor(Online):
+    """Keeps the ledger through `notice`, frees what is dead, and drops the least candidate under pressure.
+
+    The plan must say `keep_dead`, so that the dead are freed here and nowhere else. A tensor is locked from
+    the moment an op that reads it is opened until that op ends; a dead tensor that was made again as a step
+    towards another one stays until it is evicted.
+    """
+
+    def __init__(self, lineage: Lineage, rules: Rules, *, tiers: Sequence[str], evicts: Sequence[str], seed: int):
+        count = len(lineage.size)
+        self.line = lineage
+        self.rules = rules
+        self.tiers = tuple(tiers)
+        self.pools = {tier: Pool() for tier in evicts}
+        self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
+        self.copies = [0] * count
+        self.gone = [False] * count  # made, nowhere any more, and part of the graph
+        self.fixed = [False] * count  # something that its recomputation needs cannot come back
+        self.table = Table(lineage)
+        self.random = Random(seed)
+        self.ranking, self.price = ranking_for(
+            rules.heuristic,
+            lineage,
+            self.table,
+            self.gone,
+            staleness=rules.staleness,
+            by_size=rules.by_size,
+            ties=rules.ties,
+            random=self.random,
+        )
+        self.locked: set[int] = set()
+        self._locks = [0] * count
+        self._made = [False] * count
+        self._banished = [False] * count
+        self._strays: set[int] = set()  # banished, and there again because another result was wanted
+        self._released = [False] * count
+        self._holders = list(lineage.holders)
+        self._at: dict[int, int] = {}
+        self._due: list[int] = []
+        self._ended = -1
+        self._order = 0
+        self._leaving: dict[int, str] = {}
+        self._made_bytes = self._made_count = 0
+
+    # ---- what happens ------------------------------------------------------------------------
+
+    def notice(self, change: Change) -> None:
+        """Keep the ledger."""
+        what, tensor, tier, now = change
+        if what == "read":
+            self._ended = -1
+            self._locks[tensor] += 1
+            self.locked.add(tensor)
+            if not self._released[tensor] or self.rules.deallocation != "banish":
+                self.table.access[tensor] = now  # under banishing a step to something else is no access
+            if tensor in self._leaving:
+                self.stay(tensor)
+        elif what == "came":
+            if not self.copies[tensor]:
+                self._arrive(tensor, now)
+            elif self.rules.reload_is_access:
+                self.table.access[tensor] = now
+            self.copies[tensor] |= self.bit[tier]
+            pool = self.pools.get(tier)
+            if pool is not None and self.line.evictable[tensor] and not self.fixed[tensor]:
+                pool.add(tensor)
+        else:
+            self.copies[tensor] &= ~self.bit[tier]
+            pool = self.pools.get(tier)
+            if pool is not None:
+                pool.remove(tensor)
+            self._leaving.pop(tensor, None)
+            if not self.copies[tensor] and not self.gone[tensor]:
+                self._lose(tensor)
+
+    def _arrive(self, tensor: int, now: int) -> None:
+        """It is there after it was nowhere: its producer has ended, or it lies there from the start."""
+        line, table = self.line, self.table
+        producer = line.producer[tensor]
+        first = not self._made[tensor]
+        if first:
+            self._made[tensor] = True
+            table.access[tensor] = now
+            if line.evictable[tensor]:
+                self._made_bytes += line.size[tensor]
+                self._made_count += 1
+        if producer < 0:
+            return
+        if self._ended != producer:
+            self._end(producer)
+        if self._banished[tensor]:
+            self._strays.add(tensor)
+        # results come before the reads that the op unlocks; of a first run the first result comes last
+        made = line.writes[producer]
+        place = made.index(tensor) if len(made) > 1 else 0
+        if first and place == 0:
+            place = len(made)
+        table.order[tensor] = self._order - len(line.reads[producer]) - len(made) - 1 + place
+        if self.gone[tensor]:
+            self.gone[tensor] = False
+            if self.price is not None:
+                self.price.came(tensor)
+
+    def _end(self, op: int) -> None:
+        """An op has ended: what it read is evictable again, later than all before."""
+        self._ended = op
+        reads, locks, order = self.line.reads[op], self._locks, self.table.order
+        at = self._order + len(self.line.writes[op]) + 1
+        for tensor in reads:
+            locks[tensor] -= 1
+            if locks[tensor] <= 0:
+                locks[tensor] = 0
+                self.locked.discard(tensor)
+                if self._released[tensor] and self.rules.deallocation == "banish":
+                    self._due.append(tensor)
+            order[tensor] = at
+            at += 1
+        self._order = at
+
+    def _lose(self, tensor: int) -> None:
+        """Its last copy goes."""
+        if self.line.counts[tensor] and not self._banished[tensor]:
+            self.gone[tensor] = True
+            if self.price is not None:
+                self.price.went(tensor)
+
+    def stay(self, tensor: int) -> None:
+        """What was sent away is wanted, or was not sent: it is a candidate again."""
+        pool = self.pools[self._leaving.pop(tensor)]
+        if self.line.evictable[tensor] and not self.fixed[tensor]:
+            pool.add(tensor)
+
+    # ---- the dead ----------------------------------------------------------------------------
+
+    def released(self, tensor: int) -> bool:
+        """Whether all that reads it has run, and the program has let go of it."""
+        return self._released[tensor]
+
+    def free_later(self, tensor: int) -> None:
+        """Look at a dead tensor again before the next op."""
+        self._due.append(tensor)
+
+    def before(self, op: int, memory: Memory) -> Iterable[Action]:
+        """Free what the op before was the last to use; save what this one would make impossible to make."""
+        line = self.line
+        device = line.device[op]
+        done = self._at.get(device, -1)
+        self._at[device] = op
+        if done >= 0:
+            if not line.writes[done]:
+                self._end(done)
+            holders, let_go = self._holders, line.releases.get(done, ())
+            for tensor in (*line.reads[done], *let_go):
+                holders[tensor] -= 1
+                if not holders[tensor] and line.freeable[tensor]:
+                    self._due.append(tensor)
+            for tensor in line.writes[done]:
+                if not holders[tensor] and line.freeable[tensor] and tensor not in let_go:
+                    self._due.append(tensor)
+        self._ended = -1
+        answer: list[Action] = self._free_the_dead(memory) if self._due else []
+        if op in line.overwrites:
+            for old in line.overwrites[op]:
+                missed, all_of_it = self._made_from(old)
+                answer += [Recompute(p) for p in sorted({line.producer[t] for t in missed})]
+                self._fix(all_of_it)
+        return answer
+
+    def _free_the_dead(self, memory: Memory) -> list[Action]:
+        answer: list[Action] = []
+        due, self._due = self._due, []
+        for tensor in due:
+            if not self._made[tensor] or memory.is_locked(tensor):
+                self._due.append(tensor)  # an op beside the device has not ended
+                continue
+            self._released[tensor] = True
+            again = self.line.counts[tensor] and not self.fixed[tensor]
+            if self.rules.deallocation == "banish":
+                if not self._banished[tensor] and not self._has_evicted_child(tensor):
+                    answer += self._banish(tensor)
+            elif not again:
+                missed, all_of_it = self._made_from(tensor)
+                if missed:
+                    self._due.append(tensor)
+                else:
+                    self._fix(all_of_it)
+                    answer += self._drops(tensor)
+            elif self.rules.deallocation == "eager" or not self.line.evictable[tensor]:
+                answer += self._drops(tensor)
+        return answer
+
+    def _drops(self, tensor: int) -> list[Action]:
+        if tensor in self._leaving:
+            return []
+        answer: list[Action] = []
+        for tier, bit in self.bit.items():
+            if self.copies[tensor] & bit:
+                answer.append(Drop(tensor, tier))
+                if tier in self.pools:
+                    self.pools[tier].remove(tensor)
+                    self._leaving[tensor] = tier
+        return answer
+
+    def _has_evicted_child(self, tensor: int) -> bool:
+        strays = self._strays
+        return any(self.gone[c] or (c in strays and not self.copies[c]) for c in self.line.children[tensor])
+
+    def _banish(self, tensor: int) -> list[Action]:
+        """Free it for good; what was made from it cannot be made again."""
+        self._banished[tensor] = True
+        if self.gone[tensor]:
+            self.gone[tensor] = False
+            if self.price is not None:
+                self.price.vanished(tensor)
+        self._fix(c for c in self.line.children[tensor] if self.copies[c] and not self._banished[c])
+        return self._drops(tensor)
+
+    def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:
+        """What cannot be made again without this one, down to what is there and needed.
+
+        Two answers: those among them that are evicted and still needed; all of them.
+        """
+        missed: list[int] = []
+        seen, stack = {tensor}, [tensor]
+        while stack:
+            for child in self.line.children[stack.pop()]:
+                if child in seen or not self._made[child] or self.fixed[child]:
+                    continue
+                seen.add(child)
+                if self.gone[child] or self._released[child]:
+                    stack.append(child)
+                    if not self._released[child]:
+                        missed.append(child)
+        seen.remove(tensor)
+        return missed, seen
+
+    def _fix(self, tensors: Iterable[int]) -> None:
+        """They cannot be made again: what is there of them stays until nobody reads it."""
+        for tensor in tensors:
+            self.fixed[tensor] = True
+            if self._released[tensor] and self.copies[tensor]:
+                self._due.append(tensor)
+            for pool in self.pools.values():
+                pool.remove(tensor)
+
+    # ---- pressure ----------------------------------------------------------------------------
+
+    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
+        """The least candidates, one after the other, until their bytes are enough."""
+        self._ended = -1
+        pool = self.pools.get(need.tier)
+        if pool is None:
+            return ()
+        for tensor in [t for t, tier in self._leaving.items() if tier == need.tier]:
+            if self.copies[tensor] & self.bit[need.tier] and memory.in_flight(tensor) is None:
+                self.stay(tensor)
+        answer: list[Action] = []
+        freed = 0
+        if self.rules.deallocation == "banish" and self._due:
+            answer = self._free_the_dead(memory)
+            freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == need.tier)
+        barred = self.locked
+        while freed < need.short and len(pool):
+            tensor = self.choose(pool, need.tier, memory, barred)
+            if tensor < 0:
+                break
+            action = None if memory.is_locked(tensor) else self.evict(tensor, need, memory)
+            if action is None:
+                barred = barred | {tensor}
+                continue
+            answer.append(action)
+            freed += self.line.size[tensor]
+            pool.remove(tensor)
+            self._leaving[tensor] = need.tier
+            if isinstance(action, Drop) and self.copies[tensor] == self.bit[need.tier]:
+                self._lose(tensor)
+        return answer
+
+    def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:
+        """The candidate in a tier that goes next, -1 for none; never one of the barred."""
+        rules, now = self.rules, memory.now
+        if rules.ignore_small or rules.sample:
+            ids = self._subset(pool)
+            found = self.ranking.least(pool, now, barred, ids) if len(ids) else -1
+            if found >= 0:
+                return found
+        return self.ranking.least(pool, now, barred)
+
+    def _subset(self, pool: Pool) -> NDArray[np.int64]:
+        """The candidates that are large enough, or that steps of 1 … sqrt(candidates) hit."""
+        ids, random = pool.ids, self.random
+        if self.rules.sample:
+            stride = isqrt(len(ids))
+            hit = list(accumulate(random.randint(1, stride) for _ in range(len(ids))))
+            ids = ids[[at - 1 for at in hit if at <= len(ids)]]
+        mean = self._made_bytes / max(self._made_count, 1)
+        return ids[self.table.size.take(ids) >= self.rules.ignore_small * mean]
+
+    def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:
+        """What makes it leave the tier; None if it cannot now."""
+        return Drop(tensor, need.tier) if memory.in_flight(tensor) is None else None
+
+
+__all__ = ["DEALLOCATIONS", "Evictor", "Rules", "evictable_tiers"]

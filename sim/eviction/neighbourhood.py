@@ -1,0 +1,209 @@
+"""What it would cost to bring a tensor back while its neighbours are evicted too.
+
+A `Price` keeps in `Table.weight` a lower bound of each candidate's cost and finds the exact one when
+asked. Evictions only raise costs, so that bounds stay valid and nothing has to be done; a tensor that
+comes back lowers the costs of few, which are found without a search. So a choice looks closely at the
+few candidates that could win instead of keeping all exact.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from sim.eviction.evictable import Lineage, Table
+
+
+class Price(Protocol):
+    """Costs in ns of bringing candidates back."""
+
+    def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
+        """Cost, and time of the last access to what it counts; None if the cost is above `limit`.
+
+        Either way `Table.weight` of that tensor is a lower bound afterwards.
+        """
+
+    def went(self, tensor: int) -> None:
+        """Its last copy was dropped."""
+
+    def came(self, tensor: int) -> None:
+        """Its producer ran again; all that it read is there."""
+
+    def vanished(self, tensor: int) -> None:
+        """An evicted tensor is no part of the graph any more."""
+
+
+class Neighbourhood:
+    """e*: the evicted tensors reached through evicted parents only, and through evicted children only.
+
+    Exact costs come from a search that stops once they pass a limit. `holders` remembers, per evicted
+    tensor, whose bound counts it.
+    """
+
+    def __init__(self, lineage: Lineage, table: Table, gone: list[bool], *, children: bool = True) -> None:
+        self._lineage = lineage
+        self._table = table
+        self._gone = gone
+        self._down = children
+        self._holders: dict[int, dict[int, int]] = {}
+        self._stamp = [0] * len(lineage.size)
+
+    def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
+        """See `Price`."""
+        line, gone, holders, cost = self._lineage, self._gone, self._holders, self._lineage.cost
+        reads, producer, children = line.reads, line.producer, line.children
+        self._stamp[tensor] = stamp = self._stamp[tensor] + 1
+        total, latest = cost[tensor], 0.0
+        access = self._table.access
+        for down in (False, True) if self._down else (False,):
+            seen: set[int] = set()
+            stack = [tensor]
+            while stack:
+                here = stack.pop()
+                for other in children[here] if down else reads[producer[here]]:
+                    if gone[other] and other not in seen:
+                        seen.add(other)
+                        stack.append(other)
+                        total += cost[other]
+                        latest = max(latest, access[other])
+                        if other in holders:
+                            holders[other][tensor] = stamp
+                        else:
+                            holders[other] = {tensor: stamp}
+                if total > limit:
+                    self._table.weight[tensor] = total
+                    return None
+        self._table.weight[tensor] = total
+        return total, int(latest)
+
+    def went(self, tensor: int) -> None:
+        """See `Price`."""
+        self._stamp[tensor] += 1
+
+    def came(self, tensor: int) -> None:
+        """See `Price`. Its parents are all there, so that only they can have reached it from above."""
+        self.vanished(tensor)
+        self._reset(tensor)
+        for parent in self._lineage.parents(tensor):
+            self._reset(parent)
+
+    def vanished(self, tensor: int) -> None:
+        """See `Price`."""
+        cost = self._lineage.cost[tensor]
+        for holder, stamp in self._holders.pop(tensor, {}).items():
+            if self._stamp[holder] == stamp:
+                self._table.weight[holder] -= cost
+
+    def _reset(self, tensor: int) -> None:
+        self._stamp[tensor] += 1
+        self._table.weight[tensor] = self._lineage.cost[tensor]
+
+
+class CostClasses:
+    """Union-find classes of evicted tensors that touch; a candidate counts each class it touches.
+
+    A tensor that comes back takes its cost out of its class; what remains stays one class, so that costs
+    are a little too high. A bound leaves a sixteenth of a class's cost as slack; each class has a heap
+    of how much may leave it before whose bound is void.
+    """
+
+    SLACK = 4
+
+    def __init__(self, lineage: Lineage, table: Table, gone: list[bool]) -> None:
+        self._lineage = lineage
+        self._table = table
+        self._gone = gone
+        self._node: dict[int, int] = {}
+        self._parent: list[int] = []
+        self._value: list[int] = []
+        self._left: list[int] = []  # cost that has left the class
+        self._watch: list[list[tuple[int, int, int]]] = []
+        self._full = 1024  # entries of one heap before what is void in it is thrown out
+        self._stamp = [0] * len(lineage.size)
+
+    def cost(self, tensor: int) -> int:
+        """Its own cost and that of every class that it touches."""
+        roots = {self._root(self._node[n]) for n in self._neighbours(tensor)}
+        return self._lineage.cost[tensor] + sum(self._value[root] for root in roots)
+
+    def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
+        """See `Price`."""
+        roots = {self._root(self._node[n]) for n in self._neighbours(tensor)}
+        self._stamp[tensor] = stamp = self._stamp[tensor] + 1
+        total = bound = self._lineage.cost[tensor]
+        for root in roots:
+            value = self._value[root]
+            slack = value >> self.SLACK
+            total += value
+            bound += value - slack
+            watch = self._watch[root]
+            heappush(watch, (self._left[root] + slack, tensor, stamp))
+            if len(watch) > self._full:
+                self._thin(watch)
+        self._table.weight[tensor] = bound
+        return total, 0
+
+    def went(self, tensor: int) -> None:
+        """See `Price`."""
+        self._stamp[tensor] += 1
+        node = len(self._parent)
+        self._parent.append(node)
+        self._value.append(self._lineage.cost[tensor])
+        self._left.append(0)
+        self._watch.append([])
+        self._node[tensor] = node
+        for other in self._neighbours(tensor):
+            if other != tensor:
+                node = self._merge(node, self._root(self._node[other]))
+
+    def came(self, tensor: int) -> None:
+        """See `Price`."""
+        self.vanished(tensor)
+        self._reset(tensor)
+
+    def vanished(self, tensor: int) -> None:
+        """See `Price`. What touched a class through this tensor alone does not any more."""
+        root = self._root(self._node.pop(tensor))
+        cost = self._lineage.cost[tensor]
+        self._value[root] -= cost
+        self._left[root] += cost
+        watch = self._watch[root]
+        while watch and watch[0][0] < self._left[root]:
+            _, holder, stamp = heappop(watch)
+            if self._stamp[holder] == stamp:
+                self._reset(holder)
+        for other in (*self._lineage.parents(tensor), *self._lineage.children[tensor]):
+            self._reset(other)
+
+    def _reset(self, tensor: int) -> None:
+        self._stamp[tensor] += 1
+        self._table.weight[tensor] = self._lineage.cost[tensor]
+
+    def _neighbours(self, tensor: int) -> list[int]:
+        gone = self._gone
+        return [n for n in (*self._lineage.parents(tensor), *self._lineage.children[tensor]) if gone[n]]
+
+    def _root(self, node: int) -> int:
+        parent = self._parent
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    def _thin(self, watch: list[tuple[int, int, int]]) -> None:
+        watch[:] = [row for row in watch if self._stamp[row[1]] == row[2]]
+        heapify(watch)
+        self._full = max(self._full, 2 * len(watch))
+
+    def _merge(self, a: int, b: int) -> int:
+        if a == b:
+            return a
+        if len(self._watch[a]) < len(self._watch[b]):
+            a, b = b, a
+        self._parent[b] = a
+        self._value[a] += self._value[b]
+        shift = self._left[a] - self._left[b]
+        for trigger, tensor, stamp in self._watch[b]:
+            if self._stamp[tensor] == stamp:
+                heappush(self._watch[a], (trigger + shift, tensor, stamp))
+        self._watch[b] = []
+        return a

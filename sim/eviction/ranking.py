@@ -1,0 +1,182 @@
+"""Which candidate goes first: the least of a score, found by bounds and then exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.eviction.evictable import Lineage, Pool, Table
+from sim.eviction.neighbourhood import CostClasses, Neighbourhood, Price
+
+NEAR = 1e-12
+"""Scores this close, relatively, are compared by exact arithmetic: far above what float64 loses in them."""
+
+
+class Ranking:
+    """Scores weight / (size * staleness), without the parts that are switched off; the least goes first.
+
+    weight: ns from `price`, or the producer's own cost where that is None. staleness: ns since the last
+    access, `none` to leave it out, `neighbourhood` to count from the last access to anything evicted
+    around. A score over 0 is infinite. Scores are quotients of integers as Python rounds them. ties:
+    whether the `last` or the `first` to become evictable wins; of scores of 0 the first always does.
+    """
+
+    def __init__(
+        self, lineage: Lineage, table: Table, price: Price | None, *, by_size: bool, staleness: str, ties: str
+    ) -> None:
+        self._lineage = lineage
+        self._table = table
+        self._price = price
+        self._by_size = by_size
+        self._staleness = staleness
+        self._last = ties == "last"
+
+    def least(self, pool: Pool, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None) -> int:
+        """The candidate of least score that is not barred, -1 if there is none. ids: look at those alone."""
+        if ids is None:
+            ids = pool.ids
+            slots = [at for at in map(pool.slot, barred) if at >= 0]
+        else:
+            slots = [at for at, tensor in enumerate(ids.tolist()) if tensor in barred]
+        if len(slots) == len(ids):
+            return -1
+        scores = self._scores(ids, now)
+        scores[slots] = math.inf
+        exact: dict[int, float] = {}
+        while True:
+            at = int(scores.argmin())
+            least = float(scores[at])
+            if least != least:  # 0 / 0, which counts as infinite too
+                scores[np.isnan(scores)] = math.inf
+                continue
+            if least == math.inf:
+                out = set(slots)
+                return self._one(ids, [i for i in range(len(ids)) if i not in out])
+            if self._price is not None and at not in exact:
+                self._look(ids, at, now, scores, exact)
+                continue
+            near = np.flatnonzero(scores <= least + abs(least) * NEAR)
+            if len(near) == 1:
+                return int(ids[at])
+            tied = near.tolist()
+            fresh = [i for i in tied if i not in exact]
+            for i in fresh:
+                self._look(ids, i, now, scores, exact)
+            if fresh and self._price is not None:
+                continue
+            low = min(exact[i] for i in tied)
+            return self._one(ids, [i for i in tied if exact[i] == low], first=low == 0)
+
+    def score(self, tensor: int, now: int) -> float:
+        """The exact score of a candidate."""
+        found = self._quotient(tensor, now, math.inf)
+        if found is None:
+            raise AssertionError("a score without a limit was cut off")
+        return found
+
+    def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
+        table = self._table
+        scores = table.weight.take(ids)
+        if self._staleness != "none":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                scores /= now - table.access.take(ids)
+        if self._by_size:
+            scores /= table.size.take(ids)
+        return scores
+
+    def _look(
+        self, ids: NDArray[np.int64], at: int, now: int, scores: NDArray[np.float64], exact: dict[int, float]
+    ) -> None:
+        """Replace a bound by the exact score, or by a bound eight times as high."""
+        tensor = int(ids[at])
+        found = self._quotient(tensor, now, 8 * float(self._table.weight[tensor]))
+        if found is None:
+            scores[at] = self._scores(ids[at : at + 1], now)[0]
+        else:
+            scores[at] = exact[at] = found
+
+    def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
+        top, seen = int(self._table.weight[tensor]), int(self._table.access[tensor])
+        if self._price is not None:
+            found = self._price.exact(tensor, limit)
+            if found is None:
+                return None
+            top = found[0]
+            if self._staleness == "neighbourhood":
+                seen = max(seen, found[1])
+        bottom = self._lineage.size[tensor] if self._by_size else 1
+        if self._staleness != "none":
+            bottom *= now - seen
+        return top / bottom if bottom else math.inf
+
+    def _one(self, ids: NDArray[np.int64], slots: list[int], first: bool = False) -> int:
+        order = self._table.order.take(ids.take(slots))
+        return int(ids[slots[int(order.argmax() if self._last and not first else order.argmin())]])
+
+
+class Oldest(Ranking):
+    """The least recently used. Its score is the access and 1, so that an access at 0 is no score of 0."""
+
+    def __init__(self, lineage: Lineage, table: Table, ties: str) -> None:
+        super().__init__(lineage, table, None, by_size=False, staleness="none", ties=ties)
+
+    def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
+        return self._table.access.take(ids) + 1
+
+    def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
+        return float(self._table.access[tensor]) + 1
+
+
+class Drawn(Ranking):
+    """One at random."""
+
+    def __init__(self, lineage: Lineage, table: Table, random: Random) -> None:
+        super().__init__(lineage, table, None, by_size=False, staleness="none", ties="last")
+        self._random = random
+
+    def least(self, pool: Pool, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None) -> int:
+        """Any candidate that is not barred, each as likely; -1 if there is none."""
+        free = [t for t in (pool.ids if ids is None else ids).tolist() if t not in barred]
+        free.sort(key=lambda tensor: self._table.order[tensor])
+        return free[self._random.randrange(len(free))] if free else -1
+
+
+HEURISTICS = ("dtr", "dtr_eq", "local", "none", "lru", "size", "msps", "random")
+"""What a score is made of: see `ranking_for`."""
+
+
+def ranking_for(
+    heuristic: str,
+    lineage: Lineage,
+    table: Table,
+    gone: list[bool],
+    *,
+    staleness: str = "own",
+    by_size: bool = True,
+    ties: str = "last",
+    random: Random,
+) -> tuple[Ranking, Price | None]:
+    """The ranking of a heuristic by name, and the price that has to be told what comes and goes.
+
+    `dtr` weighs e*, `dtr_eq` cost classes, `local` the tensor's own cost, `none` nothing (1), all over size
+    and staleness; `msps` weighs evicted ancestors over size alone; `size` is 1 / size, `lru` the last
+    access, `random` a draw.
+    """
+    price: Price | None = None
+    if heuristic == "random":
+        return Drawn(lineage, table, random), None
+    if heuristic == "lru":
+        return Oldest(lineage, table, ties), None
+    if heuristic in ("dtr", "msps"):
+        price = Neighbourhood(lineage, table, gone, children=heuristic == "dtr")
+    elif heuristic == "dtr_eq":
+        price = CostClasses(lineage, table, gone)
+    elif heuristic in ("none", "size"):
+        table.weight[:] = 1
+    if heuristic in ("msps", "size"):
+        staleness, by_size = "none", True
+    return Ranking(lineage, table, price, by_size=by_size, staleness=staleness, ties=ties), price

@@ -1,0 +1,221 @@
+"""Two zones of memory under least-recently-used replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from sim.errors import PolicyError, near
+from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
+from sim.policies.base import Policy
+from sim.policies.offload.lru_tiering.upcoming import Upcoming, upcoming_of
+from sim.solvers.cascade import Below
+from sim.trace.tensor import ROLE_CODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LruTiering(Policy):
+    """Results start in the fast zone; under pressure the least recently used one goes to the slow zone.
+
+    Under pressure, move the unlocked result that was read or made longest ago from the device's memory
+    to the host tier; an op that reads what is not there waits while the engine copies it back. The slow
+    copy stays until the tensor dies or its space is wanted, so that sending the tensor away again costs nothing.
+    When the host is full, what left the device's memory longest ago goes on to the tier behind it, if there is one.
+    Source: the layered scheme for the MT-3000 (an 8 GB acceleration zone beside 64 GB of DDR) that a
+        survey of memory optimisation for training sketches, parts 1, 2 and 4; no figures were published.
+    Bounds: moves nothing where everything fits. A step is O(1) for `lru`; `score` looks at all residents
+        each time memory is short, as DTR does.
+    Departs: of the scheme's other parts, checkpoints at the borders of zone residency groups, the
+        instruction mapping table (a platform's engines and efficiencies play that role), low precision
+        on the way (a codec, a rewrite) and the choice between recomputation and DDR are policies of
+        their own. `score` picks what to move with DTR's local index; it does not recompute. The survey has
+        memory swapped when an allocation fails and copied back on a miss: both while the device waits.
+        `watermark` and `prefetch` are what its streams of their own for each direction would allow.
+
+    hits: tensors read at least that many times go only after all others; 0 treats all alike.
+    pin_flops_per_byte: never send away the result of an op of more FLOPs per byte touched; None for no
+        pinning. What is pinned can be too much for the budget.
+    choice: `lru`, or `score` for the smallest (time to recompute) / (bytes * time since its last use).
+    watermark: share of the device's memory that is kept free: before each op the least recently used goes out ahead
+        of need, beside the computing; 0 waits for pressure.
+    prefetch: before each backward op bring back up to so many of those that lie in slow tiers alone, those that left
+        last first, as far as memory is free beyond what the op makes and the watermark; 0 waits for misses.
+    Raises PolicyError for an unknown choice, a watermark that is no share below 1, a negative number, or a platform
+    without a host tier.
+    """
+
+    online = True
+    moves = True
+    needs = frozenset({"host"})
+    fidelity = "reconstruction"
+
+    hits: int = 0
+    pin_flops_per_byte: float | None = None
+    choice: str = "lru"
+    watermark: float = 0.0
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.choice not in ("lru", "score"):
+            raise PolicyError(f"lru_tiering: choice {self.choice!r} is unknown{near(self.choice, ('lru', 'score'))}")
+        for name in ("hits", "prefetch"):
+            if getattr(self, name) < 0:
+                raise PolicyError(f"lru_tiering: {name} is {getattr(self, name)}, less than 0")
+        if not 0 <= self.watermark < 1:
+            raise PolicyError(f"lru_tiering: watermark is {self.watermark}, not a share from 0 to below 1")
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace as it is, with an online part that answers pressure."""
+        trace, platform = problem.trace, problem.platform
+        if platform.host is None:
+            raise PolicyError(f"lru_tiering: {platform.name} has no host tier to move to")
+        role, size, producer = trace.tensor_columns.role, trace.tensor_columns.bytes, trace.producer
+        movable = np.isin(role, (ROLE_CODE["activation"], ROLE_CODE["temporary"])) & (producer >= 0) & (size > 0)
+        if self.pin_flops_per_byte is not None:
+            intense = trace.op_columns.flops > self.pin_flops_per_byte * np.maximum(trace.touched, 1)
+            movable &= ~intense[producer]
+        weight: list[float] = []
+        if self.choice == "score":
+            # the part of the index that does not change: time to recompute per byte
+            weight = [problem.cost.op_ns(int(p)) / max(int(b), 1) if p >= 0 else 0.0 for p, b in zip(producer, size)]
+        kind: Callable[..., Online] = _Replacement
+        if self.watermark or self.prefetch:
+            kind = partial(_Ahead, upcoming_of(problem), watermark=self.watermark, depth=self.prefetch)
+        online = partial(
+            kind,
+            chain=platform.cascade(platform.host.name),
+            homes=tuple(platform.home(device).name for device in range(trace.devices)),
+            movable=movable.tolist(),
+            size=size.tolist(),
+            hits=self.hits,
+            weight=weight,
+        )
+        return Plan(trace, online=online)
+
+
+class _Replacement(Online):
+    """Per fast tier the movable residents in order of last use: those seldom read, and those read often."""
+
+    def __init__(
+        self,
+        *,
+        chain: Sequence[str],
+        homes: Sequence[str],
+        movable: Sequence[bool],
+        size: Sequence[int],
+        hits: int,
+        weight: Sequence[float],
+    ) -> None:
+        self._below = Below(chain, size)
+        self._movable = movable
+        self._size = size
+        self._hits = hits
+        self._weight = weight
+        # a dict keeps the order in which its keys were last put in
+        self._seldom: dict[str, dict[int, int]] = {home: {} for home in homes}
+        self._often: dict[str, dict[int, int]] = {home: {} for home in homes}
+        self._reads: dict[int, int] = {}
+        self._going: dict[str, dict[int, int]] = {home: {} for home in homes}  # sent away, and still there
+
+    def notice(self, change: Change) -> None:
+        """Keep the order of last use, with its times."""
+        tensor = change.tensor
+        self._below.notice(change)
+        if change.tier not in self._seldom or not self._movable[tensor]:
+            return
+        if change.what == "read":
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+        self._going[change.tier].pop(tensor, None)
+        was = self._seldom[change.tier].pop(tensor, None)
+        was = self._often[change.tier].pop(tensor, was)
+        if change.what == "came" or (change.what == "read" and was is not None):
+            often = self._hits and self._reads.get(tensor, 0) >= self._hits
+            (self._often if often else self._seldom)[change.tier][tensor] = change.now
+
+    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
+        """The first in order that can go, until their bytes are enough."""
+        if need.tier not in self._seldom:
+            return ()
+        return self._send(need.tier, need.short, memory)
+
+    def _send(self, tier: str, short: int, memory: Memory, spared: Collection[int] = ()) -> list[Action]:
+        """The moves of those first in order, but for the spared, until so many bytes more will be free."""
+        answer: list[Action] = []
+        self._below.begin()
+        freed = self._waiting(tier, memory)
+        for tensor in self._order(tier, memory.now):
+            if freed >= short:
+                break
+            if tensor in spared or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+                continue
+            steps = self._below.send(tensor, memory)
+            if steps is None:
+                continue
+            answer += steps
+            freed += self._size[tensor]
+            self._going[tier][tensor] = self._size[tensor]
+        return answer
+
+    def _waiting(self, tier: str, memory: Memory) -> int:
+        """Bytes of what was sent away and waits for space in the host: it will leave, too."""
+        return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
+
+    def _order(self, tier: str, now: int) -> Iterator[int]:
+        seldom, often = self._seldom[tier], self._often[tier]
+        if not self._weight:
+            return chain(seldom, often)
+        # what was used this very instant counts as used 1 ns ago: the index divides by the time since
+        ranked = (
+            sorted(group, key=lambda t: (self._weight[t] / max(now - group[t], 1), t)) for group in (seldom, often)
+        )
+        return chain.from_iterable(ranked)
+
+
+class _Ahead(_Replacement):
+    """The same, and before each op what keeps memory free and brings back what backward will want."""
+
+    def __init__(self, upcoming: Upcoming, *, watermark: float, depth: int, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._upcoming = upcoming
+        self._watermark = watermark
+        self._depth = depth
+        self._away: dict[int, str] = {}  # in slow tiers alone, in the order in which they left: from where
+
+    def notice(self, change: Change) -> None:
+        """Keep the queue of what is away, too."""
+        super().notice(change)
+        what, tensor, tier, _ = change
+        if what == "read":
+            return
+        if tier in self._going:
+            self._away.pop(tensor, None)
+            if what == "went" and self._below.has(tensor):
+                self._away[tensor] = tier
+        elif tensor in self._away and not self._below.has(tensor):
+            del self._away[tensor]
+
+    def before(self, op: int, memory: Memory) -> Iterable[Action]:
+        """Send away ahead of need; else bring back."""
+        ahead = self._upcoming
+        tier, reads = ahead.home[op], ahead.reads[op]
+        kept = int(self._watermark * ahead.capacity[tier])
+        room = memory.free(tier) - ahead.makes[op] - kept
+        coming = room + memory.leaving(tier) + self._waiting(tier, memory)
+        if kept and coming < 0:
+            return self._send(tier, -room - memory.leaving(tier), memory, reads)
+        return self._fetches(tier, room, memory, reads) if self._depth and ahead.backward[op] else ()
+
+    def _fetches(self, tier: str, room: int, memory: Memory, reads: Collection[int]) -> list[Action]:
+        answer: list[Action] = []
+        for tensor in islice(reversed(self._away), self._depth):
+            if self._size[tensor] > room:
+                break
+            if self._away[tensor] == tier and tensor not in reads and memory.in_flight(tensor) is None:
+                room -= self._size[tensor]
+                answer.append(Move(tensor, tier, keep=True))
+        return answer

@@ -1,0 +1,64 @@
+"""The update as CPU kernels do it: one op a tile, whatever the accelerator's optimizer was decomposed into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.rewrites.fuse import fuse
+from sim.trace.graph import Trace
+from sim.trace.op import KIND_CODE
+from sim.trace.tensor import ROLE_CODE
+
+OPTIMIZER = KIND_CODE["optimizer"]
+WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
+HALF = ("fp16", "bf16")
+
+
+def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
+    """The trace with its optimizer ops, of those in `updates`, fused into one op a tile.
+
+    A tile is what the ops themselves join (what they pass to each other, versions of one storage), and where the
+    trace knows layers all parameters of a layer, or of none. Each touches gradient, weight and states once as
+    operands and once as results: 28 bytes a parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
+    """
+    optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
+    return fuse(trace, _tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)
+
+
+def _tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
+    """The ops in groups: those that belong together, each group in program order."""
+    device, kept = trace.op_columns.device, set(ops)
+    root = {op: op for op in ops}
+
+    def find(op: int) -> int:
+        while root[op] != op:
+            root[op] = root[root[op]]
+            op = root[op]
+        return op
+
+    layer = {op: max(trace.tensor_columns.layer[list(trace.writes(op))].tolist(), default=-1) for op in ops}
+    layered = any(at >= 0 for at in layer.values())
+    first: dict[tuple[int, int], int] = {}
+    for op in ops:
+        over = trace.tensor_columns.replaces[list(trace.writes(op))].tolist()
+        joined = {int(trace.producer[t]) for t in (*trace.reads(op), *over) if t >= 0}
+        if layered:
+            joined.add(first.setdefault((int(device[op]), layer[op]), op))
+        for other in joined & kept:
+            if device[other] == device[op]:
+                root[max(find(op), find(other))] = min(find(op), find(other))
+    tiles: dict[int, list[int]] = {}
+    for op in ops:
+        tiles.setdefault(find(op), []).append(op)
+    return list(tiles.values())
+
+
+def _touched(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> int:
+    """Bytes of all operands and results, less what a kernel holds and does not read; scalars count nothing."""
+    c = trace.tensor_columns
+    large = [t for t in writes if c.shape.get(t) != ()]
+    over = {int(c.replaces[t]) for t in large}
+    masters = any(c.role[t] == STATE and c.dtype[t] == "fp32" for t in large)
+    # a 16-bit weight is written from its master, and never read
+    held = {t for t in reads if masters and t in over and c.role[t] == WEIGHT and c.dtype[t] in HALF}
+    return sum(int(c.bytes[t]) for t in (*reads, *large) if t not in held and c.shape.get(t) != ())

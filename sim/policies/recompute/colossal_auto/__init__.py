@@ -1,0 +1,166 @@
+"""Colossal-Auto on one device: Rotor's schedule of the chain, together with weights that wait on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sim.errors import Infeasible, PolicyError, near
+from sim.hardware.platform import Tier
+from sim.plan import Plan, Problem
+from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.recompute.colossal_auto.weight_offload import Pager, offloaded, units_of
+from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
+from sim.solvers.chain_dp import INF, solve
+from sim.solvers.outcome import rerun_ns
+from sim.solvers.regions import chain_of, first_backward
+from sim.solvers.reversal import again_of
+from sim.solvers.runs import Ledger, Runs, runs
+from sim.trace.chain import Chain
+from sim.units import format_bytes
+
+OFFLOADS = ("asynchronous", "synchronous", "none")
+COARSE = 16  # activation budgets that are tried where none of the likely ones has led to a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColossalAuto(RecomputationPlanner):
+    """The fastest pair of a checkpointing schedule and of stages whose weights lie on the host.
+
+    For several activation budgets the best schedule of the chain is found by Rotor's dynamic program; for each,
+    weights go to the host, stage by stage, until the rest fits. The pairs are replayed, and the fastest is kept.
+    Source: Liu, Li, Fang, Shao, Yao, You, "Colossal-Auto: Unified Automation of Parallelization and Activation
+        Checkpoint for Large-scale Models", 2023, arXiv:2302.02599; the greedy choice of what to offload follows the
+        authors' code.
+    Bounds: never slower than Rotor with the same slots. The dynamic program runs twice or so, as for Rotor; each
+        pair then takes O(stages * window * steps) and one replay.
+    Departs: the search over parallel layouts is not part of this. There checkpointing and offload are separate
+        passes, here activation budgets join them, as they join layouts and checkpointing there. Stages that
+        share a weight go together; a stage's weights come for each run of it, so that a stage that is run again
+        pays for more copies, which the code, without recomputation there, counts as two (four if shared). `window`
+        holds for forward too, where the code looks one stage ahead, and one stage may be the place where
+        several copies start. Any stage may be offloaded, the last one included. The update stays on the
+        device: weights come for it and their new values go back, gradients and optimizer states stay.
+
+    slots: parts into which memory is divided, at least 2. levels: activation budgets, at least 1.
+    offload: "asynchronous": copies start up to `window` visits ahead, no more than hide them; "synchronous":
+        when the stage is reached; "none": Rotor. Without a host tier nothing is offloaded either.
+    window: at least 1. share: the part of the budget that the greedy choice aims at, above 0 and at most 1 (0.95 in
+        the code, whose estimate of the peak may be off); where it can't be met, the whole budget.
+    Notes: `offloaded_bytes`, of weights that begin on the host.
+    Raises PolicyError where the trace is no chain or has no backward, Infeasible, naming a budget that does, where
+        no pair fits.
+    """
+
+    recomputes = True
+    moves = True
+    needs = frozenset({"chain", "backward"})
+    solver = "dp"
+    manages = ("activations", "weights")
+    fidelity = "reconstruction"
+
+    slots: int = 500
+    levels: int = 8
+    offload: str = "asynchronous"
+    window: int = 3
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise PolicyError(f"policy 'colossal_auto': offload is {self.offload!r}{near(self.offload, OFFLOADS)}")
+        if self.slots < 2 or self.levels < 1 or self.window < 1 or not 0 < self.share <= 1:
+            raise PolicyError(
+                "policy 'colossal_auto': slots >= 2, levels >= 1, window >= 1 and 0 < share <= 1 are needed"
+            )
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops, recomputations and copies of weights."""
+        line = chain_of(problem, "colossal_auto")
+        ledger = Ledger(problem.trace)
+        first_backward(line, "colossal_auto")
+        plain = runs(ledger, {})
+        if plain.peak() <= problem.budget:
+            return Plan(problem.trace, notes={"offloaded_bytes": 0})
+        search = _Search(self, problem, line)
+        try:
+            alone = Rotor(slots=self.slots, remove_unnecessary=self.remove_unnecessary)
+            search.note(replace(alone.plan(problem), notes={"offloaded_bytes": 0}))
+        except Infeasible as error:
+            search.floor = error.floor_bytes
+        host = problem.platform.host
+        if host is not None and search.units and self.offload != "none":
+            search.pair(plain, host)
+            outside = held_outside(problem, line) - line.gradients
+            schedules = _Schedules(problem, line, ledger, plain.peak() - outside, self.slots)
+            weights = sum(unit.bytes for unit in search.units)
+            for found in schedules.within(np.linspace(0, weights, self.levels) + problem.budget - outside):
+                search.pair(self.finished(problem, found), host)
+            if search.best is None:
+                for found in schedules.within((schedules.table.least_bytes() or 0) * np.geomspace(1, 4, COARSE)):
+                    search.pair(self.finished(problem, found), host)
+        if search.best is None:
+            raise Infeasible(
+                f"policy 'colossal_auto' finds no schedule of {len(line)} stages in {format_bytes(problem.budget)}, "
+                f"weights offloaded or not; {format_bytes(search.floor or 0, digits=None)} would do",
+                floor_bytes=search.floor,
+            )
+        return search.best
+
+
+class _Search:
+    """The fastest plan so far, and, while there is none, the smallest budget that one of those tried would fit in."""
+
+    def __init__(self, policy: ColossalAuto, problem: Problem, line: Chain) -> None:
+        self.problem, self.line, self.units = problem, line, units_of(problem, line)
+        self.window = policy.window if policy.offload == "asynchronous" else 0
+        self.target = int(policy.share * problem.budget)
+        self.once = sum(problem.cost.op_ns(op) for op in range(len(problem.trace.ops)))
+        self.best: Plan | None = None
+        self.end = 0
+        self.floor: int | None = None
+
+    def pair(self, found: Runs, host: Tier) -> None:
+        """Offload beside a schedule, greedily; its own time is the least that the pair takes."""
+        if self.best is not None and self.once + rerun_ns(self.problem, found) >= self.end:
+            return
+        pager = Pager(self.problem, self.line, found, host)
+        chosen = offloaded(pager, self.units, budget=self.problem.budget, target=self.target, window=self.window)
+        if chosen is None:
+            least = int((pager.peaks - sum(pager.absent(unit, 0) for unit in self.units)).max())
+            self.floor = least if self.floor is None else min(self.floor, least)
+            return
+        place = {t: host.name for unit, _ in chosen for t in unit.weights}
+        notes = {"offloaded_bytes": sum(unit.bytes for unit, _ in chosen)}
+        self.note(Plan(self.problem.trace, pager.actions(chosen), place=place, notes=notes))
+
+    def note(self, plan: Plan) -> None:
+        """Replay a plan; keep it if it is the fastest."""
+        try:
+            end = self.problem.evaluate(plan).end
+        except Infeasible:  # the host is full
+            return
+        if self.best is None or end < self.end:
+            self.best, self.end = plan, end
+
+
+class _Schedules:
+    """The best schedules of a chain for any activation budget up to `most` bytes, from one table."""
+
+    def __init__(self, problem: Problem, line: Chain, ledger: Ledger, most: int, slots: int) -> None:
+        self.ledger, self.anchors = ledger, first_backward(line, "colossal_auto")
+        self.forward = [stage.forward for stage in line.stages]
+        self.table = solve(costs_of(problem, ledger, line), max(most, 1), slots)
+        fits = np.flatnonzero(self.table.best[0][len(line)] < INF)
+        self.least = int(fits[0]) + self.table.x[0] if len(fits) else self.table.slots + 1
+        self.seen: set[int] = set()
+
+    def within(self, rooms: Iterable[float]) -> Iterator[Runs]:
+        """One for each budget not asked for before, the roomiest first; too small a one is raised to the least."""
+        for room in sorted(rooms, reverse=True):
+            slots = min(max(int(room / self.table.slot), self.least), self.table.slots)
+            if slots >= self.least and slots not in self.seen:
+                self.seen.add(slots)
+                schedule = replace(self.table, slots=slots).schedule()
+                yield runs(self.ledger, again_of(self.ledger, schedule, self.forward, self.anchors), prune=True)

@@ -1,0 +1,71 @@
+"""MegEngine's estimate of what evicted neighbours cost: classes found through the producing op."""
+
+from __future__ import annotations
+
+from heapq import heappush
+
+from sim.eviction.evictable import Lineage, Table
+from sim.eviction.neighbourhood import CostClasses
+
+
+class ProducerClasses(CostClasses):
+    """Union-find classes of evicted tensors, joined and counted from the side of a tensor's producer.
+
+    A tensor that goes joins the classes of what its producer reads and of that op's other results, where those
+    have gone; a candidate counts, for each of these neighbours, its class or its own cost, whichever is more.
+    both: neighbours are its parents and its children instead, and each class counts once, as in DTR. own:
+    whether its own cost counts.
+    """
+
+    def __init__(self, lineage: Lineage, table: Table, gone: list[bool], *, both: bool, own: bool) -> None:
+        super().__init__(lineage, table, gone)
+        self._both = both
+        self._own = own
+        for tensor in range(len(lineage.size)):
+            self._reset(tensor)
+
+    def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
+        """See `Price`; never cut off."""
+        self._stamp[tensor] = stamp = self._stamp[tensor] + 1
+        total = bound = self._base(tensor)
+        seen: set[int] = set()
+        for other in self._neighbours(tensor):
+            root = self._root(self._node[other])
+            first = root not in seen
+            seen.add(root)
+            if self._both and not first:
+                continue
+            value, least = self._value[root], 0 if self._both else self._lineage.cost[other]
+            slack = value >> self.SLACK
+            total += max(value, least)
+            bound += max(value - slack, least)
+            if first:
+                watch = self._watch[root]
+                heappush(watch, (self._left[root] + slack, tensor, stamp))
+                if len(watch) > self._full:
+                    self._thin(watch)
+        self._table.weight[tensor] = bound
+        return total, 0
+
+    def vanished(self, tensor: int) -> None:
+        """See `Price`."""
+        super().vanished(tensor)
+        for other in self._beside(tensor):
+            self._reset(other)
+
+    def _base(self, tensor: int) -> int:
+        return self._lineage.cost[tensor] if self._own else 0
+
+    def _reset(self, tensor: int) -> None:
+        self._stamp[tensor] += 1
+        self._table.weight[tensor] = self._base(tensor)
+
+    def _neighbours(self, tensor: int) -> list[int]:
+        if self._both:
+            return super()._neighbours(tensor)
+        return [n for n in (*self._lineage.parents(tensor), *self._beside(tensor)) if self._gone[n]]
+
+    def _beside(self, tensor: int) -> list[int]:
+        """The other results of its producer."""
+        producer = self._lineage.producer[tensor]
+        return [t for t in self._lineage.writes[producer] if t != tensor] if producer >= 0 else []

@@ -1,0 +1,212 @@
+"""Mimose: estimate from the input's size what each block will keep, and checkpoint as few as the memory asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.errors import PolicyError, near
+from sim.plan import Plan, Problem, Run
+from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.recompute.mimose.shuttling import Blocks, Measured, blocks_of, measured
+from sim.solvers.outcome import refused
+from sim.solvers.runs import Runs
+from sim.trace.graph import Trace
+from sim.trace.tensor import ROLE_CODE
+
+FALLBACKS = ("smallest", "largest")
+DEGREE = 2
+ALIKE = 0.9
+"""Blocks of at least this fraction of the largest one's bytes share its bucket."""
+FITS_RELATIVELY, FITS_BYTES, LEAST_BYTES = 0.1, 10**7, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mimose(RecomputationPlanner):
+    """Plan checkpoints for each iteration anew, from what inputs of other sizes were measured to need.
+
+    Three parts. Sheltered collecting: in the first iterations every block (layer) is checkpointed, and each
+    block's forward runs twice, once plainly to measure what it keeps and once as checkpointed. Lightning
+    estimator: per block, and for the whole model, a polynomial of degree 2 of the input's size, fitted by least
+    squares. Responsive scheduler: what the model is predicted to take beyond the memory that is left must be
+    covered by blocks. They stand in buckets of nearly equal bytes, largest first; in a bucket earlier layers
+    come first, for they are run again last, when memory is empty. The smallest bucket with a block that covers
+    what is missing gives it, else `fallback` does, until all is covered. A plan is kept for all inputs that round up to
+    the same size.
+
+    The input's size is the trace's `sequence` (`meta`), else the bytes of its inputs. Give `simulate` one trace an
+    iteration to see it respond: `simulate([transformer("gpt2", batch=4, sequence=s) for s in lengths], …)`.
+
+    Source: Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU", 2022,
+        arXiv:2209.02478; IPDPS 2023; and the authors' public code, whose greedy strategy picks the same blocks on the
+        same figures.
+    Bounds: plans in O(blocks²) where nothing is cached; a collecting iteration costs one more forward than full
+        checkpointing. Estimates are exact where what blocks keep is a polynomial of degree 2 of the size.
+    Departs: in the first `collect` iterations an input whose size has been collected is planned for at once: the
+        code measures it again, and here it would find the same. With fewer than three sizes the polynomial has
+        a lower degree. The copies of weights that autocast keeps are not counted as a block's. Blocks are layers,
+        where the code takes modules at the middle of the nesting; its other planner, a knapsack over halves of
+        layers that it leaves switched off, is not there. See `verify`.
+
+    collect: how many iterations may collect, at least 1. round_to: plans are made for sizes rounded up to a
+        multiple of this. fallback: where no single block covers what is missing, take one of the `smallest` or
+        of the `largest` bucket (the code: smallest).
+    static_size: plan for inputs of this size whatever comes, the code's static mode; None: for what comes.
+    verify: walk over the plan before it runs, and where it would not fit ask for as many bytes more, until it
+        fits or all blocks are checkpointed. Without, the plan is the estimate's, as in the code.
+    Raises PolicyError on several devices, without layers or a backward, or where history is of another batch or
+    number of blocks; Infeasible where not even checkpointing all blocks fits.
+    """
+
+    recomputes = True
+    needs = frozenset({"layers", "backward", "history"})
+    warm_up = 1
+    fidelity = "code"
+
+    collect: int = 10
+    round_to: int = 5
+    fallback: str = "smallest"
+    static_size: int | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("collect", 1), ("round_to", 1)):
+            if getattr(self, name) < least:
+                raise PolicyError(f"policy 'mimose': {name} is {getattr(self, name)}; it must be at least {least}")
+        if self.static_size is not None and self.static_size < 1:
+            raise PolicyError(f"policy 'mimose': static_size is {self.static_size}; it must be at least 1")
+        if self.fallback not in FALLBACKS:
+            raise PolicyError(f"policy 'mimose': fallback is {self.fallback!r}{near(self.fallback, FALLBACKS)}")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations; notes: `phase` (`collect` or `respond`), and what was predicted and chosen."""
+        blocks = blocks_of(problem, "mimose")
+        size = input_size(problem.trace)
+        notes: dict[str, Any] = {"input_size": size, "batch": problem.trace.meta.get("batch")}
+        past = [run for run in problem.history if run.plan.notes.get("phase") == "collect"]
+        self._check(blocks, notes, past)
+        seen = {run.plan.notes["input_size"] for run in past}
+        if not past or (len(problem.history) < self.collect and size not in seen):
+            notes |= {"phase": "collect", "freed": blocks.freed, "blocks": tuple(range(len(blocks.regions)))}
+            found = blocks.shuttled()
+            self._refuse(problem, found)
+            return Plan(problem.trace, found.actions(), notes=notes)
+        rounded = -(-(self.static_size or size) // self.round_to) * self.round_to
+        notes |= {"phase": "respond", "rounded": rounded}
+        for run in reversed(problem.history):
+            if run.plan.notes.get("phase") == "respond" and run.plan.notes["rounded"] == rounded:
+                found = blocks.checkpointed(run.plan.notes["blocks"])
+                if not self.verify or found.peak() <= problem.budget:
+                    found = self.finished(problem, found)
+                    return Plan(problem.trace, found.actions(), notes={**run.plan.notes, **notes, "cached": True})
+                break
+        return self._respond(problem, blocks, past, {**notes, "cached": False})
+
+    def _check(self, blocks: Blocks, notes: dict[str, Any], past: Sequence[Run]) -> None:
+        """Raise PolicyError where what was collected says nothing about this trace."""
+        for run in past:
+            known = run.plan.notes
+            if known["batch"] != notes["batch"]:
+                raise PolicyError(
+                    f"policy 'mimose': estimates are for one batch size; this trace has batch {notes['batch']}, "
+                    f"and batch {known['batch']} was collected"
+                )
+            if len(known["blocks"]) != len(blocks.regions):
+                raise PolicyError(
+                    f"policy 'mimose': this trace has {len(blocks.regions)} blocks, and a model of "
+                    f"{len(known['blocks'])} was collected"
+                )
+
+    def _respond(self, problem: Problem, blocks: Blocks, past: Sequence[Run], notes: dict[str, Any]) -> Plan:
+        """A new plan for the size in `notes`."""
+        estimate = Estimate({run.plan.notes["input_size"]: measured(run, run.plan.notes["freed"]) for run in past})
+        now = estimate.at(notes["rounded"])
+        deficit = now.model - problem.budget
+        chosen = cover(now.blocks, deficit, self.fallback)
+        found = blocks.checkpointed(chosen)
+        while self.verify and len(chosen) < len(now.blocks) and (over := found.peak() - problem.budget) > 0:
+            deficit = max(deficit, sum(now.blocks[i] for i in chosen)) + over
+            chosen = cover(now.blocks, deficit, self.fallback)
+            found = blocks.checkpointed(chosen)
+        notes |= {"blocks": chosen, "predicted": now, "deficit": deficit, "estimate_fits": estimate.fits}
+        if len(chosen) == len(now.blocks):
+            self._refuse(problem, found)
+        return Plan(problem.trace, self.finished(problem, found).actions(), notes=notes)
+
+    def _refuse(self, problem: Problem, most: Runs) -> None:
+        """Raise Infeasible where a walk says that the plan which checkpoints all blocks takes too much."""
+        main = problem.platform.engine_for(0)
+        engines = set(problem.trace.op_columns.engine.values())
+        # what runs on other engines may lie in other tiers, which the walk does not know
+        alone = all(problem.platform.engine_for(0, name) == main for name in engines)
+        if self.verify and alone and most.peak() > problem.budget:
+            raise refused(problem, "mimose", most, proven=False, smallest=False)
+
+
+def input_size(trace: Trace) -> int:
+    """What memory is estimated from: tokens a sample, else the bytes of all inputs."""
+    sequence = trace.meta.get("sequence")
+    if isinstance(sequence, int):
+        return sequence
+    columns = trace.tensor_columns
+    return int(columns.bytes[(columns.role == ROLE_CODE["input"]) & (trace.producer < 0)].sum())
+
+
+class Estimate:
+    """Bytes as polynomials of the input's size, at most of degree 2, fitted to what was measured.
+
+    fits: whether each polynomial is within a tenth, or within 10 MB, of all it was fitted to.
+    """
+
+    def __init__(self, points: Mapping[int, Measured]) -> None:
+        sizes = np.array(list(points), np.float64)
+        series = np.array([(*point.blocks, point.model) for point in points.values()], np.float64)
+        self._factors = np.polyfit(sizes, series, min(DEGREE, len(points) - 1))  # (degree + 1, blocks + 1)
+        wrong = np.abs(series - self._values(sizes))
+        relatively = (wrong / np.maximum(series, LEAST_BYTES)).max(axis=0)
+        self.fits = bool(((relatively < FITS_RELATIVELY) | (wrong.max(axis=0) < FITS_BYTES)).all())
+
+    def at(self, size: int) -> Measured:
+        """What blocks and model are expected to take, to the nearest byte."""
+        *blocks, model = np.rint(self._values(np.array([size], np.float64))[0]).astype(np.int64).tolist()
+        return Measured(tuple(blocks), model)
+
+    def _values(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Shape (sizes, blocks + 1)."""
+        powers: NDArray[np.float64] = np.vander(sizes, len(self._factors))
+        return powers @ self._factors
+
+
+def cover(sizes: Sequence[int], deficit: int, fallback: str = "smallest") -> tuple[int, ...]:
+    """Blocks that together hold at least `deficit` bytes, or all; in the order in which they were chosen.
+
+    sizes: bytes by block, in the order of the forward pass.
+    """
+    buckets: list[list[int]] = []  # the largest first; in each the last block first
+    for block in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if buckets and sizes[block] >= ALIKE * sizes[buckets[-1][0]]:
+            buckets[-1].append(block)
+        else:
+            buckets.append([block])
+    waiting = [sorted(bucket, reverse=True) for bucket in buckets]
+    chosen: list[int] = []
+    while deficit > 0 and any(waiting):
+        bucket, block = _next(waiting, sizes, deficit, fallback)
+        bucket.remove(block)
+        chosen.append(block)
+        deficit -= sizes[block]
+    return tuple(chosen)
+
+
+def _next(waiting: list[list[int]], sizes: Sequence[int], deficit: int, fallback: str) -> tuple[list[int], int]:
+    """A bucket and its block: the first that covers what is missing from the smallest bucket on, else the fallback."""
+    for bucket in reversed(waiting):
+        for block in reversed(bucket):
+            if sizes[block] >= deficit:
+                return bucket, block
+    bucket = next(one for one in (waiting if fallback == "largest" else reversed(waiting)) if one)
+    return bucket, bucket[-1]

@@ -1,0 +1,109 @@
+"""Moccasin: the fewest nanoseconds of reruns, each op run a few times at most, by constraint programming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.errors import Infeasible, PolicyError, near
+from sim.plan import Plan, Problem
+from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.recompute.moccasin.retention import Retention, cp_sat
+from sim.solvers.grain import GRAINS, by_op, by_stage
+from sim.solvers.nodes import Nodes, body, counts_all
+from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
+from sim.solvers.runs import Ledger, runs
+
+FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that so few runs per op fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moccasin(RecomputationPlanner):
+    """Run each op at most `runs` times, keep each result for one interval per run, and take the least time so.
+
+    Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural
+        Networks", ICML 2023: retention intervals on a grid of events, a cumulative constraint for memory.
+    Bounds: the optimum of Checkmate's plans that run no op more than `runs` times. Where an op has to run more
+        often for that, others take less time, or fit in less memory: a chain of 8 equal stages fits in 3 units with
+        6 runs per op, in 5 with 2. O(n runs) intervals for n ops, against Checkmate's O(n^2) binaries. A good plan
+        comes early; to prove it best takes long where many ops have equal costs (61 equal ops: the optimum within
+        seconds, no proof within a minute).
+    Departs: the paper first lessens the peak of the plan without reruns, and starts from that; here the solver
+        starts from nothing, and looks for the least peak only where nothing fits, to name a budget that
+        does. Several results of an op, workspace and in-place writes count as in the engine. Weights, inputs,
+        weight gradients once made, and the update are outside. Ops that make weight gradients run once.
+
+    runs: the most runs of an op, its first one counted (C_v in the paper), at least 1.
+    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together.
+        None: "op" up to `max_ops`, "stage" beyond. max_ops: the most nodes to plan for, at least 2.
+    work_limit: deterministic seconds of search; time_limit: seconds by the clock.
+    Notes of the plan: `status` is "optimal" only where proven, of plans with so few runs per op, "feasible" for
+        stages and where a limit was met; `optimal_among`: that class; `bound_ns`, `rerun_ns`, `limit` ("",
+        "work" or "time"), `time_limited`.
+    Raises PolicyError without OR-Tools (the extra `solvers`), on several devices or engines, and when a limit
+        was met before any plan was found; Infeasible where none fits with so few runs per op.
+    """
+
+    recomputes = True
+    optimal = f"among plans that {STAGED}, and run no op more often than the parameter 'runs' says"
+    solver = "cp"
+    fidelity = "equations"
+    slow = True
+
+    runs: int = 2
+    grain: str | None = None
+    max_ops: int = 150
+    work_limit: float = 30.0
+    time_limit: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.grain is not None and self.grain not in GRAINS:
+            raise PolicyError(f"policy 'moccasin': grain is {self.grain!r}{near(self.grain, GRAINS)}")
+        if self.runs < 1 or self.max_ops < 2 or self.work_limit <= 0 or self.time_limit <= 0:
+            raise PolicyError("policy 'moccasin': runs >= 1, max_ops >= 2 and limits above 0 are needed")
+
+    @property
+    def _class(self) -> str:
+        return f"{STAGED}, and run no op more than {self.runs} times"
+
+    def in_class(self, plan: Plan) -> bool:
+        """Whether earlier ops are recomputed in order, each at most once before an op and `runs` times in all."""
+        return in_stages(plan, self.runs)
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations."""
+        cp_sat("moccasin")
+        ledger = Ledger(problem.trace)
+        plain = runs(ledger, {})
+        if plain.peak() <= problem.budget:
+            return planned(problem, plain, status="optimal", bound=0, plans=self._class)
+        ops = body(problem, "moccasin")
+        grain = self.grain or ("op" if ops <= self.max_ops else "stage")
+        if grain == "op" and ops > self.max_ops:
+            what = f"plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: take grain='stage'"
+            raise PolicyError(f"policy 'moccasin' {what}")
+        exact = grain == "op" and counts_all(ledger, ops)
+        nodes = (
+            by_op(problem, ledger, "moccasin") if grain == "op" else by_stage(problem, ledger, "moccasin", self.max_ops)
+        )
+        model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
+        answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
+        if answer.status == "infeasible":
+            raise self._refused(problem, ledger, nodes, exact)
+        if answer.status == "unknown":
+            raise PolicyError(
+                f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
+                "time_limit or the budget"
+            )
+        found = self.finished(problem, runs(ledger, nodes.again(answer.stages), prune=True))
+        if found.peak() > problem.budget:
+            raise refused(problem, "moccasin", found, proven=False, smallest=False, plans=self._class)
+        is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
+        status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
+        return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)
+
+    def _refused(self, problem: Problem, ledger: Ledger, nodes: Nodes, exact: bool) -> Infeasible:
+        model = Retention(nodes, None, self.runs, "moccasin")
+        answer = model.solve(work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed)
+        least = runs(ledger, nodes.again(answer.stages), prune=True)
+        smallest = answer.status == "optimal"
+        return refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)

@@ -1,0 +1,107 @@
+"""Relax-and-fix: linear programs at moments of the schedule say what stays resident; with a bound for all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.errors import PolicyError
+from sim.plan import Plan, Problem
+from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
+from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
+from sim.solvers.nodes import body
+from sim.solvers.outcome import planned, refused, rerun_ns
+from sim.solvers.runs import Ledger, Runs, runs
+
+PLANS = "drop and recompute on one device, move nothing, and keep weight gradients"
+"""The plans that the bound is about."""
+CLOSE = 1000  # a plan within this part of the iteration's time above the bound ends the search
+WIDER = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+"""Budgets that are tried in order to name one that does, as parts of the least bytes of any plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelaxAndFix(RecomputationPlanner):
+    """Decide what is resident when the op of largest footprint runs, then wherever that plan still needs too much.
+
+    A linear program of that one moment says what is resident then and what is recomputed afterwards, for the least
+    time. It is rounded, at three thresholds, and each op is recomputed just before its result is read. The op at
+    which such a plan passes the budget becomes the next moment: the decisions before it are fixed, and a program for
+    that moment decides again, until a plan fits. What need not be dropped after all stays resident.
+    Source: this project. The conditions are Checkmate's (Jain et al., MLSys 2020) at a few ops instead of all; fixing
+        one part of a program after the other is known as relax-and-fix.
+    Bounds: `bound_ns` is proven for every plan on one device that only drops and recomputes and keeps weight gradients
+        once they are made, offline or online, in any order and however often; it is taken over the first `moments`
+        moments together. Each program has a variable per op and tensor: hundredths of a second for thousands of
+        ops, mostly one program per rounding; tens near the least memory.
+    Departs: from no paper. Removing unnecessary recomputation is part of it, and on by default.
+
+    moments: those in the program of the bound, at least 1. rounds: programs in all before the search is given up.
+    Notes of the plan: `status` is "optimal" only where its recomputation is no longer than the bound; `bound_ns`,
+        `rerun_ns`.
+    Raises Infeasible where no plan was found, naming a budget that does, and saying so where it is proven that there
+        is none; PolicyError on several devices or engines.
+    """
+
+    recomputes = True
+    solver = "lp"
+    fidelity = "equations"
+    slow = True
+
+    remove_unnecessary: bool = True
+    moments: int = 3
+    rounds: int = 60
+
+    def __post_init__(self) -> None:
+        if self.moments < 1 or self.rounds < 1:
+            raise PolicyError("policy 'relax_and_fix': moments and rounds are at least 1")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops and recomputations."""
+        body(problem, "relax_and_fix")
+        ledger = Ledger(problem.trace)
+        plain = runs(ledger, {})
+        if plain.peak() <= problem.budget:
+            return planned(problem, plain, status="optimal", bound=0, plans=PLANS)
+        search = MomentSearch(ledger, [problem.cost.op_ns(op) for op in range(len(ledger.reads))])
+        floor = least_bytes(ledger)
+        found, bound = self._best(problem, search, problem.budget)
+        if found is None:
+            impossible = bound is None or problem.budget < floor
+            enough = self._enough(problem, search, max(floor, problem.budget), plain.peak())
+            raise refused(problem, "relax_and_fix", enough, proven=impossible, smallest=False, plans=PLANS)
+        status = "optimal" if rerun_ns(problem, found) == bound else "feasible"
+        return planned(problem, found, status=status, bound=bound, plans=PLANS)
+
+    def _best(
+        self, problem: Problem, search: MomentSearch, budget: int, levels: Sequence[float] = LEVELS
+    ) -> tuple[Runs | None, int | None]:
+        """The cheapest plan of some roundings, and the bound; None where there is none."""
+        bound = search.bound([search.first], budget)
+        if bound is None:
+            return None, None
+        best: Runs | None = None
+        close, left = sum(search.cost) // CLOSE, self.rounds
+        for level in levels:
+            dive = search.dive(budget, level, left)
+            left -= dive.programs
+            if level == levels[0] and len(dive.moments) > 1:
+                bound = search.bound(dive.moments[: self.moments], budget)
+            if bound is None:
+                return None, None
+            if dive.found is not None:
+                found = self.finished(problem, dive.found)
+                if best is None or rerun_ns(problem, found) < rerun_ns(problem, best):
+                    best = found
+            if best is not None and rerun_ns(problem, best) <= bound + close:
+                break
+        return best, bound
+
+    def _enough(self, problem: Problem, search: MomentSearch, least: int, most: int) -> int:
+        """The smallest budget tried for which there is a plan."""
+        for part in WIDER:
+            budget = int(least * part)
+            if budget < most and self._best(problem, search, budget, LEVELS[:1])[0] is not None:
+                return budget
+        return most

@@ -1,0 +1,193 @@
+"""TSO: segments of a chain, each in the execution mode that suits it, by dynamic programming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from sim.errors import Infeasible, PolicyError, near
+from sim.plan import Plan, Problem
+from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.recompute.rotor import costs_of, held_outside
+from sim.policies.recompute.tso.captured import Part, captured, spared_launches
+from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, tightest, total_ns
+from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
+from sim.solvers.regions import chain_of, first_backward, rerun_regions, stage_regions
+from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+from sim.trace.chain import Chain
+from sim.units import format_bytes
+
+METHODS = ("slots", "price")
+ATTEMPTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tso(RecomputationPlanner):
+    """Cut the chain into segments, and run each op by op or as one captured graph, kept or run again.
+
+    Modes: `eager` keeps what a segment's backward needs. `checkpoint` keeps its output, and runs its inside again
+    before its backward. `graph` captures the segment's forward, and its backward, as graphs that are launched whole:
+    its ops spare their launches, the capture costs once, and whatever it makes stays until its end.
+    `graph_checkpoint` does both, and runs all of it again as one. The cuts and the modes together take the
+    least time within the budget. Nothing moves.
+    Source: Tang et al., "TSO", poster, EuroSys 2025, of which only a summary was at hand: recomputation
+        planned together with execution modes, by a segmented, convex-optimised dynamic program.
+    Bounds: no other choice of segments and modes takes less time by the model, sizes rounded up to slots.
+        O(L^2 slots modes) time for L stages.
+    Departs: a reconstruction: the modes, what they cost and the recurrences are a reading of that summary, and no
+        figure of the poster is claimed. Segments consist of stages of the trace's chain. Eager
+        execution evicts nothing by itself. Modes change the trace: times and workspaces of captured ops. A
+        captured op's time is fixed beforehand, so it shares no bandwidth pool. A plan may be faster than
+        keeping all, by the launches that it spares. Weight gradients, and what else the chain does not count,
+        show in the plan's exact peak only; where that passes the budget the room is bisected, as in `rotor`.
+
+    modes: those that a segment may take. method: "slots", or "price": a price on saved bytes instead, with exact
+        sizes, O(L modes) a price; it may miss the best, and on long chains beats rounding to slots.
+    slots: parts into which the budget is divided, at least 2.
+    launch: ns that a captured op spares, at most its engine's launch where its time is not measured; None for just
+        that, and for nothing where it is.
+    capture: ns to capture one graph, of which a segment has two. replays: iterations that share a capture.
+    switch: ns for each change between captured and eager execution. The last three are assumed figures.
+    Notes: `segments` (first stage, last stage, mode), `model_ns`, the time of forward and backward by the model,
+        `launch_ns` where `launch` is given.
+    Raises PolicyError where the trace is no chain or has no backward, Infeasible naming a budget that would do.
+    """
+
+    recomputes = True
+    rewrites = True
+    needs = frozenset({"chain", "backward"})
+    solver = "dp"
+    fidelity = "reconstruction"
+    saves = MappingProxyType({"launch": "the ops of a captured segment are launched together, as one graph"})
+
+    modes: tuple[str, ...] = tuple(MODES)
+    method: str = "slots"
+    slots: int = 500
+    launch: int | None = None
+    capture: int = 10_000_000
+    replays: int = 1000
+    switch: int = 10_000
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise PolicyError(f"policy 'tso': mode {mode!r} is unknown{near(mode, MODES)}")
+        if self.method not in METHODS:
+            raise PolicyError(f"policy 'tso': method is {self.method!r}{near(self.method, METHODS)}")
+        if not self.modes or self.slots < 2 or self.replays < 1:
+            raise PolicyError("policy 'tso': a mode, slots >= 2 and replays >= 1 are needed")
+        if min(self.launch or 0, self.capture, self.switch) < 0:
+            raise PolicyError("policy 'tso': launch, capture and switch are 0 ns or more")
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace with captured segments; drops and recomputations."""
+        line = chain_of(problem, "tso")
+        first_backward(line, "tso")
+        spared = spared_launches(problem, self.launch)
+        turn = costs_of(problem, Ledger(problem.trace), line).turn
+        figures = figures_of(line, problem.trace, turn, spared, self._captures)
+        prices = [prices_of(figures, MODES[mode]) for mode in self.modes]
+        outside = held_outside(problem, line) + line.x[0]
+
+        def filled(segments: Sequence[Segment]) -> _Filled:
+            time = total_ns(prices, segments, 2 * self.switch)
+            return _Filled(segments, time, self._runs(problem, line, segments, spared))
+
+        def attempt(room: int) -> _Filled | None:
+            if room <= 0:
+                return None
+            if self.method == "price":
+                segments = by_price(prices, room, 2 * self.switch)
+            else:
+                segments = by_slots(prices, room, self.slots, 2 * self.switch)
+            return None if segments is None else filled(segments)
+
+        # weight gradients come while activations go: hope that none adds to the peak, then make sure
+        room, low, best = problem.budget - outside + line.gradients, 0, None
+        high = room + room // 4  # the model may count too much, too
+        for _ in range(ATTEMPTS):
+            tried = attempt(room)
+            excess = tried.runs.peak() - problem.budget if tried is not None else 0
+            if tried is None or excess > 0:
+                high = room
+                room = room - excess if low < room - excess < room else (low + high) // 2
+            else:
+                low = room
+                best = tried if best is None or tried.time < best.time else best
+                if high - low <= problem.budget // self.slots:
+                    break
+                room = (low + high) // 2
+        best = best or filled(tightest(prices))
+        floor = best.runs.peak()
+        if floor > problem.budget:
+            raise Infeasible(
+                f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}; "
+                f"{format_bytes(floor, digits=None)} would do",
+                floor_bytes=floor,
+            )
+        notes = {
+            "segments": tuple((i, j - 1, self.modes[q]) for i, j, q in best.segments),
+            **self._said(),
+            "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
+        }
+        replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].again for _, _, q in best.segments)
+        found = best.runs if replayed else self.finished(problem, best.runs)  # a captured graph is launched whole
+        return Plan(found.ledger.trace, found.actions(), notes=notes)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""
+        if not any(MODES[mode].captured for mode in self.modes):
+            return {}
+        line = chain_of(problem, "tso")
+        first_backward(line, "tso")
+        whole = replace(self, modes=("graph",))
+        runs = whole._runs(problem, line, [(0, len(line), 0)], spared_launches(problem, self.launch))
+        return {"captured launches": Plan(runs.ledger.trace, runs.actions(), notes=self._said())}
+
+    def _said(self) -> dict[str, int]:
+        """What a plan says of the launch that a measured op is taken to have."""
+        return {} if self.launch is None else {"launch_ns": self.launch}
+
+    @property
+    def _captures(self) -> int:
+        """Nanoseconds an iteration for the two graphs of a segment."""
+        return 2 * -(-self.capture // self.replays)
+
+    def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], spared: Ints) -> Runs:
+        """The runs of a choice, over the trace as its modes make it."""
+        regions = stage_regions(line, [j - 1 for _, j, _ in segments])
+        modes = [MODES[self.modes[q]] for _, _, q in segments]
+        parts: list[Part] = []
+        charges: dict[int, int] = {}
+        for k, (region, mode) in enumerate(zip(regions, modes, strict=True)):
+            undoing = sorted(region.backward)
+            # a forward op may run again, and be charged again
+            bearer = undoing[0] if undoing else region.forward[0]
+            if mode.captured:
+                parts += [Part(region.forward), Part(undoing, region.forward)]
+                charges[bearer] = self._captures
+            if k + 1 < len(modes) and mode.captured != modes[k + 1].captured:
+                charges[bearer] = charges.get(bearer, 0) + 2 * self.switch
+        trace = captured(problem, parts, spared, {op: ns for op, ns in charges.items() if ns})
+        ledger = Ledger(trace)
+        again: dict[int, list[int]] = {}
+        hold: dict[int, int] = {}
+        for region, mode in zip(regions[:-1], modes, strict=False):
+            if not mode.again:
+                continue
+            for anchor, ops in rerun_regions(ledger, [region], early_stop=not mode.captured).items():
+                wanted = [t for op in region.backward for t in ledger.reads[op]]
+                again.setdefault(anchor, []).extend(ops if mode.captured else backward_slice(ledger, ops, wanted))
+            if mode.captured:
+                hold.update((t, region.forward[-1]) for op in region.forward for t in ledger.writes[op])
+        return runs(ledger, again, hold=hold)
+
+
+@dataclass(frozen=True, eq=False)
+class _Filled:
+    """A choice, its time beyond one plain forward and backward by the model, and its runs."""
+
+    segments: Sequence[Segment]
+    time: int
+    runs: Runs

@@ -1,0 +1,71 @@
+"""Ops that a device runs as one captured graph: they spare their launches, and hold what they make until the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.plan import Problem
+from sim.policies.recompute.tso.segments import Ints
+from sim.rewrites.rewriter import with_columns
+from sim.trace.graph import Trace
+from sim.trace.tensor import ROLE_CODE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The ops of one graph, in program order, and earlier ones whose results lie in its memory as well."""
+
+    ops: Sequence[int]
+    before: Sequence[int] = ()
+
+
+def spared_launches(problem: Problem, launch: int | None) -> Ints:
+    """Per op the ns that it spares in a captured graph, at most its time.
+
+    launch: ns; None for nothing where the op's time was measured. An op that the platform prices spares at most the
+    launch that its price holds, that of the engine it runs on. Members of a group spare nothing.
+    """
+    trace, platform = problem.trace, problem.platform
+    c = trace.op_columns
+    spared = np.zeros(len(c.name), np.int64)
+    for op in range(len(spared)):
+        ns = launch
+        if c.duration[op] < 0:
+            held = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
+            ns = held if ns is None else min(ns, held)
+        ns = ns or 0
+        spared[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
+    return spared
+
+
+def captured(problem: Problem, parts: Iterable[Part], spared: Ints, charges: Mapping[int, int]) -> Trace:
+    """The trace with some parts captured, and further ns charged to some ops.
+
+    What dies inside a part stays in its memory until the part ends: it counts as workspace of the ops that follow
+    in it. Weight gradients, outputs, and what passes its bytes on to what overwrites it lie elsewhere.
+    """
+    trace = problem.trace
+    workspace, duration = trace.op_columns.workspace.copy(), trace.op_columns.duration.copy()
+    columns, kept = trace.tensor_columns, set(trace.outputs)
+    held_until = trace.held_until
+    for op, ns in charges.items():
+        duration[op] = problem.cost.op_ns(op) + ns
+    for part in parts:
+        inside = set(part.ops)
+        dying: dict[int, int] = {}
+        for op in (*part.before, *part.ops):
+            for t in trace.writes(op):
+                role, last = columns.role[t], int(held_until[t])
+                if last in inside and role != ROLE_CODE["gradient"] and t not in kept and trace.replaced_by[t] < 0:
+                    dying[last] = dying.get(last, 0) + int(columns.bytes[t])
+        gone = 0
+        for op in part.ops:
+            workspace[op] += gone
+            gone += dying.get(op, 0)
+            if spared[op]:
+                time = int(duration[op]) if op in charges else problem.cost.op_ns(op)
+                duration[op] = time - int(spared[op])
+    return with_columns(trace, workspace=workspace, duration=duration)

@@ -1,0 +1,265 @@
+"""Schedules that hold little at once, made by recursion over a tree of separators.
+
+To make what is wanted of a part of a graph, the ops of its separator are run in order and their results held; what
+each of them reads in the smaller parts between them is made there in the same way, and then let go. At any
+time there lies one separator a level, and what one op a level reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
+
+from sim.policies.recompute.twremat.tree_decomposition import Separators
+from sim.solvers.nodes import taken
+from sim.solvers.runs import Again, Ledger
+
+
+class Needs:
+    """What the first `count` ops of a trace need of each other, and until when.
+
+    allowed: per op whether it may run again as far as the caller is concerned. parts: the ops, each alone but for those
+    that write in place (`parts_in_place`); these run again with what makes what they overwrite. All else is by part.
+    may_rerun: whether it may in fact, until the last time that its results can be needed. makers: those that make
+    what it reads. writes: what it leaves; fresh: how much of that needs new bytes; space: bytes beyond that while it
+    runs. until: per tensor the last part before which it can be needed, for itself or to make others again; the
+    number of parts where it is read later, kept, or passes its bytes on to what overwrites it.
+    """
+
+    def __init__(self, ledger: Ledger, count: int, allowed: Sequence[bool]) -> None:
+        self.ledger, self.parts = ledger, parts_in_place(ledger, count, allowed)
+        self.count = len(self.parts)
+        part_of = {op: i for i, part in enumerate(self.parts) for op in part}
+        kept = set(ledger.trace.outputs)
+        self.makers, self.writes = list[list[int]](), list[list[int]]()
+        self.fresh, self.space = list[int](), list[int]()
+        for i, part in enumerate(self.parts):
+            makers = {part_of[ledger.producer[t]] for op in part for t in ledger.reads[op] if ledger.producer[t] >= 0}
+            self.makers.append(sorted(makers - {i}))
+            if len(part) == 1:  # nothing is inside it
+                self.writes.append(list(ledger.writes[part[0]]))
+                self.fresh.append(sum(ledger.size[t] for t in self.writes[i] if ledger.replaces[t] < 0))
+                self.space.append(ledger.workspace[part[0]])
+                continue
+            made = [t for op in part for t in ledger.writes[op]]
+            inside = set(made)
+            leaves = [
+                t for t in made
+                if t not in inside or t in kept or any(part_of.get(r) != i for r in ledger.trace.readers(t))
+            ]  # fmt: skip
+            self.writes.append(leaves)
+            fresh = [t for t in leaves if ledger.replaces[t] < 0 or ledger.replaces[t] in inside]
+            self.fresh.append(sum(ledger.size[t] for t in fresh))
+            self.space.append(taken(ledger, part, set(leaves)) - self.fresh[-1])
+        self.until = [-1] * len(ledger.size)
+        self.may_rerun = [False] * self.count
+        last = [0] * self.count  # the last part before which one may have to run again
+        for i in reversed(range(self.count)):
+            part = self.parts[i]
+            last[i] = i
+            for t in self.writes[i]:
+                readers = ledger.trace.readers(t)
+                if t in kept or ledger.gone_at[t] < len(ledger.reads) or (readers and readers[-1] >= count):
+                    self.until[t] = self.count
+                else:
+                    behind = [part_of[r] for r in readers if part_of[r] != i]
+                    self.until[t] = max((last[r] if self.may_rerun[r] else r for r in behind), default=i)
+                last[i] = max(last[i], self.until[t])
+            in_time = last[i] < self.count and self.parts[last[i]][0] <= min(ledger.recomputable_among(part).values())
+            may_go = all(ledger.may_go[t] for t in self.writes[i])
+            self.may_rerun[i] = in_time and may_go and all(allowed[op] for op in part)
+
+    def graph(self) -> list[set[int]]:
+        """Per part those that read what it makes, or make what it reads."""
+        beside: list[set[int]] = [set(makers) for makers in self.makers]
+        for op, makers in enumerate(self.makers):
+            for maker in makers:
+                beside[maker].add(op)
+        return beside
+
+
+def parts_in_place(ledger: Ledger, count: int, allowed: Sequence[bool]) -> list[list[int]]:
+    """The first `count` ops in parts: each alone, but one that overwrites what it alone reads with what makes that.
+
+    In an order in which parts could run: what lies between the two comes before them, or behind them where it reads
+    what the first makes. Where the second reads that in turn, both stay alone; so does what is not allowed.
+    """
+    parts: list[list[int]] = []
+    for op in range(count):
+        old = [ledger.replaces[t] for t in ledger.writes[op] if ledger.replaces[t] >= 0]
+        makers = {ledger.producer[t] for t in old if ledger.trace.readers(t) == (op,)}
+        at = next((i for i in reversed(range(len(parts) if makers else 0)) if not makers.isdisjoint(parts[i])), -1)
+        if at < 0 or not all(allowed[one] for one in (*parts[at], op)):
+            parts.append([op])
+            continue
+        before, behind = list[list[int]](), list[list[int]]()
+        made, later = {t for one in parts[at] for t in ledger.writes[one]}, set[int]()
+        for part in parts[at + 1 :]:
+            depends = any(t in made or t in later for one in part for t in ledger.reads[one])
+            (behind if depends else before).append(part)
+            later.update(t for one in part for t in ledger.writes[one] if depends)
+        if later.isdisjoint(ledger.reads[op]):
+            parts[at:] = [*before, [*parts[at], op], *behind]
+        else:
+            parts.append([op])
+    return parts
+
+
+def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> Again | None:
+    """Which ops run again before which, when all run for the first time in program order; None if too many do.
+
+    What is called an op here is a part of `needs`. limit: bytes. What may be let go stays while there are so many,
+    then goes by least time to make it again per byte; what is held may pass them all the same. At 0 all goes at
+    once. longest: the most reruns.
+    """
+    schedule = _Schedule(needs, tree, cost, limit, longest)
+    try:
+        schedule.run()
+    except _TooLong:
+        return None
+    return schedule.again
+
+
+class _TooLong(Exception):
+    """More ops would run again than may."""
+
+
+class _Schedule:
+    def __init__(self, needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> None:
+        self.needs, self.tree, self.limit, self.left = needs, tree, limit, longest
+        self.again: dict[int, list[int]] = {}
+        ledger = needs.ledger
+        self.next = 0  # the first op that has not run
+        self.live = [False] * needs.count  # whether an op's results are there
+        self.pins = [0] * needs.count  # for how many reasons they may not go
+        self.idle: list[tuple[float, int]] = []  # what may go, and what was pinned again or went since, by price
+        self.held = sum(size for t, size in enumerate(ledger.size) if ledger.producer[t] < 0)
+        bytes = [sum(ledger.size[t] for t in writes) for writes in needs.writes]
+        self.price = [sum(cost[op] for op in part) / max(bytes[i], 1) for i, part in enumerate(needs.parts)]
+        self.dying: list[list[tuple[int, int]]] = [[] for _ in range(needs.count + 1)]
+        for op in range(needs.count):
+            for t in needs.writes[op]:
+                self.dying[needs.until[t]].append((op, t))
+        self.children = [tree.children(node) for node in range(len(tree.up))]
+        self.sinks = self._sinks()
+
+    def _sinks(self) -> list[list[int]]:
+        """Per node of the tree the ops in it and below that make nothing for others, in order."""
+        read = {maker for makers in self.needs.makers for maker in makers}
+        found: list[list[int]] = [[] for _ in self.tree.up]
+        for op in range(self.needs.count):
+            node = self.tree.home[op] if op not in read else -1
+            while node >= 0:
+                found[node].append(op)
+                node = self.tree.up[node]
+        return found
+
+    def run(self) -> None:
+        """Run everything once, and what that takes."""
+        if self.needs.count:
+            self._solve(0, (), self.needs.count)
+
+    def _solve(self, node: int, wanted: Sequence[int], upto: int) -> None:
+        """Of the part at a node and below: have the wanted results there and pinned, all sinks before `upto` run."""
+        tree = self.tree
+        missing = [op for op in wanted if not self.live[op]] + self._pending(node, upto)
+        if not missing:
+            self._pin(wanted)
+            return
+        needed, held = self._slice(node, missing)
+        self._pin(held)
+        for op in tree.vertices[node]:
+            if op not in needed:
+                continue
+            read = [maker for maker in self.needs.makers[op] if tree.below(node, maker) and tree.home[maker] != node]
+            for child in self.children[node]:
+                self._solve(child, [maker for maker in read if tree.below(child, maker)], op)
+            if not self.live[op]:
+                self._reach(op)
+            self._pin((op,))
+            self._unpin(read)
+            held.append(op)
+        for child in self.children[node]:
+            self._solve(child, [op for op in wanted if tree.below(child, op)], 0)
+        self._finish(node, upto)
+        self._pin([op for op in wanted if tree.home[op] == node])
+        self._unpin(held)
+
+    def _slice(self, node: int, missing: list[int]) -> tuple[Collection[int], list[int]]:
+        """The ops of a part that have to run for those missing; those of its separator that are there for them."""
+        needed: set[int] = set()
+        there: set[int] = set()
+        while missing:
+            op = missing.pop()
+            if op in needed:
+                continue
+            needed.add(op)
+            for maker in self.needs.makers[op]:
+                if self.live[maker]:
+                    there.add(maker)
+                elif self.tree.below(node, maker):
+                    missing.append(maker)
+        return needed, [op for op in self.tree.vertices[node] if op in there]
+
+    def _finish(self, node: int, upto: int) -> None:
+        """Run the sinks of the parts below a node, in program order."""
+        waiting = [(pending[0], child) for child in self.children[node] if (pending := self._pending(child, upto))]
+        heapify(waiting)
+        while waiting:
+            _, child = heappop(waiting)
+            self._solve(child, (), waiting[0][0] if waiting else upto)
+            if pending := self._pending(child, upto):
+                heappush(waiting, (pending[0], child))
+
+    def _pending(self, node: int, upto: int) -> list[int]:
+        sinks = self.sinks[node]
+        return sinks[bisect_left(sinks, self.next) : bisect_left(sinks, upto)]
+
+    # ---- single runs -------------------------------------------------------------------------
+
+    def _reach(self, op: int) -> None:
+        """Run an op again, or, for the first time, all before it and then it."""
+        while self.next < op:
+            self._perform(self.next)
+        self._perform(op)
+
+    def _perform(self, op: int) -> None:
+        needs, size, makers = self.needs, self.needs.ledger.size, self.needs.makers[op]
+        for maker in makers:
+            if self.live[maker]:
+                self._pin((maker,))
+            else:
+                self._solve(self.tree.home[maker], (maker,), 0)
+        self._make_room(needs.fresh[op] + needs.space[op])
+        self.live[op] = True
+        if op < self.next:
+            self.left -= len(needs.parts[op])
+            if self.left < 0:
+                raise _TooLong
+            self.again.setdefault(needs.parts[self.next][0], []).extend(needs.parts[op])
+            self.held += sum(size[t] for t in needs.writes[op] if needs.until[t] >= self.next)
+        else:
+            self.next = op + 1
+            self.held += needs.fresh[op]
+            self.held -= sum(size[t] for maker, t in self.dying[op] if self.live[maker])
+        self._pin((op,))
+        self._unpin((*makers, op))
+
+    def _pin(self, ops: Sequence[int]) -> None:
+        for op in ops:
+            self.pins[op] += 1
+
+    def _unpin(self, ops: Sequence[int]) -> None:
+        for op in ops:
+            self.pins[op] -= 1
+            if not self.pins[op] and self.needs.may_rerun[op]:
+                heappush(self.idle, (self.price[op], op))
+
+    def _make_room(self, need: int) -> None:
+        while self.held + need > self.limit and self.idle:
+            _, op = heappop(self.idle)
+            if self.live[op] and not self.pins[op]:
+                self.live[op] = False
+                writes, until = self.needs.writes[op], self.needs.until
+                self.held -= sum(self.needs.ledger.size[t] for t in writes if until[t] >= self.next)

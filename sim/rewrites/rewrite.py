@@ -1,0 +1,297 @@
+"""Ready-made rewrites: what changes *what* is computed, as against when memory is held where.
+
+Each takes a trace and returns another whose `origin` says what every op and tensor stands for; a check of that
+stands in `values`. The other rewrites are in `split` (tensors), `batching` (microbatches), `fuse` (one kernel of
+several) and `pipeline` (stages on several devices), all beside this file; all can be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from sim.errors import TraceError, near
+from sim.rewrites.batching import split_batch
+from sim.rewrites.fuse import fuse
+from sim.rewrites.holding import points, released_by, with_releases
+from sim.rewrites.pipeline import pipeline
+from sim.rewrites.rewriter import Rewriter, with_columns
+from sim.rewrites.split import pack_tensors, split_tensors
+from sim.trace.graph import PERSISTENT, OpColumns, Trace
+from sim.trace.origin import Encoded, Lossy, Origin, Same
+
+__all__ = [
+    "Codec",
+    "choose_implementation",
+    "cut",
+    "encode",
+    "fuse",
+    "hold_longer",
+    "pack_tensors",
+    "pipeline",
+    "reorder",
+    "split_batch",
+    "split_tensors",
+    "to_engine",
+    "unroll",
+]
+
+
+def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
+    """The same ops in another program order; `order` names each op once, by id or name.
+
+    Raises TraceError where `order` is no permutation, or breaks a dependency (naming op and tensor).
+    """
+    ids = [trace.op_id(op) for op in order]
+    if sorted(ids) != list(range(len(trace.ops))):
+        raise TraceError(f"the order names {len(set(ids))} of {len(trace.ops)} ops, or one of them twice")
+    origin = Origin.identity(trace)
+    new = Trace(
+        trace.tensor_columns,
+        replace(_pick(trace, ids), releases={}),
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta=trace.meta,
+        origin=replace(origin, ops=tuple(origin.ops[i] for i in ids)),
+    )
+    place = {op: i for i, op in enumerate(ids)}
+    held = sorted((place[op], rank, t) for rank, (t, op) in enumerate(points(trace)))
+    return with_releases(new, [(t, op) for op, _, t in held]) if held else new
+
+
+def cut(trace: Trace, n_ops: int) -> Trace:
+    """The first `n_ops` ops, with the tensors that they make and those that are there from the start.
+
+    Ids of tensors close up, in the same order; names stay. An output that is not made any more is
+    replaced by the last version of it that is, or left out. What a later op would release is held to the end.
+    """
+    count = min(max(n_ops, 0), len(trace.ops))
+    t, replaces = trace.tensor_columns, trace.tensor_columns.replaces
+    left = np.flatnonzero(trace.producer < count)
+    new = np.full(len(trace.tensors) + 1, -1, np.int32)  # the last entry serves -1, "none"
+    new[left] = np.arange(len(left))
+    columns: dict[str, object] = {}
+    for key, column in vars(t).items():
+        if isinstance(column, Mapping):
+            columns[key] = {int(new[i]): value for i, value in column.items() if new[i] >= 0}
+        else:
+            columns[key] = column[left] if isinstance(column, np.ndarray) else [column[i] for i in left.tolist()]
+    columns["replaces"] = new[replaces[left]]
+    there: dict[int, int] = {}
+    for last in trace.outputs:
+        kept = last
+        while new[kept] < 0 and replaces[kept] >= 0:
+            kept = int(replaces[kept])
+        if new[kept] >= 0:
+            there[last] = int(new[kept])
+    ops = _pick(trace, range(count))
+    origin = Origin.identity(trace)
+    whole = Trace(
+        replace(t, **columns),  # type: ignore[arg-type]
+        replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids], releases={}),
+        outputs=list(there.values()),
+        carry=[(there[last], int(new[first])) for last, first in trace.carry if last in there],
+        meta=trace.meta,
+        origin=replace(origin, tensors=tuple(origin.tensors[i] for i in left.tolist()), ops=origin.ops[:count]),
+    )
+    held = [(int(new[t]), min(op, count - 1)) for t, op in points(trace) if new[t] >= 0]
+    return with_releases(whole, held) if held else whole
+
+
+def _pick(trace: Trace, ids: Sequence[int]) -> OpColumns:
+    """Those ops of a trace in that order."""
+    c, rows = trace.op_columns, np.array(ids, np.int64)
+    where = {old: new for new, old in enumerate(ids)}
+    columns: dict[str, object] = {}
+    for key, column in vars(c).items():
+        if isinstance(column, Mapping):
+            columns[key] = {where[op]: value for op, value in column.items() if op in where}
+        elif not isinstance(column, np.ndarray):
+            columns[key] = [column[i] for i in ids]
+        elif not key.startswith(("read_", "write_")):
+            columns[key] = column[rows]
+    for start_key, ids_key in (("read_start", "read_ids"), ("write_start", "write_ids")):
+        start, values = getattr(c, start_key), getattr(c, ids_key)
+        counts = np.diff(start)[rows]
+        ends = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        # position in the old column: where the op began, plus how far into the op this entry is
+        within = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+        columns[start_key], columns[ids_key] = ends, values[np.repeat(start[:-1][rows], counts) + within]
+    return replace(c, **columns)  # type: ignore[arg-type]
+
+
+def to_engine(trace: Trace, ops: Iterable[int | str], engine: str) -> Trace:
+    """The same trace with some ops on another engine of their device ("" for its main one)."""
+    names = dict(trace.op_columns.engine)
+    for op in ops:
+        names[trace.op_id(op)] = engine
+    return with_columns(trace, engine={op: name for op, name in names.items() if name})
+
+
+def hold_longer(trace: Trace, until: Mapping[int, int]) -> Trace:
+    """The same trace, whose program holds some tensors until the end of an op, at least: tensor -> op, by id."""
+    ends = dict(points(trace))
+    ends.update({t: max(op, ends.get(t, -1)) for t, op in until.items()})
+    releases = released_by(trace, sorted(ends.items(), key=lambda point: point[1]))
+    return with_columns(trace, releases=releases) if releases != dict(trace.op_columns.releases) else trace
+
+
+def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trace:
+    """The same trace with other implementations of some ops: op -> name of one of its `alternatives`.
+
+    The workspace becomes the alternative's; a measured duration is multiplied by its time factor, and so
+    are FLOPs and bytes touched (rounded up), because they decide the time where nothing was measured.
+    Raises TraceError if an op has no such alternative.
+    """
+    c = trace.op_columns
+    flops, touched, duration = c.flops.copy(), c.bytes.copy(), c.duration.copy()
+    workspace, alternatives = c.workspace.copy(), dict(c.alternatives)
+    for key, name in choice.items():
+        op = trace.op_id(key)
+        known = {a.name: a for a in c.alternatives.get(op, ())}
+        if name not in known:
+            raise TraceError(f"op {c.name[op]!r}: no alternative {name!r}{near(name, known)}")
+        factor = Fraction(known[name].time_factor)
+        flops[op] = -(-int(flops[op]) * factor // 1)
+        touched[op] = -(-int(trace.touched[op]) * factor // 1)
+        if duration[op] >= 0:
+            duration[op] = -(-int(duration[op]) * factor // 1)
+        workspace[op] = known[name].workspace
+        del alternatives[op]
+    return with_columns(
+        trace, flops=flops, bytes=touched, duration=duration, workspace=workspace, alternatives=alternatives
+    )
+
+
+# ---- iterations --------------------------------------------------------------------------------
+
+
+def unroll(trace: Trace, n: int) -> Trace:
+    """`n` iterations in one trace, joined through `carry`; names gain `#0`, `#1`, ….
+
+    A tensor that is there at the start is, in later iterations, the one carried to it. Weights and
+    optimizer states that nothing overwrites or carries are constants, shared by all iterations; inputs
+    are new in each, and like all that has no producer they lie there from the start. Only the last
+    iteration's outputs are kept. `samples` and `tokens` of the meta data are multiplied.
+    Raises TraceError where an iteration overwrites what the next one needs and nothing is carried to it.
+    """
+    if n < 1:
+        raise TraceError(f"unroll: {n} iterations; it needs at least 1")
+    scaled = {key: trace.meta[key] * n for key in ("samples", "tokens") if isinstance(trace.meta.get(key), int)}
+    new = Rewriter(trace, {**scaled, "iterations": n * int(trace.meta.get("iterations", 1))})
+    carried = {first: last for last, first in trace.carry}
+    role, producer = trace.tensor_columns.role, trace.producer.tolist()
+    tensors, ops = list(trace.tensors), list(trace.ops)
+    before: list[int] = []
+    first_ids: list[int] = []
+    for i in range(n):
+        ids = [-1] * len(tensors)
+        for t in tensors:
+            if producer[t.id] < 0 and i > 0:
+                if t.id in carried:
+                    ids[t.id] = before[carried[t.id]]
+                    continue
+                if role[t.id] in PERSISTENT:
+                    if trace.replaced_by[t.id] >= 0:
+                        raise TraceError(f"unroll: tensor {t.name!r} is overwritten, and carry has nothing for it")
+                    ids[t.id] = before[t.id]
+                    continue
+            # what an in-place write takes over may stand later in the table: made first here
+            ids[t.id] = new.tensor(t, Same(t.id, i), name=f"{t.name}#{i}")
+        for t in tensors:
+            if t.replaces is not None:
+                new.builder.take_over(ids[t.id], ids[t.replaces])
+        for op in ops:
+            new.op(
+                op,
+                Same(op.id, i),
+                name=f"{op.name}#{i}",
+                reads=[ids[t] for t in op.reads],
+                writes=[ids[t] for t in op.writes],
+                group=f"{op.group}#{i}" if op.group else "",
+            )
+        first_ids = first_ids or ids
+        before = ids
+    outputs = [before[t] for t in trace.outputs]
+    carry = [(before[last], first_ids[first]) for last, first in trace.carry]
+    return new.build(outputs=outputs, carry=carry, iterations=n)
+
+
+# ---- codecs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a tensor is kept between forward and backward. ratio: bytes of the code per byte of the tensor.
+
+    encode_ns, decode_ns: time of each op; None lets the platform's model price the bytes they touch.
+    engine: where they run, "" for the device's main one. workspace: bytes each needs while it runs.
+    """
+
+    name: str
+    ratio: float | Fraction
+    encode_ns: int | None = None
+    decode_ns: int | None = None
+    lossless: bool = True
+    engine: str = ""
+    workspace: int = 0
+
+
+def encode(trace: Trace, codecs: Mapping[int | str, Codec]) -> Trace:
+    """Keep some tensors encoded between their last forward use and their first backward reader.
+
+    An encode op follows the last forward op that reads (or makes) the tensor, a decode op precedes its
+    first backward reader; backward ops then read the decoded copy. Raises TraceError for a tensor that no
+    forward op makes, that no backward op reads, or that is overwritten.
+    """
+    chosen = {trace.tensor_id(tensor): codec for tensor, codec in codecs.items()}
+    c, name = trace.op_columns, trace.tensor_columns.name
+    new = Rewriter(trace)
+    ids = new.all_tensors()
+    encode_after: dict[int, list[int]] = {}
+    decode_before: dict[int, list[int]] = {}
+    code: dict[int, int] = {}
+    decoded: dict[int, int] = {}
+    for t, codec in chosen.items():
+        maker, readers = int(trace.producer[t]), trace.readers(t)
+        late = [op for op in readers if c.phase[op] > 0]
+        if maker < 0 or c.phase[maker] > 0 or not late or trace.replaced_by[t] >= 0:
+            raise TraceError(f"encode: tensor {name[t]!r} is not made in forward, read in backward and left alone")
+        early = max((op for op in readers if op < late[0]), default=maker)
+        encode_after.setdefault(early, []).append(t)
+        decode_before.setdefault(late[0], []).append(t)
+        old, ratio = trace.tensors[t], Fraction(codec.ratio)
+        code[t] = new.tensor(
+            old, Encoded(Same(t), codec.name, codec.lossless),
+            name=f"{old.name}.{codec.name}", bytes=-(-old.bytes * ratio // 1), shape=None, dtype="", zeros=None,
+        )  # fmt: skip
+        back = Same(t) if codec.lossless else Lossy(Same(t), codec.name)
+        decoded[t] = new.tensor(old, back, name=f"{old.name}.decoded", saved_for="")
+
+    def add(word: str, t: int, anchor: int) -> None:
+        codec = chosen[t]
+        source, target = (ids[t], code[t]) if word == "encode" else (code[t], decoded[t])
+        new.glue(
+            f"{name[t]}.{word}",
+            "codec",
+            [source],
+            [target],
+            phase=trace.ops[anchor].phase,
+            layer=int(c.layer[anchor]),
+            device=int(c.device[anchor]),
+            engine=codec.engine,
+            workspace=codec.workspace,
+            duration=codec.encode_ns if word == "encode" else codec.decode_ns,
+        )
+
+    for op in trace.ops:
+        for t in decode_before.get(op.id, ()):
+            add("decode", t, op.id)
+        moved = [decoded[t] if t in decoded and op.phase != "forward" else ids[t] for t in op.reads]
+        new.op(op, reads=moved, writes=[ids[t] for t in op.writes])
+        for t in encode_after.get(op.id, ()):
+            add("encode", t, op.id)
+    return new.build(outputs=[ids[t] for t in trace.outputs], carry=[(ids[a], ids[b]) for a, b in trace.carry])

@@ -1,0 +1,85 @@
+"""The tool that rewrites are written with: a builder that notes what each new tensor and op stands for.
+
+What the old trace releases the new one releases, too: `sim.rewrites.holding` finds where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sim.rewrites.holding import carry_releases
+from sim.trace.builder import TraceBuilder
+from sim.trace.graph import Trace
+from sim.trace.op import Op
+from sim.trace.origin import Expr, Glue, Origin, Same
+from sim.trace.tensor import Tensor
+
+GLUE = Glue()
+
+
+class Rewriter:
+    """Collects the tensors and ops of a new trace together with what they stand for in the old one.
+
+    meta: entries to add to the old trace's. The expressions given here speak of `trace`; `build` turns
+    them into expressions over the trace that `trace` itself was made from.
+    """
+
+    def __init__(self, trace: Trace, meta: Mapping[str, Any] | None = None) -> None:
+        self.trace = trace
+        self.builder = TraceBuilder({**trace.meta, **(meta or {})})
+        self._tensors: list[Expr] = []
+        self._ops: list[Expr] = []
+
+    def tensor(self, like: Tensor, stands_for: Expr | None = None, **changes: Any) -> int:
+        """Add a tensor like one of the old trace, with some fields changed; `replaces` must be a new id.
+
+        Without `stands_for` it is that very tensor. Returns its id.
+        """
+        names = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for")
+        fields = {name: getattr(like, name) for name in names}
+        fields.update(changes)
+        self._tensors.append(Same(like.id) if stands_for is None else stands_for)
+        return self.builder.tensor(**fields)
+
+    def op(self, like: Op, stands_for: Expr | None = None, **changes: Any) -> int:
+        """Add an op like one of the old trace; reads and writes must be new ids. Returns its id."""
+        self._ops.append(Same(like.id) if stands_for is None else stands_for)
+        return self.builder.copy_op(like, releases=(), **changes)
+
+    def glue(self, name: str, kind: str, reads: Sequence[int], writes: Sequence[int], **fields: Any) -> int:
+        """Add an op that computes nothing of the old trace. Returns its id."""
+        self._ops.append(GLUE)
+        return self.builder.op(name, kind, reads=reads, writes=writes, **fields)
+
+    @property
+    def op_count(self) -> int:
+        """How many ops were added."""
+        return len(self._ops)
+
+    def all_tensors(self) -> list[int]:
+        """Add every tensor of the old trace as it is. Returns the new ids by old id."""
+        new = list(range(len(self._tensors), len(self._tensors) + len(self.trace.tensors)))
+        for old in self.trace.tensors:
+            self.tensor(old, replaces=None if old.replaces is None else new[old.replaces])
+        return new
+
+    def build(self, *, outputs: Iterable[int], carry: Iterable[tuple[int, int]], iterations: int = 1) -> Trace:
+        """The new trace, with its origin. iterations: how many of the old trace it holds."""
+        base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
+        mine = Origin(base, tuple(self._tensors), tuple(self._ops), iterations)
+        made = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=mine.over(self.trace))
+        return made if not self.trace.op_columns.releases else carry_releases(self.trace, made, mine)
+
+
+def with_columns(trace: Trace, **columns: Any) -> Trace:
+    """The same trace with some op columns replaced."""
+    ops = replace(trace.op_columns, **columns)
+    origin = Origin.identity(trace)
+    return Trace(trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=origin)
+
+
+def slice_of(total: int, first: int, stop: int, count: int) -> int:
+    """Bytes (or FLOPs) of the range `first`…`stop` of `count`; consecutive ranges add up to the total."""
+    return total * stop // count - total * first // count

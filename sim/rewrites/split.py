@@ -1,0 +1,201 @@
+"""Rewrites of storage: one tensor into parts (chunks, fractions), several tensors into one (packs, pages)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from sim.errors import TraceError
+from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.trace.graph import Trace
+from sim.trace.op import Op
+from sim.trace.origin import Expr, Packed, Part, Same
+
+Cuts = tuple[int, ...]
+
+
+def split_tensors(
+    trace: Trace, parts: Mapping[int | str, int | Sequence[int]], *, ops: Iterable[int | str] = ()
+) -> Trace:
+    """Split tensors into parts that live and move on their own: `{"w": 4}`, or `{"w": (3, 7)}` for 30 % and 70 %.
+
+    All values that share a storage, or are carried to it, are split alike. Ops read and write all parts
+    of a split tensor, except the ops in `ops`, which are split with them (one per part, on its elements
+    alone): those must be elementwise (kind `elementwise`, `optimizer`, `copy`), with all operands split.
+    Raises TraceError for a tensor without enough bytes, unequal wishes for one storage, or such an op.
+    """
+    cuts = _spread(trace, {trace.tensor_id(t): _cuts(wish) for t, wish in parts.items()})
+    divided = {trace.op_id(op) for op in ops}
+    new = Rewriter(trace)
+    ids: list[list[int]] = [[] for _ in trace.tensors]
+    for t in trace.tensors:
+        marks = cuts.get(t.id)
+        if marks is None:
+            ids[t.id] = [new.tensor(t)]
+            continue
+        if t.bytes < marks[-1]:
+            raise TraceError(f"split: tensor {t.name!r} has {t.bytes} bytes, too few for parts of 1/{marks[-1]}")
+        ids[t.id] = [
+            new.tensor(
+                t,
+                Part(Same(t.id), first, stop, marks[-1]),
+                name=f"{t.name}.part{k}",
+                bytes=slice_of(t.bytes, first, stop, marks[-1]),
+                shape=None,
+            )
+            for k, (first, stop) in enumerate(pairwise(marks))
+        ]
+    for t in trace.tensors:
+        if t.replaces is not None:
+            for mine, old in zip(ids[t.id], ids[t.replaces], strict=True):
+                new.builder.take_over(mine, old)
+    for op in trace.ops:
+        if op.id in divided:
+            _split_op(new, op, ids, cuts)
+        else:
+            new.op(op, reads=[i for t in op.reads for i in ids[t]], writes=[i for t in op.writes for i in ids[t]])
+    carry = [pair for last, first in trace.carry for pair in zip(ids[last], ids[first], strict=True)]
+    return new.build(outputs=[i for t in trace.outputs for i in ids[t]], carry=carry)
+
+
+def _cuts(wish: int | Sequence[int]) -> Cuts:
+    weights = [1] * wish if isinstance(wish, int) else list(wish)
+    if not weights or min(weights) < 1:
+        raise TraceError(f"split: {wish!r} is no number of parts, or list of positive weights")
+    marks = [0]
+    for weight in weights:
+        marks.append(marks[-1] + weight)
+    return tuple(marks)
+
+
+def _spread(trace: Trace, cuts: dict[int, Cuts]) -> dict[int, Cuts]:
+    """The same cuts for all that shares a storage with a split tensor or is carried to it."""
+    partners: dict[int, list[int]] = {}
+    links = [(t, int(r)) for t, r in enumerate(trace.tensor_columns.replaces.tolist()) if r >= 0]
+    for a, b in (*links, *trace.carry):
+        partners.setdefault(a, []).append(b)
+        partners.setdefault(b, []).append(a)
+    todo, found = list(cuts), dict(cuts)
+    while todo:
+        t = todo.pop()
+        for other in partners.get(t, ()):
+            if other not in found:
+                found[other] = found[t]
+                todo.append(other)
+            elif found[other] != found[t]:
+                names = trace.tensor_columns.name
+                raise TraceError(f"split: {names[t]!r} and {names[other]!r} share a storage but not their cuts")
+    return found
+
+
+def _split_op(new: Rewriter, op: Op, ids: list[list[int]], cuts: Mapping[int, Cuts]) -> None:
+    marks = {cuts.get(t) for t in (*op.reads, *op.writes)}
+    (mark,) = marks if len(marks) == 1 else (None,)
+    if mark is None or op.kind not in ELEMENTWISE:
+        raise TraceError(f"split: op {op.name!r} ({op.kind}) is not elementwise over tensors that are all split alike")
+    total = mark[-1]
+    for k, (first, stop) in enumerate(pairwise(mark)):
+        share = stop - first
+        new.op(
+            op,
+            Part(Same(op.id), first, stop, total),
+            name=f"{op.name}.part{k}",
+            reads=[ids[t][k] for t in op.reads],
+            writes=[ids[t][k] for t in op.writes],
+            flops=slice_of(op.flops, first, stop, total),
+            bytes=None if op.bytes is None else slice_of(op.bytes, first, stop, total),
+            workspace=-(-op.workspace * share // total),
+            duration=None if op.duration is None else -(-op.duration * share // total),
+        )
+
+
+ELEMENTWISE = ("elementwise", "optimizer", "copy")
+"""Kinds of op whose results at some elements need their operands at these elements only."""
+
+
+def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trace:
+    """Put tensors together that are then held and moved as one: pack name -> its tensors, in order.
+
+    A pack has a slot for each member's storage. An op that makes or overwrites a member makes a new
+    version of the pack in place, and needs the old one there; every reader reads the version of its
+    time. The pack is born with its first member and stays until all are dead. Ops keep the bytes they
+    touched. Raises TraceError where a tensor is in two packs, or a pack is carried in part.
+    """
+    names, replaces = trace.tensor_columns.name, trace.tensor_columns.replaces.tolist()
+    slot: dict[int, tuple[str, int]] = {}
+    for pack, members in packs.items():
+        for k, member in enumerate(members):
+            t = trace.tensor_id(member)
+            while replaces[t] >= 0:
+                t = replaces[t]
+            if t in slot:
+                raise TraceError(f"pack: the storage of {names[t]!r} is in {slot[t][0]!r} and {pack!r}")
+            slot[t] = (pack, k)
+    for t in sorted(range(len(names)), key=lambda t: trace.producer[t]):  # an old value before the new one
+        if replaces[t] in slot:
+            slot[t] = slot[replaces[t]]
+    roots = {pack: [0] * len(members) for pack, members in packs.items()}
+    for t, (pack, k) in slot.items():
+        if replaces[t] < 0:
+            roots[pack][k] = t
+
+    new = Rewriter(trace)
+    plain = [new.tensor(t) if t.id not in slot else -1 for t in trace.tensors]
+    for at, old in enumerate(replaces):
+        if old >= 0 and at not in slot:
+            new.builder.take_over(plain[at], plain[old])
+    content: dict[str, list[Expr | None]] = {pack: [None] * len(roots[pack]) for pack in packs}
+    version: dict[str, int] = {}
+    counts = dict.fromkeys(packs, 0)
+
+    def renew(pack: str) -> None:
+        members = [trace.tensors[t] for t in roots[pack]]
+        layers = {t.layer for t in members}
+        fresh = new.tensor(
+            members[0], Packed(tuple(content[pack])),
+            name=f"{pack}.v{counts[pack]}" if counts[pack] else pack,
+            bytes=sum(t.bytes for t in members),
+            layer=layers.pop() if len(layers) == 1 else -1,
+            shape=None, dtype="", zeros=None,
+        )  # fmt: skip
+        if pack in version:
+            new.builder.take_over(fresh, version[pack])
+        version[pack] = fresh
+        counts[pack] += 1
+
+    for pack, members in roots.items():
+        there = [t for t in members if trace.producer[t] < 0]
+        for t in there:
+            content[pack][slot[t][1]] = Same(t)
+        if there:
+            renew(pack)
+    first, first_content = dict(version), {pack: list(held) for pack, held in content.items()}
+    for op in trace.ops:
+        written = dict.fromkeys(slot[t][0] for t in op.writes if t in slot)
+        reads = [version[slot[t][0]] if t in slot else plain[t] for t in op.reads]
+        reads += [version[pack] for pack in written if pack in version]
+        for t in op.writes:
+            if t in slot:
+                pack, k = slot[t]
+                content[pack][k] = Same(t)
+        for pack in written:
+            renew(pack)
+        writes = [plain[t] for t in op.writes if t not in slot] + [version[pack] for pack in written]
+        touched = int(trace.touched[op.id])
+        changed = bool(written) or any(t in slot for t in op.reads)
+        new.op(op, reads=list(dict.fromkeys(reads)), writes=writes, bytes=touched if changed else op.bytes)
+
+    kept = dict.fromkeys(version[slot[t][0]] if t in slot else plain[t] for t in trace.outputs)
+    carry = [(plain[a], plain[b]) for a, b in trace.carry if a not in slot and b not in slot]
+    pairs = {(Same(a), Same(b)) for a, b in trace.carry if a in slot or b in slot}
+    for pack in first:
+        ends = [(a, b) for a, b in zip(content[pack], first_content[pack], strict=True) if b is not None]
+        carried = [pair for pair in ends if pair in pairs]
+        if carried:
+            if len(carried) < len(ends):
+                raise TraceError(f"pack: {pack!r} holds tensors that are carried and tensors that are not")
+            carry.append((version[pack], first[pack]))
+            pairs.difference_update(carried)
+    if pairs:
+        raise TraceError("pack: a tensor is carried to one outside its pack")
+    return new.build(outputs=kept, carry=carry)

@@ -1,0 +1,477 @@
+"""What a trace computes, symbolically: a value is a hash of the op that made it and of what it read.
+
+Two questions are answered here. `plain_values` says what every tensor of one trace is when it is run as
+written; a replay that ends with other hashes has read something stale, or lost. `departures` says
+whether a rewritten trace computes what its base computes, op by op: given that what an op reads is what
+`origin` claims, is what it writes, too? These rules are the only ones, and each is an identity:
+
+- An op that stands for base op o finds among its reads every tensor that o reads (of that iteration, no
+  other version), and then has o's results to write: whole, in parts, or into a pack.
+- A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`; it finds the same microbatch of what has rows, and
+  whole what has none; its results are that microbatch of o's results. A `Part` of an elementwise op
+  finds that part of all it reads; of another op it may find some whole.
+- All parts together are the tensor; all microbatches together are the tensor, by concatenation where it
+  has rows, by a sum (an op that adds them) where it has none; consecutive ranges make a longer range.
+- A `Fused` op computes its parts one after the other: each finds what was read and what those before it made.
+- What an op of a group (send and receive, a collective) reads, all members read.
+- A lossless code decodes to what was encoded, and is not smaller than `LEAST_CODE`; a lossy one decodes to `Lossy`,
+  which stands for nothing else.
+- A tensor has the role of what it stands for, unless it is a copy, and a base op overwrites in place only what it
+  overwrites in the base.
+
+So what is false is reported where it happens and nowhere downstream of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from sim.errors import TraceError
+from sim.rewrites.batching import batch_ops, batched
+from sim.rewrites.rewriter import slice_of
+from sim.rewrites.split import ELEMENTWISE
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.origin import (
+    Encoded,
+    Expr,
+    Fused,
+    Glue,
+    Lossy,
+    Microbatch,
+    Origin,
+    Packed,
+    Part,
+    Same,
+    leaves,
+    map_leaves,
+)
+from sim.trace.tensor import ROLES
+
+Value = bytes
+LEAST_CODE = Fraction(1, 32)
+"""What a lossless code takes at least, a byte of the tensor: one bit for an element of four bytes."""
+
+
+def first_value(tensor: int) -> Value:
+    """The value of a tensor that is there at the start."""
+    return hashlib.blake2b(b"start %d" % tensor, digest_size=16).digest()
+
+
+def op_values(op: int, reads: Sequence[Value], count: int) -> list[Value]:
+    """The values of the `count` tensors that an op writes, given what it reads, in order.
+
+    Every op is a function of its own. A random op replays its seed, so it is no exception.
+    """
+    inner = hashlib.blake2b(b"op %d " % op + b"".join(reads), digest_size=16).digest()
+    return [hashlib.blake2b(inner + b"%d" % k, digest_size=16).digest() if k else inner for k in range(count)]
+
+
+def plain_values(trace: Trace) -> list[Value]:
+    """The value of every tensor when the trace is run as written, by id.
+
+    The members of a group are functions of what all of them read, in program order of the members.
+    """
+    values: list[Value] = [first_value(t) for t in range(len(trace.tensors))]
+    members = groups(trace)
+    pending: dict[str, int] = {name: len(ops) for name, ops in members.items()}
+    made = (trace.producer < 0).tolist()
+    waiting: list[int] = []
+
+    def run(op: int, reads: Iterable[int]) -> None:
+        writes = trace.writes(op)
+        for t, value in zip(writes, op_values(op, [values[t] for t in reads], len(writes)), strict=True):
+            values[t], made[t] = value, True
+
+    def try_op(op: int) -> bool:
+        if not all(made[t] for t in trace.reads(op)):
+            return False
+        name = trace.op_columns.group.get(op, "")
+        if not name:
+            run(op, trace.reads(op))
+            return True
+        pending[name] -= 1
+        if not pending[name]:  # the last member to have its inputs: now all of them run
+            reads = [t for member in members[name] for t in trace.reads(member)]
+            for member in members[name]:
+                run(member, reads)
+        return True
+
+    for op in range(len(trace.ops)):
+        if not try_op(op):
+            waiting.append(op)
+        elif waiting and op in trace.op_columns.group:
+            waiting = _drain(waiting, try_op)
+    waiting = _drain(waiting, try_op)
+    if waiting:
+        raise TraceError(f"op {trace.op_columns.name[waiting[0]]!r} waits for a group that waits for it")
+    return values
+
+
+def _drain(waiting: list[int], try_op: object) -> list[int]:
+    while True:
+        left = [op for op in waiting if not try_op(op)]  # type: ignore[operator]
+        if len(left) == len(waiting):
+            return left
+        waiting = left
+
+
+def groups(trace: Trace) -> dict[str, list[int]]:
+    """The members of every group, in program order."""
+    members: dict[str, list[int]] = {}
+    for op, name in sorted(trace.op_columns.group.items()):
+        members.setdefault(name, []).append(op)
+    return members
+
+
+# ---- is it what it stands for? -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where a rewritten trace does not compute what its base computes.
+
+    what: `wrong` (no identity makes it so), `lossy` (it went through a lossy codec), `stale` (another
+    iteration's or version's value), `missing` (an op or output of the base that it lacks), `repeated`
+    (a base op computed more than once: same values, more work). op, tensor: names, "" for none.
+    """
+
+    what: str
+    op: str
+    tensor: str
+    text: str
+
+
+def check_origin(rewritten: Trace, base: Trace, allowed: Sequence[str] = ("repeated",)) -> None:
+    """Raise TraceError at the first departure of a kind that is not in `allowed`."""
+    for departure in departures(rewritten, base):
+        if departure.what not in allowed:
+            raise TraceError(f"rewrite: {departure.what}: {departure.text}")
+
+
+def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
+    """Everything in which a rewritten trace departs from its base; none for a faithful rewrite.
+
+    Raises TraceError if the trace was not made from that base.
+    """
+    origin = Origin.identity(rewritten)
+    if origin.base != base.content_hash:
+        raise TraceError("rewrite: this trace was made from another base")
+    if origin.iterations < 1:
+        raise TraceError(f"rewrite: the trace says that it holds {origin.iterations} iterations of its base")
+    if len(origin.ops) != len(rewritten.ops) or len(origin.tensors) != len(rewritten.tensors):
+        raise TraceError("rewrite: the origin does not have one expression an op and tensor")
+    for exprs, count in ((origin.tensors, len(base.tensors)), (origin.ops, len(base.ops))):
+        if any(leaf.id >= count for expr in exprs for leaf in leaves(expr)):
+            raise TraceError("rewrite: the origin speaks of what its base does not have")
+    return tuple(_Check(rewritten, base, origin).run())
+
+
+class _Check:
+    def __init__(self, trace: Trace, base: Trace, origin: Origin) -> None:
+        self.trace, self.base, self.origin = trace, base, origin
+        self.rows, self.by_batch = batched(base), batch_ops(base)
+        self.last_of = {first: last for last, first in base.carry}
+        self.constant = (base.producer < 0) & np.isin(base.tensor_columns.role, PERSISTENT)
+        if origin.iterations == 1:
+            self.claims: Sequence[Expr] = origin.tensors
+        else:
+            self.claims = [map_leaves(expr, self.settle) for expr in origin.tensors]
+        self.done: dict[Same, Fraction | int] = {}
+        self.found: list[Departure] = []
+
+    def settle(self, leaf: Same) -> Same:
+        """One name for one value: what starts an iteration is what the one before carried to it."""
+        t, i = leaf.id, leaf.iteration
+        while i > 0 and self.base.producer[t] < 0:
+            if t in self.last_of:
+                t = self.last_of[t]
+            elif not self.constant[t]:
+                break
+            i -= 1
+        return Same(t, i)
+
+    def run(self) -> list[Departure]:
+        trace, names = self.trace, self.trace.tensor_columns.name
+        for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
+            least, exact = self.size(self.claims[t])
+            if size < least or (exact and size > least):
+                self.report("wrong", "", names[t], f"tensor {names[t]!r} has {size} bytes, not {least}")
+        for t in np.flatnonzero(trace.producer < 0).tolist():
+            for leaf in leaves(self.claims[t]):
+                if self.base.producer[leaf.id] >= 0 and leaf.iteration >= 0:  # below 0: made before this trace began
+                    self.report(
+                        "wrong", "", names[t], f"tensor {names[t]!r} is there from the start, {self.say(leaf)} is not"
+                    )
+        self.check_roles()
+        self.check_in_place()
+        members = groups(trace)
+        for op, expr in enumerate(self.origin.ops):
+            group = trace.op_columns.group.get(op)
+            readers = members[group] if group and isinstance(expr, Glue) else [op]
+            claims = [self.claims[t] for member in readers for t in trace.reads(member)]
+            self.check_op(op, expr, claims)
+        self.check_coverage()
+        self.check_ends()
+        return self.found
+
+    def size(self, expr: Expr | None) -> tuple[int, bool]:
+        """Bytes that a tensor needs to be what it stands for, and whether it may have no more."""
+        if isinstance(expr, Same):
+            return int(self.base.tensor_columns.bytes[expr.id]), True
+        if isinstance(expr, Part | Microbatch):
+            whole, exact = self.size(expr.of)
+            if isinstance(expr, Microbatch) and not self.has_rows(expr.of):
+                return whole, exact  # a sum is as large as its terms
+            return slice_of(whole, expr.first, expr.stop, expr.count), exact
+        if isinstance(expr, Packed):
+            return sum(self.size(part)[0] for part in expr.parts), False
+        if isinstance(expr, Lossy):
+            return self.size(expr.of)
+        if isinstance(expr, Encoded):
+            whole = self.size(expr.of)[0]
+            return (-(-whole * LEAST_CODE // 1) if expr.lossless else min(whole, 1)), False
+        return 0, False
+
+    def check_roles(self) -> None:
+        """Where policies may move or drop a tensor, and what counts as activations, depends on its role."""
+        role, of_base = self.trace.tensor_columns.role, self.base.tensor_columns.role
+        for t, claim in enumerate(self.claims):
+            maker = int(self.trace.producer[t])
+            if maker >= 0 and isinstance(self.origin.ops[maker], Glue):
+                continue  # a copy, with a role of its own
+            if isinstance(claim, Same) and role[t] != of_base[claim.id]:
+                name = self.trace.tensor_columns.name[t]
+                self.report("wrong", "", name, f"tensor {name!r} is {ROLES[role[t]]}, not {ROLES[of_base[claim.id]]}")
+
+    def check_in_place(self) -> None:
+        """An op that stands for base ops takes over the storage that they take over, and no other."""
+        replaces, before = self.trace.tensor_columns.replaces, self.base.tensor_columns.replaces
+        for t in np.flatnonzero(replaces >= 0).tolist():
+            maker = int(self.trace.producer[t])
+            if maker < 0 or isinstance(self.origin.ops[maker], Glue):
+                continue
+            may: set[Same] = set()
+            for leaf in leaves(self.claims[t]):
+                may.add(leaf)  # a sum over microbatches, or a pack that is filled
+                old = int(before[leaf.id])
+                while old >= 0:
+                    may.add(self.settle(Same(old, leaf.iteration)))
+                    old = int(before[old])
+            if may.isdisjoint(leaves(self.claims[int(replaces[t])])):
+                name, over = self.trace.op_columns.name[maker], self.trace.tensor_columns.name[int(replaces[t])]
+                made = self.trace.tensor_columns.name[t]
+                self.report(
+                    "wrong", name, made, f"op {name!r} makes {made!r} in place of {over!r}, as its base does not"
+                )
+
+    # ---- one op ------------------------------------------------------------------------------
+
+    def check_op(self, op: int, expr: Expr, claims: list[Expr]) -> None:
+        glue = isinstance(expr, Glue)
+        adds = glue and self.trace.ops[op].kind in ("elementwise", "reduce", "collective")
+        have = self.closure(claims, glue=glue, adds=adds)
+        made = set(have)
+        if not glue:
+            made.update(self.results(op, expr, have, claims, Fraction(1)))
+        for t in self.trace.writes(op):
+            claim = self.claims[t]
+            if claim not in made and not self.covers(claim, made, glue=glue, adds=adds):
+                name, tensor = self.trace.op_columns.name[op], self.trace.tensor_columns.name[t]
+                self.report("wrong", name, tensor, f"op {name!r} cannot make {tensor!r}: {self.say(claim)}")
+
+    def results(self, op: int, expr: Expr, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+        """What an op that stands for `expr` computes from what it has."""
+        if isinstance(expr, Same):
+            return self.base_results(op, expr, have, claims, share)
+        if isinstance(expr, Fused):
+            at_hand = set(have)
+            for part in expr.parts:
+                at_hand |= self.results(op, part, at_hand, claims, share)
+            return at_hand
+        assert isinstance(expr, Part | Microbatch)
+        kind, span = type(expr), (expr.first, expr.stop, expr.count)
+        inner: set[Expr] = set()
+        for claim in have:
+            if isinstance(claim, kind) and (claim.first, claim.stop, claim.count) == span:
+                inner.add(claim.of)
+            elif self.may_be_whole(claim, expr):
+                inner.add(claim)
+        inner = self.closure(inner, glue=False, adds=False)
+        share = share * (expr.stop - expr.first) / expr.count
+        made = self.results(op, expr.of, inner, claims, share)
+        return {kind(one, *span) for one in made}
+
+    def may_be_whole(self, claim: Expr, restricted: Part | Microbatch) -> bool:
+        if isinstance(restricted, Microbatch):
+            return not any(self.rows[leaf.id] for leaf in leaves(claim))
+        base_op = self.base.ops[leaves(restricted)[0].id]
+        return base_op.kind not in ELEMENTWISE
+
+    def base_results(self, op: int, leaf: Same, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+        base, c, b = self.base, self.trace.op_columns, self.base.op_columns
+        name = c.name[op]
+        if (c.kind[op], c.phase[op]) != (b.kind[leaf.id], b.phase[leaf.id]):
+            self.report("wrong", name, "", f"op {name!r} is of another kind or phase than {b.name[leaf.id]!r}")
+        around = self.origin.ops[op]
+        while isinstance(around, Part | Microbatch):
+            if isinstance(around, Microbatch):
+                possible, way = bool(self.by_batch[leaf.id]), "by batch"
+            else:
+                ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum"}
+                possible, way = bool(ways) or base.ops[leaf.id].kind in ELEMENTWISE, "into parts"
+            if not possible:
+                self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
+            around = around.of
+        self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
+        for t in base.reads(leaf.id):
+            wanted = Same(t, leaf.iteration)
+            if self.origin.iterations > 1:
+                wanted = self.settle(wanted)
+            if wanted not in have:
+                self.report_read(op, wanted, claims)
+        return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
+
+    def report_read(self, op: int, wanted: Same, claims: list[Expr]) -> None:
+        name, tensor = self.trace.op_columns.name[op], self.base.tensor_columns.name[wanted.id]
+        what, how = "wrong", "does not read"
+        storage = self.storage(wanted.id)
+        for claim in claims:
+            around = leaves(claim)
+            if wanted in around and _is_lossy(claim):
+                what, how = "lossy", "reads a lossy copy of"
+            elif any(leaf != wanted and self.storage(leaf.id) == storage for leaf in around):
+                what, how = "stale", "reads another version of"
+        self.report(what, name, tensor, f"op {name!r} {how} {self.say(wanted)}")
+
+    def storage(self, tensor: int) -> int:
+        replaces = self.base.tensor_columns.replaces
+        while replaces[tensor] >= 0:
+            tensor = int(replaces[tensor])
+        return tensor
+
+    # ---- identities --------------------------------------------------------------------------
+
+    def closure(self, claims: Iterable[Expr], *, glue: bool, adds: bool) -> set[Expr]:
+        """All that follows from having these values."""
+        have: set[Expr] = set()
+        todo = list(claims)
+        ranges: dict[tuple[type, Expr, int], list[tuple[int, int]]] = {}
+        while todo:
+            claim = todo.pop()
+            if claim in have:
+                continue
+            have.add(claim)
+            if isinstance(claim, Packed):
+                todo += [part for part in claim.parts if part is not None]
+            elif isinstance(claim, Encoded) and glue:
+                todo.append(claim.of if claim.lossless else Lossy(claim.of, claim.codec))
+            elif isinstance(claim, Part | Microbatch):
+                held = ranges.setdefault((type(claim), claim.of, claim.count), [])
+                held.append((claim.first, claim.stop))
+                joins = isinstance(claim, Part) or adds or claim.count == 1 or self.has_rows(claim.of)
+                if joins and _tiles(held, 0, claim.count):
+                    todo.append(claim.of)
+        return have
+
+    def covers(self, claim: Expr, have: set[Expr], *, glue: bool, adds: bool) -> bool:
+        """Whether a value can be made from those at hand by taking, joining, packing or encoding."""
+        if claim in have:
+            return True
+        if isinstance(claim, Packed):
+            return all(part is None or self.covers(part, have, glue=glue, adds=adds) for part in claim.parts)
+        if isinstance(claim, Encoded):
+            return glue and self.covers(claim.of, have, glue=glue, adds=adds)
+        if isinstance(claim, Part | Microbatch):
+            rows = isinstance(claim, Part) or self.has_rows(claim.of)
+            everything = (claim.first, claim.stop) == (0, claim.count)
+            if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
+                return True
+            held = [
+                (one.first, one.stop)
+                for one in have
+                if type(one) is type(claim) and (one.of, one.count) == (claim.of, claim.count)
+            ]
+            return glue and (rows or adds) and _tiles(held, claim.first, claim.stop)
+        return False
+
+    def has_rows(self, expr: Expr) -> bool:
+        return any(self.rows[leaf.id] for leaf in leaves(expr))
+
+    # ---- the whole ---------------------------------------------------------------------------
+
+    def check_coverage(self) -> None:
+        names = self.base.op_columns.name
+        for i in range(self.origin.iterations):
+            for op in range(len(names)):
+                share = self.done.get(Same(op, i), 0)
+                if share != 1:
+                    what = "missing" if share < 1 else "repeated"
+                    self.report(what, names[op], "", f"op {self.say(Same(op, i), names)} is computed {share} times")
+
+    def check_ends(self) -> None:
+        base, last = self.base, self.origin.iterations - 1
+        have = self.closure([self.claims[t] for t in self.trace.outputs], glue=True, adds=False)
+        for t in base.outputs:
+            if self.settle(Same(t, last)) not in have:
+                name = base.tensor_columns.name[t]
+                self.report("missing", "", name, f"output {name!r} is not there at the end")
+        carried = {first: Same(end, last) for end, first in base.carry}
+
+        def at_the_end(leaf: Same) -> Expr:
+            if leaf.iteration < 0:  # a value of an earlier iteration: as old at the end as at the start
+                return Same(leaf.id, leaf.iteration + self.origin.iterations)
+            return self.settle(carried.get(leaf.id, leaf))
+
+        for end, first in self.trace.carry:
+            claim = self.claims[first]
+            wanted = map_leaves(claim, at_the_end)
+            if self.claims[end] != wanted and not _fills(self.claims[end], wanted):
+                name = self.trace.tensor_columns.name[end]
+                self.report("wrong", "", name, f"carry: {name!r} is not what the next iteration starts with")
+        starts = {leaf.id for _, first in self.trace.carry for leaf in leaves(self.claims[first])}
+        for _, first in base.carry:
+            if first not in starts:
+                name = base.tensor_columns.name[first]
+                self.report("missing", "", name, f"carry: nothing is carried to {name!r}")
+
+    def say(self, expr: Expr, names: Sequence[str] | None = None) -> str:
+        names = self.base.tensor_columns.name if names is None else names
+        if isinstance(expr, Same):
+            late = f" of iteration {expr.iteration}" if self.origin.iterations > 1 else ""
+            return f"{names[expr.id]!r}{late}"
+        if isinstance(expr, Part | Microbatch):
+            return f"{type(expr).__name__.lower()} {expr.first}-{expr.stop}/{expr.count} of {self.say(expr.of, names)}"
+        return f"{type(expr).__name__.lower()} " + ", ".join(self.say(leaf, names) for leaf in leaves(expr))
+
+    def report(self, what: str, op: str, tensor: str, text: str) -> None:
+        self.found.append(Departure(what, op, tensor, text))
+
+
+def _tiles(held: list[tuple[int, int]], first: int, stop: int) -> bool:
+    """Whether the ranges inside first…stop follow each other without gap or overlap."""
+    at = first
+    for start, end in sorted(one for one in held if one[0] >= first and one[1] <= stop):
+        if start != at:
+            return False
+        at = end
+    return at == stop
+
+
+def _is_lossy(expr: Expr) -> bool:
+    if isinstance(expr, Lossy):
+        return True
+    if isinstance(expr, Packed):
+        return any(part is not None and _is_lossy(part) for part in expr.parts)
+    return not isinstance(expr, Same | Glue | Fused) and _is_lossy(expr.of)  # only ops are fused or glue
+
+
+def _fills(end: Expr, wanted: Expr) -> bool:
+    """Whether `end` is the pack `wanted` with some empty slots filled."""
+    if not isinstance(end, Packed) or not isinstance(wanted, Packed):
+        return False
+    return all(b is None or a == b for a, b in zip(end.parts, wanted.parts, strict=True))

@@ -1,0 +1,148 @@
+"""One kernel of several: it computes the same values, touches each operand once, and never makes a cycle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.errors import TraceError
+from sim.rewrites.rewrite import fuse, unroll
+from sim.rewrites.values import departures
+from sim.trace import Trace, TraceBuilder
+from sim.trace.io import load, save
+from sim.trace.origin import Fused, Origin, Same, leaves
+from tests.strategies import traces
+
+
+def adam() -> Trace:
+    """Moments, a root and a step for a weight of 4 bytes; a log of the second moment reads beside them."""
+    b = TraceBuilder()
+    g, w, m, v = (b.tensor(n, 4, role) for n, role in zip("gwmv", ("input", "weight", *["optimizer_state"] * 2)))
+    m1, v1 = (b.tensor(f"{n}1", 4, "optimizer_state", replaces=old) for n, old in (("m", m), ("v", v)))
+    b.op("moments", "optimizer", reads=[g, m, v], writes=[m1, v1], phase="update", flops=8, workspace=3, duration=7)
+    root, w1 = b.tensor("root", 4, "temporary"), b.tensor("w1", 4, "weight", replaces=w)
+    b.op("sqrt", "optimizer", reads=[v1], writes=[root], phase="update", flops=1, bytes=100)
+    b.op("step", "optimizer", reads=[m1, root, w], writes=[w1], phase="update", flops=5)
+    return b.build()
+
+
+def test_a_fused_op_touches_each_operand_once_and_knows_its_temporaries_alone() -> None:
+    trace = adam()
+    fused = fuse(trace, [[0, 1, 2]])
+    (op,) = fused.ops
+    names = [t.name for t in fused.tensors]
+    assert (op.name, op.flops, op.bytes, op.workspace, op.duration) == ("step", 14, 28, 3, None)
+    assert [names[t] for t in op.reads] == ["g", "m", "v", "w"]
+    assert [names[t] for t in op.writes] == ["m1", "v1", "w1"]
+    assert "root" not in names
+    assert fused.origin.ops == (Fused((Same(0), Same(1), Same(2))),)
+    assert not departures(fused, trace)
+    assert not departures(fuse(unroll(trace, 2), [[0, 1, 2], [3, 4, 5]]), trace)  # over a rewrite
+
+
+def test_what_a_chain_of_overwrites_ends_as_takes_over_what_it_began_as() -> None:
+    b = TraceBuilder()
+    x = [b.tensor("x0", 4, "weight")]
+    for i in range(3):
+        x.append(b.tensor(f"x{i + 1}", 4, "weight", replaces=x[-1]))
+        b.op(f"op{i}", "optimizer", reads=[x[i]], writes=[x[-1]])
+    fused = fuse(b.build(), [[0, 1, 2]])
+    assert [(t.name, t.replaces) for t in fused.tensors] == [("x0", None), ("x3", 0)]
+    assert fused.carry == ((1, 0),)
+
+
+def test_an_op_between_cuts_the_group_and_makes_no_cycle() -> None:
+    b = TraceBuilder()
+    x = [b.tensor(f"x{i}", 4, "weight") for i in range(1)]
+    for i, kind in enumerate(("optimizer", "copy", "optimizer", "optimizer")):
+        x.append(b.tensor(f"x{i + 1}", 4))
+        b.op(f"op{i}", kind, reads=[x[-2]], writes=[x[-1]])
+    trace = b.build(outputs=[x[-1]])
+    fused = fuse(trace, [[0, 2, 3]])
+    assert [len(leaves(expr)) for expr in fused.origin.ops] == [1, 1, 2]
+    assert [op.name for op in fused.ops] == ["op0", "op1", "op3"]
+    assert not departures(fused, trace)
+
+
+def test_what_is_overwritten_beside_a_group_is_read_before() -> None:
+    b = TraceBuilder()
+    w, y, z = b.tensor("w", 4, "weight"), b.tensor("y", 4), b.tensor("z", 4)
+    new = b.tensor("new", 4, "weight", replaces=w)
+    b.op("reads", "optimizer", reads=[w], writes=[y])
+    b.op("overwrites", "copy", reads=[], writes=[new])
+    b.op("later", "optimizer", reads=[y], writes=[z])
+    trace = b.build(outputs=[z, new])
+    fused = fuse(trace, [[0, 2]])
+    assert [op.name for op in fused.ops] == ["reads", "overwrites", "later"]
+    assert not departures(fused, trace)
+
+
+def test_groups_run_in_the_order_in_which_they_begin() -> None:
+    b = TraceBuilder()
+    for name in ("a0", "b0", "b1", "a1"):
+        b.op(name, "optimizer", writes=[b.tensor(f"{name}.out", 4)])
+    assert [op.name for op in fuse(b.build(), [[1, 2], [0, 3]]).ops] == ["a1", "b1"]
+
+
+def test_a_false_claim_to_be_fused_is_found() -> None:
+    trace = adam()
+    fused = fuse(trace, [[0, 1, 2]])
+
+    def claims(*parts: int) -> set[str]:
+        origin = Origin(fused.origin.base, fused.origin.tensors, (Fused(tuple(map(Same, parts))),))
+        liar = Trace(fused.tensor_columns, fused.op_columns, outputs=fused.outputs, carry=fused.carry, origin=origin)
+        return {departure.what for departure in departures(liar, trace)}
+
+    assert claims(0, 1, 2) == set()
+    assert "missing" in claims(0, 2)  # the root that the step reads is not there either
+    assert "wrong" in claims(0, 2)
+    assert "wrong" in claims(2, 1, 0)  # in the wrong order
+    assert claims(0, 1, 2, 2) == {"repeated"}
+
+
+def test_a_fused_trace_is_saved_and_loaded(tmp_path) -> None:
+    fused = fuse(adam(), [[0, 1, 2]])
+    save(fused, tmp_path / "t.jsonl")
+    assert load(tmp_path / "t.jsonl").origin == fused.origin
+
+
+def test_what_cannot_be_one_op_is_named() -> None:
+    b = TraceBuilder()
+    b.op("a", "optimizer", writes=[b.tensor("x", 4)])
+    b.op("b", "copy", writes=[b.tensor("y", 4)])
+    for groups in ([[0, 1]], [[0], [0]]):
+        with pytest.raises(TraceError, match=r"fuse: op '.' cannot be in one op with 'a'"):
+            fuse(b.build(), groups)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_fused_ops_compute_what_their_parts_computed(data: st.DataObject) -> None:
+    trace = data.draw(traces(update=data.draw(st.booleans())))
+    c = trace.op_columns
+    alike: dict[tuple, list[int]] = {}
+    for op in range(len(trace.ops)):
+        if op not in c.group:
+            key = (int(c.device[op]), c.engine.get(op, ""), int(c.kind[op]), int(c.phase[op]))
+            alike.setdefault((*key, data.draw(st.integers(0, 2))), []).append(op)
+    fused = fuse(trace, list(alike.values()))
+    assert not departures(fused, trace)
+    assert fused.op_columns.flops.sum() == c.flops.sum()
+    # by running both: a value is the op and what it read
+    plain: dict[int, object] = {}
+    mine: dict[int, object] = {}
+    for values, todo in (
+        (plain, range(len(trace.ops))),
+        (mine, [leaf.id for e in fused.origin.ops for leaf in leaves(e)]),
+    ):
+        over: set[int] = set()
+        for op in todo:
+            read = hash((op, *(values.get(t, t) for t in trace.reads(op))))
+            assert over.isdisjoint(trace.reads(op))
+            values.update({t: hash((read, k)) for k, t in enumerate(trace.writes(op))})
+            over.update(int(trace.tensor_columns.replaces[t]) for t in trace.writes(op))
+    assert plain == mine
+    used = {int(t) for t in np.unique(np.concatenate([fused.op_columns.read_ids, fused.op_columns.write_ids]))}
+    assert {t for t in range(len(fused.tensors)) if fused.producer[t] >= 0} <= used
