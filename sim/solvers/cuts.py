@@ -15,9 +15,12 @@ from sim.solvers.partition import Bans, Partitioner
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.runs import Ledger
 from sim.trace.chain import BACKWARD, FORWARD
+from sim.trace.graph import Trace
+from sim.trace.tensor import ROLE_CODE
 
 REGIONS = ("graph", "layer")
 RUNTIMES = ("flops", "testing", "platform")
+TAKEN = tuple(ROLE_CODE[role] for role in ("weight", "input"))
 
 
 class Joint:
@@ -98,10 +101,15 @@ class Cuts:
         if not joint.wanted:
             raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")
         price = runtimes_of(problem, runtimes)
-        parts = [Region(tuple(joint.forward), joint.backward)]
+        parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(problem.trace)]
         if regions == "layer":
             parts = layer_regions(ledger, policy)
-        self.graphs = [joint_graph(ledger, set(one.forward), set(one.backward), price) for one in parts]
+            layer = problem.trace.op_columns.layer
+            unread = [unread_of(problem.trace, int(layer[one.forward[0]])) for one in parts]
+        self.graphs = [
+            joint_graph(ledger, set(one.forward), set(one.backward), price, idle)
+            for one, idle in zip(parts, unread, strict=True)
+        ]
         self.partitioners = [Partitioner(graph, bans) for graph in self.graphs]
         inside = {op for one in parts for op in one.forward}
         undoing = {op for one in parts for op in one.backward}
@@ -114,6 +122,18 @@ class Cuts:
         for graph, partitioner in zip(self.graphs, self.partitioners, strict=True):
             kept.update(graph.nodes[i].tensor for i in partitioner.saved(budget, PICKERS[knapsack]))
         return self.joint.from_saved(kept)
+
+
+def unread_of(trace: Trace, layer: int | None = None) -> list[int]:
+    """The weights and inputs that no op reads; of one layer, where one is given.
+
+    A module takes them all the same, and a compiler counts them among what enters.
+    """
+    c = trace.tensor_columns
+    idle = (trace.producer < 0) & (trace.last_use < 0) & np.isin(c.role, TAKEN)
+    if layer is not None:
+        idle &= c.layer == layer
+    return np.flatnonzero(idle).tolist()
 
 
 def runtimes_of(problem: Problem, mode: str) -> Callable[[int], float] | None:

@@ -107,21 +107,26 @@ class JointGraph:
 
     @cached_property
     def entering(self) -> list[int]:
-        """The nodes that enter: weights, inputs, what earlier regions made."""
+        """The nodes that enter: weights, inputs, what earlier regions made; those that no op reads, too."""
         return [i for i, node in enumerate(self.nodes) if node.enters and not self.backward[i]]
 
 
 def joint_graph(
-    ledger: Ledger, forward: Collection[int], backward: Collection[int], runtimes: Callable[[int], float] | None = None
+    ledger: Ledger,
+    forward: Collection[int],
+    backward: Collection[int],
+    runtimes: Callable[[int], float] | None = None,
+    unread: Collection[int] = (),
 ) -> JointGraph:
     """The graph of some forward ops of a trace and the backward ops that undo them.
 
     An op with several results that the compiler takes apart (a norm: its output, its mean and deviation) is a node
     per result; any other is a node that can't be saved, and a node per result behind it. A `copy` that touches no
     bytes is a view. What reads the results of several such ops is joined: a `copy` as large as all that it reads.
-    runtimes: what an op costs to recompute; None for its FLOPs where the compiler counts them, else 1.
+    runtimes: what an op costs to recompute; None for its FLOPs where the compiler counts them, else 1. unread:
+    weights and inputs that no op reads, but that the compiled module takes.
     """
-    return _Builder(ledger, forward, backward, runtimes).graph
+    return _Builder(ledger, forward, backward, runtimes, unread).graph
 
 
 class _Builder:
@@ -131,6 +136,7 @@ class _Builder:
         forward: Collection[int],
         backward: Collection[int],
         runtimes: Callable[[int], float] | None,
+        unread: Collection[int],
     ) -> None:
         self.ledger, self.trace, self.runtimes = ledger, ledger.trace, runtimes
         self.columns = ledger.trace.op_columns
@@ -141,9 +147,9 @@ class _Builder:
         self.inside = {*forward, *backward}
         self.first, self.last = min(backward, default=len(ledger.reads)), max(backward, default=len(ledger.reads))
         ops = sorted(self.inside)
-        for t in dict.fromkeys(t for op in ops for t in ledger.reads[op]):
-            if ledger.producer[t] not in self.inside:
-                self._enter(t, backward)
+        read = {t for op in ops for t in ledger.reads[op] if ledger.producer[t] not in self.inside}
+        for t in sorted(read.union(unread)):  # as declared: parameters, buffers, inputs
+            self._enter(t, backward)
         outputs = set(self.trace.outputs)
         for op in ops:
             self._add(op, op in backward, outputs)

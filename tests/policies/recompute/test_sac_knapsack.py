@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import PolicyError
+from sim.experiment import problem_for
 from sim.policies.recompute.sac_knapsack import SacKnapsack
 from sim.solvers.joint_graph import CHEAP
 from sim.solvers.knapsack import PICKERS, QUANTA, by_dp, by_ratio
+from sim.trace import TraceBuilder
+from tests.policies.recompute.dtr_runs import one_tier
 from workloads import transformer
 from workloads.synthetic import w1
 
@@ -53,6 +56,33 @@ def test_knapsack_by_hand():
     """Bytes and FLOPs of three items, room 0.7: the last two gain 17, the first and none other 10."""
     assert by_dp([0.5, 0.4, 0.3], [10, 9, 8], 0.7) == [False, True, True]
     assert by_dp([0.5, 0.5], [1, 1], 0.5) == [True, False]
+
+
+def spare_trace(spare: int):
+    """Two products in a layer; weights without a reader, of `spare` bytes, in that layer and in one without ops."""
+    b = TraceBuilder({"model": "spare"})
+    x, w, v = b.tensor("x", 64, "input"), b.tensor("w", 64, "weight"), b.tensor("v", 64, "weight")
+    for layer in (0, 7):
+        b.tensor(f"idle{layer}", spare, "weight", layer=layer)
+    y, z, loss, grad, end = (b.tensor(name, size) for name, size in zip("yzlge", (1000, 400, 4, 400, 64), strict=True))
+    b.op("up", "matmul", phase="forward", layer=0, reads=[x, w], writes=[y], flops=10)
+    b.op("down", "matmul", phase="forward", layer=0, reads=[y, v], writes=[z], flops=90)
+    b.op("loss", "loss", phase="forward", layer=0, reads=[z], writes=[loss])
+    b.op("down.back", "matmul", phase="backward", layer=0, reads=[y, z, v], writes=[grad], flops=180)
+    b.op("up.back", "matmul", phase="backward", layer=0, reads=[grad, x], writes=[end], flops=20)
+    return b.build(outputs=[end])
+
+
+@pytest.mark.parametrize(("regions", "counted"), [("graph", 2), ("layer", 1)])
+def test_a_weight_that_nothing_reads_enters_the_region_of_its_layer(regions, counted):
+    """The default cut saves both results, an input and a weight; 64 bytes and the idle weights enter besides."""
+    for spare in (0, 100, 300):
+        share = 400 / (1400 - 64 - counted * spare)
+        for budget, kept in ((share - 0.01, 0), (share + 0.01, 400)):
+            plan = SacKnapsack(memory_budget=budget, regions=regions).plan(
+                problem_for(spare_trace(spare), one_tier(1 << 30))
+            )
+            assert plan.notes["kept_bytes"] == kept, (spare, budget)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
