@@ -58,13 +58,14 @@ class Program:
         self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._least: list[float] = []
         self._most: list[float] = []
-        unit = math.gcd(*(value.size for value in nodes.values), *nodes.makes) or 1
+        unit = math.gcd(*(value.size for value in nodes.values), *nodes.makes, *nodes.makes_again) or 1
         largest = sum(value.size for value in nodes.values) + max(nodes.makes, default=0) if room is None else room
         whole_room = largest // unit
         scale = 1.0 if whole_room <= WIDE else WIDE / whole_room
         self._byte = scale / unit
         self._size = [value.size // unit * scale for value in nodes.values]
         self._makes = [bytes // unit * scale for bytes in nodes.makes]
+        self._makes_again = [bytes // unit * scale for bytes in nodes.makes_again]
         self._room = whole_room * scale
         again, there = nodes.useful
         prices = [nodes.cost[i] for stage in again for i in stage]
@@ -129,20 +130,21 @@ class Program:
         previous, held_before = -1, -1
         for k in steps:
             held = self._column(high=self._room)
+            makes = (self.run[t, k], self._makes[k] if k == t else self._makes_again[k])
             last = [(held_before, -1.0)] if previous >= 0 else []
             self._row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
             if self._least_room < 0:
-                self._row([(held, 1.0), (self.run[t, k], self._makes[k])], most=self._room)
+                self._row([(held, 1.0), makes], most=self._room)
             else:
-                self._row([(held, 1.0), (self.run[t, k], self._makes[k]), (self._least_room, -1.0)], most=0.0)
+                self._row([(held, 1.0), makes, (self._least_room, -1.0)], most=0.0)
             previous, held_before = k, held
 
     def _value(self, t: int, v: int, inside: set[int]) -> list[tuple[int, Terms]]:
         """Rows of one value in one stage; returns after which node (-1: the start) how much of it lies there."""
         value = self.nodes.values[v]
-        readers = [k for k in value.readers if k in inside]
+        readers = [k for k in value.readers if k in inside and not k == t == value.maker]
         kept, then = self.keep.get((t, v)), self.keep.get((t + 1, v))
-        made = self.run[t, value.maker] if value.maker in inside else None
+        made = self.run[t, value.maker] if value.maker in inside and value.comes_from(t) else None
         is_held = kept is not None and t <= value.held_until
         has = [(c, 1.0) for c in (kept, made) if c is not None]
         uses = [self.run[t, k] for k in readers]

@@ -24,9 +24,11 @@ from sim.trace.tensor import ROLE_CODE
 class Value:
     """Tensors that one node makes, that the same nodes read, and that come and go together.
 
-    size: bytes. maker: node. readers: nodes, rising. end: whether it must lie there after the last node.
+    size: bytes. maker: node. readers: nodes, rising; the maker itself where its reruns read what it made once.
+    end: whether it must lie there after the last node.
     held_until: the last stage at whose start it must lie there, at least -1: a plan may not drop it.
     gone: the node that overwrites it, or the number of nodes. fresh: whether it needs new bytes.
+    once: whether only the maker's first run makes it, and no rerun.
     """
 
     size: int
@@ -36,21 +38,29 @@ class Value:
     held_until: int
     gone: int
     fresh: bool = True
+    once: bool = False
+
+    def comes_from(self, stage: int) -> bool:
+        """Whether a run of its maker in a stage makes it."""
+        return not self.once or stage == self.maker
 
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
     """What has to be run. Times in ns, sizes in bytes.
 
-    members: per node its ops. cost: per node. makes: per node the bytes it takes while it runs, beyond
-    what lay there before: results and workspace. last_again: per node the last stage in which it may run
+    members: per node its ops. repeats: per node those that a rerun runs, in order: without what can't be recomputed.
+    cost: per node, of a rerun. makes: per node the bytes it takes while it runs, beyond what lay there before: results
+    and workspace; makes_again: the same for a rerun. last_again: per node the last stage in which it may run
     again, at most itself for never. values: see `Value`. outside: bytes that lie there throughout.
     border: the first stage in which nodes may run again.
     """
 
     members: Sequence[Sequence[int]]
+    repeats: Sequence[Sequence[int]]
     cost: Sequence[int]
     makes: Sequence[int]
+    makes_again: Sequence[int]
     last_again: Sequence[int]
     values: Sequence[Value]
     outside: int
@@ -91,7 +101,9 @@ class Nodes:
             again = {t}
             for i in reversed(range(t)):
                 if self.border <= t <= self.last_again[i] and any(
-                    t > self.values[v].held_until and (wanted[v] or not again.isdisjoint(self.values[v].readers))
+                    t > self.values[v].held_until
+                    and not self.values[v].once
+                    and (wanted[v] or not again.isdisjoint(self.values[v].readers))
                     for v in self.made_by[i]
                 ):
                     again.add(i)
@@ -106,7 +118,7 @@ class Nodes:
     def again(self, stages: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Which ops run again before which, for `sim.solvers.runs.runs`, given the nodes of each stage."""
         return {
-            self.members[t][0]: [op for node in nodes for op in self.members[node]]
+            self.members[t][0]: [op for node in nodes for op in self.repeats[node]]
             for t, nodes in enumerate(stages)
             if nodes
         }
@@ -130,18 +142,34 @@ def body(problem: Problem, policy: str) -> int:
 def counts_all(ledger: Ledger, ops: int) -> bool:
     """Whether nodes of one op each count memory as the engine does, among the first so many ops.
 
-    Not where the program holds a tensor beyond its last reader, nor where one of them overwrites an input, which
-    is counted beside what takes over its storage.
+    Not where the program holds a tensor beyond its last reader, nor where the storage of an input goes before the
+    end, because what overwrote it is neither an output nor read later.
     """
     trace = ledger.trace
     held = ((trace.released >= 0) & (trace.released > trace.last_use)).any()
-    return not held and all(ledger.producer[t] >= 0 or ledger.gone_at[t] >= ops for t in ledger.overwritten)
+    outputs = set(trace.outputs)
+    return not held and all(
+        t in outputs or ledger.gone_at[t] < len(ledger.reads) or any(reader >= ops for reader in trace.readers(t))
+        for t in _in_place_of_inputs(ledger)
+        if ledger.producer[t] < ops
+    )
+
+
+def _in_place_of_inputs(ledger: Ledger) -> set[int]:
+    """Tensors that an op made in the storage of one that nothing produces."""
+    found: set[int] = set()
+    for t in sorted(ledger.overwritten, key=lambda t: ledger.producer[t]):
+        if ledger.producer[t] < 0 or t in found:
+            found.add(int(ledger.trace.replaced_by[t]))
+    return found
 
 
 def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
-    What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end.
+    What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end. So does an op
+    that nothing can recompute once its part has ended, such as one that overwrites an input; the rest of its part may
+    run again without it. What overwrites an input counts as the input does: it lies there throughout.
     Exact where each part is one op. Where it is more, all that leaves a part, and all that it reads, is
     taken to lie there until the part ends, so that a plan may hold less than is reckoned here.
     border: for a part of a trace, its forward and its backward: the node with which the backward begins. What
@@ -152,38 +180,45 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
     ops = len(ledger.reads)
     count = len(parts)
     node_of = {op: i for i, part in enumerate(parts) for op in part}
+    until = ledger.recomputable_among(op for part in parts for op in part)
+    repeats = [_repeated(part, until, parts[i + 1][0] if i + 1 < count else 0) for i, part in enumerate(parts)]
+    runs_once = {op for part, again in zip(parts, repeats, strict=True) for op in set(part).difference(again)}
     role = trace.tensor_columns.role
-    kept = set(trace.outputs)
-    grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool], int] = {}
+    kept, inputs = set(trace.outputs), _in_place_of_inputs(ledger)
+    grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool, bool], int] = {}
     crossing: set[int] = set()
     overwritten = trace.replaced_by >= 0
     for t, maker in enumerate(ledger.producer):
-        if maker < 0 or maker not in node_of:
+        if maker < 0 or maker not in node_of or t in inputs:
             continue
         read = trace.readers(t)
         at = node_of[maker]
+        once = maker in runs_once
         gone_by = ledger.gone_at[t] if overwritten[t] else ops
         gone = node_of.get(gone_by, count)
-        readers = {node_of[r] for r in read if r in node_of} | ({gone} if gone < count else set())
-        readers.discard(at)
+        users = [r for r in (*read, gone_by) if r in node_of]
+        readers = {node_of[r] for r in users if r not in runs_once and (once or node_of[r] != at)}
+        at_first = {node_of[r] for r in users} - readers - {at}  # no rerun of them reads it
         wanted_outside = gone == count and any(r not in node_of for r in read)
         leaves = wanted_outside and at < border and t not in kept
         end = t in kept or (wanted_outside and not leaves)
-        if gone == at or not (readers or wanted_outside or end):
+        if gone == at or not (readers or at_first or wanted_outside or end):
             continue
         held = border if leaves else -1
         if not ledger.may_go[t] or role[t] == ROLE_CODE["gradient"]:
-            held = count if end else gone if gone < count else max((*readers, *((border,) if leaves else ())))
+            held = (
+                count if end else gone if gone < count else max((*readers, *((border,) if leaves else ())), default=-1)
+            )
+        held = max((held, *(k if k == gone else k + 1 for k in at_first)))
         crossing.add(t)
-        key = (at, tuple(sorted(readers)), end, held, gone, ledger.replaces[t] < 0)
+        key = (at, tuple(sorted(readers)), end, held, gone, ledger.replaces[t] < 0, once)
         grouped[key] = grouped.get(key, 0) + ledger.size[t]
     values = [
-        Value(size, maker, readers, end, held, gone, fresh)
-        for (maker, readers, end, held, gone, fresh), size in sorted(grouped.items())
+        Value(size, maker, readers, end, held, gone, fresh, once)
+        for (maker, readers, end, held, gone, fresh, once), size in sorted(grouped.items())
     ]
     last_again = []
-    until = ledger.recomputable_among(op for part in parts for op in part)
-    for i, part in enumerate(parts):
+    for i, part in enumerate(repeats):
         last = min(until[op] for op in part)  # an anchor may not lie behind it
         if any(role[t] == ROLE_CODE["gradient"] for op in part for t in ledger.writes[op]):
             last = 0
@@ -192,13 +227,20 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
     there = trace.producer < 0
     return Nodes(
         members=parts,
-        cost=[sum(problem.cost.op_ns(op) for op in part) for part in parts],
+        repeats=repeats,
+        cost=[sum(problem.cost.op_ns(op) for op in part) for part in repeats],
         makes=[taken(ledger, part, crossing) for part in parts],
+        makes_again=[taken(ledger, part, crossing) for part in repeats],
         last_again=last_again,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
         border=border,
     )
+
+
+def _repeated(part: Sequence[int], until: Mapping[int, int], follower: int) -> list[int]:
+    """The ops of a part that can be recomputed before the first op of the next one, or all where none can."""
+    return [op for op in part if until[op] >= follower] or list(part)
 
 
 def taken(ledger: Ledger, part: Sequence[int], crossing: Collection[int]) -> int:

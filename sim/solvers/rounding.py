@@ -129,10 +129,10 @@ def _different(nodes: Nodes, choices: Iterable[set[tuple[int, int]]]) -> Iterato
 
 
 def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[int]] | None:
-    """The fewest reruns that have the chosen (stage, value) lie there; None where one of them can't run.
+    """The fewest reruns that have the chosen (stage, value) lie there; None where they can't run.
 
     In closed form: a node runs in a stage if something that it makes is kept for the next and was not kept
-    for this one, or if a node that runs there needs it.
+    for this one, or if a node that runs there needs it. What it can't make again stays from its first run on.
     """
     count = len(nodes)
     kept: list[set[int]] = [set() for _ in range(count + 1)]
@@ -145,11 +145,25 @@ def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[
             kept[count].add(v)
     stages = []
     for t in range(count):
-        needed = {t} | {nodes.values[v].maker for v in kept[t + 1] - kept[t]}
+        needed = {t}
+        if not all(_lies(nodes, kept, needed, t, v) for v in kept[t + 1] - kept[t]):
+            return None
         for k in range(t, -1, -1):
-            if k in needed:
-                if k < t and not nodes.border <= t <= nodes.last_again[k]:
-                    return None
-                needed.update(nodes.values[v].maker for v in nodes.read_by[k] if v not in kept[t])
+            reads = (v for v in nodes.read_by[k] if not k == t == nodes.values[v].maker)
+            if k in needed and not all(_lies(nodes, kept, needed, t, v) for v in reads):
+                return None
         stages.append(sorted(needed - {t}))
     return stages
+
+
+def _lies(nodes: Nodes, kept: Sequence[set[int]], needed: set[int], t: int, v: int) -> bool:
+    """Have a value lie there in a stage: kept, made again, or, where that can't be, kept from its first run on."""
+    value = nodes.values[v]
+    if v in kept[t]:
+        return True
+    if value.maker == t or (not value.once and nodes.border <= t <= nodes.last_again[value.maker]):
+        needed.add(value.maker)
+        return True
+    for stage in range(value.maker + 1, t + 1):
+        kept[stage].add(v)
+    return t <= value.gone

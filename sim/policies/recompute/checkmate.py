@@ -41,7 +41,8 @@ class Checkmate(RecomputationPlanner):
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
     grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
-        and what they read and leave is taken to lie there meanwhile. None: "op" up to `max_ops`, beyond
+        and what they read and leave is taken to lie there meanwhile; an op that can't be recomputed, such as one
+        that renews running statistics in place, is left out of that. None: "op" up to `max_ops`, beyond
         that "stage" for rounding, an error for the exact method.
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
     node_limit: nodes of the search tree. time_limit: seconds of search.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.errors import Infeasible, PolicyError, near
+from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.moccasin.retention import Retention, cp_sat
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.runs import Ledger, Runs, runs
 
 FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that so few runs per op fit
 
@@ -33,8 +33,9 @@ class Moccasin(RecomputationPlanner):
         weight gradients once made, and the update are outside. Ops that make weight gradients run once.
 
     runs: the most runs of an op, its first one counted (C_v in the paper), at least 1.
-    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together.
-        None: "op" up to `max_ops`, "stage" beyond. max_ops: the most nodes to plan for, at least 2.
+    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together, without
+        those that can't be recomputed. None: "op" up to `max_ops`, "stage" beyond.
+    max_ops: the most nodes to plan for, at least 2.
     work_limit: deterministic seconds of search; time_limit: seconds by the clock.
     Notes of the plan: `status` is "optimal" only where proven, of plans with so few runs per op, "feasible" for
         stages and where a limit was met; `optimal_among`: that class; `bound_ns`, `rerun_ns`, `limit` ("",
@@ -88,7 +89,11 @@ class Moccasin(RecomputationPlanner):
         model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
         answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
         if answer.status == "infeasible":
-            raise self._refused(problem, ledger, nodes, exact)
+            least, smallest = self._least(problem, ledger, nodes)
+            if exact or least.peak() > problem.budget:
+                raise refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)
+            # over parts more is reckoned than the plan holds
+            return planned(problem, self.finished(problem, least), status="feasible", bound=None, plans=self._class)
         if answer.status == "unknown":
             raise PolicyError(
                 f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
@@ -101,9 +106,8 @@ class Moccasin(RecomputationPlanner):
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
         return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)
 
-    def _refused(self, problem: Problem, ledger: Ledger, nodes: Nodes, exact: bool) -> Infeasible:
+    def _least(self, problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs, bool]:
+        """The plan of least memory that is found, and whether that is proven."""
         model = Retention(nodes, None, self.runs, "moccasin")
         answer = model.solve(work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed)
-        least = runs(ledger, nodes.again(answer.stages), prune=True)
-        smallest = answer.status == "optimal"
-        return refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)
+        return runs(ledger, nodes.again(answer.stages), prune=True), answer.status == "optimal"

@@ -37,7 +37,7 @@ class Retention:
         self.model = self.cp.CpModel()
         self.nodes = nodes
         self.last = _event(len(nodes) - 1, len(nodes) - 1)
-        self.byte = math.gcd(*(value.size for value in nodes.values), *nodes.makes) or 1
+        self.byte = math.gcd(*(value.size for value in nodes.values), *nodes.makes, *nodes.makes_again) or 1
         self.price = math.gcd(*nodes.cost) or 1
         self.active: dict[tuple[int, int], Any] = {}
         self.start: dict[tuple[int, int], Any] = {}
@@ -91,7 +91,9 @@ class Retention:
         """What a run takes beyond the values that it starts."""
         values = [self.nodes.values[v] for v in self.nodes.made_by[k]]
         first = self.nodes.makes[k] - sum(value.size for value in values if value.fresh)
-        again = self.nodes.makes[k] - sum(value.size for value in values if value.fresh and self._comes_back(value))
+        again = self.nodes.makes_again[k] - sum(
+            value.size for value in values if value.fresh and self._comes_back(value)
+        )
         for i in range(self.count[k]):
             if (again if i else first) > 0:
                 start, active = self.start[k, i], self.active[k, i]
@@ -127,15 +129,17 @@ class Retention:
                 model.Add(start > ends[i - 1]).OnlyEnforceIf(active)
         if held:
             model.Add(ends[0] >= (_event(value.held_until, 0) if value.held_until < count else self.last))
+        if held and value.gone < count:  # also where only a first run overwrites it
+            model.Add(ends[0] >= goes)
         if value.end:
             self._one_of(v, ends, None, None)
         for k in value.readers:
-            for i in range(self.count[k]):
+            for i in range(1 if k == value.maker else 0, self.count[k]):
                 self._one_of(v, ends, self.start[k, i], self.active[k, i])
 
     def _comes_back(self, value: Value) -> bool:
         """Whether a value has intervals of its own when it is made again: it may go, or was overwritten."""
-        return value.held_until < 0 or value.gone < len(self.nodes)
+        return not value.once and (value.held_until < 0 or value.gone < len(self.nodes))
 
     def _one_of(self, v: int, ends: list[Any], when: Any, active: Any) -> None:
         """Some interval of a value covers an event (the end, without one), if what asks for it is active."""
