@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
-from sim.trace.progress import reached_before
+from sim.trace.progress import blocked, reached_before
 
 if TYPE_CHECKING:
     from sim.trace.graph import Trace
@@ -53,6 +53,24 @@ def check_graph(trace: Trace) -> None:
         how = "reads its own output" if writer == op else f"reads it before {c.name[writer]!r} makes it"
         raise TraceError(f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: {how}")
     _check_overwrites(trace, reader)
+    _check_groups(trace)
+
+
+def _check_groups(trace: Trace) -> None:
+    """Members of groups must be able to meet: none waits, itself or by what stands before it, for the others' end."""
+    t, c = trace.tensor_columns, trace.op_columns
+    waits = []
+    for op, tensor, other, member in blocked(trace):
+        does = "reads" if tensor in trace.reads(op) and trace.producer[tensor] == other else "overwrites"
+        if other == member:  # it has not begun, for what stands before it on its device
+            what = f"which op {c.name[other]!r} on device {c.device[other]} has yet to make"
+        else:
+            uses = "makes" if trace.producer[tensor] == other else "reads"
+            what = f"which op {c.name[other]!r} {uses} in group {c.group[other]!r}"
+            what += f", and that waits for op {c.name[member]!r} on device {c.device[member]}"
+        waits.append(f"op {c.name[op]!r} on device {c.device[op]} {does} tensor {t.name[tensor]!r}, {what}")
+    if waits:
+        raise TraceError(f"ops wait for each other: {'; '.join(waits)}")
 
 
 def _check_overwrites(trace: Trace, reader: Ints) -> None:

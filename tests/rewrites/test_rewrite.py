@@ -535,5 +535,5 @@ def test_a_group_that_waits_for_itself_is_refused() -> None:
     b.op("a", "collective", group="g", writes=[x])
     b.op("between", reads=[x], writes=[y])
     b.op("b", "collective", group="g", reads=[y], writes=[z], device=1)
-    with pytest.raises(TraceError, match="waits for a group that waits for it"):
-        plain_values(b.build())
+    with pytest.raises(TraceError, match="ops wait for each other"):
+        b.build()
