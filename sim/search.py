@@ -1,7 +1,10 @@
 """Searches over runs: the smallest budget that a policy fits, the largest batch that fits a budget.
 
-Both bisect. An online policy need not be monotone in its budget (a smaller one may fit where a larger
-does not), so that what is found is *a* boundary between fitting and not: the search says so by its name.
+Both bisect. A policy need not be monotone in its budget: a smaller one may fit where a larger does not. Online policies
+are like that, since each decision depends on what is full at the moment; so are offline plans that prefetch, since a
+prefetch that finds room comes in before the ops that would have needed it; and so are planners, whose plans are made
+anew for each budget. What is found is therefore *a* boundary: a budget that was run and fits, and one below it, by the
+tolerance, that was run and does not. That no smaller one fits is known only where it is the least that any op needs.
 """
 
 from __future__ import annotations
@@ -38,24 +41,27 @@ def smallest_budget(
     tolerance: float = 0.005,
     **options: Any,
 ) -> int | None:
-    """Bytes of the smallest budget found to fit by bisection, within `tolerance` of it; None if none does.
+    """Bytes of the smallest budget found to fit by bisection, within `tolerance` of one that does not.
 
-    The search runs from what one op needs at least to what keeping everything needs, or to what the policy takes
-    without a limit where that is more (fast implementations with large workspaces).
+    None if neither the least nor the most that the search tries fits. A policy that is not monotone may fit still less
+    than what is found, see above. The search runs from what one op needs at least to what keeping everything needs, or
+    to what the policy takes without a limit where that is more (fast implementations with large workspaces).
     platform: one there is, or the name or file of a profile.
     """
     check_trace(trace)
     platform = to_platform(platform)
     everything = reference_run(trace, platform)
     homes = [platform.home(device).name for device in range(trace.devices)]
-    low = max(bounds(everything, home).memory_bytes for home in homes)
+    least = low = max(bounds(everything, home).memory_bytes for home in homes)
     high = max(peak_bytes(everything)[home] for home in homes)
-    if not fits(trace, platform, policy, budget=high, **options):
+    found = fits(trace, platform, policy, budget=high, **options)
+    if not found:
         low, high = high, _taken(trace, platform, policy, **options)
-        if high <= low or not fits(trace, platform, policy, budget=high, **options):
-            return None
-    elif fits(trace, platform, policy, budget=low, **options):
-        return low
+        found = high > low and fits(trace, platform, policy, budget=high, **options)
+    if fits(trace, platform, policy, budget=least, **options):
+        return least
+    if not found:
+        return None
     while high - low > max(1, int(tolerance * high)):
         middle = (low + high) // 2
         if fits(trace, platform, policy, budget=middle, **options):
