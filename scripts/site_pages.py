@@ -87,13 +87,13 @@ def policies() -> Pages:
 
 def _policy(record: dict[str, Any]) -> str:
     from sim.policies import policy_class
-    from sim.report.listings import TRAITS
+    from sim.report.listings import traits_shown
 
     name, parameters = record["name"], record["parameters"]
     about = as_markdown(record["doc"], [p["name"] for p in parameters])
-    traits = [(trait, _trait(record[trait])) for trait in TRAITS if record.get(trait)]
+    traits = [(trait, _trait(value)) for trait, value in traits_shown(record)]
     traits += [("saves", f"{kind}: {why}") for kind, why in record["saves"].items()]
-    rows = [[f"`{p['name']}`", f"`{p['type']}`", f"`{p['default']}`"] for p in parameters]
+    rows = [[f"`{p['name']}`", f"`{p['type']}`", _allowed(p), f"`{p['default']}`"] for p in parameters]
     family = FAMILY_TITLES.get(record["family"], record["family"])
     parts = [
         f"# {name}",
@@ -101,7 +101,7 @@ def _policy(record: dict[str, Any]) -> str:
         + (" Plans slowly: `compare` leaves it out unless it is named.*" if record["slow"] else "*"),
         about,
         "## Parameters",
-        table(("parameter", "type", "default"), rows) if rows else "None.",
+        table(("parameter", "type", "allowed", "default"), rows) if rows else "None.",
         "## Traits",
         "What the policy declares of itself; `tiersim check` puts it to the test. "
         "[`Policy`](../reference/sim.md#sim.Policy) says what each means.",
@@ -126,6 +126,11 @@ def _first(record: dict[str, Any]) -> str:
 def _does(record: dict[str, Any]) -> list[str]:
     verbs = ("online", "recomputes", "moves", "rewrites", "optimal")
     return ["optimal in its class" if verb == "optimal" else verb for verb in verbs if record.get(verb)]
+
+
+def _allowed(parameter: dict[str, Any]) -> str:
+    """What a parameter may be, where its type does not say it all."""
+    return parameter["expected"] if parameter["choices"] or parameter["bounds"] else ""
 
 
 def _trait(value: Any) -> str:

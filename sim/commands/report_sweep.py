@@ -165,13 +165,12 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
     from sim.policies import load
     from workloads import load_trace, transformer
 
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in task["parameters"].items()}
     asked = dict(task["workload"])
     trace = load_trace(asked["trace"]) if "trace" in asked else transformer(asked.pop("model"), **asked)
     return simulate(
         trace,
         load_profile(task["profile"], overrides=task["figures"] or None),
-        load(task["policy"], **given),
+        load(task["policy"], **task["parameters"]),
         budget=None if task["budget"] is None else row["budget_bytes"],
         seed=task["seed"],
         iterations=task["iterations"],

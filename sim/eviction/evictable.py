@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import PolicyError, near
+from sim.declared import OneOf
 from sim.hardware.cost import op_times
 from sim.plan import Problem
 from sim.trace.op import KIND_CODE, PHASE_CODE
@@ -21,6 +22,9 @@ from sim.trace.tensor import ROLE_CODE, ROLES
 
 EVICTED_ROLES = ("activation", "temporary")
 """The roles that are evicted where a policy is not told otherwise."""
+
+Role = Annotated[str, OneOf(ROLES)]
+"""A role that a policy may be told to evict."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +59,6 @@ class Lineage:
         """What its producer reads."""
         producer = self.producer[tensor]
         return self.reads[producer] if producer >= 0 else ()
-
-
-def check_roles(policy: str, evicts: Collection[str]) -> None:
-    """Raise PolicyError for a role that does not exist, or that nothing can make again."""
-    for role in evicts:
-        if role not in ROLES:
-            raise PolicyError(f"{policy}: evicts: role {role!r} is unknown{near(role, ROLES)}")
 
 
 def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lineage:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from sim.declared import allows_tuples, declarations
 from sim.errors import PolicyError, TiersimError, near
-from sim.policies.base import Policy
+from sim.policies.base import Policy, default_of, own_name
 
 FAMILIES = ("baseline", "recompute", "offload", "hybrid", "compression", "parallel")
 ENTRY_POINTS = "tiersim.policies"
@@ -77,19 +77,19 @@ def policy_class(name: str) -> type[Policy]:
 def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
     """A policy with its parameters: by name, from its class, or one there is with some of them changed.
 
-    Raises PolicyError naming an unknown parameter and the nearest one, or a value of another type.
+    Raises PolicyError naming an unknown parameter and the nearest one, or a value that its declaration does not allow.
     """
     if isinstance(name, Policy):
-        return dataclasses.replace(name, **_checked(type(name), label(name), parameters))
+        return dataclasses.replace(name, **_known(type(name), label(name), parameters))
     if isinstance(name, type):
         found, called = name, name.__name__
         if not issubclass(found, Policy):
             raise PolicyError(f"{called!r} is not a Policy")
     else:
         found, called = policy_class(name), name
-    checked = _checked(found, called, parameters)
+    given = _known(found, called, parameters)
     try:
-        return found(**checked)
+        return found(**given)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {called!r}: {error}") from None
     except TiersimError:
@@ -102,44 +102,22 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
 
 def label(policy: Policy) -> str:
     """A policy in a few words: its name, or that of its class, and the parameters that are not the defaults."""
-    module = type(policy).__module__
-    name = module.rpartition(".")[2] if module.startswith("sim.policies.") else type(policy).__name__
     values = [(field, getattr(policy, field.name)) for field in dataclasses.fields(policy)]
-    inside = ", ".join(f"{field.name}={value}" for field, value in values if value != _default(field))
+    inside = ", ".join(f"{field.name}={value}" for field, value in values if value != default_of(field))
+    name = own_name(type(policy))
     return f"{name}({inside})" if inside else name
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _checked(found: type[Policy], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a policy, all known and each of its declared type, lists as tuples where it takes those."""
-    if not parameters:
-        return {}
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # here, because the command line starts without it
-
-    known = [field.name for field in dataclasses.fields(found)]
-    try:
-        hints = get_type_hints(found)
-    except NameError:  # a type that the file imports for type checkers alone
-        hints = {}
-    checked = {}
+def _known(found: type[Policy], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a policy, all known; lists, which is what files and command lines have, as the tuples meant."""
+    known, declared = [field.name for field in dataclasses.fields(found)], declarations(found)
+    given = {}
     for key, value in parameters.items():
         if key not in known:
             has = near(key, known) if known else "; it has no parameters"
             raise PolicyError(f"policy {name!r} has no parameter {key!r}{has}")
-        expected = hints.get(key, Any)
-        said = inspect.formatannotation(expected)
-        given = tuple(value) if isinstance(value, list) and "tuple" in said else value
-        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-        try:
-            # in a tuple, because some types refuse a configuration from outside
-            TypeAdapter(tuple[expected], config=config).validate_python((given,))  # type: ignore[valid-type]
-        except ValidationError:
-            raise PolicyError(f"policy {name!r}: {key} is {value!r}; expected {said}") from None
-        checked[key] = given
-    return checked
+        given[key] = tuple(value) if isinstance(value, list) and allows_tuples(declared[key]) else value
+    return given
 
 
 def _policies_of(module: Any) -> list[type[Policy]]:

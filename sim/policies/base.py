@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from annotated_types import Ge
+
+from sim.declared import OneOf, allows, declarations, expected, hint, is_trait
+from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 
-FIDELITIES = ("code", "equations", "reconstruction")
-MANAGES = ("activations", "gradients", "optimizer_state", "weights")
-NEEDS = ("chain", "layers", "history", "host", "cpu", "backward")
+Fidelity = Literal["code", "equations", "reconstruction"]
+Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
+Needed = Literal["chain", "layers", "history", "host", "cpu", "backward"]
+
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+MANAGES: tuple[Managed, ...] = get_args(Managed)
+NEEDS: tuple[Needed, ...] = get_args(Needed)
 
 SAVINGS = {
     "implementation": "another implementation of an op, as the trace states it: its time and its workspace",
@@ -26,8 +35,10 @@ SAVINGS = {
 class Policy:
     """Decides what to keep, drop, recompute and move. Subclass it, one policy a file.
 
-    A subclass is a frozen, keyword-only dataclass whose fields are its parameters. The traits below are
-    declared on the class and verified by `sim.conformance`:
+    A subclass is a frozen, keyword-only dataclass whose fields are its parameters. Each value but the default is held
+    against the field's type, choices and bounds (`sim.declared`); a `__post_init__` runs after that, and
+    checks what the parameters have to do with each other. The traits below are declared on the class, refused where
+    they are none of these or have another type, and verified by `sim.conformance`:
 
     online: decides while running (its plan has `online`). recomputes, moves: whether ops may run twice,
     whether bytes may move. rewrites: whether it changes the trace. lossless: same values as the plain
@@ -46,13 +57,34 @@ class Policy:
     rewrites: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
     optimal: ClassVar[str] = ""
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[Needed]] = frozenset()
     solver: ClassVar[str] = ""
-    warm_up: ClassVar[int] = 0
-    manages: ClassVar[tuple[str, ...]] = ("activations",)
-    fidelity: ClassVar[str] = "reconstruction"
+    warm_up: ClassVar[Annotated[int, Ge(0)]] = 0
+    manages: ClassVar[tuple[Managed, ...]] = ("activations",)
+    fidelity: ClassVar[Fidelity] = "reconstruction"
     slow: ClassVar[bool] = False
-    saves: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        _check_traits(cls)
+        relations = vars(cls).get("__post_init__")
+        if relations is not None:
+
+            @functools.wraps(relations)
+            def check(self: Policy, *given: Any) -> None:
+                Policy.__post_init__(self)
+                relations(self, *given)
+
+            cls.__post_init__ = check  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        """Hold each parameter that is not the default against its declaration. Raises PolicyError."""
+        declared = declarations(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name, field.default)
+            if value is not field.default and not allows(declared[field.name], value):
+                raise PolicyError(_refused(type(self), field.name, value, declared[field.name]))
 
     @classmethod
     def saving_lines(cls) -> tuple[str, ...]:
@@ -75,3 +107,42 @@ class Policy:
         the policy's overhead is measured against. problem: as for `plan`, on a platform whose home tiers never fill.
         """
         return {}
+
+
+def own_name(policy: type[Policy]) -> str:
+    """How messages call a policy: by its file if it is one of ours, else by its class."""
+    return policy.__module__.rpartition(".")[2] if policy.__module__.startswith("sim.policies.") else policy.__name__
+
+
+def default_of(field: Field[Any]) -> Any:
+    """What a parameter is where it is not given."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _refused(policy: type[Policy], name: str, value: Any, declared: Any) -> str:
+    return f"policy {own_name(policy)!r}: {name} is {value!r}; expected {expected(declared)}{hint(declared, value)}"
+
+
+def _check_traits(policy: type[Policy]) -> None:
+    """Refuse what a class says that is no trait, or of a trait what it cannot be. Raises PolicyError."""
+    known, own = TRAITS, declarations(policy)
+    for name, value in vars(policy).items():
+        if name.startswith("_") or callable(value) or hasattr(value, "__get__"):
+            continue  # a property is a trait that a parameter decides
+        if name in known and is_trait(own[name]):
+            if not allows(known[name], value):
+                raise PolicyError(_refused(policy, name, value, known[name]))
+        elif name not in own and name.islower():
+            raise PolicyError(
+                f"policy {own_name(policy)!r}: {name} is no trait{near(name, known)}; a parameter needs its type, as "
+                f"in `{name}: {type(value).__name__} = {value!r}`, and a constant a name in capitals"
+            )
+
+
+def _traits() -> dict[str, Any]:
+    """What each trait may be."""
+    return {name: get_args(said)[0] for name, said in declarations(Policy).items() if is_trait(said)}
+
+
+TRAITS: Mapping[str, Any] = MappingProxyType(_traits())
+"""The traits, and what each may be."""

@@ -90,22 +90,48 @@ def profile_page(name: str, as_json: bool = False) -> str:
 
 # ---- policies ------------------------------------------------------------------------------------
 
-TRAITS = ("online", "recomputes", "moves", "rewrites", "lossless", "optimal", "needs", "solver", "warm_up", "manages")
+APART = ("fidelity", "slow", "saves")
+"""Traits that have a place of their own on a policy's page."""
+
+
+def traits_shown(record: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The other traits, those that say something."""
+    from sim.policies.base import TRAITS
+
+    return [(trait, record[trait]) for trait in TRAITS if trait not in APART and record.get(trait)]
 
 
 def policy_record(name: str) -> dict[str, Any]:
-    """Family, traits and parameters of a policy."""
+    """Family, traits and parameters of a policy; of each parameter the type, and the choices and bounds declared."""
+    from sim.declared import bounds, choices, declarations, expected, plain
     from sim.policies import family, policy_class
+    from sim.policies.base import TRAITS, default_of
 
     found = policy_class(name)
-    parameters = [
-        {"name": field.name, "type": str(field.type), "default": repr(field.default)}
-        for field in dataclasses.fields(found)
-    ]
-    traits = {trait: getattr(found, trait) for trait in TRAITS if not isinstance(getattr(found, trait), property)}
-    record = {"name": name, "family": family(name), "fidelity": found.fidelity, "slow": found.slow}
-    traits["saves"] = dict(found.saves)
-    return {**record, **traits, "parameters": parameters, "doc": inspect.getdoc(found) or ""}
+    parameters = []
+    for field in dataclasses.fields(found):
+        declared = declarations(found)[field.name]
+        parameters.append(
+            {
+                "name": field.name,
+                "type": plain(declared),
+                "default": repr(default_of(field)),
+                "expected": expected(declared),
+                "choices": choices(declared),
+                "bounds": bounds(declared),
+            }
+        )
+    known = {trait: getattr(found, trait) for trait in TRAITS if not isinstance(getattr(found, trait), property)}
+    first = {trait: known.pop(trait) for trait in ("fidelity", "slow")}
+    known["saves"] = dict(known["saves"])
+    return {
+        "name": name,
+        "family": family(name),
+        **first,
+        **known,
+        "parameters": parameters,
+        "doc": inspect.getdoc(found) or "",
+    }
 
 
 def policy_listing(as_json: bool = False) -> str:
@@ -135,14 +161,15 @@ def policy_page(name: str, as_json: bool = False) -> str:
     if record["parameters"]:
         lines.append(
             aligned(
-                [(f"  {p['name']}", p["type"], f"default {p['default']}") for p in record["parameters"]], header=False
+                [(f"  {p['name']}", f"default {p['default']}", p["expected"]) for p in record["parameters"]],
+                header=False,
             )
         )
     else:
         lines.append("  none")
-    shown = {trait: record[trait] for trait in TRAITS if record.get(trait)}
     said = [
-        f"{trait} = {', '.join(sorted(v)) if isinstance(v, (tuple, frozenset)) else v}" for trait, v in shown.items()
+        f"{trait} = {', '.join(sorted(v)) if isinstance(v, (tuple, frozenset)) else v}"
+        for trait, v in traits_shown(record)
     ]
     saves = [f"Declared saving: {kind}: {why}" for kind, why in record["saves"].items()]
     return "\n".join([*lines, "", "Traits: " + "; ".join(said), *saves])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.joint_graph import joint_graph
 from sim.solvers.knapsack import PICKERS
@@ -147,9 +147,3 @@ def regions_of(problem: Problem, regions: str | None) -> str:
     """The regions asked for; None for layers where forward ops have one, else the whole graph."""
     c = problem.trace.op_columns
     return regions or ("layer" if ((c.phase == FORWARD) & (c.layer >= 0)).any() else "graph")
-
-
-def check_choice(policy: str, field: str, value: str | None, known: Collection[str]) -> None:
-    """Raises PolicyError where a parameter has a value that is not known."""
-    if value is not None and value not in known:
-        raise PolicyError(f"policy {policy!r}: {field} is {value!r}{near(value, known)}")

@@ -108,8 +108,7 @@ class Bench:
         workload, figures = task["workload"], task["figures"]
         trace_key = tuple(sorted(workload.items()))
         platform_key = (task["profile"], tuple(sorted(figures.items())))
-        given = task["parameters"].items()
-        policy = load(task["policy"], **{k: tuple(v) if isinstance(v, list) else v for k, v in given})
+        policy = load(task["policy"], **task["parameters"])
         known["fidelity"] = policy.fidelity
         if policy_identity(policy) != task["sums"]["policy"]:
             raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; start it again")

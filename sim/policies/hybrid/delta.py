@@ -6,22 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Annotated, Literal
 
-from sim.errors import PolicyError, near
-from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
+from annotated_types import Ge, Lt
+
+from sim.declared import Rate
+from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Role, Table, lineage_of
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import CostClasses
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
 from sim.policies.base import Policy
 from sim.units import parse_rate
-
-CHOICES = {
-    "filter": ("stale_size", "cost_adjacent"),
-    "recompute_cost": ("classes", "own"),
-    "prefetch": ("fifo", "lifo", "none"),
-    "ties": ("last", "first"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +63,15 @@ class Delta(Policy):
     moves = True
     fidelity = "equations"
 
-    filter: str = "stale_size"
-    recompute_cost: str = "classes"
-    bandwidth: int | str | None = None
-    prefetch: str = "fifo"
-    prefetch_depth: int = 5
+    filter: Literal["stale_size", "cost_adjacent"] = "stale_size"
+    recompute_cost: Literal["classes", "own"] = "classes"
+    bandwidth: Rate | None = None
+    prefetch: Literal["fifo", "lifo", "none"] = "fifo"
+    prefetch_depth: Annotated[int, Ge(0)] = 5
     prefetch_forward: bool = False
-    watermark: float = 0.0
-    ties: str = "last"
-    evicts: tuple[str, ...] = EVICTED_ROLES
-
-    def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            given = getattr(self, name)
-            if given not in known:
-                raise PolicyError(f"delta: {name}: {given!r} is unknown{near(str(given), known)}")
-        check_roles("delta", self.evicts)
-        if self.prefetch_depth < 0:
-            raise PolicyError(f"delta: prefetch_depth is {self.prefetch_depth}, less than 0")
-        if not 0 <= self.watermark < 1:
-            raise PolicyError(f"delta: watermark is {self.watermark}, not a share from 0 to below 1")
-        # a ValueError about the unit becomes a PolicyError where policies are loaded
-        if self.rate is not None and self.rate < 1:
-            raise PolicyError(f"delta: bandwidth is {self.bandwidth}, less than 1 byte/s")
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.0
+    ties: Literal["last", "first"] = "last"
+    evicts: tuple[Role, ...] = EVICTED_ROLES
 
     @property
     def rate(self) -> int | None:

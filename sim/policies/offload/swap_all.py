@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from sim.errors import PolicyError, near
+from annotated_types import Ge
+
+from sim.errors import PolicyError
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy
 from sim.solvers.cascade import cascade
@@ -37,14 +40,8 @@ class SwapAll(Policy):
     needs = frozenset({"host"})
     fidelity = "equations"
 
-    ahead: int = 1
-    unit: str = "block"
-
-    def __post_init__(self) -> None:
-        if self.unit not in ("block", "op"):
-            raise PolicyError(f"swap_all: unit {self.unit!r} is unknown{near(self.unit, ('block', 'op'))}")
-        if self.ahead < 0:
-            raise PolicyError(f"swap_all: ahead is {self.ahead}, less than 0")
+    ahead: Annotated[int, Ge(0)] = 1
+    unit: Literal["block", "op"] = "block"
 
     def plan(self, problem: Problem) -> Plan:
         """Two moves for each tensor that leaves."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Annotated, Literal
 
-from sim.errors import OutOfMemory, PolicyError, near
+from sim.declared import OneOf
+from sim.errors import OutOfMemory, PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
@@ -18,7 +20,6 @@ from sim.trace.graph import Trace
 from sim.trace.op import KINDS
 from sim.trace.tensor import ROLE_CODE
 
-VARIANTS = ("all", "conv", "dyn")
 FEATURE_MAPS = (ROLE_CODE["activation"], ROLE_CODE["input"])
 
 
@@ -66,18 +67,10 @@ class Vdnn(Policy):
     fidelity = "equations"
     saves = MappingProxyType({"implementation": "vDNN chooses the algorithm of each convolution with its workspace"})
 
-    variant: str = "dyn"
-    algorithm: str = "p"
-    heavy: tuple[str, ...] = ()
-    classifier: tuple[str, ...] = ("matmul",)
-
-    def __post_init__(self) -> None:
-        for what, value, known in (("variant", self.variant, VARIANTS), ("algorithm", self.algorithm, ("m", "p"))):
-            if value not in known:
-                raise PolicyError(f"vdnn: {what} {value!r} is unknown{near(value, known)}")
-        for kind in (*self.heavy, *self.classifier):
-            if kind not in KINDS:
-                raise PolicyError(f"vdnn: kind of op {kind!r} is unknown{near(kind, KINDS)}")
+    variant: Literal["all", "conv", "dyn"] = "dyn"
+    algorithm: Literal["m", "p"] = "p"
+    heavy: tuple[Annotated[str, OneOf(KINDS)], ...] = ()
+    classifier: tuple[Annotated[str, OneOf(KINDS)], ...] = ("matmul",)
 
     def plan(self, problem: Problem) -> Plan:
         """Moves out beside forward layers, moves in beside backward layers, and the waits at their ends."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from sim.errors import PolicyError, near
+from annotated_types import Ge, Gt
+
+from sim.declared import OneOf
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
@@ -14,7 +18,6 @@ from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rer
 from sim.solvers.rounding import by_rounding, tightest
 from sim.solvers.runs import Ledger, Runs, runs
 
-METHODS = ("milp", "rounding")
 ATTEMPTS = 4
 
 
@@ -60,19 +63,11 @@ class Checkmate(RecomputationPlanner):
     fidelity = "equations"
     slow = True
 
-    method: str = "milp"
-    grain: str | None = None
-    max_ops: int = 100
-    node_limit: int = 10_000
-    time_limit: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise PolicyError(f"policy 'checkmate': method is {self.method!r}{near(self.method, METHODS)}")
-        if self.grain is not None and self.grain not in GRAINS:
-            raise PolicyError(f"policy 'checkmate': grain is {self.grain!r}{near(self.grain, GRAINS)}")
-        if self.max_ops < 2 or self.node_limit < 1 or self.time_limit <= 0:
-            raise PolicyError("policy 'checkmate': max_ops >= 2, node_limit >= 1 and time_limit > 0 are needed")
+    method: Literal["milp", "rounding"] = "milp"
+    grain: Annotated[str, OneOf(GRAINS)] | None = None
+    max_ops: Annotated[int, Ge(2)] = 100
+    node_limit: Annotated[int, Ge(1)] = 10_000
+    time_limit: Annotated[float, Gt(0)] = 300.0
 
     def in_class(self, plan: Plan) -> bool:
         """Whether earlier ops are recomputed before an op in order, each at most once there, and nothing else."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from sim.errors import PolicyError, near
+from annotated_types import Ge
+
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, rerun_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
 from sim.trace.chain import Chain
 
-METHODS = ("search", "threshold", "sqrt")
 GRID = 6
 
 
@@ -40,17 +42,15 @@ class Chen(RecomputationPlanner):
     needs = frozenset({"chain"})
     fidelity = "equations"
 
-    method: str = "search"
-    threshold: int | None = None
-    segments: int | None = None
+    method: Literal["search", "threshold", "sqrt"] = "search"
+    threshold: Annotated[int, Ge(0)] | None = None
+    segments: Annotated[int, Ge(1)] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise PolicyError(f"policy 'chen': method is {self.method!r}{near(self.method, METHODS)}")
-        if (self.method == "threshold") != (self.threshold is not None) or (self.threshold or 0) < 0:
-            raise PolicyError("policy 'chen': threshold, 0 or more bytes, goes with method='threshold'")
-        if self.segments is not None and (self.method != "sqrt" or self.segments < 1):
-            raise PolicyError("policy 'chen': segments, 1 or more, goes with method='sqrt'")
+        if (self.method == "threshold") != (self.threshold is not None):
+            raise PolicyError("policy 'chen': threshold goes with method='threshold'")
+        if self.segments is not None and self.method != "sqrt":
+            raise PolicyError("policy 'chen': segments goes with method='sqrt'")
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, segment by segment."""

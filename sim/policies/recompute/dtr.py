@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
-from sim.errors import PolicyError, near
-from sim.eviction.evictable import EVICTED_ROLES, check_roles, lineage_of
+from annotated_types import Ge
+
+from sim.declared import OneOf
+from sim.errors import PolicyError
+from sim.eviction.evictable import EVICTED_ROLES, Role, lineage_of
 from sim.eviction.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
 from sim.eviction.ranking import HEURISTICS
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
-
-CHOICES = {
-    "heuristic": HEURISTICS,
-    "deallocation": DEALLOCATIONS,
-    "ties": ("last", "first"),
-    "staleness": ("own", "neighbourhood", "none"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,25 +65,18 @@ class Dtr(Policy):
     recomputes = True
     fidelity = "code"
 
-    heuristic: str = "dtr_eq"
-    deallocation: str = "eager"
-    ties: str = "last"
-    staleness: str = "own"
+    heuristic: Annotated[str, OneOf(HEURISTICS)] = "dtr_eq"
+    deallocation: Annotated[str, OneOf(DEALLOCATIONS)] = "eager"
+    ties: Literal["last", "first"] = "last"
+    staleness: Literal["own", "neighbourhood", "none"] = "own"
     by_size: bool = True
-    ignore_small: float = 0.0
+    ignore_small: Annotated[float, Ge(0)] = 0.0
     sample: bool = False
-    evicts: tuple[str, ...] = EVICTED_ROLES
+    evicts: tuple[Role, ...] = EVICTED_ROLES
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            given = getattr(self, name)
-            if given not in known:
-                raise PolicyError(f"dtr: {name}: {given!r} is unknown{near(str(given), known)}")
         if self.staleness == "neighbourhood" and self.heuristic != "dtr":
             raise PolicyError(f"dtr: staleness 'neighbourhood' goes with heuristic 'dtr', not {self.heuristic!r}")
-        check_roles("dtr", self.evicts)
-        if self.ignore_small < 0:
-            raise PolicyError(f"dtr: ignore_small is {self.ignore_small}, less than 0")
 
     def plan(self, problem: Problem) -> Plan:
         """The trace as it is, with an online part that drops under pressure."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import PolicyError
+from annotated_types import Ge
+
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, layer_regions, rerun_regions, stage_regions
@@ -30,12 +32,8 @@ class EveryK(RecomputationPlanner):
     recomputes = True
     fidelity = "code"
 
-    k: int = 2
+    k: Annotated[int, Ge(1)] = 2
     skip_last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise PolicyError(f"policy 'every_k': k is {self.k}; it must be at least 1")
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, k layers at a time."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from sim.declared import OneOf
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
-from sim.solvers.cuts import REGIONS, Cuts, check_choice
+from sim.solvers.cuts import REGIONS, Cuts
 from sim.solvers.partition import AGGRESSIVE, Bans
 from sim.solvers.runs import runs
 
@@ -42,10 +44,7 @@ class MinCut(RecomputationPlanner):
     fidelity = "code"
 
     aggressive: bool = False
-    regions: str = "graph"
-
-    def __post_init__(self) -> None:
-        check_choice("min_cut", "regions", self.regions, REGIONS)
+    regions: Annotated[str, OneOf(REGIONS)] = "graph"
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""

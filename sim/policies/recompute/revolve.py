@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import PolicyError
+from annotated_types import Ge
+
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, first_backward
@@ -33,11 +35,7 @@ class Revolve(RecomputationPlanner):
     needs = frozenset({"chain", "backward"})
     fidelity = "equations"
 
-    slots: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.slots is not None and self.slots < 1:
-            raise PolicyError(f"policy 'revolve': slots is {self.slots}; it must be at least 1")
+    slots: Annotated[int, Ge(1)] | None = None
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations; notes: the number of slots."""

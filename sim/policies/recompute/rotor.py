@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 
-from sim.errors import Infeasible, PolicyError
+from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
@@ -59,11 +61,7 @@ class Rotor(RecomputationPlanner):
     solver = "dp"
     fidelity = "equations"
 
-    slots: int = 500
-
-    def __post_init__(self) -> None:
-        if self.slots < 2:
-            raise PolicyError(f"policy 'rotor': slots is {self.slots}; it must be at least 2")
+    slots: Annotated[int, Ge(2)] = 500
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations of the best schedule; notes: its time by the model, ns."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import PolicyError
+from annotated_types import Ge, Le
+
+from sim.declared import OneOf
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
-from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, check_choice, regions_of
+from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, regions_of
 from sim.solvers.knapsack import PICKERS
 from sim.solvers.runs import Runs, runs
 
@@ -45,17 +48,10 @@ class SacKnapsack(RecomputationPlanner):
     solver = "dp"
     fidelity = "code"
 
-    memory_budget: float | None = None
-    regions: str | None = None
-    knapsack: str = "dp"
-    runtime: str = "flops"
-
-    def __post_init__(self) -> None:
-        if self.memory_budget is not None and not 0 <= self.memory_budget <= 1:
-            raise PolicyError(f"policy 'sac_knapsack': memory_budget is {self.memory_budget}; it lies in 0 … 1")
-        check_choice("sac_knapsack", "regions", self.regions, REGIONS)
-        check_choice("sac_knapsack", "knapsack", self.knapsack, PICKERS)
-        check_choice("sac_knapsack", "runtime", self.runtime, RUNTIMES)
+    memory_budget: Annotated[float, Ge(0), Le(1)] | None = None
+    regions: Annotated[str, OneOf(REGIONS)] | None = None
+    knapsack: Annotated[str, OneOf(PICKERS)] = "dp"
+    runtime: Annotated[str, OneOf(RUNTIMES)] = "flops"
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
 
-MODES = ("attention_core", "all_but_matmul")
 CORE = ".attn.core"
 EXPENSIVE = ("matmul", "conv", "attention")
 
@@ -46,14 +46,9 @@ class SelectiveRecompute(RecomputationPlanner):
     needs = frozenset({"layers"})
     fidelity = "code"
 
-    recompute: str = "all_but_matmul"
+    recompute: Literal["attention_core", "all_but_matmul"] = "all_but_matmul"
     early_stop: bool | None = None
     autocast_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if self.recompute not in MODES:
-            wrong = near(self.recompute, MODES)
-            raise PolicyError(f"policy 'selective_recompute': recompute is {self.recompute!r}{wrong}")
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""

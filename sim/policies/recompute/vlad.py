@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
@@ -35,13 +38,10 @@ class Vlad(RecomputationPlanner):
     needs = frozenset({"backward"})
     fidelity = "equations"
 
-    base: int | None = None
-    snapshots: int | None = None
+    base: Annotated[int, Ge(1)] | None = None
+    snapshots: Annotated[int, Ge(1)] | None = None
 
     def __post_init__(self) -> None:
-        for key, value in (("base", self.base), ("snapshots", self.snapshots)):
-            if value is not None and value < 1:
-                raise PolicyError(f"policy 'vlad': {key} is {value}; it must be at least 1")
         if self.base is not None and self.snapshots is not None:
             raise PolicyError("policy 'vlad': base and snapshots exclude each other")
 

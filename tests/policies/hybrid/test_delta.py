@@ -305,12 +305,12 @@ def test_plan_can_be_pickled_and_gives_the_same_log():
 
 
 @pytest.mark.parametrize(("parameters", "text"), [
-    ({"filter": "stale"}, "filter: 'stale' is unknown .did you mean 'stale_size'"),
+    ({"filter": "stale"}, "filter is 'stale'; expected .*did you mean 'stale_size'"),
     ({"prefetch": "filo"}, "prefetch"),
-    ({"prefetch_depth": -1}, "less than 0"),
-    ({"watermark": 1.0}, "watermark is 1.0, not a share"),
-    ({"bandwidth": 0}, "less than 1 byte/s"),
-    ({"bandwidth": "11 GiB"}, "11 GiB"),
+    ({"prefetch_depth": -1}, "prefetch_depth is -1; expected int of at least 0"),
+    ({"watermark": 1.0}, "watermark is 1.0; expected float from 0 to below 1"),
+    ({"bandwidth": 0}, "bandwidth is 0; expected bytes/s, 1 or more"),
+    ({"bandwidth": "11 GiB"}, "bandwidth is '11 GiB'.*did you mean 'GiB/s'"),
 ])  # fmt: skip
 def test_wrong_parameters_are_named(parameters, text):
     with pytest.raises(PolicyError, match=text):

@@ -123,7 +123,7 @@ def test_overhead_grows_as_memory_shrinks_and_the_plan_can_be_sent_to_another_pr
 
 def test_what_is_wrong_is_named() -> None:
     trace = accesses("A B")
-    with pytest.raises(PolicyError, match=r"choice 'lrru' is unknown \(did you mean 'lru'"):
+    with pytest.raises(PolicyError, match=r"choice is 'lrru'; expected 'lru' or 'score' \(did you mean 'lru'"):
         simulate(trace, machine(), "lru_tiering", choice="lrru")
     with pytest.raises(PolicyError, match="hits is -1"):
         simulate(trace, machine(), "lru_tiering", hits=-1)

@@ -65,7 +65,7 @@ def test_a_trace_without_layers_counts_every_op_as_a_block(run) -> None:
 
 
 def test_what_is_wrong_is_named() -> None:
-    with pytest.raises(PolicyError, match=r"unit 'blok' is unknown \(did you mean 'block'"):
+    with pytest.raises(PolicyError, match=r"unit is 'blok'; expected 'block' or 'op' \(did you mean 'block'"):
         simulate(FOUR, machine(), "swap_all", unit="blok")
     with pytest.raises(PolicyError, match="ahead is -1"):
         simulate(FOUR, machine(), "swap_all", ahead=-1)

@@ -153,7 +153,7 @@ def test_a_limited_search_says_so(run):
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"method": "mlip"}, "did you mean 'milp'"),
     ({"grain": "layer"}, "grain is 'layer'"),
-    ({"max_ops": 1}, "max_ops >= 2"),
+    ({"max_ops": 1}, "max_ops is 1; expected int of at least 2"),
 ])  # fmt: skip
 def test_wrong_parameters(wrong, message, run):
     with pytest.raises(PolicyError, match=message):

@@ -241,8 +241,8 @@ def test_a_trace_that_is_no_chain_names_the_op():
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"offload": "async"}, "offload is 'async'.*did you mean 'asynchronous'"),
-    ({"share": 0.0}, "0 < share <= 1"),
-    ({"window": 0}, "window >= 1"),
+    ({"share": 0.0}, "share is 0.0; expected float above 0 and at most 1"),
+    ({"window": 0}, "window is 0; expected int of at least 1"),
 ])  # fmt: skip
 def test_wrong_parameters_are_refused(wrong, message):
     with pytest.raises(PolicyError, match=message):

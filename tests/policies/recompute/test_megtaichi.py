@@ -483,12 +483,12 @@ def test_the_plan_can_be_pickled_and_gives_the_same_log():
 
 
 @pytest.mark.parametrize(("parameters", "text"), [
-    ({"parts": 0}, "parts is 0; it must be at least 1"),
+    ({"parts": 0}, "parts is 0; expected int of at least 1 or None"),
     ({"neighbours": "bth"}, "did you mean 'both'"),
-    ({"penalty": 0.5}, "penalty is 0.5; it must be at least 1"),
-    ({"threshold": 0.0}, "threshold is 0.0; it lies above 0"),
-    ({"threshold": 1.5}, "threshold is 1.5; it lies above 0"),
-    ({"at_least": -1}, "a size is not negative"),
+    ({"penalty": 0.5}, "penalty is 0.5; expected float of at least 1"),
+    ({"threshold": 0.0}, "threshold is 0.0; expected float above 0 and at most 1"),
+    ({"threshold": 1.5}, "threshold is 1.5; expected float above 0 and at most 1"),
+    ({"at_least": -1}, "at_least is -1; expected bytes, 0 or more"),
     ({"at_least": "1 MB/s"}, "1 MB/s"),
 ])  # fmt: skip
 def test_wrong_parameters_are_named(parameters, text):

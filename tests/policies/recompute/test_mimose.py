@@ -389,7 +389,7 @@ def test_the_fallback_changes_which_blocks_run_again():
 
 
 @pytest.mark.parametrize(("parameters", "text"), [
-    ({"collect": 0}, "collect is 0; it must be at least 1"),
+    ({"collect": 0}, "collect is 0; expected int of at least 1"),
     ({"round_to": 0}, "round_to is 0"),
     ({"static_size": 0}, "static_size is 0"),
     ({"fallback": "largets"}, "did you mean 'largest'"),

@@ -125,7 +125,7 @@ def test_without_the_solver_the_error_says_how_to_get_it(monkeypatch, run):
 
 
 def test_wrong_parameters(run):
-    with pytest.raises(PolicyError, match="runs >= 1"):
+    with pytest.raises(PolicyError, match="runs is 0; expected int of at least 1"):
         run(uniform_chain(4), "moccasin", runs=0)
 
 

@@ -160,5 +160,5 @@ def test_graphs_without_a_chain_are_refused(run):
 
 
 def test_wrong_parameters(run):
-    with pytest.raises(PolicyError, match="levels >= 1"):
+    with pytest.raises(PolicyError, match="levels is 0; expected int of at least 1"):
         run(w1(1), "rockmate", levels=0)

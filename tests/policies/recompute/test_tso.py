@@ -335,12 +335,12 @@ def test_a_backward_phase_is_needed(run):
 
 @pytest.mark.parametrize(("wrong", "text"), [
     ({"modes": ("egger",)}, "did you mean 'eager'"),
-    ({"modes": ()}, "a mode"),
+    ({"modes": ()}, "expected tuple of .* .not empty"),
     ({"method": "slot"}, "did you mean 'slots'"),
-    ({"slots": 1}, "slots >= 2"),
-    ({"replays": 0}, "replays >= 1"),
-    ({"launch": -1}, "0 ns or more"),
-    ({"switch": -1}, "0 ns or more"),
+    ({"slots": 1}, "slots is 1; expected int of at least 2"),
+    ({"replays": 0}, "replays is 0; expected int of at least 1"),
+    ({"launch": -1}, "launch is -1; expected int of at least 0"),
+    ({"switch": -1}, "switch is -1; expected int of at least 0"),
 ])  # fmt: skip
 def test_wrong_parameters_are_refused(wrong, text):
     with pytest.raises(PolicyError, match=text):

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Lt
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError
 from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
 from sim.policies.base import Policy
 from sim.policies.offload.lru_tiering.upcoming import Upcoming, upcoming_of
@@ -54,20 +55,11 @@ class LruTiering(Policy):
     needs = frozenset({"host"})
     fidelity = "reconstruction"
 
-    hits: int = 0
-    pin_flops_per_byte: float | None = None
-    choice: str = "lru"
-    watermark: float = 0.0
-    prefetch: int = 0
-
-    def __post_init__(self) -> None:
-        if self.choice not in ("lru", "score"):
-            raise PolicyError(f"lru_tiering: choice {self.choice!r} is unknown{near(self.choice, ('lru', 'score'))}")
-        for name in ("hits", "prefetch"):
-            if getattr(self, name) < 0:
-                raise PolicyError(f"lru_tiering: {name} is {getattr(self, name)}, less than 0")
-        if not 0 <= self.watermark < 1:
-            raise PolicyError(f"lru_tiering: watermark is {self.watermark}, not a share from 0 to below 1")
+    hits: Annotated[int, Ge(0)] = 0
+    pin_flops_per_byte: Annotated[float, Ge(0)] | None = None
+    choice: Literal["lru", "score"] = "lru"
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.0
+    prefetch: Annotated[int, Ge(0)] = 0
 
     def plan(self, problem: Problem) -> Plan:
         """The trace as it is, with an online part that answers pressure."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from sim.errors import PolicyError, ProfileError, UnitError
+from sim.declared import Size
+from sim.errors import PolicyError, ProfileError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy
 from sim.policies.offload.zero_offload.fused_update import fuse_updates
@@ -60,14 +61,10 @@ class ZeroOffload(Policy):
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
 
-    bucket: int | str = 0
+    bucket: Size = 0
     delayed: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            to_bytes(self.bucket)
-        except UnitError as error:
-            raise PolicyError(f"zero_offload: bucket: {error}") from None
         if self.delayed:  # a trait that a parameter decides
             object.__setattr__(self, "lossless", False)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
-from sim.errors import Infeasible, PolicyError, near
+from sim.errors import Infeasible
 from sim.hardware.platform import Tier
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
@@ -21,7 +23,6 @@ from sim.solvers.runs import Ledger, Runs, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
-OFFLOADS = ("asynchronous", "synchronous", "none")
 COARSE = 16  # activation budgets that are tried where none of the likely ones has led to a plan
 
 
@@ -61,19 +62,11 @@ class ColossalAuto(RecomputationPlanner):
     manages = ("activations", "weights")
     fidelity = "reconstruction"
 
-    slots: int = 500
-    levels: int = 8
-    offload: str = "asynchronous"
-    window: int = 3
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.offload not in OFFLOADS:
-            raise PolicyError(f"policy 'colossal_auto': offload is {self.offload!r}{near(self.offload, OFFLOADS)}")
-        if self.slots < 2 or self.levels < 1 or self.window < 1 or not 0 < self.share <= 1:
-            raise PolicyError(
-                "policy 'colossal_auto': slots >= 2, levels >= 1, window >= 1 and 0 < share <= 1 are needed"
-            )
+    slots: Annotated[int, Ge(2)] = 500
+    levels: Annotated[int, Ge(1)] = 8
+    offload: Literal["asynchronous", "synchronous", "none"] = "asynchronous"
+    window: Annotated[int, Ge(1)] = 3
+    share: Annotated[float, Gt(0), Le(1)] = 1.0
 
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and copies of weights."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
-from sim.errors import Deadlock, Infeasible, PolicyError, TraceError, near
-from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Table, check_roles, lineage_of
+from sim.declared import Size
+from sim.errors import Deadlock, Infeasible, PolicyError, TraceError
+from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Role, Table, lineage_of
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import Price
 from sim.eviction.ranking import Ranking
@@ -23,7 +25,6 @@ from sim.rewrites.batching import split_batch
 from sim.trace.graph import Trace
 from sim.units import to_bytes
 
-NEIGHBOURS = ("producer", "both")
 EPSILON = 1e-3
 MEBIBYTE = 1 << 20
 
@@ -73,30 +74,15 @@ class MegTaiChi(Policy):
     slow = True  # up to three trial runs
     fidelity = "reconstruction"
 
-    parts: int | None = None
-    neighbours: str = "producer"
+    parts: Annotated[int, Ge(1)] | None = None
+    neighbours: Literal["producer", "both"] = "producer"
     own_cost: bool = False
-    penalty: float = 1.0001
+    penalty: Annotated[float, Ge(1)] = 1.0001
     adjacent: bool = True
-    at_least: int | str = MEBIBYTE
-    threshold: float | None = None
+    at_least: Size = MEBIBYTE
+    threshold: Annotated[float, Gt(0), Le(1)] | None = None
     sample: bool = False
-    evicts: tuple[str, ...] = EVICTED_ROLES
-
-    def __post_init__(self) -> None:
-        if self.parts is not None and self.parts < 1:
-            raise PolicyError(f"policy 'megtaichi': parts is {self.parts}; it must be at least 1")
-        if self.neighbours not in NEIGHBOURS:
-            raise PolicyError(
-                f"policy 'megtaichi': neighbours is {self.neighbours!r}{near(self.neighbours, NEIGHBOURS)}"
-            )
-        check_roles("megtaichi", self.evicts)
-        if self.penalty < 1:
-            raise PolicyError(f"policy 'megtaichi': penalty is {self.penalty}; it must be at least 1")
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise PolicyError(f"policy 'megtaichi': threshold is {self.threshold}; it lies above 0 and up to 1")
-        if self.smallest < 0:
-            raise PolicyError(f"policy 'megtaichi': at_least is {self.at_least}, less than 0")
+    evicts: tuple[Role, ...] = EVICTED_ROLES
 
     @property
     def smallest(self) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Run
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.mimose.shuttling import Blocks, Measured, blocks_of, measured
@@ -18,7 +19,6 @@ from sim.solvers.runs import Runs
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
 
-FALLBACKS = ("smallest", "largest")
 DEGREE = 2
 ALIKE = 0.9
 """Blocks of at least this fraction of the largest one's bytes share its bucket."""
@@ -67,20 +67,11 @@ class Mimose(RecomputationPlanner):
     warm_up = 1
     fidelity = "code"
 
-    collect: int = 10
-    round_to: int = 5
-    fallback: str = "smallest"
-    static_size: int | None = None
+    collect: Annotated[int, Ge(1)] = 10
+    round_to: Annotated[int, Ge(1)] = 5
+    fallback: Literal["smallest", "largest"] = "smallest"
+    static_size: Annotated[int, Ge(1)] | None = None
     verify: bool = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("collect", 1), ("round_to", 1)):
-            if getattr(self, name) < least:
-                raise PolicyError(f"policy 'mimose': {name} is {getattr(self, name)}; it must be at least {least}")
-        if self.static_size is not None and self.static_size < 1:
-            raise PolicyError(f"policy 'mimose': static_size is {self.static_size}; it must be at least 1")
-        if self.fallback not in FALLBACKS:
-            raise PolicyError(f"policy 'mimose': fallback is {self.fallback!r}{near(self.fallback, FALLBACKS)}")
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations; notes: `phase` (`collect` or `respond`), and what was predicted and chosen."""

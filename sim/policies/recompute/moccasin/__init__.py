@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import PolicyError, near
+from annotated_types import Ge, Gt
+
+from sim.declared import OneOf
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.moccasin.retention import Retention, cp_sat
@@ -50,17 +54,11 @@ class Moccasin(RecomputationPlanner):
     fidelity = "equations"
     slow = True
 
-    runs: int = 2
-    grain: str | None = None
-    max_ops: int = 150
-    work_limit: float = 30.0
-    time_limit: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.grain is not None and self.grain not in GRAINS:
-            raise PolicyError(f"policy 'moccasin': grain is {self.grain!r}{near(self.grain, GRAINS)}")
-        if self.runs < 1 or self.max_ops < 2 or self.work_limit <= 0 or self.time_limit <= 0:
-            raise PolicyError("policy 'moccasin': runs >= 1, max_ops >= 2 and limits above 0 are needed")
+    runs: Annotated[int, Ge(1)] = 2
+    grain: Annotated[str, OneOf(GRAINS)] | None = None
+    max_ops: Annotated[int, Ge(2)] = 150
+    work_limit: Annotated[float, Gt(0)] = 30.0
+    time_limit: Annotated[float, Gt(0)] = 300.0
 
     @property
     def _class(self) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import PolicyError
+from annotated_types import Ge
+
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
@@ -50,12 +52,8 @@ class RelaxAndFix(RecomputationPlanner):
     slow = True
 
     remove_unnecessary: bool = True
-    moments: int = 3
-    rounds: int = 60
-
-    def __post_init__(self) -> None:
-        if self.moments < 1 or self.rounds < 1:
-            raise PolicyError("policy 'relax_and_fix': moments and rounds are at least 1")
+    moments: Annotated[int, Ge(1)] = 3
+    rounds: Annotated[int, Ge(1)] = 60
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""

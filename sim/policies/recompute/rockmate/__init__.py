@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from sim.errors import Infeasible, PolicyError
+from annotated_types import Ge, Gt
+
+from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rockmate.option_dp import Line, Step, Table
@@ -47,16 +50,12 @@ class Rockmate(RecomputationPlanner):
     fidelity = "equations"
     slow = True
 
-    slots: int = 500
-    levels: int = 5
-    exact_ops: int = 24
-    max_ops: int = 100
-    node_limit: int = 200
-    time_limit: float = 20.0
-
-    def __post_init__(self) -> None:
-        if self.slots < 2 or self.levels < 1 or self.node_limit < 1 or self.time_limit <= 0:
-            raise PolicyError("policy 'rockmate': slots >= 2, levels >= 1, node_limit >= 1, time_limit > 0 are needed")
+    slots: Annotated[int, Ge(2)] = 500
+    levels: Annotated[int, Ge(1)] = 5
+    exact_ops: Annotated[int, Ge(0)] = 24
+    max_ops: Annotated[int, Ge(0)] = 100
+    node_limit: Annotated[int, Ge(1)] = 200
+    time_limit: Annotated[float, Gt(0)] = 20.0
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Annotated, Literal
 
-from sim.errors import Infeasible, PolicyError, near
+from annotated_types import Ge, MinLen
+
+from sim.declared import OneOf
+from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import costs_of, held_outside
@@ -18,7 +22,6 @@ from sim.solvers.runs import Ledger, Runs, backward_slice, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
-METHODS = ("slots", "price")
 ATTEMPTS = 8
 
 
@@ -61,24 +64,13 @@ class Tso(RecomputationPlanner):
     fidelity = "reconstruction"
     saves = MappingProxyType({"launch": "the ops of a captured segment are launched together, as one graph"})
 
-    modes: tuple[str, ...] = tuple(MODES)
-    method: str = "slots"
-    slots: int = 500
-    launch: int | None = None
-    capture: int = 10_000_000
-    replays: int = 1000
-    switch: int = 10_000
-
-    def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in MODES:
-                raise PolicyError(f"policy 'tso': mode {mode!r} is unknown{near(mode, MODES)}")
-        if self.method not in METHODS:
-            raise PolicyError(f"policy 'tso': method is {self.method!r}{near(self.method, METHODS)}")
-        if not self.modes or self.slots < 2 or self.replays < 1:
-            raise PolicyError("policy 'tso': a mode, slots >= 2 and replays >= 1 are needed")
-        if min(self.launch or 0, self.capture, self.switch) < 0:
-            raise PolicyError("policy 'tso': launch, capture and switch are 0 ns or more")
+    modes: Annotated[tuple[Annotated[str, OneOf(MODES)], ...], MinLen(1)] = tuple(MODES)
+    method: Literal["slots", "price"] = "slots"
+    slots: Annotated[int, Ge(2)] = 500
+    launch: Annotated[int, Ge(0)] | None = None
+    capture: Annotated[int, Ge(0)] = 10_000_000
+    replays: Annotated[int, Ge(1)] = 1000
+    switch: Annotated[int, Ge(0)] = 10_000
 
     def plan(self, problem: Problem) -> Plan:
         """The trace with captured segments; drops and recomputations."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from sim.errors import PolicyError, near
+from sim.declared import OneOf
+from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.twremat.separator_schedule import Needs, separator_schedule
@@ -51,12 +53,8 @@ class Twremat(RecomputationPlanner):
     fidelity = "reconstruction"
 
     remove_unnecessary: bool = True
-    order: str = "min_fill"
+    order: Annotated[str, OneOf(ORDERS)] = "min_fill"
     eager: bool = False
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise PolicyError(f"policy 'twremat': order is {self.order!r}{near(self.order, ORDERS)}")
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
