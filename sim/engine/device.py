@@ -121,7 +121,7 @@ class Device(General):
                 yield from self._turn(FREES + i)
             for t in reads:
                 if pending and t in pending and not locks[t]:
-                    state.drop_pending(t, i)
+                    state.release_pending(t, i)
                 if uses[t] <= 0 and freeable[t]:
                     if copies[t] == bit and not locks[t] and t not in transfers and not odd_sizes:
                         copies[t] = 0

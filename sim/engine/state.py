@@ -87,7 +87,7 @@ class State:
         self.made = [False] * count
         self.last_read = [-1] * count
         self.on_arrival: dict[int, list[Wake]] = {}
-        self.pending: dict[int, int] = {}  # tensor -> bits of tiers to drop it from once it is unlocked
+        self.pending: dict[int, dict[int, int]] = {}  # releases that wait for a lock or a copy: tensor -> tier -> cause
         self.began_in: dict[int, int] = {}  # tensors there from the start: their tier
         self.dead: dict[int, None] = {}  # kept although nobody reads them any more, oldest first
         self.space_waiters: list[list[Request]] = [[] for _ in range(tiers)]  # devices, first come first served
@@ -319,7 +319,9 @@ class State:
         """Every copy goes that no transfer is busy with; that one goes when it ends."""
         bits = self.copies[tensor] & ~LEAVING
         if self.copies[tensor] & LEAVING or tensor in self.transfers:
-            self.pending[tensor] = self.pending.get(tensor, 0) | bits
+            for tier in range(len(self.used)):
+                if bits & 1 << tier:
+                    self.release_later(tensor, tier, cause)
             return
         tier = 0
         while bits:
@@ -328,13 +330,16 @@ class State:
             bits >>= 1
             tier += 1
 
-    def drop_pending(self, tensor: int, op: int) -> None:
+    def release_later(self, tensor: int, tier: int, cause: int) -> None:
+        """One copy goes once nothing locks or copies the tensor, for the reason that came first."""
+        self.pending.setdefault(tensor, {}).setdefault(tier, cause)
+
+    def release_pending(self, tensor: int, op: int) -> None:
         """Carry out the releases that waited for the last lock or for a transfer."""
         if tensor in self.pending and tensor not in self.transfers:
-            bits = self.pending.pop(tensor)
-            for tier in range(len(self.used)):
-                if bits & self.copies[tensor] & 1 << tier:
-                    self.release(tensor, tier, op, DROPPED)
+            for tier, cause in sorted(self.pending.pop(tensor).items()):
+                if self.copies[tensor] & 1 << tier:
+                    self.release(tensor, tier, op, cause)
 
     def bury(self, tensor: int, op: int) -> None:
         """Free a tensor that nothing still to run reads, if it may go."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from sim.engine.events import COPIES, FOLLOWS, Wake
 from sim.engine.links import Job, Links
-from sim.engine.state import DROPPED, FREED, LEAVING, MOVED_IN, MOVED_OUT, State
+from sim.engine.state import FREED, LEAVING, MOVED_IN, MOVED_OUT, State
 from sim.errors import IllegalPlan
 from sim.log import WHY
 from sim.plan import Move
@@ -96,11 +96,11 @@ class Transfers:
             state.counters["ignored_actions"] += 1  # the value is about to be gone
             return
         if tensor in state.pending:
-            state.pending[tensor] &= ~(1 << target)  # the copy there is wanted again
+            state.pending[tensor].pop(target, None)  # the copy there is wanted again
         self._begin(tensor, move, target, device, op)
         if tensor in state.pending and tensor not in state.transfers and not state.locks[tensor]:
             # the transfer that a release waited for was replaced, and nothing came in its place
-            state.drop_pending(tensor, op)
+            state.release_pending(tensor, op)
             state.bury(tensor, op)
 
     def _begin(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
@@ -179,7 +179,7 @@ class Transfers:
         state = self._state
         busy = state.transfers.get(tensor)
         if state.locks[tensor] or (busy is not None and tier in (busy.source, busy.target)):
-            state.pending[tensor] = state.pending.get(tensor, 0) | 1 << tier
+            state.release_later(tensor, tier, cause)
         else:
             state.release(tensor, tier, op, cause)
 
@@ -226,7 +226,7 @@ class Transfers:
             state.arrive(tensor, target)
             self.release_copy(tensor, source, op, MOVED_OUT)
         if transfer.drop_target:
-            self.release_copy(tensor, target, op, DROPPED)
+            self.release_copy(tensor, target, op, MOVED_OUT)
         if transfer.waiting:
             state.wake(transfer.waiting)
         if transfer.followers:
@@ -238,7 +238,7 @@ class Transfers:
         """After the last copy of a tensor for now: the releases that waited for it."""
         state = self._state
         if not state.locks[tensor] and tensor in state.pending:
-            state.drop_pending(tensor, op)
+            state.release_pending(tensor, op)
         if state.uses[tensor] <= 0:
             state.bury(tensor, -1)
         state.note_idle()

@@ -202,7 +202,7 @@ class Works:
         prepared, op = state.prepared, work.op
         for tensor in (*prepared.reads[op], *prepared.writes[op], *prepared.releases.get(op, ())):
             if not state.locks[tensor]:
-                state.drop_pending(tensor, work.op)
+                state.release_pending(tensor, work.op)
                 state.bury(tensor, work.op)
         for old, _, _ in work.takeovers:
             state.bury(old, work.op)

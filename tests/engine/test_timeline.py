@@ -280,6 +280,44 @@ def test_a_tensor_wanted_back_while_leaving_stays():
     assert set(gone.cause) == {"freed"}
 
 
+def goings(log, tensor):
+    """(tier, ns, cause) of each release of a tensor."""
+    rows = log.memory[(log.memory.tensor == tensor) & (log.memory.delta_bytes < 0)]
+    return [(r.tier, r.time_ns, r.cause) for r in rows.itertuples()]
+
+
+def test_a_release_that_waits_keeps_its_cause():
+    """The CPU reads x in the host from 20 to 70; it is back on the device at 30, and leaves the host at 70."""
+    b = TraceBuilder()
+    x, y, z = (b.tensor(name, 10) for name in "xyz")
+    b.op("make", writes=[x], duration=10)
+    b.op("beside", reads=[x], writes=[y], duration=50, engine="cpu")
+    b.op("long", writes=[z], duration=30)
+    b.op("end", reads=[y, z], duration=5)
+    out, back = Move("x", "host", after="make"), Move("x", "hbm", before="long")
+    log = replay(Plan(b.build(carry=()), [out, Wait("x", before="beside"), back]), machine(cpu=True))
+    assert goings(log, "x") == [("hbm", 20, "moved out"), ("host", 70, "moved out"), ("hbm", 70, "freed")]
+    dropped = Plan(b.build(carry=()), [out, Wait("x", before="beside"), Drop("x", tier="host", before="long")])
+    assert goings(replay(dropped, machine(cpu=True)), "x")[1] == ("host", 70, "dropped")
+
+
+def test_what_dies_while_it_is_copied_is_freed_when_the_copy_ends():
+    trace = chain(("a", 10), ("b", 5), ("c", 50), size=20)
+    log = replay(Plan(trace, [Move("a.out", "host", after="a", keep=True)]), machine())
+    assert goings(log, "a.out") == [("hbm", 30, "freed"), ("host", 30, "freed")]
+
+
+def test_a_copy_turned_round_on_its_way_is_moved_out_of_where_it_arrives():
+    """The copy of a.out runs 10-30 and is called back at 15: it arrives, and goes again; it was never dropped."""
+    trace = chain(("a", 10), ("b", 5), ("c", 50), size=20)
+    b = TraceBuilder.of(trace)
+    for op in trace.ops:
+        b.copy_op(op)
+    b.op("late", reads=[trace.tensor_id("a.out")], duration=5)
+    plan = Plan(b.build(), [Move("a.out", "host", after="a"), Move("a.out", "hbm", after="b")])
+    assert goings(replay(plan, machine()), "a.out") == [("host", 30, "moved out"), ("hbm", 70, "freed")]
+
+
 def test_an_op_waits_for_space_that_a_copy_releases():
     """30 B of room: x, a.out, b.out. c needs 10 more, which the copy of a.out (from 20 to 30) frees."""
     trace = chain(("a", 10), ("b", 10), ("c", 10))

@@ -116,7 +116,7 @@ class Copies:
         if tensor in self.overwriting:
             store.counters["ignored_actions"] += 1
             return
-        store.owed.get(tensor, set()).discard(action.to)  # that copy is wanted again
+        store.owed.get(tensor, {}).pop(action.to, None)  # that copy is wanted again
         self._begin(tensor, action, device, op)
         if tensor in store.owed and tensor not in self.under_way and not store.locks[tensor]:
             self.pay(tensor, op)
@@ -227,7 +227,7 @@ class Copies:
         if not copy.keep:
             self.let_go(tensor, copy.source, copy.op, "moved out")
         if copy.drop_on_arrival:
-            self.let_go(tensor, copy.target, copy.op, "dropped")
+            self.let_go(tensor, copy.target, copy.op, "moved out")
         if copy.followers:
             self.to_follow.append(copy)
         else:
@@ -249,7 +249,7 @@ class Copies:
         """Release a copy: now, or when its last reader or its copy has done with it."""
         busy = self.under_way.get(tensor)
         if self.store.locks[tensor] or (busy is not None and tier in (busy.source, busy.target)):
-            self.store.owed.setdefault(tensor, set()).add(tier)
+            self.store.owed.setdefault(tensor, {}).setdefault(tier, cause)
         else:
             self.store.release(tensor, tier, op, cause)
 
@@ -258,10 +258,10 @@ class Copies:
         store = self.store
         if store.locks[tensor] or tensor in self.under_way:
             return
-        owed = store.owed.pop(tensor, set())
+        owed = store.owed.pop(tensor, {})
         for tier in store.tiers:
             if tier in owed and tier in store.held[tensor]:
-                store.release(tensor, tier, op, "dropped")
+                store.release(tensor, tier, op, owed[tier])
 
     def tidy(self, tensor: int, op: int) -> None:
         """After a copy: what waited for it goes, and so does a value that nobody needs."""
@@ -284,7 +284,7 @@ class Copies:
         store = self.store
         for tier in [name for name in store.tiers if name in store.held[tensor]]:
             if tensor in self.under_way:
-                store.owed.setdefault(tensor, set()).add(tier)
+                store.owed.setdefault(tensor, {}).setdefault(tier, "freed")
             else:
                 store.release(tensor, tier, op, "freed")
 

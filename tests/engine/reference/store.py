@@ -29,7 +29,7 @@ class Store:
         self.last_used: dict[int, int] = {}
         self.first_runs = {op.id for op in self.ops}  # those to come: what they release is held till then
         self.runs_to_come: list[int] = [op.id for op in self.ops]  # and planned recomputations: whose reads are needed
-        self.owed: dict[int, set[str]] = {}  # releases that wait for the last lock, or for a copy
+        self.owed: dict[int, dict[str, str]] = {}  # why what waits for the last lock, or for a copy, goes then
         self.stirred: set[str] = set()  # tiers where a device that waits for space has reason to ask again
         self.news: Counter[int] = Counter()  # per tensor how often a copy came, or was given up
         self.started_in: dict[int, str] = {}
