@@ -141,7 +141,15 @@ def compare(
             rows.append({**traits, **_refusal(error)})
             if find_floor:
                 with suppress(PolicyError, IllegalPlan, PolicyFailed):  # a fault at another budget leaves it unknown
-                    floor = smallest_budget(trace, platform, policy, seed=seed, iterations=iterations, tolerance=0.02)
+                    floor = smallest_budget(
+                        trace,
+                        platform,
+                        policy,
+                        seed=seed,
+                        iterations=iterations,
+                        recompute_limit=recompute_limit,
+                        tolerance=0.02,
+                    )
                     rows[-1] = {**rows[-1], "floor_bytes": floor}
         except PolicyError as error:
             if policies is None:

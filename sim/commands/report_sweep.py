@@ -174,6 +174,7 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
         budget=None if task["budget"] is None else row["budget_bytes"],
         seed=task["seed"],
         iterations=task["iterations"],
+        recompute_limit=task["recompute_limit"],
     )
 
 

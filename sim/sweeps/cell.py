@@ -2,8 +2,9 @@
 
 A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
 changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
-`seed`, `iterations`, `folder` (where the timeline goes, or None), `time_limit_s` (which whoever runs the process
-keeps, see `pool`), and `sums`: what the contents of profile, workload and policy were when the cell got its identity.
+`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `folder` (where the timeline goes, or None),
+`time_limit_s` (which whoever runs the process keeps, see `pool`), and `sums`: what the contents of profile, workload
+and policy were when the cell got its identity.
 """
 
 from __future__ import annotations
@@ -128,8 +129,11 @@ class Bench:
         limited = platform
         if budget is not None:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
-        chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, task["sums"]["policy"]))
-        result = simulate(trace, limited, chosen, seed=task["seed"], iterations=task["iterations"])
+        limit = task["recompute_limit"]
+        chosen = remembering(policy, self._plans, (trace_key, platform_key, budget, limit, task["sums"]["policy"]))
+        result = simulate(
+            trace, limited, chosen, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit
+        )
         reference = None
         if kept is not None:
             traces = (trace,) * (len(result.warm_up) + 1)

@@ -96,6 +96,15 @@ def _dropout(value: Any) -> float:
     return float(value)
 
 
+def _limit(value: Any) -> float:
+    """A multiple of the ideal time of the trace, 0 for no limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+        raise ValueError(
+            f"value {value!r}: expected a multiple of the trace's ideal time, such as 20, or 0 for no limit"
+        )
+    return float(value)
+
+
 def _skew(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
         raise ValueError(f"value {value!r}: expected a number of at least 0")
@@ -248,6 +257,7 @@ class StudyFile(BaseModel):
     budget: Annotated[list[Annotated[Any, PlainValidator(_budget)]], Listed] = [None]
     seed: Seeds = [0]
     iterations: Counts | None = None
+    recompute_limit: Annotated[list[Annotated[float, PlainValidator(_limit)]], Listed] | None = None
     skip: Annotated[list[Filter], Listed] = []
     only: Annotated[list[Filter], Listed] = []
     timeline: Annotated[Any, PlainValidator(_timeline)] = False

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import ProfileError, TiersimError, near
 from sim.hardware.profile import load_profile
 from sim.sweeps.cell import config_sum
@@ -188,7 +189,8 @@ def _filter_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
     parameters = {f"policy.{key}" for entry in entries if isinstance(entry, Mapping) for key in entry if key != "name"}
     axes = ("trace",) if "trace" in raw else ("model", *WORKLOAD_AXES, *DERIVED)
     changed = figures if isinstance(figures, Mapping) else ()
-    return (*axes, "profile", *changed, "policy", "budget", "seed", "iterations", *sorted(parameters))
+    rest = ("policy", "budget", "seed", "iterations", "recompute_limit", *sorted(parameters))
+    return (*axes, "profile", *changed, *rest)
 
 
 # ---- expansion -----------------------------------------------------------------------------------
@@ -213,8 +215,9 @@ class _Expansion:
             for profile, (i, changed) in product(file.profile, enumerate(figures)):
                 platform_sum = platforms[profile, i]
                 repeats: list[int | None] = [*file.iterations] if file.iterations else [None]
-                rest = product(file.budget, policies, file.seed, repeats)
-                for budget, chosen, seed, iterations in rest:
+                limits: list[float | None] = [*file.recompute_limit] if file.recompute_limit else [None]
+                rest = product(file.budget, policies, file.seed, repeats, limits)
+                for budget, chosen, seed, iterations, asked_limit in rest:
                     labels = {
                         **shown,
                         "profile": profile,
@@ -223,11 +226,15 @@ class _Expansion:
                         "budget": budget_text(budget),
                         "seed": seed,
                         **({} if iterations is None else {"iterations": iterations}),
+                        **({} if asked_limit is None else {"recompute_limit": asked_limit}),
                     }
+                    limit = RECOMPUTE_LIMIT if asked_limit is None else asked_limit or None
                     known = {**workload, **labels}
                     if not self._wanted(known, chosen):
                         continue
                     content = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
+                    if chosen.policy.recomputes and limit != RECOMPUTE_LIMIT:  # else it changes no result
+                        content.append({"recompute_limit": limit})
                     timeline = self._has_timeline(known, chosen)
                     id = digest([engine_version(), *content, timeline])
                     task = {
@@ -240,6 +247,7 @@ class _Expansion:
                         "budget": budget,
                         "seed": seed,
                         "iterations": iterations,
+                        "recompute_limit": limit,
                         "timeline": timeline,
                         "time_limit_s": file.time_limit,
                         "sums": {

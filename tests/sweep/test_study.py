@@ -204,6 +204,28 @@ def test_a_default_that_is_spelt_out_is_the_same_cell(study):
     assert ids(study(policy="dtr")) == ids(study(policy=spelt))
 
 
+def test_a_limit_on_recomputation_is_an_axis_and_counts_only_where_it_can_change_a_result(study):
+    def of(policy, **keys):
+        return ids(study(policy=policy, budget="90%", batch=1, **keys))
+
+    assert of("dtr", recompute_limit=100) == of("dtr")  # the default
+    assert len({*of("dtr", recompute_limit=[0.01, 5, 0, 100])}) == 4
+    assert of("swap_all", recompute_limit=[0.01, 5, 0, 100]) == of("swap_all")  # it recomputes nothing
+    swept = run_sweep(study(policy="full_recompute", budget="all", batch=1, recompute_limit=[0.0001, 50, 0])).to_frame()
+    assert list(swept["recompute_limit"]) == [0.0001, 50, 0]
+    assert list(swept["status"]) == ["infeasible", "ok", "ok"]
+    assert swept["refusal"][0] == "thrashing"
+    assert swept["makespan_ns"][1] == swept["makespan_ns"][2]
+    kept = labels(study(policy="dtr", recompute_limit=[1, 2], only={"recompute_limit": "> 1"}), "recompute_limit")
+    assert set(kept) == {(2,)}
+
+
+@pytest.mark.parametrize("value", [-1, "ten", True, float("nan"), float("inf")])
+def test_a_limit_that_is_no_multiple_is_refused(study, value):
+    with pytest.raises(StudyError, match=r"recompute_limit: value .*expected a multiple"):
+        load_study(study(recompute_limit=value))
+
+
 def test_an_edited_profile_model_or_policy_is_another_cell(study, tiny, tmp_path, own):
     profile = tmp_path / "mine.toml"
     text = importlib.resources.files("hardware_profiles").joinpath("mt3000_survey.toml").read_text()
