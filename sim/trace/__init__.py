@@ -1,4 +1,4 @@
-"""What has to be computed: tensors, ops, and the graph that they make."""
+"""What has to be computed: tensors, ops and the graph that they form."""
 
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace

@@ -1,4 +1,4 @@
-"""Makes a trace: tensors and ops are added in program order and kept in columns from the start."""
+"""Builds a trace: tensors and ops are added in program order and stored in columns from the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class TraceBuilder:
-    """Collects tensors and ops in program order and makes the `Trace`.
+    """Collects tensors and ops in program order and builds the `Trace`.
+
+    meta: facts about the workload to store with the trace, JSON values only.
 
     >>> b = TraceBuilder()
     >>> x = b.tensor("x", 8, "input")
@@ -36,7 +38,7 @@ class TraceBuilder:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # arrays, not lists: a number then takes 8 bytes instead of 40, which matters at 10^6 ops
+        # arrays, not lists: 8 bytes per number instead of 40, which matters at 10^6 ops
         self._tensors: dict[str, Any] = {"name": [], "dtype": []}
         self._tensors.update({k: array("q") for k in ("bytes", "role", "layer", "replaces")})
         self._ops: dict[str, Any] = {"name": [], "dtype": []}
@@ -51,7 +53,7 @@ class TraceBuilder:
 
     @classmethod
     def of(cls, trace: Trace) -> TraceBuilder:
-        """A builder that holds all tensors of `trace` under the same ids, and none of its ops."""
+        """A builder with all tensors of `trace` under the same ids, and none of its ops."""
         builder = cls(dict(trace.meta))
         for t in trace.tensors:
             builder.tensor(
@@ -96,15 +98,15 @@ class TraceBuilder:
         return row
 
     def mark_saved(self, tensor: int, reason: str) -> None:
-        """Note why backward needs a tensor; the first reason stays."""
+        """Record why backward needs a tensor; the first reason wins."""
         self._sparse["saved_for"].setdefault(tensor, reason)
 
     def take_over(self, tensor: int, old: int) -> None:
-        """Let a tensor added before take over the storage of another in place."""
+        """Let an existing tensor take over the storage of another in place."""
         self._tensors["replaces"][tensor] = old
 
     def bytes_of(self, tensor: int) -> int:
-        """Bytes of a tensor added before."""
+        """Bytes of an existing tensor."""
         return int(self._tensors["bytes"][tensor])
 
     def op(
@@ -130,7 +132,7 @@ class TraceBuilder:
         splits: Sequence[str] = (),
         releases: Sequence[int] = (),
     ) -> int:
-        """Add an op after all others; the arguments are the fields of `Op`. Returns its id."""
+        """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
             raise TraceError(f"op {name!r}: kind {kind!r} is unknown{near(kind, KINDS)}")
         if phase not in PHASE_CODE:
@@ -140,9 +142,9 @@ class TraceBuilder:
         if bytes is not None and bytes < 0:
             raise TraceError(f"op {name!r}: bytes is negative ({bytes})")
         row = len(self._ops["name"])
-        touched, took = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
+        touched, measured = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
         values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, int(flops), touched)
-        more = (int(workspace), device, priority, took, random)
+        more = (int(workspace), device, priority, measured, random)
         for add, value in zip(self._add_op, values + more):
             add(value)
         self._reads.extend(reads)
@@ -157,11 +159,11 @@ class TraceBuilder:
         return row
 
     def release(self, tensor: int, op: int) -> None:
-        """Note that the program holds a tensor until the end of an op added before, after all it releases there."""
+        """Record that the program holds a tensor until an existing op ends; released after the op's other releases."""
         self._sparse["releases"][op] = (*self._sparse["releases"].get(op, ()), tensor)
 
     def extend_tensors(self, names: Sequence[str], dtypes: Sequence[str], numbers: Mapping[str, Ints]) -> int:
-        """Add many checked tensors: `bytes`, `role` (codes) and `layer` by column. Returns the first id."""
+        """Add many checked tensors by column: `bytes`, `role` (codes) and `layer`. Returns the first id."""
         first = len(self._tensors["name"])
         self._tensors["name"].extend(names)
         self._tensors["dtype"].extend(dtypes)
@@ -177,7 +179,11 @@ class TraceBuilder:
         reads: tuple[Sequence[int], Sequence[int]],
         writes: tuple[Sequence[int], Sequence[int]],
     ) -> int:
-        """Add many checked ops: all columns of numbers (codes, -1 for unknown), and ids with how many each has."""
+        """Add many checked ops by column. Returns the first id.
+
+        numbers: every column of numbers (codes; -1 for unknown).
+        reads, writes: the ids of all ops one after the other, and how many each op has.
+        """
         first = len(self._ops["name"])
         self._ops["name"].extend(names)
         self._ops["dtype"].extend(dtypes)
@@ -192,11 +198,11 @@ class TraceBuilder:
         return first
 
     def note(self, key: str, row: int, value: Any) -> None:
-        """Set one of the fields that few tensors or ops have, of one added before."""
+        """Set a sparse field, one that few tensors or ops have, of an existing row."""
         self._sparse[key][row] = value
 
     def copy_op(self, op: Op, **changes: Any) -> int:
-        """Add an op like `op`, with some fields changed."""
+        """Append a copy of `op` with some fields changed. Returns its id."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
         more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
         fields = {name: getattr(op, name) for name in (*names, *more)}
@@ -209,7 +215,7 @@ class TraceBuilder:
         carry: Sequence[tuple[int, int]] | None = None,
         origin: Origin | None = None,
     ) -> Trace:
-        """The trace of all that was added. Raises TraceError where it cannot be computed."""
+        """The trace of everything added. Raises TraceError where it cannot be computed."""
         t, o, s = self._tensors, self._ops, self._sparse
         tensors = TensorColumns(
             name=t["name"],
@@ -248,9 +254,9 @@ class TraceBuilder:
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 
 
-def _column(what: str, values: Any, kind: type[np.generic]) -> Any:
-    """An array of a narrower type. Raises TraceError where a value does not fit, instead of wrapping."""
+def _column(name: str, values: Any, kind: type[np.generic]) -> Any:
+    """An array of a narrower type. Raises TraceError where a value does not fit, instead of wrapping around."""
     wide = np.array(values, np.int64)
     if kind is not np.bool_ and len(wide) and not np.array_equal(wide.astype(kind), wide):
-        raise TraceError(f"{what}: a value between {wide.min()} and {wide.max()} does not fit")
+        raise TraceError(f"{name}: a value between {wide.min()} and {wide.max()} does not fit")
     return wide.astype(kind)

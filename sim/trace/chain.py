@@ -1,4 +1,4 @@
-"""Views of a trace that several policies share: phases, saved tensors, blocks by layer, and the chain."""
+"""Views of a trace that several policies share: phases, saved tensors, blocks by layer, and the chain of stages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def backward_ops(trace: Trace) -> Ints:
 
 
 def saved_tensors(trace: Trace) -> Ints:
-    """Ids of the tensors that a forward op makes and a backward op reads, in the order of their making."""
+    """Ids of the tensors that a forward op produces and a backward op reads, in the order of production."""
     phase, c = trace.op_columns.phase, trace.op_columns
     by_backward = np.repeat(phase == BACKWARD, np.diff(c.read_start))
     read = np.unique(c.read_ids[by_backward]).astype(np.int64)
-    maker = trace.producer[read]
-    found = read[(maker >= 0) & (phase[maker] == FORWARD)]
-    order: Ints = found[np.argsort(trace.producer[found], kind="stable")]
+    producer = trace.producer[read]
+    saved = read[(producer >= 0) & (phase[producer] == FORWARD)]
+    order: Ints = saved[np.argsort(trace.producer[saved], kind="stable")]
     return order
 
 
@@ -43,11 +43,13 @@ def saved_tensors(trace: Trace) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The ops of one layer, or a run of ops that belong to none (layer -1), with what crosses its border.
+    """The ops of one layer, or consecutive ops that belong to no layer (layer -1), and the tensors at its boundary.
 
-    forward, backward: op ids. inputs: tensors that its forward reads and does not make, weights and
-    optimizer states aside. outputs: made here, read by another block's forward or kept to the end.
-    saved: made here and read by any backward op.
+    layer: index of the layer, -1 for none.
+    forward, backward: op ids.
+    inputs: tensors that its forward reads but does not produce, weights and optimizer states excluded.
+    outputs: tensors produced here that another block's forward reads or that are kept to the end.
+    saved: tensors produced here that any backward op reads.
     """
 
     layer: int
@@ -59,10 +61,10 @@ class Block:
 
 
 def blocks(trace: Trace) -> tuple[Block, ...]:
-    """The forward ops in blocks, in order of their first op: one a layer, and one a run of ops of no layer.
+    """The forward ops in blocks, in order of their first op: one per layer, and one per sequence of ops of no layer.
 
-    Backward ops of no layer belong to the run whose results or weights they read, else to the block of
-    the op before them.
+    Backward ops of no layer belong to the sequence whose results or weights they read, else to the block of the
+    preceding op.
     """
     c = trace.op_columns
     layer = c.layer.tolist()
@@ -71,38 +73,38 @@ def blocks(trace: Trace) -> tuple[Block, ...]:
     members: list[list[int]] = []
     previous: int | None = None
     for op in forward_ops(trace).tolist():
-        at = layer[op]
-        if at >= 0 and at in by_layer:
-            block = by_layer[at]
-        elif at < 0 and previous is not None and layer[previous] < 0:
+        index = layer[op]
+        if index >= 0 and index in by_layer:
+            block = by_layer[index]
+        elif index < 0 and previous is not None and layer[previous] < 0:
             block = block_of[previous]
         else:
             block = len(members)
             members.append([])
-            if at >= 0:
-                by_layer[at] = block
+            if index >= 0:
+                by_layer[index] = block
         members[block].append(op)
         block_of[op], previous = block, op
     backward: list[list[int]] = [[] for _ in members]
-    behind = len(members) - 1
+    current = len(members) - 1
     for op in backward_ops(trace).tolist():
         if layer[op] >= 0 and layer[op] in by_layer:
-            behind = by_layer[layer[op]]
+            current = by_layer[layer[op]]
         elif members:
-            behind = _run_of(trace, op, block_of, layer, behind)
+            current = _block_without_layer(trace, op, block_of, layer, current)
         if members:
-            backward[behind].append(op)
+            backward[current].append(op)
     return tuple(_block(trace, k, members[k], backward[k], block_of) for k in range(len(members)))
 
 
-def _run_of(trace: Trace, op: int, block_of: dict[int, int], layer: list[int], otherwise: int) -> int:
+def _block_without_layer(trace: Trace, op: int, block_of: dict[int, int], layer: list[int], default: int) -> int:
     for t in trace.reads(op):
-        maker = int(trace.producer[t])
-        near = [maker] if maker >= 0 else [r for r in trace.readers(t) if r in block_of]
-        for one in near:
-            if one in block_of and layer[one] < 0:
-                return block_of[one]
-    return otherwise
+        producer = int(trace.producer[t])
+        candidates = [producer] if producer >= 0 else [r for r in trace.readers(t) if r in block_of]
+        for candidate in candidates:
+            if candidate in block_of and layer[candidate] < 0:
+                return block_of[candidate]
+    return default
 
 
 def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_of: dict[int, int]) -> Block:
@@ -131,12 +133,17 @@ def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_
 class Stage:
     """One stage of a chain. Times in ns, sizes in bytes; weights and their gradients are not counted.
 
-    forward, backward: op ids. inputs: what it reads from before (the one tensor of the cut; for stage 0
-    the trace's inputs). output: its last result. saved: what its backward needs and it makes, its
-    output included. uf, ub: time of its forward and backward. x: bytes of its inputs. xbar: bytes of
-    `saved`. forward_temp: bytes beyond x and the output while it runs and saves nothing; saving_temp:
-    bytes beyond x and xbar while it runs and saves; backward_temp: bytes beyond what was saved and the
-    gradient of its output while its backward runs, the gradient of its input included.
+    forward, backward: op ids.
+    inputs: what it reads from the stage before (the one tensor of the cut; for stage 0 the trace's inputs).
+    output: its last result.
+    saved: tensors that it produces and its backward needs, its output included.
+    uf, ub: time of its forward and of its backward.
+    x: bytes of its inputs.
+    xbar: bytes of `saved`.
+    forward_temp: peak bytes beyond x and the output while it runs without saving.
+    saving_temp: peak bytes beyond x and xbar while it runs and saves.
+    backward_temp: peak bytes beyond `saved` and the gradient of its output while its backward runs; includes the
+        gradient of its input.
     """
 
     forward: tuple[int, ...]
@@ -155,10 +162,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A trace as a chain of L stages. x: L + 1 sizes, the last that of the last stage's output.
+    """A trace as a chain of L stages. Sizes in bytes.
 
-    weights: bytes of weights and optimizer states, gradients: bytes of weight gradients; a budget for
-    the chain is what they leave.
+    stages: in order.
+    x: L + 1 sizes: the inputs of each stage, then the output of the last one.
+    weights: size of weights and optimizer states.
+    gradients: size of weight gradients. The chain's budget is the run's budget minus weights and gradients.
     """
 
     stages: tuple[Stage, ...]
@@ -171,14 +180,19 @@ class Chain:
 
 
 def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain:
-    """Cut the forward ops wherever exactly one activation is live between two of them, and stays what it is.
+    """Cut the forward ops wherever exactly one activation is live between two of them and is not overwritten later.
 
-    No stage ends with what is overwritten in place: it ends behind the last op that does so. Live at a position
-    is what an op before it made and a forward op after it reads; weights, inputs, and what is made of weights alone
-    do not count. Backward ops follow their stage: each by what it reads of a stage's inside, its weights and its
-    layer, and the border between two stages where one gradient alone is live. op_ns: time of every op, ns.
-    Raises TraceError if that gives fewer than `least` stages, naming the op that reads across, or if
-    backward ops do not come in the reverse order of the stages.
+    No stage ends with a tensor that is overwritten in place: it ends after the last op that overwrites it. A tensor is
+    live at a position if an earlier op produced it and a later forward op reads it; weights, inputs, and tensors
+    computed from weights alone do not count. A backward op belongs to a stage by the inner tensors and weights that it
+    reads and by its layer; two stages are separated where a single gradient is live.
+
+    trace: the trace to cut.
+    op_ns: time of every op in ns.
+    least: the smallest number of stages to accept.
+
+    Raises TraceError if there are fewer than `least` stages, naming the op that reads across, or if backward ops do not
+    come in the reverse order of the stages.
     """
     cuts, live_at = _cuts(trace)
     ops = forward_ops(trace)
@@ -195,19 +209,19 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
     stages = tuple(pricing.stage(i, times) for i in range(count))
     size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
     end = int(size[stages[-1].output])
-    there = (trace.producer < 0) & np.isin(role, PERSISTENT)
-    stay = (role == ROLE_CODE["gradient"]) & (trace.producer >= 0)
-    # what a backward op adds to another gradient does not outlive it
+    persistent = (trace.producer < 0) & np.isin(role, PERSISTENT)
+    is_weight_gradient = (role == ROLE_CODE["gradient"]) & (trace.producer >= 0)
+    # a gradient that a backward op reads (to add it to another one) does not outlive that op
     c, by_backward = trace.op_columns, trace.op_columns.phase == BACKWARD
-    stay[c.read_ids[np.repeat(by_backward, np.diff(c.read_start))]] = False
-    gradients = int(size[stay].sum())
-    return Chain(stages, (*(stage.x for stage in stages), end), int(size[there].sum()), gradients)
+    is_weight_gradient[c.read_ids[np.repeat(by_backward, np.diff(c.read_start))]] = False
+    gradients = int(size[is_weight_gradient].sum())
+    return Chain(stages, (*(stage.x for stage in stages), end), int(size[persistent].sum()), gradients)
 
 
 def _counted(trace: Trace) -> NDArray[np.bool_]:
-    """Per tensor whether it is an activation: made in forward, and not of weights or constants alone.
+    """Whether each tensor is an activation: produced in forward, and not from weights or constants alone.
 
-    What an op makes of nothing is a constant (a mask, positions), unless the trace has no input at all.
+    The result of an op without reads is a constant (a mask, positions), unless the trace has no input at all.
     """
     role, c = trace.tensor_columns.role, trace.op_columns
     alive = (trace.producer < 0) & ~np.isin(role, PERSISTENT)
@@ -220,52 +234,52 @@ def _counted(trace: Trace) -> NDArray[np.bool_]:
 
 
 def _spans(trace: Trace, ops: Ints, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """Of the chosen tensors made by `ops` and read by a later one of them: id, maker's and last reader's place."""
-    place = np.full(len(trace.ops) + 1, -1, np.int64)
-    place[ops] = np.arange(len(ops))
+    """Chosen tensors produced by `ops` and read by a later one: id, and the positions of producer and last reader."""
+    position = np.full(len(trace.ops) + 1, -1, np.int64)
+    position[ops] = np.arange(len(ops))
     last = np.full(len(trace.tensors), -1, np.int64)
     c = trace.op_columns
-    np.maximum.at(last, c.read_ids, np.repeat(place[:-1], np.diff(c.read_start)))
-    made = place[trace.producer]
-    ids = np.flatnonzero(chosen & (made >= 0) & (last > made))
-    return ids, made[ids], last[ids]
+    np.maximum.at(last, c.read_ids, np.repeat(position[:-1], np.diff(c.read_start)))
+    produced = position[trace.producer]
+    ids = np.flatnonzero(chosen & (produced >= 0) & (last > produced))
+    return ids, produced[ids], last[ids]
 
 
-def _alone(ids: Ints, made: Ints, last: Ints, positions: int) -> Ints:
-    """Per position between two ops the one tensor that is live there, -1 where there is none or several."""
+def _alone(ids: Ints, produced: Ints, last: Ints, positions: int) -> Ints:
+    """The only tensor that is live at each position between two ops, -1 where there is none or several."""
     count, total = np.zeros(positions + 1, np.int64), np.zeros(positions + 1, np.int64)
-    np.add.at(count, made, 1)
+    np.add.at(count, produced, 1)
     np.add.at(count, last, -1)
-    np.add.at(total, made, ids)
+    np.add.at(total, produced, ids)
     np.add.at(total, last, -ids)
     return np.where(np.cumsum(count) == 1, np.cumsum(total), -1)[:positions]
 
 
 def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
-    """Places in the forward order after which a stage ends, and the tensor live there."""
+    """The positions in the forward order after which a stage ends, and the tensor that is live at each."""
     ops = forward_ops(trace)
     alone = _alone(*_spans(trace, ops, _counted(trace)), max(len(ops) - 1, 0))
-    # what is overwritten in place is no checkpoint, and its bytes are those of what overwrites it
-    places = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
-    # where the same tensor is alone for a while, the stage ends at once: what follows is of weights alone
-    keep = np.ones(len(places), np.bool_)
-    keep[1:] = alone[places[1:]] != alone[places[:-1]]
-    return places[keep].tolist(), alone[places[keep]].tolist()
+    # a tensor that is overwritten in place is no checkpoint, and its bytes belong to the one that overwrites it
+    positions = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
+    # where the same tensor stays the only one, the stage ends at once: the ops that follow depend on weights alone
+    keep = np.ones(len(positions), np.bool_)
+    keep[1:] = alone[positions[1:]] != alone[positions[:-1]]
+    return positions[keep].tolist(), alone[positions[keep]].tolist()
 
 
 def _breaks(trace: Trace, ops: Ints) -> str:
-    """Which op makes it no chain: the one that reads over the longest distance."""
-    ids, made, last = _spans(trace, ops, _counted(trace))
+    """Why this is not a chain: names the op that reads over the longest distance."""
+    ids, produced, last = _spans(trace, ops, _counted(trace))
     if not len(ids):
-        return "this trace is no chain: no forward op reads what another made"
-    worst = int(np.argmax(last - made))
-    reader, maker = trace.op_columns.name[ops[last[worst]]], trace.op_columns.name[ops[made[worst]]]
+        return "this trace is not a chain: no forward op reads what another produced"
+    worst = int(np.argmax(last - produced))
+    reader, producer = trace.op_columns.name[ops[last[worst]]], trace.op_columns.name[ops[produced[worst]]]
     tensor = trace.tensor_columns.name[ids[worst]]
-    return f"this trace is no chain: op {reader!r} reads {tensor!r} that {maker!r} made long before"
+    return f"this trace is not a chain: op {reader!r} reads {tensor!r}, which {producer!r} produced much earlier"
 
 
 def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
-    """Give each backward op the stage that it undoes: a run of ops a stage, from the last to the first."""
+    """Assign each backward op to the stage that it differentiates: consecutive ops per stage, last stage first."""
     ops = backward_ops(trace)
     count, top = len(ops), len(borders)
     low, high = np.zeros(count, np.int64), np.full(count, top, np.int64)
@@ -276,19 +290,19 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
         layers[layer] = min(a, stage), max(b, stage)
     layers.pop(-1, None)
     border = {t: i for i, t in enumerate(borders)}
-    # what is made of weights or of nothing (a mask, rotary tables) may be read anywhere, as weights are
+    # tensors computed from weights or from nothing (a mask, rotary tables) may be read anywhere, like weights
     activation = _counted(trace)
     users: dict[int, tuple[int, int]] = {}
     for k, op in enumerate(ops.tolist()):
         for t in trace.reads(op):
-            maker = int(trace.producer[t])
-            stage = int(stage_of[maker])
+            producer = int(trace.producer[t])
+            stage = int(stage_of[producer])
             if activation[t]:
                 span = stage, stage + 1 if t in border else stage
-            elif maker < 0 or trace.op_columns.phase[maker] == FORWARD:
+            elif producer < 0 or trace.op_columns.phase[producer] == FORWARD:
                 if t not in users:
-                    at = [int(stage_of[r]) for r in trace.readers(t) if trace.op_columns.phase[r] == FORWARD]
-                    users[t] = (min(at), max(at)) if at else (0, top)
+                    stages = [int(stage_of[r]) for r in trace.readers(t) if trace.op_columns.phase[r] == FORWARD]
+                    users[t] = (min(stages), max(stages)) if stages else (0, top)
                 span = users[t]
             else:
                 continue
@@ -302,15 +316,15 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
 def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borders: list[int]) -> None:
     count, top = len(ops), len(borders)
     passing = trace.tensor_columns.role != ROLE_CODE["gradient"]
-    ids, made, last = _spans(trace, ops, passing)
+    ids, produced, last = _spans(trace, ops, passing)
     if count:
-        # what passes two borders or more (half of a tied weight's gradient) says nothing of either
+        # a tensor that crosses two borders or more (half of a tied weight's gradient) tells nothing about either
         highest, lowest = np.minimum.accumulate(high), np.maximum.accumulate(low[::-1])[::-1]
-        near = lowest[made] - highest[last] < 2
-        ids, made, last = ids[near], made[near], last[near]
-    alone = _alone(ids, made, last, max(count - 1, 0))
+        near = lowest[produced] - highest[last] < 2
+        ids, produced, last = ids[near], produced[near], last[near]
+    alone = _alone(ids, produced, last, max(count - 1, 0))
     size = trace.tensor_columns.bytes
-    # no stage may end before all ops that must lie in it, or above, have come; nor after one that lies below
+    # a stage may not end before all ops that belong to it or to a later stage, nor after one of an earlier stage
     after = np.zeros(top + 1, np.int64)
     before = np.full(top + 1, count, np.int64)
     for k in range(count):
@@ -323,13 +337,13 @@ def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borde
         least, most = max(int(at_least[i]), start), int(at_most[i - 1])
         if least > most:
             name = trace.op_columns.name[ops[most]]
-            raise TraceError(f"this trace is no chain: backward op {name!r} comes before that of a later stage")
-        earliest = max(least, start + 1) if start < most else least  # each stage gets an op while there are any
+            raise TraceError(f"this trace is not a chain: backward op {name!r} comes before that of a later stage")
+        earliest = max(least, start + 1) if start < most else least  # each stage gets an op while any are left
         end = earliest
-        for place in range(max(earliest, 1), min(most, count - 1) + 1):
-            t = int(alone[place - 1])
+        for position in range(max(earliest, 1), min(most, count - 1) + 1):
+            t = int(alone[position - 1])
             if t >= 0 and size[t] == size[borders[i - 1]]:
-                end = place
+                end = position
                 break
         stage_of[ops[start:end]] = i
         start = end
@@ -337,7 +351,7 @@ def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borde
 
 
 class _Pricing:
-    """Works out the bytes and times of all stages by walking over the ops of each once or twice."""
+    """Computes the bytes and times of all stages by walking over the ops of each once or twice."""
 
     def __init__(self, trace: Trace, stage_of: Ints, borders: list[int], count: int) -> None:
         self.trace, self.borders, self.count = trace, borders, count
@@ -360,12 +374,12 @@ class _Pricing:
         forward, backward = self.forward[i], self.backward[i]
         output, inputs = self.output(i), self.inputs(i)
         size, x = self.size, sum(self.size[t] for t in inputs)
-        made = [t for op in forward for t in self.trace.writes(op) if self.counts[t]]
-        saved = [t for t in made if self.is_saved[t] or t == output]
+        produced = [t for op in forward for t in self.trace.writes(op) if self.counts[t]]
+        saved = [t for t in produced if self.is_saved[t] or t == output]
         xbar = sum(size[t] for t in saved)
-        plain = self.forward_peak(forward, {output}) - size[output]
-        saving = self.forward_peak(forward, set(saved)) - xbar
-        undoing = self.backward_peak(backward, saved) - xbar - size[output]
+        peak_without_saving = self.forward_peak(forward, {output}) - size[output]
+        peak_when_saving = self.forward_peak(forward, set(saved)) - xbar
+        peak_in_backward = self.backward_peak(backward, saved) - xbar - size[output]
         return Stage(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -376,19 +390,19 @@ class _Pricing:
             ub=int(times[backward].sum()),
             x=x,
             xbar=xbar,
-            forward_temp=max(0, plain),
-            saving_temp=max(0, saving),
-            backward_temp=max(0, undoing),
+            forward_temp=max(0, peak_without_saving),
+            saving_temp=max(0, peak_when_saving),
+            backward_temp=max(0, peak_in_backward),
         )
 
     def output(self, i: int) -> int:
-        """The tensor at a stage's end; of the last stage that result of its last op which backward reads first."""
+        """The tensor at a stage's end; for the last stage, the result of its last op that backward reads first."""
         if i < len(self.borders):
             return self.borders[i]
         writes = self.trace.writes(self.forward[i][-1])
         if not writes:
             name = self.trace.op_columns.name[self.forward[i][-1]]
-            raise TraceError(f"this trace is no chain: op {name!r} ends the forward, but makes nothing")
+            raise TraceError(f"this trace is not a chain: op {name!r} ends the forward pass, but writes nothing")
         for op in self.backward[i]:
             for t in self.trace.reads(op):
                 if t in writes:
@@ -396,14 +410,14 @@ class _Pricing:
         return writes[0]
 
     def inputs(self, i: int) -> tuple[int, ...]:
-        """The tensor of the cut before a stage; the trace's inputs that the first stage reads."""
+        """The tensor at the cut before a stage; for the first stage, the trace's inputs that it reads."""
         if i:
             return (self.borders[i - 1],)
         read = dict.fromkeys(t for op in self.forward[0] for t in self.trace.reads(op))
         return tuple(t for t in read if self.trace.producer[t] < 0 and self.counts[t])
 
     def forward_peak(self, ops: list[int], keep: set[int]) -> int:
-        """Bytes that a stage's forward adds at most, if at its end only `keep` stays."""
+        """Peak bytes that a stage's forward adds if only `keep` remains at its end."""
         last: dict[int, int] = {}
         for op in ops:
             for t in (*self.trace.writes(op), *self.trace.reads(op)):
@@ -411,20 +425,20 @@ class _Pricing:
         return self.walk(ops, {}, lambda t, op: last[t] == op and t not in keep)
 
     def backward_peak(self, ops: list[int], saved: list[int]) -> int:
-        """Bytes that lie there at most while a stage's backward runs: saved, gradients and temporaries."""
+        """Peak bytes while a stage's backward runs: saved tensors, gradients and temporaries."""
         if not ops:
             return 0
-        came = {
+        incoming = {
             t
             for op in ops
             for t in self.trace.reads(op)
             if 0 <= self.trace.producer[t] < ops[0] and self.trace.op_columns.phase[self.trace.producer[t]] == BACKWARD
         }
-        held = {t: self.size[t] for t in (*saved, *came) if self.counts[t] and self.last_use[t] >= ops[0]}
+        held = {t: self.size[t] for t in (*saved, *incoming) if self.counts[t] and self.last_use[t] >= ops[0]}
         return self.walk(ops, held, lambda t, op: self.last_use[t] <= op)
 
     def walk(self, ops: list[int], held: dict[int, int], ends: Callable[[int, int], bool]) -> int:
-        """Peak of a replay of some ops that starts with `held`; what is not held lies outside the count."""
+        """Peak bytes of a replay of `ops` that starts with `held`; tensors outside `held` are not counted."""
         live = peak = sum(held.values())
         for op in ops:
             for t in self.trace.writes(op):

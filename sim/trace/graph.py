@@ -29,7 +29,7 @@ PERSISTENT = (ROLE_CODE["weight"], ROLE_CODE["optimizer_state"])
 
 @dataclass(frozen=True, eq=False)
 class TensorColumns:
-    """All tensors, one entry a tensor. -1 stands for "none" in `layer` and `replaces`."""
+    """All tensors, one entry per tensor. -1 stands for "none" in `layer` and `replaces`."""
 
     name: Sequence[str]
     bytes: Ints
@@ -46,8 +46,8 @@ class TensorColumns:
 class OpColumns:
     """All ops in program order. -1 stands for "unknown" in `bytes` and `duration`, "none" in `layer`.
 
-    `reads` of op i are `read_ids[read_start[i]:read_start[i + 1]]`, and `writes` likewise. releases: of few ops
-    the tensors that the program lets go of at their end, where that is later than the last reader.
+    Op i reads `read_ids[read_start[i]:read_start[i + 1]]`; writes are stored likewise. `releases` gives, for few ops,
+    the tensors that the program releases when they end, where that is later than the last reader.
     """
 
     name: Sequence[str]
@@ -74,18 +74,19 @@ class OpColumns:
 
 
 class Trace:
-    """One iteration of a computation: what has to be computed, and on what values.
+    """One iteration of a computation: its ops, in program order, over its tensors.
 
-    Build one with `TraceBuilder`, a generator in `workloads`, or `load`. It never changes; a rewrite
-    makes another. Lengths: `len(trace.ops)` ops over `len(trace.tensors)` tensors.
+    Build one with `TraceBuilder`, a generator in `workloads`, or `load`. A trace is immutable; a rewrite returns
+    a new one. `trace.ops` and `trace.tensors` are sequences.
 
-    outputs: ids of the tensors kept to the end. carry: pairs (tensor at the end, tensor it is when the
-    next iteration starts). meta: what the trace stands for, JSON values only (`model`, `batch`,
-    `sequence`, `tokens`, `samples`, …). origin: what a rewritten trace stands for, see `sim.trace.origin`;
-    it is no part of the content hash, because it changes nothing of what is run.
+    outputs: ids of the tensors that are kept to the end.
+    carry: pairs of ids: a tensor at the end, and the tensor that it is when the next iteration starts.
+    meta: facts about the workload, JSON values only (`model`, `batch`, `sequence`, `tokens`, `samples`, …).
+    origin: what the parts of a rewritten trace stand for, see `sim.trace.origin`. It is not part of the content
+        hash, because it does not change what runs.
 
-    Raises TraceError, naming op and tensor, on a read before the write, two producers of one tensor, a
-    read of an overwritten tensor, a negative size, or an output, a carry or a release that cannot be.
+    Raises TraceError, naming op and tensor, for a read before the write, two producers of one tensor, a read of an
+    overwritten tensor, a negative size, or an impossible output, carry or release.
     """
 
     def __init__(
@@ -168,17 +169,17 @@ class Trace:
         )
 
     def reads(self, op: int) -> tuple[int, ...]:
-        """Ids of the tensors that op reads."""
+        """Ids of the tensors that an op reads."""
         c = self.op_columns
         return tuple(c.read_ids[c.read_start[op] : c.read_start[op + 1]].tolist())
 
     def writes(self, op: int) -> tuple[int, ...]:
-        """Ids of the tensors that op makes."""
+        """Ids of the tensors that an op writes."""
         c = self.op_columns
         return tuple(c.write_ids[c.write_start[op] : c.write_start[op + 1]].tolist())
 
     def readers(self, tensor: int) -> tuple[int, ...]:
-        """Ids of the ops that read that tensor, in program order."""
+        """Ids of the ops that read a tensor, in program order."""
         start, ids = self._readers
         return tuple(ids[start[tensor] : start[tensor + 1]].tolist())
 
@@ -194,7 +195,7 @@ class Trace:
 
     @cached_property
     def producer(self) -> NDArray[np.int32]:
-        """Per tensor the op that makes it, -1 for one that is there from the start. Shape (tensors,)."""
+        """The op that produces each tensor, -1 for one that exists from the start. Shape (tensors,)."""
         c = self.op_columns
         out = np.full(len(self.tensor_columns.name), -1, np.int32)
         out[c.write_ids] = np.repeat(np.arange(len(c.name), dtype=np.int32), np.diff(c.write_start))
@@ -202,7 +203,7 @@ class Trace:
 
     @cached_property
     def replaced_by(self) -> NDArray[np.int32]:
-        """Per tensor the one that takes over its storage, -1 for none. Shape (tensors,)."""
+        """The tensor that takes over each tensor's storage, -1 for none. Shape (tensors,)."""
         replaces = self.tensor_columns.replaces
         out = np.full(len(replaces), -1, np.int32)
         new = np.flatnonzero(replaces >= 0)
@@ -211,12 +212,12 @@ class Trace:
 
     @cached_property
     def read_counts(self) -> Ints:
-        """Per tensor how many ops read it (an op that reads it twice counts once). Shape (tensors,)."""
+        """How many ops read each tensor; an op that reads it twice counts once. Shape (tensors,)."""
         return np.diff(self._readers[0])
 
     @cached_property
     def last_use(self) -> NDArray[np.int32]:
-        """Per tensor the last op that reads or makes it, -1 for one that no op touches. Shape (tensors,)."""
+        """The last op that reads or writes each tensor, -1 for one that no op touches. Shape (tensors,)."""
         start, ids = self._readers
         out = self.producer.copy()
         read = np.flatnonzero(np.diff(start) > 0)
@@ -225,7 +226,7 @@ class Trace:
 
     @cached_property
     def released(self) -> NDArray[np.int32]:
-        """Per tensor the op at whose end the program lets go of it; -1 where its last reader does. Shape (tensors,)."""
+        """The op at whose end the program releases each tensor, -1 where its last reader does. Shape (tensors,)."""
         out = np.full(len(self.tensor_columns.name), -1, np.int32)
         for op, tensors in self.op_columns.releases.items():
             out[list(tensors)] = op
@@ -233,12 +234,12 @@ class Trace:
 
     @cached_property
     def held_until(self) -> NDArray[np.int32]:
-        """Per tensor the op at whose end it is let go: its release point, else its last use. Shape (tensors,)."""
+        """The op until whose end each tensor is held: its release point, else its last use. Shape (tensors,)."""
         return np.maximum(self.last_use, self.released)
 
     @cached_property
     def touched(self) -> Ints:
-        """Per op the bytes it touches: as stated, else the sum of its operands. Shape (ops,)."""
+        """The bytes that each op touches: as stated, else the sum of its operands. Shape (ops,)."""
         c, size = self.op_columns, self.tensor_columns.bytes
         operands = np.zeros(len(c.name), np.int64)
         for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
@@ -253,12 +254,12 @@ class Trace:
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 over all that the trace says, as hexadecimal digits."""
+        """SHA-256 over the whole content of the trace, as hexadecimal digits."""
         digest = hashlib.sha256()
         for part in (self.tensor_columns, self.op_columns):
             for key, column in vars(part).items():
                 if key == "releases" and not column:
-                    continue  # where nothing is held it says nothing, as before there were release points
+                    continue  # a trace without release points hashes as it did before they existed
                 digest.update(key.encode())
                 if isinstance(column, np.ndarray):
                     digest.update(np.ascontiguousarray(column).tobytes())
@@ -266,7 +267,7 @@ class Trace:
                     digest.update(json.dumps(list(column)).encode())
                 else:
                     rows = sorted(column) if isinstance(column, Mapping) else range(len(column))
-                    # few values are distinct: hash each once, and which row has which
+                    # few values are distinct: hash each one once, then the code of each row
                     seen: dict[Any, int] = {}
                     codes = [seen.setdefault(column[row], len(seen)) for row in rows]
                     digest.update(np.array([list(rows), codes], np.int64).tobytes())
@@ -321,7 +322,7 @@ class Trace:
 
 
 class _Views(Sequence[T]):
-    """Rows of a table, made when looked at."""
+    """Rows of a table, built on access."""
 
     def __init__(self, length: int, make: Any) -> None:
         self._length, self._make = length, make
@@ -344,11 +345,13 @@ class _Views(Sequence[T]):
         return (self._make(i) for i in range(self._length))
 
 
-def _lookup(key: int | str, ids: Mapping[str, int], count: int, what: str) -> int:
+def _lookup(key: int | str, ids: Mapping[str, int], count: int, noun: str) -> int:
     if isinstance(key, str):
         if key not in ids:
-            raise TraceError(f"no {what} is called {key!r}{near(key, islice(ids, 2000))}")  # spelling is slow
+            raise TraceError(
+                f"no {noun} is called {key!r}{near(key, islice(ids, 2000))}"
+            )  # a search for the nearest name is slow
         return ids[key]
     if not 0 <= key < count:
-        raise TraceError(f"{what} {key} is out of range 0..{count - 1}")
+        raise TraceError(f"{noun} {key} is out of range 0..{count - 1}")
     return int(key)

@@ -1,20 +1,20 @@
-"""Traces as files: one JSON object a line, `.jsonl` or `.jsonl.gz`.
+"""Traces as files: one JSON object per line, `.jsonl` or `.jsonl.gz`.
 
-The first line is the header, then one line a tensor and one an op, in order of their ids; the tensors
-an op names must stand above it. A file can be written by hand: whatever has a default may be left out,
-and tensors are named either by their name or by their id, their place among the tensor lines.
+The first line is the header; then there is one line per tensor and one per op, in order of their ids. The tensors
+that an op names must precede it. A file can be written by hand: whatever has a default may be left out, and tensors
+are given by name or by id, which is their position among the tensor lines.
 
     {"format": "tiersim trace", "version": 1, "meta": {"model": "toy"}}
     {"tensor": "x", "bytes": 8, "role": "input"}
     {"tensor": "y", "bytes": 8}
     {"op": "double", "kind": "elementwise", "reads": ["x"], "writes": ["y"], "flops": 2}
 
-`releases` of an op lists what the program holds beyond the last reader and lets go at that op's end.
+The `releases` of an op are the tensors that the program holds beyond their last reader and releases when the op ends.
 
-Header: `format`, `version`; optionally `meta`, `outputs`, `carry` (pairs), `tensors` and `ops` (how many
-there are: a file that was cut short is then noticed), and `origin` (`base`, `iterations`). The other
-keys are the row of `Tensor` and `Op`, and `stands_for` where the header has an origin. Nothing in a
-file is executed, and sizes are bounded before memory is taken.
+Header: `format`, `version`; optionally `meta`, `outputs`, `carry` (pairs), `tensors` and `ops` (their counts, so that
+a truncated file is noticed), and `origin` (`base`, `iterations`). The other keys are the fields of `Tensor` and `Op`,
+and `stands_for` where the header has an origin. Nothing in a file is executed, and sizes are checked before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from sim.trace.tensor import ROLES
 
 FORMAT, VERSION = "tiersim trace", 1
 MAX_BYTES = 4 << 30
-"""Most text that `load` reads from a file, after decompression."""
+"""The most bytes of text that `load` reads from a file, after decompression."""
 MAX_LINE = 64 << 20
-"""Longest line; a header with a million outputs is about 10 MB."""
+"""The longest line in bytes; a header with a million outputs is about 10 MB."""
 
 BATCH = 1 << 18
-"""Bytes of lines that are read at once."""
+"""Bytes of lines that are read together."""
 
 _Rule = tuple[type, int, int]
 _ANY_OF = {int: "a whole number", str: "a text", list: "a list", dict: "an object", bool: "true or false"}
@@ -85,21 +85,25 @@ _OP = {
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace; a name that ends in `.gz` is compressed. The file appears whole, or not at all.
+    """Write a trace to a file; the file appears complete or not at all.
 
-    The same trace gives the same bytes; the folder is made where missing. Raises OSError that names `path` where the
-    place cannot be written.
+    The same trace gives the same bytes. Missing folders are created.
+
+    trace: what to write.
+    path: compressed if it ends in `.gz`.
+
+    Raises OSError, which names `path`, where it cannot be written.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_and_rename(trace, target)
-    except OSError as error:  # it names the file beside, of which nobody knows
+    except OSError as error:  # it names the temporary file, which the caller does not know
         raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def _write_and_rename(trace: Trace, target: Path) -> None:
-    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as raw:
             if target.suffix == ".gz":
@@ -110,10 +114,10 @@ def _write_and_rename(trace: Trace, target: Path) -> None:
                 raw.writelines(_lines(trace))
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(aside, 0o666 & ~mask)
-        os.replace(aside, target)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
@@ -178,29 +182,32 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
-    """Read a trace that `save` or a person wrote. max_bytes: most text to read, after decompression.
+    """Read a trace from a file, written by `save` or by hand.
 
-    Raises TraceError, one line that names the file and the line in it, on whatever is wrong with what it
-    says, and OSError where the file cannot be opened.
+    path: decompressed if it ends in `.gz`.
+    max_bytes: the most bytes of text to read, after decompression.
+
+    Raises TraceError, one line that names the file and the faulty line, for any mistake in its content, and OSError
+    where the file cannot be opened.
     """
     reader = _Reader(str(path))
     with open(path, "rb") as raw:
         plain: IO[bytes] = gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw  # type: ignore[assignment]
         collecting = gc.isenabled()
-        gc.disable()  # nothing made here refers to itself, and looking for that takes half the time
+        gc.disable()  # nothing created here is cyclic, and the search for cycles would take half the time
         try:
             for lines in _read_lines(plain, reader, max_bytes):
                 reader.take(lines)
             return reader.trace()
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-            raise reader.error(f"the compressed data is damaged or cut short ({problem})") from None
+            raise reader.error(f"the compressed data is damaged or truncated ({problem})") from None
         finally:
             if collecting:
                 gc.enable()
 
 
 def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[list[bytes]]:
-    """The lines of a file, some at a time, none longer than `MAX_LINE`."""
+    """The lines of a file in batches, none longer than `MAX_LINE`."""
     batch: list[bytes] = []
     total = held = 0
     longest = min(MAX_LINE, max_bytes) + 1
@@ -223,31 +230,31 @@ def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[li
 
 
 class _Reader:
-    """Checks lines one by one and collects what they say."""
+    """Checks lines one by one and collects their content."""
 
     def __init__(self, path: str) -> None:
         self.path, self.line = path, 0
         self.decode = json.JSONDecoder(parse_constant=self._no_constant).decode
-        strict = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_double)
+        strict = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_duplicate)
         self.decode_strictly = strict.decode
         self.header: dict[str, Any] | None = None
-        self.has_origin, self.what = False, ""
+        self.has_origin, self.subject = False, ""
         self.builder = TraceBuilder()
         self.tensor_ids: dict[str, int] = {}
         self.op_ids: set[str] = set()
         self.tensor_exprs: list[Expr] = []
         self.op_exprs: list[Expr] = []
-        self.late: list[tuple[int, Any, int]] = []
+        self.deferred: list[tuple[int, Any, int]] = []
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.splits: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.texts: dict[str, str] = {}
-        self.made = bytearray()
+        self.produced = bytearray()
 
     def error(self, text: str) -> TraceError:
         return TraceError(f"{self.path}: line {max(self.line, 1)}: {text}")
 
     def take(self, lines: list[bytes]) -> None:
-        """Read some lines."""
+        """Read a batch of lines."""
         rows = self._parse_all(lines)
         if rows and take_columns(self, rows):
             self.line += len(rows)
@@ -266,13 +273,13 @@ class _Reader:
                 else:
                     raise TraceError("neither a tensor nor an op: the line needs a 'tensor' or an 'op' with its name")
             except TraceError as problem:
-                which = next((f"{key} {row[key]!r}: " for key in ("tensor", "op") if key in row), self.what)
+                which = next((f"{key} {row[key]!r}: " for key in ("tensor", "op") if key in row), self.subject)
                 raise self.error(f"{which}{problem}") from None
             except RecursionError:
                 raise self.error("values are nested too deeply") from None
 
     def _parse_all(self, lines: list[bytes]) -> list[dict[str, Any]] | None:
-        """What plain lines say, parsed at once; None where any needs a closer look."""
+        """The content of plain lines, parsed together; None where any line needs to be parsed on its own."""
         if self.header is None or not all(line[0] == 123 and line.endswith(b"}\n") for line in lines):
             return None
         text = b",".join(lines)
@@ -280,44 +287,44 @@ class _Reader:
             rows = self.decode(f"[{text.decode()}]")
         except (ValueError, RecursionError):
             return None
-        # as many keys as there are signs of one: no key stands twice in a line
+        # as many keys as key delimiters: no line has a duplicate key
         if len(rows) != len(lines) or text.count(b'":') != sum(map(len, rows)):
             return None
         return rows  # type: ignore[no-any-return]
 
     def _parse(self, text: bytes) -> dict[str, Any] | None:
-        """What one line says; None for an empty one."""
+        """The content of one line; None for an empty one."""
         if text.isspace():
             return None
-        self.line += 1  # a complaint here is about the line that is not counted yet
+        self.line += 1  # an error here concerns the line that is not counted yet
         try:
             row = self.decode_strictly(text.decode())
         except RecursionError:
             raise self.error("values are nested too deeply") from None
         except ValueError as problem:
-            raise self.error(f"no JSON ({problem})".replace("\n", " ")) from None
+            raise self.error(f"not JSON ({problem})".replace("\n", " ")) from None
         if not isinstance(row, dict):
             raise self.error("a line must be an object, {…}")
         self.line -= 1
         return row
 
     def _no_constant(self, word: str) -> Any:
-        if self.header is None:  # meta data may say NaN
+        if self.header is None:  # metadata may contain NaN
             return float(word)
-        raise ValueError(f"{word} is no number here")
+        raise ValueError(f"{word} is not a number here")
 
-    def _no_double(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _no_duplicate(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         row = dict(pairs)
         if len(row) != len(pairs):
             keys = [key for key, _ in pairs]
-            raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+            raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} appears twice")
         return row
 
     # ---- the three kinds of line -------------------------------------------------------------
 
     def _take_header(self, row: dict[str, Any]) -> None:
         if row.get("format") != FORMAT:
-            raise TraceError(f'no trace: the first line must say "format": "{FORMAT}"')
+            raise TraceError(f'not a trace: the first line must contain "format": "{FORMAT}"')
         if row.get("version") != VERSION:
             raise TraceError(f"version {row.get('version')!r} is not known; this program reads version {VERSION}")
         _check(row, _HEADER, ("format", "version"))
@@ -329,9 +336,9 @@ class _Reader:
     def _take_tensor(self, row: dict[str, Any]) -> None:
         _check(row, _TENSOR, ("bytes",))
         name = row.pop("tensor")
-        self.what = f"tensor {name!r}: "
+        self.subject = f"tensor {name!r}: "
         if name in self.tensor_ids:
-            raise TraceError("it stands twice")
+            raise TraceError("it is defined twice")
         self._stands_for(row, self.tensor_exprs)
         self._share(row, ("dtype", "saved_for", "role"))
         if "shape" in row:
@@ -342,16 +349,16 @@ class _Reader:
                 raise TraceError(f"zeros: {_shown(zeros)!r} is not a number from 0 to 1")
         replaces = row.pop("replaces", None)
         self.tensor_ids[name] = tensor = self.builder.tensor(name, **row)
-        self.made.append(0)
-        if replaces is not None:  # that one may stand below
-            self.late.append((tensor, replaces, self.line))
+        self.produced.append(0)
+        if replaces is not None:  # that tensor may be defined further down
+            self.deferred.append((tensor, replaces, self.line))
 
     def _take_op(self, row: dict[str, Any]) -> None:
         _check(row, _OP, ())
         name = row.pop("op")
-        self.what = f"op {name!r}: "
+        self.subject = f"op {name!r}: "
         if name in self.op_ids:
-            raise TraceError("it stands twice")
+            raise TraceError("it is defined twice")
         self.op_ids.add(name)
         self._stands_for(row, self.op_exprs)
         self._share(row, ("dtype", "engine", "kind", "phase"))
@@ -363,13 +370,13 @@ class _Reader:
             if key in row:
                 row[key] = [self._tensor(t) for t in row[key]]
         for t in row.get("writes", ()):
-            if self.made[t]:
-                raise TraceError(f"tensor {self._name(t)!r} has another producer already")
-            self.made[t] = 1
+            if self.produced[t]:
+                raise TraceError(f"tensor {self._name(t)!r} already has a producer")
+            self.produced[t] = 1
         self.builder.op(name, **row)
 
     def _share(self, row: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """One object for each of the few texts that stand in a million lines."""
+        """Share one object for each of the few texts that occur in a million lines."""
         for key in keys:
             if key in row:
                 row[key] = self.texts.setdefault(row[key], row[key])
@@ -388,8 +395,8 @@ class _Reader:
 
     def _stands_for(self, row: dict[str, Any], target: list[Expr]) -> None:
         if ("stands_for" in row) != self.has_origin:
-            missing = "says what it stands for, but the header has no origin"
-            raise TraceError("does not say what it stands for" if self.has_origin else missing)
+            unexpected = "has `stands_for`, but the header has no origin"
+            raise TraceError("`stands_for` is missing" if self.has_origin else unexpected)
         if self.has_origin:
             target.append(from_json(row.pop("stands_for")))
 
@@ -403,10 +410,10 @@ class _Reader:
             return key
         if type(key) is str:
             if key not in self.tensor_ids:
-                some = list(self.tensor_ids)[-2000:]  # looking for the nearest spelling is slow
-                raise TraceError(f"no tensor {key!r} stands above{near(key, some)}")
+                recent = list(self.tensor_ids)[-2000:]  # a search for the nearest name is slow
+                raise TraceError(f"no tensor {key!r} precedes this line{near(key, recent)}")
             return self.tensor_ids[key]
-        raise TraceError(f"{_shown(key)!r} is no tensor: give its name or its id")
+        raise TraceError(f"{_shown(key)!r} is not a tensor: give its name or its id")
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -416,9 +423,9 @@ class _Reader:
         for key, count in (("tensors", len(self.tensor_ids)), ("ops", len(self.op_ids))):
             if self.header.get(key, count) != count:
                 raise self.error(
-                    f"{count} {key}, but the header says {self.header[key]}: the file was cut short or edited"
+                    f"{count} {key}, but the header says {self.header[key]}: the file was truncated or edited"
                 )
-        for tensor, old, line in self.late:
+        for tensor, old, line in self.deferred:
             self.line = line
             try:
                 self.builder.take_over(tensor, self._tensor(old))
@@ -458,13 +465,13 @@ class _Reader:
 
 
 def _check(row: dict[str, Any], rules: dict[str, _Rule], needed: tuple[str, ...]) -> None:
-    """Raise TraceError for an unknown key, a value of another type or out of range, or a missing key."""
+    """Raise TraceError for an unknown key, a value of the wrong type or out of range, or a missing key."""
     for key, value in row.items():
         rule = rules.get(key)
         if rule is None:
             raise TraceError(f"key {key!r} is unknown{near(key, rules)}")
         kind, least, most = rule
-        if type(value) is not kind and kind is not object:  # a bool is no int here
+        if type(value) is not kind and kind is not object:  # a bool is not an int here
             raise TraceError(f"{key}: {_shown(value)!r} is not {_ANY_OF[kind]}")
         if kind is int and not least <= value <= most:
             raise TraceError(f"{key}: {_shown(value)} is out of range {least}..{most}")

@@ -1,7 +1,7 @@
-"""The fast way through a trace file: many plain lines at once, column by column.
+"""The fast path of reading a trace file: many plain lines at once, column by column.
 
-What it takes is exactly what the line-by-line way takes, in a third of the time. Where anything at all
-is unusual it takes nothing, and the other way, which can say what is wrong in which line, looks again.
+It accepts exactly what the line-by-line path accepts, in a third of the time. If anything is unusual it accepts
+nothing and leaves the lines to the line-by-line path, which can say which line is wrong and why.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
 
 
 class _Unusual(Exception):
-    """These lines need a closer look."""
+    """These lines must be read one by one."""
 
 
 def take_columns(reader: _Reader, rows: list[Row]) -> bool:
-    """Add what the lines say to the reader, if they are all tensors or all ops and plain; else nothing."""
+    """Add the lines to the reader if they are plain and all tensors or all ops. Returns whether it did."""
     keys = set().union(*rows)
     if reader.has_origin or ("tensor" in keys) == ("op" in keys):
         return False
@@ -57,12 +57,12 @@ def _take_tensors(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
     }
     dtypes = _texts(reader, rows, "dtype", keys)
     sparse: list[tuple[str, int, Any]] = []
-    late: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
     for i, row in enumerate(rows) if keys & {"shape", "saved_for", "replaces"} else ():
         if "shape" in row:
             shape = row["shape"]
             known = reader.shapes.get(tuple(shape)) if type(shape) is list and _all(shape, int) else None
-            if known is None:  # the other way learns it
+            if known is None:  # the line-by-line path records it
                 raise _Unusual
             sparse.append(("shape", i, known))
         if "saved_for" in row:
@@ -70,15 +70,15 @@ def _take_tensors(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
                 raise _Unusual
             sparse.append(("saved_for", i, reader.texts.setdefault(row["saved_for"], row["saved_for"])))
         if "replaces" in row:
-            late.append((i, row["replaces"]))
-    if any(old is None for _, old in late):
+            deferred.append((i, row["replaces"]))
+    if any(old is None for _, old in deferred):
         raise _Unusual
     first = reader.builder.extend_tensors(names, dtypes, numbers)
     reader.tensor_ids.update(zip(names, range(first, first + len(names)), strict=True))
-    reader.made.extend(bytes(len(names)))
+    reader.produced.extend(bytes(len(names)))
     for key, i, value in sparse:
         reader.builder.note(key, first + i, value)
-    reader.late += [(first + i, old, reader.line + i + 1) for i, old in late]
+    reader.deferred += [(first + i, old, reader.line + i + 1) for i, old in deferred]
 
 
 def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
@@ -94,8 +94,8 @@ def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
     numbers["random"] = np.array(random, np.int64)
     count = len(reader.tensor_ids)
     reads, writes = _ids(rows, "reads", count), _ids(rows, "writes", count)
-    made = reader.made
-    if len(set(writes[0])) < len(writes[0]) or any(map(made.__getitem__, writes[0])):
+    produced = reader.produced
+    if len(set(writes[0])) < len(writes[0]) or any(map(produced.__getitem__, writes[0])):
         raise _Unusual
     sparse: list[tuple[str, int, Any]] = []
     for key in keys & _SPARSE:
@@ -104,7 +104,7 @@ def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
                 value = row[key]
                 if key == "releases":
                     value = tuple(_ids([row], key, count)[0])
-                elif key == "splits":  # the other way learns it
+                elif key == "splits":  # the line-by-line path records it
                     value = reader.splits.get(tuple(value)) if type(value) is list and _all(value, str) else None
                 elif type(value) is str:
                     value = reader.texts.setdefault(value, value)
@@ -118,7 +118,7 @@ def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
     first = reader.builder.extend_ops(names, dtypes, numbers, reads, writes)
     reader.op_ids.update(names)
     for t in writes[0]:
-        made[t] = 1
+        produced[t] = 1
     for key, i, value in sparse:
         reader.builder.note(key, first + i, value)
 
@@ -135,7 +135,7 @@ def _names(rows: list[Row], key: str, taken: Any) -> list[str]:
 
 
 def _numbers(rows: list[Row], key: str, default: int | None) -> Ints:
-    """A column of whole numbers in range; where a line has none, the default, which may be out of it."""
+    """A column of whole numbers in range; where a line has none, the default, which may be out of range."""
     values: list[Any] = [row.get(key, default) for row in rows]
     if not _all(values, int):
         raise _Unusual
@@ -167,7 +167,7 @@ def _texts(reader: _Reader, rows: list[Row], key: str, keys: set[str]) -> list[s
 
 
 def _ids(rows: list[Row], key: str, count: int) -> tuple[list[int], list[int]]:
-    """Ids of all lines in a row, and how many each line has; names are left to the other way."""
+    """The ids of all lines one after the other, and how many each line has; names are left to the other path."""
     lists = [row.get(key, []) for row in rows]
     if not _all(lists, list):
         raise _Unusual

@@ -1,4 +1,4 @@
-"""What a trace knows of one op."""
+"""What a trace records about one op."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ KINDS = (
     "codec",
     "other",
 )
-"""Kinds of op; a profile gives each an efficiency."""
+"""Kinds of op; a profile gives each kind an efficiency."""
 
 PHASES = ("forward", "backward", "update")
-"""Phases of an iteration, in order."""
+"""The phases of an iteration, in order."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.
 
-`batch`: what it makes has one row a sample, except gradients of weights, which add up over the samples;
-`batch_sum`: all that it makes adds up over them.
+`batch`: its results have one row per sample, except gradients of weights, which are summed over the samples.
+`batch_sum`: all its results are summed over the samples.
 """
 
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
@@ -41,7 +41,12 @@ PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Another way to compute an op: its time relative to the op's own, and its workspace in bytes."""
+    """Another way to compute an op.
+
+    name: what the op's `alternatives` call it.
+    time_factor: its time relative to the op's own.
+    workspace: bytes that it holds while it runs.
+    """
 
     name: str
     time_factor: float
@@ -50,16 +55,27 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of the computation; a view of one row of a `Trace`.
+    """One step of the computation: a row of a `Trace`.
 
-    reads, writes: ids of tensors. flops: floating-point operations. bytes: bytes the op touches in
-    memory, None where it is the sum of its operands. workspace: bytes held only while it runs.
-    device: index. engine: name of the engine that runs it, "" for the device's main one.
-    priority: lower runs first where ops queue. group: joins the members of a collective or a send/recv
-    pair, "" for none. random: draws random numbers (a second run replays the same seed).
-    duration: measured nanoseconds, None where the platform's model decides. dtype: of its arithmetic.
-    alternatives: other implementations. splits: the ways in which it may be split. releases: tensors that
-    the program lets go of once the op has ended, in that order: no reads of it, and no edges.
+    id: its row in the trace, which is its place in program order.
+    name: unique within the trace.
+    kind: one of `KINDS`.
+    phase: one of `PHASES`.
+    layer: index of the layer it belongs to, -1 for none.
+    reads, writes: ids of tensors.
+    flops: floating-point operations.
+    bytes: bytes that it touches in memory, None for the sum of its operands.
+    workspace: bytes that it holds only while it runs.
+    device: index of the device that runs it.
+    engine: name of the engine that runs it, "" for the device's main one.
+    priority: the lowest value runs first where ops queue.
+    group: joins the members of a collective or a send/recv pair, "" for none.
+    random: draws random numbers; a recomputation replays the same seed.
+    duration: measured nanoseconds, None where the platform's cost model decides.
+    dtype: number type of its arithmetic.
+    alternatives: other implementations.
+    splits: the ways in which it may be split, of `SPLITS`.
+    releases: tensors that the program releases when the op ends, in this order. They are not reads and add no edges.
     """
 
     id: int

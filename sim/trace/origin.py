@@ -1,22 +1,22 @@
-"""What the tensors and ops of a rewritten trace stand for, in terms of the trace it was made from.
+"""What the tensors and ops of a rewritten trace stand for, in terms of the trace it was derived from.
 
-A rewrite changes *what* is computed. So that it can be checked, each new tensor and op carries an
-expression over the ids of the base trace:
+A rewrite changes *what* is computed. To make it checkable, each new tensor and op carries an expression over
+the ids of the base trace:
 
-    Same(id, iteration)               that very tensor, or op, of the base (in that iteration)
-    Part(of, first, stop, count)      the elements from first/count to stop/count of it
-    Microbatch(of, first, stop, n)    what it is for the microbatches first … stop-1 of n: those rows
-                                      where it has a batch, the sum over those rows where it was summed
-    Packed((a, b, None, …))           several tensors in one storage; None is space not yet filled
-    Encoded(of, codec, lossless)      what a codec made of it
-    Lossy(of, codec)                  what a lossy codec gives back
+    Same(id, iteration)               that tensor or op of the base (in that iteration)
+    Part(of, first, stop, count)      its elements from first/count to stop/count
+    Microbatch(of, first, stop, n)    its share for microbatches first … stop-1 of n: those rows where it has
+                                      a batch dimension, the sum over those rows where it was summed
+    Packed((a, b, None, …))           several tensors in one storage; None is a slot not yet filled
+    Encoded(of, codec, lossless)      its encoding by a codec
+    Lossy(of, codec)                  its reconstruction by a lossy codec
     Fused((a, b, …))                  for an op: computes a, then b, … in one kernel that touches each operand
-                                      once; what only they pass to each other is never in memory
+                                      once; intermediate results are never in memory
     Glue()                            for an op: computes nothing of the base, only moves, joins, splits,
                                       adds up or re-encodes values
 
-An iteration shift is `Same` with another iteration. `sim.rewrites.values` checks these claims: they are
-never taken on trust. A rewrite of a rewrite is expressed over the first base (`Origin.over`).
+An iteration shift is `Same` with another iteration. `sim.rewrites.values` checks these claims; they are
+never trusted. A rewrite of a rewrite is expressed over the first base (`Origin.over`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """That tensor or op of the base trace, in that iteration of it."""
+    """That tensor or op of the base trace, in that iteration."""
 
     id: int
     iteration: int = 0
@@ -61,14 +61,17 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Several tensors in one storage, in order; None where nothing lies yet."""
+    """Several tensors in one storage, in order; None for an empty slot."""
 
     parts: tuple[Expr | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The code that `codec` makes of a tensor. lossless: decoding gives the very same values."""
+    """A tensor as encoded by `codec`.
+
+    lossless: decoding restores exactly the same values.
+    """
 
     of: Expr
     codec: str
@@ -77,7 +80,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """What comes back from a codec that loses something."""
+    """What a lossy codec decodes."""
 
     of: Expr
     codec: str
@@ -92,7 +95,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """An op that stands for none of the base: it moves, joins, splits, adds up or re-encodes values."""
+    """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
 Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Fused | Glue
@@ -100,7 +103,7 @@ Range = (Part, Microbatch)
 
 
 def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
-    """The expression with each `Same` in it replaced."""
+    """The expression with each `Same` in it replaced by `change` of it."""
     if isinstance(expr, Same):
         return change(expr)
     if isinstance(expr, Part | Microbatch):
@@ -131,8 +134,9 @@ def leaves(expr: Expr | None) -> list[Same]:
 class Origin:
     """What every tensor and op of a trace stands for.
 
-    base: content hash of the trace that the expressions speak of. tensors, ops: one expression each, by
-    id. iterations: how many iterations of the base this trace holds.
+    base: content hash of the trace that the expressions refer to.
+    tensors, ops: one expression per tensor and per op, by id.
+    iterations: how many iterations of the base this trace contains.
     """
 
     base: str
@@ -142,14 +146,14 @@ class Origin:
 
     @staticmethod
     def identity(trace: Trace) -> Origin:
-        """A trace as a rewrite of itself; the origin it already has, if it has one."""
+        """The origin of a trace: the one it has, else itself."""
         if trace.origin is not None:
             return trace.origin
         tensors = tuple(map(Same, range(len(trace.tensors))))
         return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
 
     def over(self, trace: Trace) -> Origin:
-        """This origin, which speaks of `trace`, in terms of the base that `trace` was made from."""
+        """This origin, which refers to `trace`, in terms of the base that `trace` was derived from."""
         middle = trace.origin
         if middle is None:
             return self
@@ -177,7 +181,7 @@ class Origin:
 
 
 def to_json(expr: Expr) -> Any:
-    """An expression as JSON values: an id, or a list that starts with a word."""
+    """An expression as JSON values: an id, or a list that starts with the name of the expression."""
     if isinstance(expr, Same):
         return ["same", expr.id, expr.iteration] if expr.iteration else expr.id
     if isinstance(expr, Part | Microbatch):
@@ -195,7 +199,7 @@ def to_json(expr: Expr) -> Any:
 
 
 def from_json(value: Any) -> Expr:
-    """The expression that `to_json` wrote. Raises TraceError on anything else."""
+    """The expression that `to_json` wrote. Raises TraceError for anything else."""
     match value:
         case int(id) if id >= 0 and value is not True and value is not False:
             return Same(id)
@@ -213,4 +217,4 @@ def from_json(value: Any) -> Expr:
             return Fused(tuple(map(from_json, parts)))
         case ["glue"]:
             return Glue()
-    raise TraceError(f"stands_for: {str(value)[:60]!r} is no origin")
+    raise TraceError(f"stands_for: {str(value)[:60]!r} is not an origin")

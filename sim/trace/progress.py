@@ -1,4 +1,4 @@
-"""How far every device has surely come when an op starts, whatever each op takes; and whether all come to their end."""
+"""How far every device has certainly got when an op starts, however long each op takes; and whether all of them finish."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def reached_before(trace: Trace, ops: Iterable[int]) -> dict[int, list[int]]:
-    """Per op, for each device the last op (-1 for none) that it has surely reached when that op starts.
+    """Per op and device: the last op (-1 for none) that the device has certainly reached when that op starts.
 
-    A device waits for what an op reads, and for the end of what runs on its main engine. The members of a group
-    end together, once all have what they read. An op that is reached holds what it reads until it has ended.
+    A device waits for what an op reads, and for ops on its main engine to end. The members of a group end together,
+    once all of them have their inputs. An op that has been reached holds its inputs until it ends.
     """
     c, producer = trace.op_columns, trace.producer.tolist()
     device, count = c.device.tolist(), len(c.name)
@@ -22,9 +22,9 @@ def reached_before(trace: Trace, ops: Iterable[int]) -> dict[int, list[int]]:
     for op, name in c.group.items():
         members.setdefault(name, []).append(op)
     ended: list[list[int] | None] = [None] * count
-    ready: list[list[int]] = [[]] * count  # when an op has what it reads
+    ready: list[list[int]] = [[]] * count  # progress of each device when an op has its inputs
     changed = True
-    while changed:  # once more only where a member of a group stands behind what waits for another
+    while changed:  # a second pass only where a member of a group comes after an op that waits for another member
         changed = False
         known = [[-1] * trace.devices for _ in range(trace.devices)]
         for op in range(count):

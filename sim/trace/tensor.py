@@ -1,4 +1,4 @@
-"""What a trace knows of one tensor."""
+"""What a trace records about one tensor."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ ROLES = (
     "input",
     "temporary",
 )
-"""What a tensor is for; reports split memory by it."""
+"""What a tensor is for; reports break memory down by role."""
 
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value; a view of one row of a `Trace`.
+    """One value: a row of a `Trace`.
 
-    A tensor is one value, never overwritten. `replaces` is the id of the tensor whose storage this one
-    takes over in place (an optimizer's new weight): no new bytes, and the old value is gone. A view of
-    another tensor is not a tensor of its own.
+    A tensor holds one value and is never overwritten. An in-place write produces a new tensor in the storage of
+    the old one. A view of another tensor is not a tensor of its own.
 
-    id: its row. bytes: size of its storage. layer: index of the layer it belongs to, -1 for none.
-    shape, dtype: where known. zeros: fraction of zero elements where known.
+    id: its row in the trace.
+    name: unique within the trace.
+    bytes: size of its storage.
+    role: what it is for, one of `ROLES`.
+    layer: index of the layer it belongs to, -1 for none.
+    shape: where known, else None.
+    dtype: where known, else "".
+    zeros: fraction of zero elements where known, else None.
+    replaces: id of the tensor whose storage this one takes over in place (an optimizer's new weight). It adds no
+        bytes, and the old value is lost. None for a storage of its own.
     saved_for: why a backward op needs it, "" where nothing saved it.
     """
 

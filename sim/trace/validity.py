@@ -1,4 +1,4 @@
-"""What makes a trace one that can be computed: each fault is a TraceError that names op and tensor."""
+"""Checks that a trace can be computed: each fault raises a TraceError that names op and tensor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Ints = NDArray[np.int64]
 
 
 def check_graph(trace: Trace) -> None:
-    """Sizes that can be, names that differ, and reads of what is there."""
+    """Raise TraceError for an impossible size, a duplicate name, a bad id, or a read of a tensor not yet produced."""
     t, c = trace.tensor_columns, trace.op_columns
-    for what, column, names in (
+    for field, column, names in (
         ("bytes", t.bytes, t.name),
         ("flops", c.flops, c.name),
         ("workspace", c.workspace, c.name),
@@ -28,30 +28,30 @@ def check_graph(trace: Trace) -> None:
     ):
         bad = np.flatnonzero(column < 0)
         if len(bad):
-            raise TraceError(f"{names[bad[0]]!r}: {what} is negative ({column[bad[0]]})")
-    for what, column in (("tensors", t.bytes), ("workspaces", c.workspace), ("FLOPs", c.flops)):
+            raise TraceError(f"{names[bad[0]]!r}: {field} is negative ({column[bad[0]]})")
+    for field, column in (("tensors", t.bytes), ("workspaces", c.workspace), ("FLOPs", c.flops)):
         if float(column.sum(dtype=np.float64)) >= 2.0**62:
-            raise TraceError(f"all {what} together are 2**62 or more")
-    for what, names in (("op", c.name), ("tensor", t.name)):
+            raise TraceError(f"all {field} together are 2**62 or more")
+    for noun, names in (("op", c.name), ("tensor", t.name)):
         if len(set(names)) != len(names):
             seen: set[str] = set()
-            double = next(n for n in names if n in seen or seen.add(n))  # type: ignore[func-returns-value]
-            raise TraceError(f"two {what}s are called {double!r}")
+            duplicate = next(n for n in names if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+            raise TraceError(f"two {noun}s are called {duplicate!r}")
     for ids, least in ((c.read_ids, 0), (c.write_ids, 0), (t.replaces, -1)):
         if len(ids) and (int(ids.max()) >= len(t.name) or int(ids.min()) < least):
             raise TraceError(f"a tensor id is out of range 0..{len(t.name) - 1}")
-    made, counts = np.unique(c.write_ids, return_counts=True)
+    written, counts = np.unique(c.write_ids, return_counts=True)
     if (counts > 1).any():
-        double_id = int(made[counts > 1][0])
-        by = [c.name[i] for i in range(len(c.name)) if double_id in trace.writes(i)]
-        raise TraceError(f"tensor {t.name[double_id]!r} has two producers: {', '.join(map(repr, by))}")
+        duplicate_id = int(written[counts > 1][0])
+        producers = [c.name[i] for i in range(len(c.name)) if duplicate_id in trace.writes(i)]
+        raise TraceError(f"tensor {t.name[duplicate_id]!r} has two producers: {', '.join(map(repr, producers))}")
     reader = np.repeat(np.arange(len(c.name)), np.diff(c.read_start))
-    early = np.flatnonzero(trace.producer[c.read_ids] >= reader)
-    if len(early):
-        op, tensor = int(reader[early[0]]), int(c.read_ids[early[0]])
+    too_early = np.flatnonzero(trace.producer[c.read_ids] >= reader)
+    if len(too_early):
+        op, tensor = int(reader[too_early[0]]), int(c.read_ids[too_early[0]])
         writer = int(trace.producer[tensor])
-        how = "reads its own output" if writer == op else f"reads it before {c.name[writer]!r} makes it"
-        raise TraceError(f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: {how}")
+        fault = "reads its own output" if writer == op else f"reads it before {c.name[writer]!r} produces it"
+        raise TraceError(f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: {fault}")
     _check_overwrites(trace, reader)
     _check_groups(trace)
 
@@ -85,65 +85,67 @@ def _check_overwrites(trace: Trace, reader: Ints) -> None:
     for wrong, why in (
         (trace.producer[new] < 0, "but no op writes it"),
         (t.bytes[new] != t.bytes[old], "which has another size"),
-        (trace.producer[old] >= trace.producer[new], "which is not made before it"),
+        (trace.producer[old] >= trace.producer[new], "which is not produced before it"),
     ):
         if wrong.any():
             a, b = int(new[wrong][0]), int(old[wrong][0])
             raise TraceError(f"tensor {t.name[a]!r} replaces {t.name[b]!r}, {why}")
-    gone_at = np.full(len(t.name), len(c.name), np.int64)
-    gone_at[old] = trace.producer[new]
-    late = np.flatnonzero(reader > gone_at[c.read_ids])
+    overwritten_by = np.full(len(t.name), len(c.name), np.int64)
+    overwritten_by[old] = trace.producer[new]
+    late = np.flatnonzero(reader > overwritten_by[c.read_ids])
     if len(late):
         op, tensor = int(reader[late[0]]), int(c.read_ids[late[0]])
-        raise TraceError(
-            f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: read after {c.name[int(gone_at[tensor])]!r} overwrote it"
-        )
-    _check_across_devices(trace, reader, gone_at)
+        overwriter = c.name[int(overwritten_by[tensor])]
+        raise TraceError(f"op {c.name[op]!r}: tensor {t.name[tensor]!r}: read after {overwriter!r} overwrote it")
+    _check_across_devices(trace, reader, overwritten_by)
 
 
-def _check_across_devices(trace: Trace, reader: Ints, gone_at: Ints) -> None:
-    """What one device overwrites in place every other device must have come to make, or to read, before."""
+def _check_across_devices(trace: Trace, reader: Ints, overwritten_by: Ints) -> None:
+    """Raise TraceError where nothing orders a write in place and another device's use of the old value.
+
+    Before one device overwrites a tensor in place, every other device that produces or reads it must have done so.
+    """
     t, c = trace.tensor_columns, trace.op_columns
     if not c.device.any():
         return
-    made = np.flatnonzero((gone_at < len(c.name)) & (trace.producer >= 0))
-    ops = np.concatenate((reader, trace.producer[made]))
-    tensors = np.concatenate((c.read_ids, made))
-    over = gone_at[tensors]
-    rows = np.flatnonzero(over < len(c.name))
-    rows = rows[c.device[ops[rows]] != c.device[over[rows]]]
+    produced = np.flatnonzero((overwritten_by < len(c.name)) & (trace.producer >= 0))
+    ops = np.concatenate((reader, trace.producer[produced]))
+    tensors = np.concatenate((c.read_ids, produced))
+    overwriter = overwritten_by[tensors]
+    rows = np.flatnonzero(overwriter < len(c.name))
+    rows = rows[c.device[ops[rows]] != c.device[overwriter[rows]]]
     if not len(rows):
         return
-    reached = reached_before(trace, np.unique(over[rows]).tolist())
+    reached = reached_before(trace, np.unique(overwriter[rows]).tolist())
     for row in rows.tolist():
-        op, write = int(ops[row]), int(over[row])
+        op, write = int(ops[row]), int(overwriter[row])
         if op > reached[write][int(c.device[op])]:
-            tensor, what = t.name[int(tensors[row])], "reads" if row < len(reader) else "makes"
+            tensor, verb = t.name[int(tensors[row])], "reads" if row < len(reader) else "produces"
             raise TraceError(
                 f"op {c.name[write]!r} on device {c.device[write]} overwrites tensor {tensor!r} in place, and op "
-                f"{c.name[op]!r} on device {c.device[op]} {what} it: nothing orders the two (a send, a collective, "
-                "or a result of one that the other waits for)"
+                f"{c.name[op]!r} on device {c.device[op]} {verb} it: nothing orders the two (a send, a collective, "
+                "or a result that one of them waits for)"
             )
 
 
 def check_range(trace: Trace, ids: Sequence[int]) -> None:
-    """Outputs and what is carried are tensors of the trace."""
+    """Raise TraceError unless the outputs and the carried tensors are tensors of the trace."""
     count = len(trace.tensor_columns.name)
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise TraceError(f"outputs or carry: a tensor id is out of range 0..{count - 1}")
 
 
 def check_ends(trace: Trace) -> None:
-    """Outputs must be there at the end, and what is carried must be able to start the next iteration."""
+    """Raise TraceError unless outputs exist at the end and carried tensors can start the next iteration."""
     name = trace.tensor_columns.name
-    for what, once in (
+    for fault, ids in (
         ("is an output twice", trace.outputs),
         ("is carried twice", [a for a, _ in trace.carry]),
         ("is carried to twice", [b for _, b in trace.carry]),
     ):
-        if len(set(once)) != len(once):
-            values, counts = np.unique(np.array(once), return_counts=True)
-            raise TraceError(f"tensor {name[int(values[counts > 1][0])]!r} {what}")
+        if len(set(ids)) != len(ids):
+            values, counts = np.unique(np.array(ids), return_counts=True)
+            raise TraceError(f"tensor {name[int(values[counts > 1][0])]!r} {fault}")
     for t in trace.outputs:
         if trace.replaced_by[t] >= 0:
             raise TraceError(f"tensor {name[t]!r} is an output, but {name[trace.replaced_by[t]]!r} overwrites it")
@@ -151,9 +153,9 @@ def check_ends(trace: Trace) -> None:
     for last, first in trace.carry:
         why = ""
         if last not in kept:
-            why = "is no output"
+            why = "is not an output"
         elif trace.producer[first] >= 0:
-            why = "is not there when an iteration starts"
+            why = "does not exist when an iteration starts"
         elif size[last] != size[first]:
             why = "has another size"
         if why:
@@ -162,26 +164,26 @@ def check_ends(trace: Trace) -> None:
 
 
 def check_releases(trace: Trace) -> None:
-    """What the program lets go of at an op's end is there by then, is let go once, and is wanted no more."""
+    """Raise TraceError for a release of a tensor not yet produced, released before, or still needed."""
     c, name, count = trace.op_columns, trace.tensor_columns.name, len(trace.tensor_columns.name)
-    let_go: dict[int, int] = {}
+    released_at: dict[int, int] = {}
     for op, tensors in c.releases.items():
         for t in tensors:
             if not 0 <= t < count:
                 raise TraceError(f"op {c.name[op]!r}: releases: a tensor id is out of range 0..{count - 1}")
-            if t in let_go:
-                first = c.name[let_go[t]]
+            if t in released_at:
+                first = c.name[released_at[t]]
                 raise TraceError(f"op {c.name[op]!r}: tensor {name[t]!r}: {first!r} has released it already")
-            let_go[t] = op
-    if not let_go:
+            released_at[t] = op
+    if not released_at:
         return
     kept, producer, last_use, replaced_by = set(trace.outputs), trace.producer, trace.last_use, trace.replaced_by
-    for t, op in let_go.items():
+    for t, op in released_at.items():
         why = ""
         if producer[t] < 0:
-            why = "it is there from the start, and stays"
+            why = "it exists from the start and is kept"
         elif producer[t] > op:
-            why = f"released before {c.name[producer[t]]!r} makes it"
+            why = f"released before {c.name[producer[t]]!r} produces it"
         elif replaced_by[t] >= 0:
             why = f"released, but {name[replaced_by[t]]!r} takes over its storage"
         elif last_use[t] > op:

@@ -174,7 +174,7 @@ def test_any_topological_order_is_the_same_computation(base: Trace, data: st.Dat
 
 def test_an_order_that_breaks_a_dependency_names_it() -> None:
     base = w1(1)
-    with pytest.raises(TraceError, match=r"op 'h0.qkv': tensor 'h0.ln1': reads it before 'h0.ln1' makes it"):
+    with pytest.raises(TraceError, match=r"op 'h0.qkv': tensor 'h0.ln1': reads it before 'h0.ln1' produces it"):
         reorder(base, [1, 0, *range(2, len(base.ops))])
     with pytest.raises(TraceError, match="one of them twice"):
         reorder(base, [0] * len(base.ops))

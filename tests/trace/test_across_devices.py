@@ -103,7 +103,9 @@ def unread(link: str):
 
 
 def test_a_value_is_not_overwritten_by_a_device_that_may_come_before_it_is_made():
-    with pytest.raises(TraceError, match=r"op 'write' on device 0 overwrites tensor 'x' .*op 'make' on device 1 makes"):
+    with pytest.raises(
+        TraceError, match=r"op 'write' on device 0 overwrites tensor 'x' .*op 'make' on device 1 produces"
+    ):
         unread("")
 
 

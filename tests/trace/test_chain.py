@@ -178,10 +178,10 @@ def test_what_is_no_chain_names_the_op_that_reads_across() -> None:
     b.op("side", reads=[second], writes=[third])
     b.op("join", reads=[first, third])
     trace = b.build()
-    with pytest.raises(TraceError, match=r"op 'join' reads 't0' that 'start' made long before"):
+    with pytest.raises(TraceError, match=r"op 'join' reads 't0', which 'start' produced much earlier"):
         chain(trace, [0, 0, 0])
     unet = synthetic.unet(4)
-    with pytest.raises(TraceError, match=r"op 'join0' reads 'down0' that 'down0' made long before"):
+    with pytest.raises(TraceError, match=r"op 'join0' reads 'down0', which 'down0' produced much earlier"):
         chain(unet, ns(unet), least=3)
 
 

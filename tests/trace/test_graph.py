@@ -57,7 +57,7 @@ MAKE_A = {"name": "f", "writes": [0]}
 @pytest.mark.parametrize(
     ("text", "tensors", "ops", "ends"),
     [
-        ("'g' makes it", [A, B], [{"name": "f", "reads": [1], "writes": [0]}, {"name": "g", "writes": [1]}], {}),
+        ("'g' produces it", [A, B], [{"name": "f", "reads": [1], "writes": [0]}, {"name": "g", "writes": [1]}], {}),
         ("reads its own output", [A], [{"name": "f", "reads": [0], "writes": [0]}], {}),
         ("two producers: 'f', 'g'", [A], [MAKE_A, {"name": "g", "writes": [0]}], {}),
         ("bytes is negative (-1)", [{"name": "a", "bytes": -1}], [], {}),
@@ -81,7 +81,7 @@ MAKE_A = {"name": "f", "writes": [0]}
             {},
         ),
         (
-            "not made before it",
+            "not produced before it",
             [A, {"name": "b", "replaces": 0}],
             [{"name": "f", "writes": [1]}, {"name": "g", "writes": [0]}],
             {},
@@ -89,8 +89,8 @@ MAKE_A = {"name": "f", "writes": [0]}
         ("'b' overwrites it", [A, {"name": "b", "replaces": 0}], [{"name": "f", "writes": [1]}], {"outputs": [0]}),
         ("out of range 0..0", [A], [], {"outputs": [7]}),
         ("'a' is an output twice", [A], [], {"outputs": [0, 0]}),
-        ("'a' is no output", [A, B], [], {"outputs": [], "carry": [(0, 1)]}),
-        ("'a' is not there when an iteration starts", [A], [MAKE_A], {"outputs": [0], "carry": [(0, 0)]}),
+        ("'a' is not an output", [A, B], [], {"outputs": [], "carry": [(0, 1)]}),
+        ("'a' does not exist when an iteration starts", [A], [MAKE_A], {"outputs": [0], "carry": [(0, 0)]}),
         ("another size", [A, {"name": "b", "bytes": 9}], [], {"outputs": [0], "carry": [(0, 1)]}),
         ("2**62", [{"name": "a", "bytes": 2**61}, {"name": "b", "bytes": 2**61}], [], {}),
     ],
@@ -201,8 +201,8 @@ def test_release_points_count_in_the_hash_only_where_there_are_any():
 
 
 @pytest.mark.parametrize(("tensor", "op", "why"), [
-    (0, 3, "'x': it is there from the start, and stays"),
-    (3, 1, "'y': released before 'h' makes it"),
+    (0, 3, "'x': it exists from the start and is kept"),
+    (3, 1, "'y': released before 'h' produces it"),
     (3, 2, "'y': released before 'i' reads it"),
     (4, 3, "'z': released, but it is an output"),
     (2, 3, "'i': tensor 'b': 'h' has released it already"),

@@ -140,28 +140,28 @@ def bad(tmp_path: Path, *lines: str, name: str = "bad.jsonl") -> str:
     ("where", "text", "lines"),
     [
         (1, "empty", [""]),
-        (1, "must say", ['{"tensor": "x"}']),
+        (1, "must contain", ['{"tensor": "x"}']),
         (1, "must be an object", ["[1]"]),
         (1, "version 2 is not known", [HEAD.replace("1", "2")]),
         (1, "key 'outputz' is unknown (did you mean 'outputs'?)", [HEAD[:-1] + ', "outputz": []}']),
         (1, "meta: '3' is not an object", [HEAD[:-1] + ', "meta": 3}']),
-        (2, "no JSON", [HEAD, '{"tensor": "x", "byt']),
-        (2, "no JSON", [HEAD, X + ",", Y]),
+        (2, "not JSON", [HEAD, '{"tensor": "x", "byt']),
+        (2, "not JSON", [HEAD, X + ",", Y]),
         (2, "'bytes' is missing", [HEAD, '{"tensor": "x"}']),
         (2, "bytes: '1.5' is not a whole number", [HEAD, '{"tensor": "x", "bytes": 1.5}']),
         (2, "bytes: 'True' is not", [HEAD, '{"tensor": "x", "bytes": true}']),
         (2, "bytes: -1 is out of range", [HEAD, '{"tensor": "x", "bytes": -1}']),
         (2, "bytes: 9223372036854775808 is out of range", [HEAD, f'{{"tensor": "x", "bytes": {2**63}}}']),
         (2, "many digits", [HEAD, f'{{"tensor": "x", "bytes": {10**400}}}']),
-        (2, "no JSON", [HEAD, f'{{"tensor": "x", "bytes": 1{"0" * 5000}}}']),
-        (2, "NaN is no number", [HEAD, '{"tensor": "x", "bytes": 1, "zeros": NaN}']),
+        (2, "not JSON", [HEAD, f'{{"tensor": "x", "bytes": 1{"0" * 5000}}}']),
+        (2, "NaN is not a number", [HEAD, '{"tensor": "x", "bytes": 1, "zeros": NaN}']),
         (2, "zeros: '2'", [HEAD, '{"tensor": "x", "bytes": 1, "zeros": 2}']),
         (2, "shape: '-1'", [HEAD, '{"tensor": "x", "bytes": 1, "shape": [-1]}']),
         (2, "role 'wieght' is unknown (did you mean 'weight'?)", [HEAD, X.replace("input", "wieght")]),
-        (2, "'bytes' stands twice", [HEAD, '{"tensor": "x", "bytes": 1, "bytes": 2}']),
-        (3, "tensor 'x': it stands twice", [HEAD, X, X]),
+        (2, "'bytes' appears twice", [HEAD, '{"tensor": "x", "bytes": 1, "bytes": 2}']),
+        (3, "tensor 'x': it is defined twice", [HEAD, X, X]),
         (3, "neither a tensor nor an op", [HEAD, X, '{"name": "y"}']),
-        (3, "no tensor 'z' stands above", [HEAD, X, '{"op": "f", "reads": ["z"]}']),
+        (3, "no tensor 'z' precedes this line", [HEAD, X, '{"op": "f", "reads": ["z"]}']),
         (3, "tensor 1 is out of range", [HEAD, X, '{"op": "f", "reads": [1]}']),
         (3, "give its name or its id", [HEAD, X, '{"op": "f", "reads": [[0]]}']),
         (3, "kind 'matmull' is unknown", [HEAD, X, '{"op": "f", "kind": "matmull"}']),
@@ -169,15 +169,19 @@ def bad(tmp_path: Path, *lines: str, name: str = "bad.jsonl") -> str:
         (3, "splits: 'batches' is unknown", [HEAD, X, '{"op": "f", "splits": ["batches"]}']),
         (3, "alternatives", [HEAD, X, '{"op": "f", "alternatives": [["a", "b", 0]]}']),
         (3, "key 'flop' is unknown (did you mean 'flops'?)", [HEAD, X, '{"op": "f", "flop": 1}']),
-        (5, "op 'f': it stands twice", [HEAD, X, Y, F, '{"op": "f"}']),
-        (5, "op 'g': tensor 'y' has another producer", [HEAD, X, Y, F, F.replace('"f"', '"g"')]),
-        (3, "replaces: no tensor 'q' stands above", [HEAD, X, '{"tensor": "y", "bytes": 8, "replaces": "q"}']),
+        (5, "op 'f': it is defined twice", [HEAD, X, Y, F, '{"op": "f"}']),
+        (5, "op 'g': tensor 'y' already has a producer", [HEAD, X, Y, F, F.replace('"f"', '"g"')]),
+        (3, "replaces: no tensor 'q' precedes this line", [HEAD, X, '{"tensor": "y", "bytes": 8, "replaces": "q"}']),
         (4, "1 ops, but the header says 3", [HEAD[:-1] + ', "ops": 3}', X, Y, F]),
         (1, "no tensor 'q'", [HEAD[:-1] + ', "outputs": ["q"]}', X]),
         (1, "carry must be a list of pairs", [HEAD[:-1] + ', "carry": [1]}', X]),
         (2, "the header has no origin", [HEAD, X[:-1] + ', "stands_for": 0}']),
-        (2, "does not say what it stands for", [HEAD[:-1] + ', "origin": {"base": "b"}}', X]),
-        (2, "is no origin", [HEAD[:-1] + ', "origin": {"base": "b"}}', X[:-1] + ', "stands_for": ["part", 0, 2, 1]}']),
+        (2, "`stands_for` is missing", [HEAD[:-1] + ', "origin": {"base": "b"}}', X]),
+        (
+            2,
+            "is not an origin",
+            [HEAD[:-1] + ', "origin": {"base": "b"}}', X[:-1] + ', "stands_for": ["part", 0, 2, 1]}'],
+        ),
         (2, "nested too deeply", [HEAD, X[:-1] + ', "shape": ' + "[" * 100_000 + "]" * 100_000 + "}"]),
     ],
 )  # fmt: skip
@@ -189,7 +193,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, where: int, text: 
 
 def test_a_read_before_the_write_names_file_op_and_tensor(tmp_path: Path) -> None:
     complaint = bad(tmp_path, HEAD, X, Y, '{"op": "g", "reads": ["y"]}', F)
-    assert "op 'g': tensor 'y': reads it before 'f' makes it" in complaint
+    assert "op 'g': tensor 'y': reads it before 'f' produces it" in complaint
 
 
 def test_a_damaged_or_cut_archive_is_refused(tmp_path: Path) -> None:
