@@ -1,4 +1,4 @@
-"""How far every device has certainly got when an op starts, however long each op takes; and whether all of them finish."""
+"""How far each device has certainly got when an op starts, however long ops take; and whether all devices finish."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def reached_before(trace: Trace, ops: Iterable[int]) -> dict[int, list[int]]:
 
 
 def blocked(trace: Trace) -> list[tuple[int, int, int, int]]:
-    """Ops that wait for each other in a circle, none where every device comes to its end.
+    """A cycle of ops that wait for each other, empty where every device finishes.
 
-    Each is (op, tensor, producer or reader, member): the op is not begun until that member of a group has come, since
-    it reads the tensor, which the group makes, or overwrites it in place while the group reads or makes it. The next
-    op in the list stands on the member's device, at or before the member.
+    Each entry is (op, tensor, producer or reader, member): the op does not start before that member of a group is
+    reached, because it reads the tensor, which the group produces, or overwrites it in place while the group reads or
+    produces it. The next op in the list is on the member's device, at or before the member.
     """
     c, producer = trace.op_columns, trace.producer.tolist()
     if not c.group:
@@ -56,42 +56,44 @@ def blocked(trace: Trace) -> list[tuple[int, int, int, int]]:
     members: dict[str, list[int]] = {}
     for op, name in sorted(c.group.items()):
         members.setdefault(name, []).append(op)
-    lacks = {name: set(ops) for name, ops in members.items()}
+    missing = {name: set(ops) for name, ops in members.items()}
     order: list[list[int]] = [[] for _ in range(trace.devices)]
     for op in range(len(c.name)):
         order[device[op]].append(op)
-    at = [0] * trace.devices
-    began = [False] * len(c.name)
+    position = [0] * trace.devices
+    started = [False] * len(c.name)
 
     def awaited(op: int) -> tuple[int, int] | None:
-        """(tensor, op that makes or reads it) of the first that has to end before an op begins, and has not."""
+        """(tensor, op that produces or reads it) for the first op that must end before `op` starts and has not."""
         for t in trace.reads(op):
             p = producer[t]
-            if p >= 0 and (not began[p] or lacks.get(c.group.get(p, ""))):
+            if p >= 0 and (not started[p] or missing.get(c.group.get(p, ""))):
                 return t, p
         for t in trace.writes(op):
             old = int(trace.tensor_columns.replaces[t])
             for other in () if old < 0 else (producer[old], *trace.readers(old)):
-                if 0 <= other < op and lacks.get(c.group.get(other, "")):  # on another device it is surely reached
+                if 0 <= other < op and missing.get(
+                    c.group.get(other, "")
+                ):  # on another device it has certainly been reached
                     return old, other
         return None
 
-    went_on = True
-    while went_on:
-        went_on = False
+    progressed = True
+    while progressed:
+        progressed = False
         for d, ops in enumerate(order):
-            while at[d] < len(ops) and awaited(ops[at[d]]) is None:
-                op = ops[at[d]]
-                began[op] = went_on = True
+            while position[d] < len(ops) and awaited(ops[position[d]]) is None:
+                op = ops[position[d]]
+                started[op] = progressed = True
                 if op in c.group:
-                    lacks[c.group[op]].discard(op)
-                at[d] += 1
-    stuck = next((d for d, ops in enumerate(order) if at[d] < len(ops)), -1)
+                    missing[c.group[op]].discard(op)
+                position[d] += 1
+    stuck = next((d for d, ops in enumerate(order) if position[d] < len(ops)), -1)
     chain: dict[int, tuple[int, int, int, int]] = {}
     while stuck >= 0 and stuck not in chain:
-        op = order[stuck][at[stuck]]
+        op = order[stuck][position[stuck]]
         tensor, other = awaited(op) or (-1, -1)
-        member = min(lacks.get(c.group.get(other, "")) or {other})
+        member = min(missing.get(c.group.get(other, "")) or {other})
         chain[stuck] = op, tensor, other, member
         stuck = device[member]
     return list(chain.values())[list(chain).index(stuck) :] if chain else []

@@ -57,18 +57,18 @@ def check_graph(trace: Trace) -> None:
 
 
 def _check_groups(trace: Trace) -> None:
-    """Members of groups must be able to meet: none waits, itself or by what stands before it, for the others' end."""
+    """Raise TraceError where members of groups wait for each other, directly or through preceding ops."""
     t, c = trace.tensor_columns, trace.op_columns
     waits = []
     for op, tensor, other, member in blocked(trace):
-        does = "reads" if tensor in trace.reads(op) and trace.producer[tensor] == other else "overwrites"
-        if other == member:  # it has not begun, for what stands before it on its device
-            what = f"which op {c.name[other]!r} on device {c.device[other]} has yet to make"
+        verb = "reads" if tensor in trace.reads(op) and trace.producer[tensor] == other else "overwrites"
+        if other == member:  # it has not started, because of what precedes it on its device
+            reason = f"which op {c.name[other]!r} on device {c.device[other]} has yet to produce"
         else:
-            uses = "makes" if trace.producer[tensor] == other else "reads"
-            what = f"which op {c.name[other]!r} {uses} in group {c.group[other]!r}"
-            what += f", and that waits for op {c.name[member]!r} on device {c.device[member]}"
-        waits.append(f"op {c.name[op]!r} on device {c.device[op]} {does} tensor {t.name[tensor]!r}, {what}")
+            uses = "produces" if trace.producer[tensor] == other else "reads"
+            reason = f"which op {c.name[other]!r} {uses} in group {c.group[other]!r}"
+            reason += f", and that waits for op {c.name[member]!r} on device {c.device[member]}"
+        waits.append(f"op {c.name[op]!r} on device {c.device[op]} {verb} tensor {t.name[tensor]!r}, {reason}")
     if waits:
         raise TraceError(f"ops wait for each other: {'; '.join(waits)}")
 

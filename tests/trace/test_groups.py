@@ -77,7 +77,7 @@ def test_a_member_that_reads_another_member_s_result_is_named():
     with pytest.raises(TraceError) as error:
         built([(0, "x", 0, 0), (1, "x", 1, 0)], {"x": {0, 1}})
     assert str(error.value) == (
-        "ops wait for each other: op 'op1' on device 1 reads tensor 't0', which op 'op0' makes in group 'x', "
+        "ops wait for each other: op 'op1' on device 1 reads tensor 't0', which op 'op0' produces in group 'x', "
         "and that waits for op 'op1' on device 1"
     )
 
