@@ -31,9 +31,13 @@ Role = Annotated[str, OneOf(ROLES)]
 class Lineage:
     """Flat lists of a trace, an entry an op or a tensor; picklable.
 
-    reads: per op without doubles, in the order in which the last mention of each stands. children: per
-    tensor the results of the ops that can run again and read it. makes: per op the bytes of its results
-    and workspace. cost: ns of a run of its producer, 0 without one. counts: whether its producer can run
+    A view stands for the storage in which it lies, in `reads`, `parents` and `children`. views: per op that makes
+    views each with its storage. view_of: per view its storage. views_in: per storage all views in it.
+
+    reads: per op without doubles, in the order in which the last mention of each stands. parents: per tensor what its
+    producer reads. children: per tensor the results, but for views, of the ops that can run again and read it. makes:
+    per op the bytes of its results and workspace. took: per op ns of a run. cost: per tensor ns of a run of its
+    producer, 0 without one. counts: whether its producer can run
     again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody
     reads it. holders: how many ops read it, and one more where the program releases it. releases: per op what the
     program lets go of at its end. overwrites: per op what it overwrites in place and cannot come back.
@@ -45,8 +49,13 @@ class Lineage:
     device: list[int]
     forward: list[bool]
     producer: list[int]
+    parents: list[tuple[int, ...]]
     children: list[tuple[int, ...]]
+    views: Mapping[int, tuple[tuple[int, int], ...]]
+    view_of: Mapping[int, int]
+    views_in: Mapping[int, list[int]]
     size: list[int]
+    took: list[int]
     cost: list[int]
     evictable: list[bool]
     counts: list[bool]
@@ -54,11 +63,6 @@ class Lineage:
     holders: list[int]
     releases: Mapping[int, tuple[int, ...]]
     overwrites: dict[int, tuple[int, ...]]
-
-    def parents(self, tensor: int) -> tuple[int, ...]:
-        """What its producer reads."""
-        producer = self.producer[tensor]
-        return self.reads[producer] if producer >= 0 else ()
 
 
 def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lineage:
@@ -70,7 +74,8 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
     c, t = trace.op_columns, trace.tensor_columns
     count, size = len(c.name), t.bytes.tolist()
     writes = [trace.writes(i) for i in range(count)]
-    reads = [_last_mention(trace.reads(i)) for i in range(count)]
+    view_of = trace.view_of
+    reads = [_last_mention(trace.reads(i), view_of) for i in range(count)]
     again = (c.phase != PHASE_CODE["update"]) & ~np.isin(c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")])
     again[list(c.group)] = False
     again[trace.producer[np.flatnonzero(t.replaces >= 0)]] = False
@@ -78,16 +83,22 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
     counts = made & again[trace.producer] if count else made
     evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (t.bytes > 0)
     freeable = made.copy()
-    freeable[list(trace.outputs)] = False
+    freeable[[*trace.outputs, *view_of]] = False
     children: list[list[int]] = [[] for _ in range(len(t.name))]
     for i in np.flatnonzero(again).tolist():
         for tensor in reads[i]:
-            children[tensor] += writes[i]
+            children[tensor] += (t for t in writes[i] if t not in view_of) if i in c.views else writes[i]
     overwrites: dict[int, tuple[int, ...]] = {}
     for old, new in enumerate(trace.replaced_by.tolist()):
         if new >= 0 and not counts[old]:
             op = int(trace.producer[new])
             overwrites[op] = (*overwrites.get(op, ()), old)
+    views: dict[int, tuple[tuple[int, int], ...]] = {}
+    views_in: dict[int, list[int]] = {}
+    for view, storage in view_of.items():
+        views_in.setdefault(storage, []).append(view)
+        op = int(trace.producer[view])
+        views[op] = (*views.get(op, ()), (view, storage))
     times = op_times(trace, problem.platform).total
     cost = np.where(made, times[trace.producer], 0) if count else np.zeros(len(t.name), np.int64)
     return Lineage(
@@ -97,8 +108,13 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
         device=c.device.tolist(),
         forward=(c.phase == PHASE_CODE["forward"]).tolist(),
         producer=trace.producer.tolist(),
+        parents=[reads[p] if p >= 0 else () for p in trace.producer.tolist()],
         children=[tuple(row) for row in children],
+        views=views,
+        view_of=view_of,
+        views_in=views_in,
         size=size,
+        took=times.tolist(),
         cost=cost.tolist(),
         evictable=evictable.tolist(),
         counts=counts.tolist(),
@@ -109,8 +125,44 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
     )
 
 
-def _last_mention(row: tuple[int, ...]) -> tuple[int, ...]:
+def _last_mention(row: tuple[int, ...], view_of: Mapping[int, int]) -> tuple[int, ...]:
+    if view_of:
+        row = tuple(view_of.get(tensor, tensor) for tensor in row)
     return row if len(set(row)) == len(row) else tuple(dict.fromkeys(reversed(row)))[::-1]
+
+
+class Kin:
+    """Who was made from whom so far, and at what cost: the lineage, and what the views made so far add to it.
+
+    cost: per storage ns of the ops that make it and the views in it, each once. joined: storages that have parents
+    beside those of their producer, through a view. views_made_from: per tensor the views elsewhere whose op reads it.
+    """
+
+    def __init__(self, lineage: Lineage) -> None:
+        grows = bool(lineage.views)
+        self._lineage = lineage
+        self.cost = list(lineage.cost) if grows else lineage.cost
+        self.parents = list(lineage.parents) if grows else lineage.parents
+        self.children = list(lineage.children) if grows else lineage.children
+        self.joined: set[int] = set()
+        self.views_made_from: dict[int, list[int]] = {}
+
+    def add_views(self, op: int) -> tuple[int, ...]:
+        """An op that makes views is reached for the first time. Returns the storages whose cost grows by its own."""
+        line, reads = self._lineage, self._lineage.reads[op]
+        storages = tuple(dict.fromkeys(storage for _, storage in line.views[op]))
+        for storage in storages:
+            self.cost[storage] += line.took[op]
+            others = tuple(tensor for tensor in reads if tensor != storage)
+            self.parents[storage] += others
+            for tensor in others:
+                self.children[tensor] += (storage,)
+                self.joined.add(storage)
+        for view, storage in line.views[op]:
+            for tensor in reads:
+                if tensor != storage:
+                    self.views_made_from.setdefault(tensor, []).append(view)
+        return storages
 
 
 class Table:

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.eviction.evictable import Lineage, Pool, Table
+from sim.eviction.evictable import Kin, Lineage, Pool, Table
 from sim.eviction.ranking import ranking_for
 from sim.plan import Action, Change, Drop, Memory, Need, Online, Problem, Recompute
 
@@ -55,11 +55,13 @@ class Evictor(Online):
         self.copies = [0] * count
         self.gone = [False] * count  # made, nowhere any more, and part of the graph
         self.fixed = [False] * count  # something that its recomputation needs cannot come back
+        self.kin = Kin(lineage)
         self.table = Table(lineage)
         self.random = Random(seed)
         self.ranking, self.price = ranking_for(
             rules.heuristic,
             lineage,
+            self.kin,
             self.table,
             self.gone,
             staleness=rules.staleness,
@@ -86,7 +88,9 @@ class Evictor(Online):
     def notice(self, change: Change) -> None:
         """Keep the ledger."""
         what, tensor, tier, now = change
-        if what == "read":
+        if tensor in self.line.view_of:
+            self._notice_view(change)
+        elif what == "read":
             self._ended = -1
             self._locks[tensor] += 1
             self.locked.add(tensor)
@@ -111,6 +115,25 @@ class Evictor(Online):
             self._leaving.pop(tensor, None)
             if not self.copies[tensor] and not self.gone[tensor]:
                 self._lose(tensor)
+
+    def _notice_view(self, change: Change) -> None:
+        """A view comes and goes with its storage; whoever reads it reads that, too."""
+        what, view, tier, now = change
+        if what == "came":
+            self.copies[view] |= self.bit[tier]
+            producer = self.line.producer[view]
+            if self._ended != producer:
+                self._end(producer)
+            if not self._made[view]:
+                self._made[view] = True
+                self.table.access[self.line.view_of[view]] = now
+        elif what == "went":
+            self.copies[view] &= ~self.bit[tier]
+
+    def _drop_views(self, storage: int) -> list[Action]:
+        """The views in a storage that goes: without it they are undefined."""
+        views, bits = self.line.views_in.get(storage, ()), self.bit.items()
+        return [Drop(view, tier) for view in views for tier, bit in bits if self.copies[view] & bit]
 
     def _arrive(self, tensor: int, now: int) -> None:
         """It is there after it was nowhere: its producer has ended, or it lies there from the start."""
@@ -198,6 +221,10 @@ class Evictor(Online):
                     self._due.append(tensor)
         self._ended = -1
         answer: list[Action] = self._free_the_dead(memory) if self._due else []
+        if op in line.views:
+            for storage in self.kin.add_views(op):
+                if self.rules.heuristic == "local":  # other weights are lower bounds, and stay so
+                    self.table.weight[storage] = self.kin.cost[storage]
         if op in line.overwrites:
             for old in line.overwrites[op]:
                 missed, all_of_it = self._made_from(old)
@@ -238,11 +265,14 @@ class Evictor(Online):
                 if tier in self.pools:
                     self.pools[tier].remove(tensor)
                     self._leaving[tensor] = tier
-        return answer
+        return answer + self._drop_views(tensor)
 
     def _has_evicted_child(self, tensor: int) -> bool:
-        strays = self._strays
-        return any(self.gone[c] or (c in strays and not self.copies[c]) for c in self.line.children[tensor])
+        strays, copies, kin = self._strays, self.copies, self.kin
+        if any(self.gone[c] or (c in strays and not copies[c]) for c in kin.children[tensor]):
+            return True
+        made_from, storage = kin.views_made_from.get(tensor, ()), self.line.view_of
+        return any(not copies[view] and not self._banished[storage[view]] for view in made_from)
 
     def _banish(self, tensor: int) -> list[Action]:
         """Free it for good; what was made from it cannot be made again."""
@@ -251,7 +281,7 @@ class Evictor(Online):
             self.gone[tensor] = False
             if self.price is not None:
                 self.price.vanished(tensor)
-        self._fix(c for c in self.line.children[tensor] if self.copies[c] and not self._banished[c])
+        self._fix(c for c in self.kin.children[tensor] if self.copies[c] and not self._banished[c])
         return self._drops(tensor)
 
     def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:
@@ -262,7 +292,7 @@ class Evictor(Online):
         missed: list[int] = []
         seen, stack = {tensor}, [tensor]
         while stack:
-            for child in self.line.children[stack.pop()]:
+            for child in self.kin.children[stack.pop()]:
                 if child in seen or not self._made[child] or self.fixed[child]:
                     continue
                 seen.add(child)
@@ -274,10 +304,13 @@ class Evictor(Online):
         return missed, seen
 
     def _fix(self, tensors: Iterable[int]) -> None:
-        """They cannot be made again: what is there of them stays until nobody reads it."""
+        """They cannot be made again: what is there of them stays until nobody reads it.
+
+        Under banishing what was released already stays until something reads it once more, as the authors have it.
+        """
         for tensor in tensors:
             self.fixed[tensor] = True
-            if self._released[tensor] and self.copies[tensor]:
+            if self._released[tensor] and self.copies[tensor] and self.rules.deallocation != "banish":
                 self._due.append(tensor)
             for pool in self.pools.values():
                 pool.remove(tensor)
@@ -313,6 +346,7 @@ class Evictor(Online):
             self._leaving[tensor] = need.tier
             if isinstance(action, Drop) and self.copies[tensor] == self.bit[need.tier]:
                 self._lose(tensor)
+                answer += self._drop_views(tensor)
         return answer
 
     def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from sim.eviction.evictable import Lineage, Table
+from sim.eviction.evictable import Kin, Table
 
 
 class Price(Protocol):
@@ -40,18 +40,18 @@ class Neighbourhood:
     tensor, whose bound counts it.
     """
 
-    def __init__(self, lineage: Lineage, table: Table, gone: list[bool], *, children: bool = True) -> None:
-        self._lineage = lineage
+    def __init__(self, kin: Kin, table: Table, gone: list[bool], *, children: bool = True) -> None:
+        self._kin = kin
         self._table = table
         self._gone = gone
         self._down = children
         self._holders: dict[int, dict[int, int]] = {}
-        self._stamp = [0] * len(lineage.size)
+        self._stamp = [0] * len(kin.cost)
 
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """See `Price`."""
-        line, gone, holders, cost = self._lineage, self._gone, self._holders, self._lineage.cost
-        reads, producer, children = line.reads, line.producer, line.children
+        gone, holders, cost = self._gone, self._holders, self._kin.cost
+        parents, children = self._kin.parents, self._kin.children
         self._stamp[tensor] = stamp = self._stamp[tensor] + 1
         total, latest = cost[tensor], 0.0
         access = self._table.access
@@ -60,7 +60,7 @@ class Neighbourhood:
             stack = [tensor]
             while stack:
                 here = stack.pop()
-                for other in children[here] if down else reads[producer[here]]:
+                for other in children[here] if down else parents[here]:
                     if gone[other] and other not in seen:
                         seen.add(other)
                         stack.append(other)
@@ -81,22 +81,28 @@ class Neighbourhood:
         self._stamp[tensor] += 1
 
     def came(self, tensor: int) -> None:
-        """See `Price`. Its parents are all there, so that only they can have reached it from above."""
+        """See `Price`. What its producer reads is there, so that only that can have reached it from above.
+
+        Through a view it may have other parents: then whoever reached it may have reached others over it.
+        """
+        if tensor in self._kin.joined:
+            for holder in self._holders.get(tensor, ()):
+                self._reset(holder)
         self.vanished(tensor)
         self._reset(tensor)
-        for parent in self._lineage.parents(tensor):
+        for parent in self._kin.parents[tensor]:
             self._reset(parent)
 
     def vanished(self, tensor: int) -> None:
         """See `Price`."""
-        cost = self._lineage.cost[tensor]
+        cost = self._kin.cost[tensor]
         for holder, stamp in self._holders.pop(tensor, {}).items():
             if self._stamp[holder] == stamp:
                 self._table.weight[holder] -= cost
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
-        self._table.weight[tensor] = self._lineage.cost[tensor]
+        self._table.weight[tensor] = self._kin.cost[tensor]
 
 
 class CostClasses:
@@ -109,8 +115,8 @@ class CostClasses:
 
     SLACK = 4
 
-    def __init__(self, lineage: Lineage, table: Table, gone: list[bool]) -> None:
-        self._lineage = lineage
+    def __init__(self, kin: Kin, table: Table, gone: list[bool]) -> None:
+        self._kin = kin
         self._table = table
         self._gone = gone
         self._node: dict[int, int] = {}
@@ -119,21 +125,21 @@ class CostClasses:
         self._left: list[int] = []  # cost that has left the class
         self._watch: list[list[tuple[int, int, int]]] = []
         self._full = 1024  # entries of one heap before what is void in it is thrown out
-        self._stamp = [0] * len(lineage.size)
+        self._stamp = [0] * len(kin.cost)
 
     def cost(self, tensor: int) -> int:
         """Its own cost and that of every class that it touches."""
         roots = {self._root(self._node[n]) for n in self._neighbours(tensor)}
-        return self._lineage.cost[tensor] + sum(self._value[root] for root in roots)
+        return self._kin.cost[tensor] + sum(self._value[root] for root in roots)
 
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """See `Price`."""
         roots = {self._root(self._node[n]) for n in self._neighbours(tensor)}
         self._stamp[tensor] = stamp = self._stamp[tensor] + 1
-        total = bound = self._lineage.cost[tensor]
+        total = bound = self._kin.cost[tensor]
         for root in roots:
             value = self._value[root]
-            slack = value >> self.SLACK
+            slack = max(value, 0) >> self.SLACK
             total += value
             bound += value - slack
             watch = self._watch[root]
@@ -148,7 +154,7 @@ class CostClasses:
         self._stamp[tensor] += 1
         node = len(self._parent)
         self._parent.append(node)
-        self._value.append(self._lineage.cost[tensor])
+        self._value.append(self._kin.cost[tensor])
         self._left.append(0)
         self._watch.append([])
         self._node[tensor] = node
@@ -164,7 +170,7 @@ class CostClasses:
     def vanished(self, tensor: int) -> None:
         """See `Price`. What touched a class through this tensor alone does not any more."""
         root = self._root(self._node.pop(tensor))
-        cost = self._lineage.cost[tensor]
+        cost = self._kin.cost[tensor]
         self._value[root] -= cost
         self._left[root] += cost
         watch = self._watch[root]
@@ -172,16 +178,16 @@ class CostClasses:
             _, holder, stamp = heappop(watch)
             if self._stamp[holder] == stamp:
                 self._reset(holder)
-        for other in (*self._lineage.parents(tensor), *self._lineage.children[tensor]):
+        for other in (*self._kin.parents[tensor], *self._kin.children[tensor]):
             self._reset(other)
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
-        self._table.weight[tensor] = self._lineage.cost[tensor]
+        self._table.weight[tensor] = self._kin.cost[tensor]
 
     def _neighbours(self, tensor: int) -> list[int]:
         gone = self._gone
-        return [n for n in (*self._lineage.parents(tensor), *self._lineage.children[tensor]) if gone[n]]
+        return [n for n in (*self._kin.parents[tensor], *self._kin.children[tensor]) if gone[n]]
 
     def _root(self, node: int) -> int:
         parent = self._parent

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.eviction.evictable import Lineage, Pool, Table
+from sim.eviction.evictable import Kin, Lineage, Pool, Table
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood, Price
 
 NEAR = 1e-12
@@ -152,6 +152,7 @@ HEURISTICS = ("dtr", "dtr_eq", "local", "none", "lru", "size", "msps", "random")
 def ranking_for(
     heuristic: str,
     lineage: Lineage,
+    kin: Kin,
     table: Table,
     gone: list[bool],
     *,
@@ -172,9 +173,9 @@ def ranking_for(
     if heuristic == "lru":
         return Oldest(lineage, table, ties), None
     if heuristic in ("dtr", "msps"):
-        price = Neighbourhood(lineage, table, gone, children=heuristic == "dtr")
+        price = Neighbourhood(kin, table, gone, children=heuristic == "dtr")
     elif heuristic == "dtr_eq":
-        price = CostClasses(lineage, table, gone)
+        price = CostClasses(kin, table, gone)
     elif heuristic in ("none", "size"):
         table.weight[:] = 1
     if heuristic in ("msps", "size"):

@@ -48,7 +48,8 @@ class TraceBuilder:
         self._reads, self._writes = array("q"), array("q")
         self._read_start, self._write_start = array("q", (0,)), array("q", (0,))
         self._sparse: dict[str, dict[int, Any]] = {
-            k: {} for k in ("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases")
+            k: {}
+            for k in ("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views")
         }
 
     @classmethod
@@ -131,6 +132,7 @@ class TraceBuilder:
         alternatives: Sequence[Implementation] = (),
         splits: Sequence[str] = (),
         releases: Sequence[int] = (),
+        views: Sequence[int] = (),
     ) -> int:
         """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
@@ -156,6 +158,8 @@ class TraceBuilder:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
         if releases:
             self._sparse["releases"][row] = tuple(releases)
+        if any(place >= 0 for place in views):
+            self._sparse["views"][row] = tuple(views)
         return row
 
     def release(self, tensor: int, op: int) -> None:
@@ -202,10 +206,12 @@ class TraceBuilder:
         self._sparse[key][row] = value
 
     def copy_op(self, op: Op, **changes: Any) -> int:
-        """Append a copy of `op` with some fields changed. Returns its id."""
+        """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
         more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
         fields = {name: getattr(op, name) for name in (*names, *more)}
+        if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
+            fields["views"] = op.views
         return self.op(changes.pop("name", op.name), **{**fields, **changes})
 
     def build(
@@ -250,6 +256,7 @@ class TraceBuilder:
             alternatives=s["alternatives"],
             splits=s["splits"],
             releases=s["releases"],
+            views=s["views"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 

@@ -47,7 +47,8 @@ class OpColumns:
     """All ops in program order. -1 stands for "unknown" in `bytes` and `duration`, "none" in `layer`.
 
     Op i reads `read_ids[read_start[i]:read_start[i + 1]]`; writes are stored likewise. `releases` gives, for few ops,
-    the tensors that the program releases when they end, where that is later than the last reader.
+    the tensors that the program releases when they end, where that is later than the last reader. `views` of the few
+    ops that produce some: see `Op`.
     """
 
     name: Sequence[str]
@@ -71,6 +72,7 @@ class OpColumns:
     alternatives: Mapping[int, tuple[Implementation, ...]]
     splits: Mapping[int, tuple[str, ...]]
     releases: Mapping[int, tuple[int, ...]]
+    views: Mapping[int, tuple[int, ...]]
 
 
 class Trace:
@@ -86,7 +88,8 @@ class Trace:
         hash, because it does not change what runs.
 
     Raises TraceError, naming op and tensor, for a read before the write, two producers of one tensor, a read of an
-    overwritten tensor, a negative size, or an impossible output, carry or release.
+    overwritten tensor, a negative size, or an impossible view, output, carry or
+    release.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Trace:
             alternatives=c.alternatives.get(i, ()),
             splits=c.splits.get(i, ()),
             releases=c.releases.get(i, ()),
+            views=c.views.get(i, ()),
         )
 
     def _tensor(self, t: int) -> Tensor:
@@ -211,6 +215,12 @@ class Trace:
         return out
 
     @cached_property
+    def view_of(self) -> Mapping[int, int]:
+        """Per view the tensor in whose storage it lies."""
+        made = ((i, zip(self.writes(i), places, strict=True)) for i, places in self.op_columns.views.items())
+        return {view: self.reads(i)[place] for i, pairs in made for view, place in pairs if place >= 0}
+
+    @cached_property
     def read_counts(self) -> Ints:
         """How many ops read each tensor; an op that reads it twice counts once. Shape (tensors,)."""
         return np.diff(self._readers[0])
@@ -258,8 +268,8 @@ class Trace:
         digest = hashlib.sha256()
         for part in (self.tensor_columns, self.op_columns):
             for key, column in vars(part).items():
-                if key == "releases" and not column:
-                    continue  # a trace without release points hashes as it did before they existed
+                if key in ("releases", "views") and not column:
+                    continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())
                 if isinstance(column, np.ndarray):
                     digest.update(np.ascontiguousarray(column).tobytes())

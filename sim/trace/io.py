@@ -72,7 +72,7 @@ _TENSOR = {
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype"), _TEXT),
     **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
-    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases"), _LIST),
+    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views"), _LIST),
     "layer": _LAYER,
     "device": (int, 0, 2**16),
     "priority": (int, -(2**31), 2**31 - 1),
@@ -168,6 +168,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             ("group", c.group),
             ("splits", c.splits),
             ("releases", c.releases),
+            ("views", c.views),
         ):
             if i in sparse:
                 line[key] = sparse[i]
@@ -369,6 +370,9 @@ class _Reader:
         for key in ("reads", "writes", "releases"):
             if key in row:
                 row[key] = [self._tensor(t) for t in row[key]]
+        for place in row.get("views", ()):
+            if type(place) is not int:
+                raise TraceError(f"views: {_shown(place)!r} is no place in its reads")
         for t in row.get("writes", ()):
             if self.produced[t]:
                 raise TraceError(f"tensor {self._name(t)!r} already has a producer")

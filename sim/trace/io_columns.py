@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_SPARSE = {"engine", "group", "splits", "releases"}
+_SPARSE = {"engine", "group", "splits", "releases", "views"}
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
 
@@ -104,6 +104,8 @@ def _take_ops(reader: _Reader, rows: list[Row], keys: set[str]) -> None:
                 value = row[key]
                 if key == "releases":
                     value = tuple(_ids([row], key, count)[0])
+                elif key == "views":
+                    value = tuple(value) if type(value) is list and _all(value, int) else None
                 elif key == "splits":  # the line-by-line path records it
                     value = reader.splits.get(tuple(value)) if type(value) is list and _all(value, str) else None
                 elif type(value) is str:

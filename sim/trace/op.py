@@ -76,6 +76,8 @@ class Op:
     alternatives: other implementations.
     splits: the ways in which it may be split, of `SPLITS`.
     releases: tensors that the program releases when the op ends, in this order. They are not reads and add no edges.
+    views: per result the place in `reads` of the tensor in whose storage it lies, -1 where it has its own; () where all
+        have. A view has no bytes, and whoever reads it reads that tensor, too.
     """
 
     id: int
@@ -98,3 +100,4 @@ class Op:
     alternatives: tuple[Implementation, ...] = ()
     splits: tuple[str, ...] = ()
     releases: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()

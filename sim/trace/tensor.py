@@ -22,7 +22,8 @@ class Tensor:
     """One value: a row of a `Trace`.
 
     A tensor holds one value and is never overwritten. An in-place write produces a new tensor in the storage of
-    the old one. A view of another tensor is not a tensor of its own.
+    the old one. A view of another tensor is not a tensor of its own, unless its op says so
+    (`Op.views`): then it has no bytes.
 
     id: its row in the trace.
     name: unique within the trace.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,3 +224,48 @@ def test_what_something_takes_over_is_not_released():
     b.op("g", reads=[a], writes=[new], releases=[a])
     with pytest.raises(TraceError, match="'g': tensor 'a': released, but 'new' takes over its storage"):
         b.build(outputs=[new])
+
+
+# ---- views -------------------------------------------------------------------------------------------
+
+
+def viewed(size: int = 0, *, reads: str = "vx", into: str = "x", outputs: str = "", place: int = 1) -> Trace:
+    """x, its view v, a view u of `into`, and an op that reads some of them."""
+    b = TraceBuilder()
+    ids = {"x": b.tensor("x", 8), "v": b.tensor("v", size), "u": b.tensor("u", 0), "y": b.tensor("y", 8)}
+    b.op("f", writes=[ids["x"]])
+    b.op("view", reads=[ids["x"]], writes=[ids["v"]], views=[0])
+    b.op("again", reads=[ids["x"], ids[into]], writes=[ids["u"]], views=[place])
+    b.op("g", reads=[ids[t] for t in reads], writes=[ids["y"]], views=[-1])
+    return b.build(outputs=[ids[t] for t in outputs])
+
+
+def test_a_view_lies_in_the_storage_that_its_op_names() -> None:
+    assert viewed().view_of == {1: 0, 2: 0}
+    assert [op.views for op in viewed().ops] == [(), (0,), (1,), ()]
+    assert viewed(outputs="xv").outputs == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"size": 4}, "op 'view': view 'v' has 4 bytes of its own"),
+        ({"into": "v"}, "op 'again': view 'u' lies in 'v', which is a view itself"),
+        ({"reads": "v"}, "op 'g': reads view 'v', but not 'x', in which it lies"),
+        ({"place": 2}, "op 'again': views: (2,) does not fit 1 results and 2 reads"),
+        ({"outputs": "v"}, "view 'v' is an output, but 'x', in which it lies, is not"),
+    ],
+)
+def test_a_view_that_cannot_be_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TraceError, match=re.escape(message)):
+        viewed(**fields)
+
+
+def test_views_are_saved_and_copied_and_forgotten_where_the_reads_change() -> None:
+    trace = viewed()
+    b = TraceBuilder.of(trace)
+    for op in trace.ops[:2]:
+        b.copy_op(op)
+    b.copy_op(trace.ops[2], reads=(0,))
+    assert [op.views for op in b.build(outputs=[], carry=()).ops] == [(), (0,), ()]
+    assert trace.content_hash != b.build(outputs=[], carry=()).content_hash

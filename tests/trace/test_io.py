@@ -50,7 +50,7 @@ def test_every_kind_of_origin_and_every_field_comes_back(tmp_path: Path) -> None
     more = {"random": True, "duration": 0, "dtype": "fp8", "alternatives": [fast], "splits": ["rows", "heads"]}
     z, held = b.tensor("z", 8), b.tensor("held", 8)
     b.op("f", "conv", reads=[x], writes=[y, z, held], layer=3, **fields, **more)
-    b.op("g", reads=[z], releases=[held, z])
+    b.op("g", reads=[x, z], writes=[b.tensor("view", 0), b.tensor("none", 0)], views=[1, -1], releases=[held, z])
     trace = b.build(outputs=[y])
     save(trace, tmp_path / "t.jsonl")
     again = load(tmp_path / "t.jsonl")
@@ -79,7 +79,9 @@ def test_reading_many_lines_at_once_is_reading_them_one_by_one(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     # tensors and ops in runs, or a header whose end is not where a run begins
     line = lines[data.draw(st.integers(1, len(lines) - 1))]
-    key = data.draw(st.sampled_from(sorted({*line, "shape", "replaces", "random", "dtype", "releases", "extra"})))
+    key = data.draw(
+        st.sampled_from(sorted({*line, "shape", "replaces", "random", "dtype", "releases", "views", "extra"}))
+    )
     line[key] = data.draw(ODD)
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     results = []

@@ -385,23 +385,26 @@ LOG = """
 """
 
 
-def test_a_dtr_log_becomes_its_calls_with_views_folded_and_names_counted(tmp_path: Path) -> None:
+def test_a_dtr_log_becomes_its_calls_with_views_as_ops_and_names_counted(tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path, "dtr.log", LOG.lstrip()))
-    assert [(op.name, op.duration, op.phase) for op in trace.ops] == [
-        ("0.relu", 8, "forward"),
-        ("1.exp", 5, "forward"),
-        ("2.sub_", 3, "backward"),
+    assert [(op.name, op.kind, op.duration, op.phase) for op in trace.ops] == [
+        ("0.relu", "elementwise", 7, "forward"),
+        ("1.view", "elementwise", 1, "forward"),
+        ("2.exp", "elementwise", 5, "forward"),
+        ("3.sub_", "elementwise", 3, "backward"),
     ]
-    w, x, z, new = trace.tensors
-    assert [t.bytes for t in (w, x, z, new)] == [100, 40, 30, 100]
+    w, x, y, z, new = trace.tensors
+    assert [t.bytes for t in (w, x, y, z, new)] == [100, 40, 0, 30, 100]
+    assert trace.view_of == {y.id: x.id}
+    assert trace.ops[2].reads == (y.id, x.id)
     assert new.replaces is None  # what is mutated is a new value, made of the old one
-    assert trace.ops[2].reads == (w.id, z.id)
-    assert trace.ops[2].releases == (x.id, z.id)  # x is held until then, though nothing reads it
+    assert trace.ops[3].reads == (w.id, z.id)
+    assert trace.ops[3].releases == (x.id, z.id)  # x is held until then, though nothing reads it
     assert trace.outputs == (new.id,)
     assert trace.carry == ()
     assert peak(trace) == 270
     assert peak(read_dtr(tmp_path / "dtr.log", hold=False)) == 230
-    assert read_dtr(tmp_path / "dtr.log", hold=False).ops[2].releases == ()
+    assert read_dtr(tmp_path / "dtr.log", hold=False).ops[3].releases == ()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ engine or link.
 What the format does not carry: capacities, when memory is released, and times below a microsecond; the exact
 nanoseconds stand in the attribute `duration_ns`. A collective's type is not part of a trace: `comm_type` is
 ALL_REDUCE unless the op's name tells another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`,
-…) and a table of tensors in the head let `workloads.importers.chakra` rebuild the trace. Of ops, alternatives, splits
-and engines other than the device's main one are not written.
+…) and a table of tensors in the head let `workloads.importers.chakra` rebuild the trace. Of ops, alternatives, splits,
+views and engines other than the device's main one are not written.
 """
 
 from __future__ import annotations

@@ -8,21 +8,21 @@ Numbers may be texts. Other instructions are refused there; here they are left o
 nowhere stated; it is taken as ns.
 
 What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
-are left out, as simrd does (none, where there is no START); a call whose results are all views folds into its
-arguments, its time into the op that made the first one's storage (a constant's into the op before), where simrd makes
-an evicted view again when it is read; a constant is a weight, there from the start to the end (in simrd from its line
-on, and where that banishes to its release); names still held at the end are outputs, in the order in which the names
-came up; the last release of a storage is a release point of the op before it, in the log's
-order; MUTATE makes new tensors of the old ones and lets the names mean them, as in simrd (the framework writes in
-place), so that what it makes can be made again. Assumed: a call is backward from BACKWARD, or from the first call
-whose name has "backward" in it.
+are left out, as simrd does (none, where there is no START); a result that is a view is a tensor without bytes
+(`Op.views`), which is evicted with its storage and recomputed when it is read; a constant is a weight, there from the
+start to the end (in simrd from its line on, and where that banishes to its release); names still held at the end are
+outputs, in the order in which the names came up; the last release of a storage is a release point of the op before it,
+in the log's order; MUTATE makes new tensors of the old ones and lets the names mean them, as in simrd (the framework
+writes in place), so that what it makes can be made again. Assumed: a call is backward from BACKWARD, or from the first
+call whose name has "backward" in it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -32,7 +32,6 @@ from sim.trace.graph import Trace
 from workloads.importers.aten import kind_of
 from workloads.importers.optrace import RANDOM
 from workloads.importers.reading import MAX_BYTES, need, open_unpacked, parse_json, read_lines, texts, whole
-from workloads.importers.storages import Storages
 
 INSTRUCTIONS = ("CONSTANT", "MEMORY", "ALIAS", "CALL", "MUTATE", "COPY", "COPY_FROM", "RELEASE", "ANNOTATE")
 
@@ -62,6 +61,14 @@ def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int 
             raise TraceError(f"{path}: malformed: {type(error).__name__}: {error}") from None
 
 
+@dataclass(frozen=True)
+class _Value:
+    """What a name means: a tensor, and the one in whose storage it lies (itself, if it is no view)."""
+
+    tensor: int
+    storage: int
+
+
 class _Reader:
     def __init__(self, path: str, hold: bool, before: int) -> None:
         self.left_out: Counter[str] = Counter({"lines before START": before})
@@ -71,16 +78,13 @@ class _Reader:
             "format": "dtr",
         }
         self.builder = TraceBuilder(self.meta)
-        self.storages = Storages(self.builder)
-        self.storage_of: dict[str, int] = {}
-        self.last_meaning: dict[str, int] = {}  # of every name, released or not, in the order of their first lines
-        self.held: Counter[int] = Counter()
+        self.meaning: dict[str, _Value] = {}
+        self.last_meaning: dict[str, _Value] = {}  # of every name, released or not, in the order of their first lines
+        self.held: Counter[int] = Counter()  # per tensor how many names mean it
+        self.lying: Counter[int] = Counter()  # per storage how many names mean a tensor that lies in it
         self.backward = False
-        self.count = 0
         self.hold = hold
         self.rows: list[dict[str, Any]] = []
-        self.maker: dict[int, dict[str, Any]] = {}
-        self.owed = 0
         self.constants: set[int] = set()
         self.names: Counter[str] = Counter()
 
@@ -88,20 +92,20 @@ class _Reader:
         """The trace of the lines after START."""
         self._walk(rows)
         self._add_ops()
-        kept = [key for key in dict.fromkeys(self.last_meaning.values()) if self.held[key] > 0]
-        now, first = self.storages.now, self.storages.first
-        constants = [key for key in kept if key in self.constants]
+        kept = [value for value in dict.fromkeys(self.last_meaning.values()) if self.held[value.tensor] > 0]
+        outputs = dict.fromkeys(tensor for value in kept for tensor in (value.tensor, value.storage))
+        carry = [(tensor, tensor) for tensor in outputs if tensor in self.constants]
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
         self.meta["assumed"] = {"constants taken as weights": len(self.constants), "hold": self.hold}
-        return self.builder.build(outputs=[now[k] for k in kept], carry=[(now[k], first[k]) for k in constants])
+        return self.builder.build(outputs=list(outputs), carry=carry)
 
     def _walk(self, rows: Iterator[Row]) -> None:
         for kind, row, where in rows:
             if kind == "CONSTANT":
                 name = texts(row.get("NAME"), f"{where}: NAME")
-                key = self._new(name, where)
-                self.constants.add(key)
-                self.storages.make(key, self._label(name), _memory(_expect(rows, "MEMORY", name, where)), "weight")
+                self._unknown(name, where)
+                size = _memory(_expect(rows, "MEMORY", name, where))
+                self.constants.add(self._make(name, name, size, "weight"))
             elif kind == "CALL":
                 self._call(row, rows, where)
             elif kind == "MUTATE":
@@ -111,12 +115,13 @@ class _Reader:
                 target = texts(row.get("DST"), f"{where}: DST")
                 if kind == "COPY_FROM":
                     self._known(target, f"{where}: DST")
-                self.held[source] += 1
-                self._release(target)
+                old = self.meaning.get(target)
                 self._mean(target, source)
+                self._let_go(old)
             elif kind == "RELEASE":
-                if not self._release(texts(row.get("NAME"), f"{where}: NAME")):
-                    self.left_out["releases of unknown names"] += 1
+                old = self.meaning.pop(texts(row.get("NAME"), f"{where}: NAME"), None)
+                self.left_out["releases of unknown names"] += old is None
+                self._let_go(old)
             elif kind == "ANNOTATE":
                 self.backward = self.backward or _annotation(kind, row) == "BACKWARD"
             elif kind in ("MEMORY", "ALIAS"):
@@ -126,33 +131,37 @@ class _Reader:
 
     # ---- names -------------------------------------------------------------------------------------
 
-    def _new(self, name: str, where: str) -> int:
-        if name in self.storage_of:
+    def _unknown(self, name: str, where: str) -> None:
+        if name in self.meaning:
             raise TraceError(f"{where}: {name!r} is there already")
-        self.count += 1
-        self._mean(name, self.count)
-        self.held[self.count] = 1
-        return self.count
 
-    def _mean(self, name: str, key: int) -> None:
-        self.storage_of[name] = self.last_meaning[name] = key
-
-    def _known(self, name: Any, where: str) -> int:
+    def _known(self, name: Any, where: str) -> _Value:
         name = texts(name, where)
-        if name not in self.storage_of:
-            raise TraceError(f"{where}: no tensor {name!r} is there{near(name, list(self.storage_of)[-500:])}")
-        return self.storage_of[name]
+        if name not in self.meaning:
+            raise TraceError(f"{where}: no tensor {name!r} is there{near(name, list(self.meaning)[-500:])}")
+        return self.meaning[name]
 
-    def _release(self, name: str) -> bool:
-        key = self.storage_of.pop(name, None)
-        if key is None:
-            return False
-        self.held[key] -= 1
-        if not self.held[key]:
-            del self.held[key]
-            if self.hold and self.rows and key not in self.constants:
-                self.rows[-1]["releases"].append(self.storages.now[key])
-        return True
+    def _make(self, name: str, label: str, size: int, role: str, storage: int = -1) -> int:
+        """A new tensor, in a storage of its own or in another's, and what a name means from now on."""
+        self.names[label] += 1  # a name may be used again after its release
+        unique = label if self.names[label] == 1 else f"{label}#{self.names[label]}"
+        tensor = self.builder.tensor(unique, size, role)
+        self._mean(name, _Value(tensor, tensor if storage < 0 else storage))
+        return tensor
+
+    def _mean(self, name: str, value: _Value) -> None:
+        self.meaning[name] = self.last_meaning[name] = value
+        self.held[value.tensor] += 1
+        self.lying[value.storage] += 1
+
+    def _let_go(self, value: _Value | None) -> None:
+        """A name does not mean this value any more."""
+        if value is None:
+            return
+        self.held[value.tensor] -= 1
+        self.lying[value.storage] -= 1
+        if not self.lying[value.storage] and self.hold and self.rows and value.storage not in self.constants:
+            self.rows[-1]["releases"].append(value.storage)
 
     # ---- ops ---------------------------------------------------------------------------------------
 
@@ -162,6 +171,7 @@ class _Reader:
         results = [texts(result, f"{where}: RESULT") for result in _list(row, "RESULT", where)]
         time = _number(row.get("TIME"), f"{where}: TIME")
         phase = self._phase(name)
+        role = "activation" if phase == "forward" else "temporary"
         made: list[int] = []
         views: list[int] = []
         for result in results:
@@ -170,33 +180,13 @@ class _Reader:
             argument = _number(alias.get("ALIAS"), f"{at}: ALIAS", -1)
             if argument >= len(args):
                 raise TraceError(f"{at}: ALIAS {argument}, but the call has {len(args)} arguments")
+            self._unknown(result, at)
             if argument >= 0:
-                if result in self.storage_of:
-                    raise TraceError(f"{at}: {result!r} is there already")
-                views.append(args[argument])
-                self._mean(result, args[argument])
-                self.held[args[argument]] += 1
+                made.append(self._make(result, result, 0, role, args[argument].storage))
             else:
-                made.append(self._new(result, at))
-                role = "activation" if phase == "forward" else "temporary"
-                self.storages.make(made[-1], self._label(result), size, role)
-        if results and not made:
-            self.left_out["calls that only make views"] += 1
-            self._pay(views[0], time)
-            return
-        self._op(name, phase, time, args, made)
-
-    def _pay(self, key: int, time: int) -> None:
-        """Add the time of a view to the op that made its storage: making it again costs what its tensors cost."""
-        if self.rows:
-            self.maker.get(key, self.rows[-1])["duration"] += time
-        else:
-            self.owed += time
-
-    def _label(self, name: str) -> str:
-        """A name may be used again after its release."""
-        self.names[name] += 1
-        return name if self.names[name] == 1 else f"{name}#{self.names[name]}"
+                made.append(self._make(result, result, size, role))
+            views.append(argument)
+        self._op(name, phase, time, args, made, views)
 
     def _mutate(self, row: dict[str, Any], where: str) -> None:
         name = texts(row.get("NAME"), f"{where}: NAME")
@@ -205,38 +195,37 @@ class _Reader:
         if any(place >= len(args) for place in places):
             raise TraceError(f"{where}: MUTATE {max(places)}, but there are {len(args)} arguments")
         phase = self._phase(name)
-        names = row["ARGS"]
         role = "activation" if phase == "forward" else "temporary"
-        made = []
-        for place in places:
-            self.count += 1
-            made.append(self.count)
-            size = self.builder.bytes_of(self.storages.now[args[place]])
-            self.storages.make(self.count, self._label(f"{names[place]}$"), size, role)
-        self._op(name, phase, _number(row.get("TIME"), f"{where}: TIME"), args, made)
-        for key, place in zip(made, places, strict=True):  # the names mean the new values now
-            self._release(names[place])
-            self._mean(names[place], key)
-            self.held[key] = 1
+        time = _number(row.get("TIME"), f"{where}: TIME")
+        names, made = row["ARGS"], []
+        olds = []
+        for place in places:  # the names mean the new values from here on
+            olds.append(self.meaning.pop(names[place]))
+            size = self.builder.bytes_of(args[place].storage)
+            made.append(self._make(names[place], f"{names[place]}$", size, role))
+        self._op(name, phase, time, args, made)
+        for old in olds:
+            self._let_go(old)
 
     def _phase(self, name: str) -> str:
         self.backward = self.backward or "backward" in name
         return "backward" if self.backward else "forward"
 
-    def _op(self, name: str, phase: str, time: int, args: list[int], made: list[int]) -> None:
-        now = self.storages.now
-        row: dict[str, Any] = {
-            "name": name,
-            "kind": kind_of(name if "::" in name else f"aten::{name}", phase),
-            "phase": phase,
-        }
-        row |= {"reads": [now[key] for key in args], "writes": [now[key] for key in made]}
-        self.rows.append(row | {"duration": time + self.owed, "releases": []})
-        self.owed = 0
-        self.maker |= dict.fromkeys(made, self.rows[-1])
+    def _op(
+        self, name: str, phase: str, time: int, args: list[_Value], made: list[int], views: Sequence[int] = ()
+    ) -> None:
+        """views: per result the argument that it is a view of, -1 for none."""
+        reads: list[int] = []
+        places = []  # per argument where its storage stands in the reads
+        for value in args:
+            reads += dict.fromkeys((value.tensor, value.storage))
+            places.append(len(reads) - 1)
+        row: dict[str, Any] = {"name": name, "kind": kind_of(name if "::" in name else f"aten::{name}", phase)}
+        row |= {"phase": phase, "duration": time, "reads": reads, "writes": made, "releases": []}
+        self.rows.append(row | {"views": [places[argument] if argument >= 0 else -1 for argument in views]})
 
     def _add_ops(self) -> None:
-        """Only now is it known what was released right after each op, and which views it pays for."""
+        """Only now is it known what was released right after each op."""
         for i, row in enumerate(self.rows):
             name = row.pop("name")
             self.builder.op(f"{i}.{name}", row.pop("kind"), random=bool(RANDOM.search(name)), **row)

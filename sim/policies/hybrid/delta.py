@@ -136,7 +136,7 @@ class _Director(Evictor):
         self._homes = homes
         self._kept = kept
         self._early = False  # what goes now goes ahead of need
-        self._classes = CostClasses(lineage, Table(lineage), self.gone)
+        self._classes = CostClasses(self.kin, Table(lineage), self.gone)
         self.price = self._classes
         self._away: dict[int, str] = {}  # in the host alone, oldest first: the tier it left
         self._began: dict[int, tuple[str, int]] = {}  # copies under way: where to, since when
@@ -197,7 +197,7 @@ class _Director(Evictor):
     def recompute_ns(self, tensor: int) -> int:
         """To make it again, with its evicted neighbours if the policy says so."""
         if self._policy.recompute_cost == "own":
-            return self.line.cost[tensor]
+            return self.kin.cost[tensor]
         return self._classes.cost(tensor)
 
     # ---- the filter --------------------------------------------------------------------------

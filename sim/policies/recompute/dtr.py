@@ -33,11 +33,12 @@ class Dtr(Policy):
     Departs: by the engine's rules, an op that waits for several evicted tensors holds those that come back
         on the way to another, one that runs again holds those of its results that are still there, and at
         the end the outputs hold each other; the prototype may evict them (its printed results do not
-        depend on it). Its searches also count what an op that waits to run for the first time will make,
-        and what was banished; here neither is part of a neighbourhood. Of an imported log a view is no
-        tensor of its own: what it costs is in its storage's cost, but it is not made again by itself, and
-        making it is no access. But for these, runs of logs are the prototype's, eviction by eviction, as a
-        replay of logs that shares no code with this one tells it. Weight gradients are not
+        depend on it). Its searches of the neighbourhood are kept until something comes: they lack what a view
+        of several tensors joins meanwhile, and count what an op that waits to run for the first time will make
+        and what was banished; here a neighbourhood is what is evicted around now. But for these, runs of
+        imported logs are the prototype's, eviction by eviction, as a replay of logs that shares no code with
+        this one tells it: a view is undefined once its storage was evicted, the time of its op is part of the
+        storage's cost, and what else that op reads is next to the storage. Weight gradients are not
         evicted unless `evicts` says so (the prototype knows constants and the rest); neither is what a
         collective, a receive or an update has made, nor what could not be made again because something
         under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted

@@ -8,10 +8,13 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def random_log(draw: Random, calls: int, *, views: bool = True, most: int = 90, repeat: bool = True) -> list[Row]:
+def random_log(
+    draw: Random, calls: int, *, views: bool = True, most: int = 90, repeat: bool = True, dense: bool = False
+) -> list[Row]:
     """Calls, views of views, several results, mutations, second names, late and lacking releases, constants.
 
-    most: sizes and times are 1 to this; few make ties. repeat: a call may name an argument twice.
+    most: sizes and times are 1 to this; few make ties. repeat: a call may name an argument twice. dense: many views of
+    what is no constant, whose storages are evicted and which are read later.
     """
     rows: list[Row] = [{"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}]
     names: list[str] = []
@@ -41,8 +44,11 @@ def random_log(draw: Random, calls: int, *, views: bool = True, most: int = 90, 
     constant()
     constant()
     kinds = ("call",) * 7 + ("mutate", "mutate", "copy", "copy_from") + ("view", "view", "mixed") * views
+    if dense:
+        kinds = ("call",) * 5 + ("view",) * 4 + ("mixed", "mutate")
     for _ in range(calls):
-        args = draw.sample(names, min(len(names), draw.randint(1, 3)))
+        known = names[2:] if dense and len(names) > 4 else names
+        args = draw.sample(known, min(len(known), draw.randint(1, 2 if dense else 3)))
         kind = draw.choice(kinds)
         if kind == "mutate":
             places = draw.sample(range(len(args)), draw.randint(1, min(2, len(args))))
@@ -58,7 +64,7 @@ def random_log(draw: Random, calls: int, *, views: bool = True, most: int = 90, 
             call(args, [-1, draw.randrange(len(args))])
         else:
             call(args + args[:1] * (repeat and draw.random() < 0.1), [-1] * draw.choice((1, 1, 1, 2, 3)))
-        while len(names) > 6 and draw.random() < 0.7:
+        while len(names) > (12 if dense else 6) and draw.random() < 0.7:
             add("RELEASE", NAME=names.pop(draw.randrange(2, len(names))))
     # the last call waits for nothing and takes time: all that the calls before it cause has then been seen
     call(names[-1:], [-1])
@@ -67,58 +73,37 @@ def random_log(draw: Random, calls: int, *, views: bool = True, most: int = 90, 
     return rows
 
 
-def folded(rows: list[Row]) -> list[Row]:
-    """The log that tiersim takes a log for: a view is a second name, and constants are there and stay.
+def log_of(*lines: str) -> list[Row]:
+    """A log by hand: `w 4 = constant`, `a 10 = f w`, `v a = f a` (v is a view of a), `release a`. A call takes 10."""
+    rows: list[Row] = []
+    for line in lines:
+        if line.startswith("release "):
+            rows.append({"INSTRUCTION": "RELEASE", "NAME": line.split()[1]})
+            continue
+        left, right = line.split(" = ")
+        (name, size), (call, *args) = left.split(), right.split()
+        alias = args.index(size) if size in args else -1
+        memory: Row = {"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": "0" if alias >= 0 else size}
+        if call == "constant":
+            rows += [{"INSTRUCTION": "CONSTANT", "NAME": name}, memory]
+            continue
+        rows.append({"INSTRUCTION": "CALL", "NAME": call, "ARGS": args, "RESULT": [name], "TIME": "10"})
+        rows += [memory, {"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": str(alias)}]
+    return rows
 
-    The time of a call that makes views alone goes to the call that made the storage, of a constant's to the call
-    before. Where a log has no views and its constants come first and stay, nothing changes.
-    """
+
+def as_imported(rows: list[Row]) -> list[Row]:
+    """The log that tiersim takes a log for: constants are there and stay. Where they are first, and stay, the same."""
     constants: list[Row] = []
     out: list[Row] = []
-    maker: dict[str, Row] = {}  # name -> the row that made its storage, if a row did
-    latest: Row | None = None
-    owed = 0
     at = 0
     while at < len(rows):
-        row = dict(rows[at])
+        row = rows[at]
         at += 1
-        kind = row["INSTRUCTION"]
-        if kind == "CONSTANT":
+        if row["INSTRUCTION"] == "CONSTANT":
             constants += [row, rows[at], {"INSTRUCTION": "COPY", "DST": f"kept {row['NAME']}", "SRC": row["NAME"]}]
-            maker.pop(row["NAME"], None)
             at += 1
-            continue
-        if kind in ("COPY", "COPY_FROM"):
-            maker.pop(row["DST"], None)
-            if row["SRC"] in maker:
-                maker[row["DST"]] = maker[row["SRC"]]
-        if kind not in ("CALL", "MUTATE"):
-            out.append(row)
-            continue
-        lines = [(rows[at + 2 * i], rows[at + 2 * i + 1]) for i in range(len(row.get("RESULT", ())))]
-        at += 2 * len(lines)
-        aliases = [int(alias["ALIAS"]) for _, alias in lines]
-        names = [memory["NAME"] for memory, _ in lines]
-        seconds = [(n, row["ARGS"][a]) for n, a in zip(names, aliases, strict=True) if a >= 0]
-        if kind == "MUTATE" or len(seconds) < len(lines):
-            row["TIME"] = str(int(row["TIME"]) + owed)
-            owed, latest = 0, row
-            for name in [row["ARGS"][place] for place in row.get("MUTATE", ())] + names:
-                maker[name] = row
-            if lines:
-                row["RESULT"] = [n for n, a in zip(names, aliases, strict=True) if a < 0]
-            out.append(row)
-            out += [line for pair, a in zip(lines, aliases, strict=True) if a < 0 for line in pair]
         else:
-            pays = maker.get(seconds[0][1], latest)
-            if pays is None:
-                owed += int(row["TIME"])
-            else:
-                pays["TIME"] = str(int(pays["TIME"]) + int(row["TIME"]))
-        for name, base in seconds:
-            out.append({"INSTRUCTION": "COPY", "DST": name, "SRC": base})
-            maker.pop(name, None)
-            if base in maker:
-                maker[name] = maker[base]
+            out.append(row)
     start = [row for row in out if row.get("ANNOTATION") == "START"]
     return start + constants + [row for row in out if row not in start]

@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(eq=False)
 class Call:
-    """number: among the calls that make a storage; -1 for one that only makes views."""
+    """number: among the calls, below 0 for a constant."""
 
     number: int
     time: int
@@ -120,11 +120,12 @@ class Replay:
     deallocation: `eager`, `ignore`, `banish` as in the authors' runtimes V2 eager, V2 and V1. heuristic: `dtr`,
     `dtr_eq`, `local`, `lru`, `size`, `msps`; `dtr` counts staleness over the neighbourhood with `around`.
     hold: tiersim's rule that an op holds all it waits for, and its results that are there, and that the outputs
-    hold each other when they are brought back at the end. phantoms: what an op
-    that never ran yet will make, and what is banished, counts as evicted around others where a search finds it.
+    hold each other when they are brought back at the end. anew: tiersim's rule that an evicted neighbourhood is
+    what a search finds now. The authors keep what a search found when something came (what a view joins later is not in
+    it, nor what the view costs), and find in it what an op that never ran yet will make, and what is banished.
     once, again: time of first and of further runs. ran: (call that makes storages, whether again); evicted:
     storages in order, as (call, result). departs: how many evictions had been made when a run with the other
-    `hold` or `phantoms` might choose otherwise. closing: how many had been made, and `closed` how many calls
+    `hold` or `anew` might choose otherwise. closing: how many had been made, and `closed` how many calls
     had run, when the log ended and its outputs were asked for, -1 where it never did. full: memory ran out.
     """
 
@@ -133,7 +134,7 @@ class Replay:
     deallocation: str = "eager"
     around: bool = False
     hold: bool = False
-    phantoms: bool = True
+    anew: bool = False
     clock: int = 1
     used: int = 0
     peak: int = 0
@@ -179,9 +180,8 @@ class Replay:
                     memory, alias = rows[at], int(rows[at + 1]["ALIAS"])
                     made.append((int(memory["MEMORY"]) if alias < 0 else 0, alias))
                     at += 2
-                views = bool(made) and all(alias >= 0 for _, alias in made)
-                call = Call(-1 if views else calls, int(row["TIME"]))
-                calls += not views
+                call = Call(calls, int(row["TIME"]))
+                calls += 1
                 values = self.call(call, [meaning[arg] for arg in row["ARGS"]], made)
                 meaning.update(zip(row["RESULT"], values, strict=True))
             elif kind == "MUTATE":
@@ -420,23 +420,22 @@ class Replay:
             groups = {id(g): g for g in (s.group.root() for s in self.around_of(store) if s.group is not None)}
             top += sum(group.total for group in groups.values())
         ways = {"dtr": (store.above, store.below), "msps": (store.above,)}.get(self.heuristic, ())
+        found = [Reach(store, way.down) for way in ways]
+        for way in found:
+            way.search()
         if self.around:  # the authors search this one anew, and count what lies both ways once
-            found: set[Store] = set()
-            for way in ways:
-                fresh = Reach(store, way.down)
-                fresh.search()
-                found |= fresh.inside
-            inside = list(found)
-            top += sum(other.cost for other in inside)
+            inside = list(set().union(*(way.inside for way in found)))
+            total = sum(other.cost for other in inside)
         else:
-            inside = [other for way in ways for other in way.inside]
-            top += sum(way.total for way in ways)
-        phantoms = [other for other in inside if not other.made or other.banished]
-        if phantoms:
+            inside = [other for way in found for other in way.inside]
+            total = sum(way.total for way in ways)
+        phantoms = sum(other.cost for other in inside if not other.made or other.banished)
+        anew = sum(other.cost for other in inside) - phantoms
+        if phantoms or anew != total:
             self._departs()
-        if not self.phantoms:
-            top -= sum(other.cost for other in phantoms)
-            inside = [other for other in inside if other not in phantoms]
+        top += anew if self.anew else total
+        if self.anew:
+            inside = [other for other in inside if other.made and not other.banished]
         if self.around:
             seen = max([seen, *(other.access for other in inside)])
         bottom = store.size * (1 if self.heuristic == "msps" else self.clock - seen)

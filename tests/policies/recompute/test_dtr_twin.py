@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import OutOfMemory
-from sim.eviction.evictable import Pool, Table, lineage_of
+from sim.eviction.evictable import Kin, Pool, Table, lineage_of
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood
 from sim.experiment import problem_for
 from tests.policies.recompute.dtr_runs import Story, loose, one_tier, run
@@ -110,15 +110,16 @@ def test_costs_are_exact_when_asked_and_never_below_their_bounds(seed, moves):
     tensors = [t for t, can in enumerate(line.evictable) if can]
     gone = [False] * len(line.size)
     tables = [Table(line) for _ in range(3)]
-    around = Neighbourhood(line, tables[0], gone)
-    above = Neighbourhood(line, tables[1], gone, children=False)
-    classes = CostClasses(line, tables[2], gone)
+    kin = Kin(line)
+    around = Neighbourhood(kin, tables[0], gone)
+    above = Neighbourhood(kin, tables[1], gone, children=False)
+    classes = CostClasses(kin, tables[2], gone)
     prices = (around, above, classes)
 
     def come(tensor: int) -> None:
         if not gone[tensor]:
             return
-        for parent in line.parents(tensor):
+        for parent in line.parents[tensor]:
             come(parent)
         gone[tensor] = False
         for price in prices:
@@ -135,7 +136,7 @@ def test_costs_are_exact_when_asked_and_never_below_their_bounds(seed, moves):
         for t in tensors[at % 3 :: 3]:
             if gone[t]:
                 continue
-            up = sum(line.cost[u] for u in _reach(line, gone, t, line.parents))
+            up = sum(line.cost[u] for u in _reach(line, gone, t, lambda u: line.parents[u]))
             down = sum(line.cost[u] for u in _reach(line, gone, t, lambda u: line.children[u]))
             assert tables[0].weight[t] <= line.cost[t] + up + down
             assert tables[1].weight[t] <= line.cost[t] + up

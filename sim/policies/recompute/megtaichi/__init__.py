@@ -190,7 +190,7 @@ class _Evictor(Evictor):
         self._addressed = addressed if policy.adjacent else ()
         self._room = room
         self.price = ProducerClasses(
-            lineage, self.table, self.gone, both=policy.neighbours == "both", own=policy.own_cost
+            lineage, self.kin, self.table, self.gone, both=policy.neighbours == "both", own=policy.own_cost
         )
         self._beside = _Beside(lineage, self.table, self.price)
         self.ranking = self._beside
@@ -213,16 +213,17 @@ class _Evictor(Evictor):
             while excess > 0 and (tensor := self.choose(self.pools[tier], tier, memory, barred)) >= 0:
                 barred.add(tensor)
                 if not memory.is_locked(tensor):
-                    answer.append(self._drop(tensor, tier))
+                    answer += self._drop(tensor, tier)
                     excess -= self.line.size[tensor]
         return answer
 
-    def _drop(self, tensor: int, tier: str) -> Drop:
+    def _drop(self, tensor: int, tier: str) -> list[Action]:
         self.pools[tier].remove(tensor)
         self._leaving[tensor] = tier
-        if self.copies[tensor] == self.bit[tier]:
-            self._lose(tensor)
-        return Drop(tensor, tier)
+        if self.copies[tensor] != self.bit[tier]:
+            return [Drop(tensor, tier)]
+        self._lose(tensor)
+        return [Drop(tensor, tier), *self._drop_views(tensor)]
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """The least candidate alone: once it has gone, there is more space beside others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappush
 
-from sim.eviction.evictable import Lineage, Table
+from sim.eviction.evictable import Kin, Lineage, Table
 from sim.eviction.neighbourhood import CostClasses
 
 
@@ -17,8 +17,9 @@ class ProducerClasses(CostClasses):
     whether its own cost counts.
     """
 
-    def __init__(self, lineage: Lineage, table: Table, gone: list[bool], *, both: bool, own: bool) -> None:
-        super().__init__(lineage, table, gone)
+    def __init__(self, lineage: Lineage, kin: Kin, table: Table, gone: list[bool], *, both: bool, own: bool) -> None:
+        super().__init__(kin, table, gone)
+        self._lineage = lineage
         self._both = both
         self._own = own
         for tensor in range(len(lineage.size)):
@@ -35,8 +36,8 @@ class ProducerClasses(CostClasses):
             seen.add(root)
             if self._both and not first:
                 continue
-            value, least = self._value[root], 0 if self._both else self._lineage.cost[other]
-            slack = value >> self.SLACK
+            value, least = self._value[root], 0 if self._both else self._kin.cost[other]
+            slack = max(value, 0) >> self.SLACK
             total += max(value, least)
             bound += max(value - slack, least)
             if first:
@@ -54,7 +55,7 @@ class ProducerClasses(CostClasses):
             self._reset(other)
 
     def _base(self, tensor: int) -> int:
-        return self._lineage.cost[tensor] if self._own else 0
+        return self._kin.cost[tensor] if self._own else 0
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
@@ -63,7 +64,7 @@ class ProducerClasses(CostClasses):
     def _neighbours(self, tensor: int) -> list[int]:
         if self._both:
             return super()._neighbours(tensor)
-        return [n for n in (*self._lineage.parents(tensor), *self._beside(tensor)) if self._gone[n]]
+        return [n for n in (*self._kin.parents[tensor], *self._beside(tensor)) if self._gone[n]]
 
     def _beside(self, tensor: int) -> list[int]:
         """The other results of its producer."""
