@@ -48,5 +48,7 @@ class Exercised:
     def notes(self) -> Iterator[str]:
         """What a reader should know."""
         yield from self.policy.saving_lines()
+        if self.policy.rarely:
+            yield f"declared to show rarely: {self.policy.rarely}"
         if self.skipped:
             yield f"skipped, for example: {self.why_skipped}"

@@ -31,6 +31,23 @@ SAVINGS = {
 """By what a rewrite may make an op cheaper than the one that it stands for."""
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A value of a parameter that shows only beside values of others: `Beside(6, grain="stage")`."""
+
+    value: Any
+    others: Mapping[str, Any]
+
+    def __init__(self, value: Any, **others: Any) -> None:
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "others", MappingProxyType(others))
+
+
+def by_parameter(**said: Any) -> Mapping[str, Any]:
+    """Something for each of a policy's parameters, by name."""
+    return MappingProxyType(said)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Decides what to keep, drop, recompute and move. Subclass it, one policy a file.
@@ -49,6 +66,11 @@ class Policy:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
     saves: by what its rewrite makes ops cheaper than those that they stand for (`SAVINGS`), and why.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
+
+    Three more say how its tests try it. other_values: per parameter a value that is not the default, with which some
+    run differs (`by_parameter`); `Beside` where it takes others to show. unseen: per parameter for which no quick run
+    shows that, why. rarely: why a declared trait shows in fewer than 30 % of random examples, "" where it does not.
+    What a base of the class says of a parameter holds for the class, too.
     """
 
     online: ClassVar[bool] = False
@@ -64,6 +86,9 @@ class Policy:
     fidelity: ClassVar[Fidelity] = "reconstruction"
     slow: ClassVar[bool] = False
     saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})
+    other_values: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    unseen: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    rarely: ClassVar[str] = ""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -85,6 +110,11 @@ class Policy:
             value = getattr(self, field.name, field.default)
             if value is not field.default and not allows(declared[field.name], value):
                 raise PolicyError(_refused(type(self), field.name, value, declared[field.name]))
+
+    @classmethod
+    def said_of_parameters(cls, trait: str) -> Mapping[str, Any]:
+        """What a class and its bases say in `other_values` or `unseen`."""
+        return {key: value for base in reversed(cls.__mro__) for key, value in vars(base).get(trait, {}).items()}
 
     @classmethod
     def saving_lines(cls) -> tuple[str, ...]:

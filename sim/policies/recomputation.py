@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.plan import Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.solvers.runs import Runs
 from sim.solvers.unnecessary import remove_unnecessary
 
@@ -18,6 +18,8 @@ class RecomputationPlanner(Policy):
         time per byte first (`sim.solvers.unnecessary`). Never slower, and never more than the budget if the plan
         without it keeps to that. Off where what is published has no such step.
     """
+
+    other_values = by_parameter(remove_unnecessary=True)
 
     remove_unnecessary: bool = False
 

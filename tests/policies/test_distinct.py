@@ -14,6 +14,7 @@ from sim import load_profile, simulate
 from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.hardware.platform import Platform
 from sim.policies import names, policy_class
+from sim.policies.base import Beside, default_of
 from sim.search import smallest_budget
 from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
@@ -193,177 +194,42 @@ def test_two_policies_differ_somewhere(one, other):
     pytest.fail(f"{one} and {other} do the same on every problem tried")
 
 
-OTHER_VALUES = {
-    "checkmate": {
-        "remove_unnecessary": ("method=rounding", True),
-        "method": "rounding",
-        "grain": "stage",
-        "max_ops": ("grain=stage", 6),
-        "node_limit": 1,
-        "time_limit": 1e-6,
-    },
-    "chen": {
-        "remove_unnecessary": True,
-        "method": {"method": "sqrt"},
-        "threshold": ("method=threshold", 1 << 26),
-        "segments": ("method=sqrt", 3),
-    },
-    "colossal_auto": {
-        "remove_unnecessary": True,
-        "slots": 20,
-        "levels": 1,
-        "offload": "none",
-        "window": 1,
-        "share": 0.5,
-    },
-    "dtr": {
-        "heuristic": "lru",
-        "deallocation": "ignore",
-        "ties": "first",
-        "staleness": "none",
-        "by_size": False,
-        "ignore_small": 0.5,
-        "sample": True,
-        "evicts": ["activation"],
-    },
-    "every_k": {"remove_unnecessary": True, "k": 3, "skip_last": True},
-    "full_recompute": {"remove_unnecessary": True, "early_stop": False, "skip_last": True, "autocast_cache": False},
-    "megtaichi": {
-        "parts": 2,
-        "neighbours": "both",
-        "own_cost": True,
-        "penalty": 2.0,
-        "adjacent": False,
-        "at_least": 1 << 26,
-        "threshold": 0.5,
-        "sample": True,
-        "evicts": ["activation"],
-    },
-    "mimose": {
-        "remove_unnecessary": True,
-        "collect": 1,
-        "round_to": 1024,
-        "fallback": "largest",
-        "static_size": 128,
-        "verify": False,
-    },
-    "min_cut": {"remove_unnecessary": True, "aggressive": True, "regions": "layer"},
-    "moccasin": {
-        "remove_unnecessary": True,
-        "runs": 3,
-        "grain": "stage",
-        "max_ops": ("grain=stage", 6),
-        "work_limit": 1e-3,
-        "time_limit": 1e-6,
-    },
-    "revolve": {"remove_unnecessary": True, "slots": 3},
-    "rockmate": {
-        "remove_unnecessary": True,
-        "slots": 10,
-        "levels": 1,
-        "exact_ops": 2,
-        "max_ops": 2,
-        "node_limit": 1,
-        "time_limit": 1e-6,
-    },
-    "rotor": {"remove_unnecessary": True, "slots": 20},
-    "sac_knapsack": {
-        "remove_unnecessary": True,
-        "memory_budget": 0.5,
-        "knapsack": "greedy",
-        "regions": "graph",
-        "runtime": "platform",
-    },
-    "selective_recompute": {
-        "remove_unnecessary": True,
-        "recompute": "attention_core",
-        "early_stop": False,
-        "autocast_cache": False,
-    },
-    "tso": {
-        "remove_unnecessary": True,
-        "modes": ["eager", "checkpoint"],
-        "method": "price",
-        "slots": 20,
-        "launch": 10**6,
-        "capture": 10**12,
-        "replays": 1,
-        "switch": 10**9,
-    },
-    "relax_and_fix": {"remove_unnecessary": False, "moments": 1, "rounds": 1},
-    "twremat": {"remove_unnecessary": False, "order": "min_degree", "eager": True},
-    "vlad": {"remove_unnecessary": True, "base": 6, "snapshots": 2},
-    "lru_tiering": {"hits": 2, "pin_flops_per_byte": 1.0, "choice": "score", "watermark": 0.1, "prefetch": 4},
-    "save_on_cpu": {"pin_memory": True, "weights": False, "duplicates": False},
-    "swap_all": {"ahead": 2, "unit": "op"},
-    "vdnn": {
-        "variant": "all",
-        "algorithm": ("variant=all", "m"),
-        "heavy": ["norm"],
-        "classifier": ("variant=all", ("norm",)),
-    },
-    "zero_offload": {"bucket": 1 << 26, "delayed": True},
-    "delta": {
-        "filter": "cost_adjacent",
-        "recompute_cost": "own",
-        "bandwidth": 10**9,
-        "prefetch": "lifo",
-        "prefetch_depth": 1,
-        "prefetch_forward": True,
-        "watermark": 0.1,
-        "ties": "first",
-        "evicts": ["activation"],
-    },
-}
-"""Per policy and parameter a value that is not the default."""
-
-
 def _parameters(name: str, key: str) -> tuple[tuple, tuple]:
     """(parameters to compare with, parameters with this one changed)."""
-    value = OTHER_VALUES[name][key]
-    if isinstance(value, tuple):
-        with_key, with_value = value[0].split("=")
-        base = {with_key: with_value}
-        return tuple(base.items()), tuple({**base, key: value[1]}.items())
-    if isinstance(value, dict):
-        return (), tuple(value.items())
-    return (), ((key, tuple(value) if isinstance(value, list) else value),)
+    value = policy_class(name).said_of_parameters("other_values")[key]
+    base = dict(value.others) if isinstance(value, Beside) else {}
+    other = value.value if isinstance(value, Beside) else value
+    return tuple(base.items()), tuple({**base, key: other}.items())
 
-
-UNSEEN = {
-    ("checkmate", "node_limit"): "graphs this small are solved at the root; see its own tests",
-    ("megtaichi", "adjacent"): "it takes many small holes; see its own tests",
-    ("mimose", "fallback"): "layers of a transformer are equal; see its own tests",
-    (
-        "moccasin",
-        "remove_unnecessary",
-    ): "what it proves best op by op leaves nothing to remove; docs/recompute.md shows it by stage",
-    ("relax_and_fix", "moments"): "it changes what is proven, not the plan; see its own tests",
-    ("rockmate", "node_limit"): "stages this small are solved at the root",
-}
-"""Parameters that can't be seen in a few seconds, and why."""
 
 CASES = [
     (name, field.name)
     for name in names()
     for field in dataclasses.fields(policy_class(name))
-    if (name, field.name) not in UNSEEN
+    if field.name not in policy_class(name).said_of_parameters("unseen")
 ]
 
 
 @pytest.mark.parametrize(("name", "key"), CASES, ids=lambda value: value)
 def test_every_parameter_changes_some_run(name, key):
     skip_without_extra(name)
-    assert key in OTHER_VALUES.get(name, {}), f"OTHER_VALUES has no other value for {key!r} of {name!r}"
+    values = policy_class(name).said_of_parameters("other_values")
+    assert key in values, f"{name}: `other_values` has none for {key!r}"
     base, changed = _parameters(name, key)
     for problem in (*tried_on(name), *(() if name in SLOW else ("roomy", "lengths"))):
         (with_it, limit), (without, _) = run(problem, name, changed), run(problem, name, base)
         if limit or (with_it is not None and with_it != without):
             return
-    pytest.fail(f"{name}: {key}={OTHER_VALUES[name][key]!r} changes nothing on any problem tried")
+    pytest.fail(f"{name}: {key}={values[key]!r} changes nothing on any problem tried")
 
 
-def test_no_other_value_is_left_over():
-    for name, values in OTHER_VALUES.items():
-        if name in names():
-            assert values.keys() == {field.name for field in dataclasses.fields(policy_class(name))}, name
+@pytest.mark.parametrize("name", names())
+def test_what_is_said_of_parameters_is_said_of_its_own(name):
+    policy = policy_class(name)
+    fields = {field.name for field in dataclasses.fields(policy)}
+    values, unseen = policy.said_of_parameters("other_values"), policy.said_of_parameters("unseen")
+    assert fields == values.keys() | unseen.keys()
+    assert all(unseen.values())
+    for field in dataclasses.fields(policy):
+        value = values.get(field.name)
+        assert (value.value if isinstance(value, Beside) else value) != default_of(field) or field.name not in values

@@ -16,7 +16,7 @@ from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import CostClasses
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.units import parse_rate
 
 
@@ -62,6 +62,18 @@ class Delta(Policy):
     recomputes = True
     moves = True
     fidelity = "equations"
+    rarely = "it moves only what is more expensive to recompute than to copy"
+    other_values = by_parameter(
+        filter="cost_adjacent",
+        recompute_cost="own",
+        bandwidth=10**9,
+        prefetch="lifo",
+        prefetch_depth=1,
+        prefetch_forward=True,
+        watermark=0.1,
+        ties="first",
+        evicts=("activation",),
+    )
 
     filter: Literal["stale_size", "cost_adjacent"] = "stale_size"
     recompute_cost: Literal["classes", "own"] = "classes"

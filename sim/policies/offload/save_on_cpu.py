@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.rewrites.rewriter import Rewriter
 from sim.solvers.cascade import cascade
 from sim.solvers.regions import Region, cached_casts
@@ -66,6 +66,7 @@ class SaveOnCpu(Policy):
     rewrites = True
     needs = frozenset({"host"})
     fidelity = "code"
+    other_values = by_parameter(pin_memory=True, weights=False, duplicates=False)
 
     pin_memory: bool = False
     weights: bool = True

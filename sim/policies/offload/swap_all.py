@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.plan import Action, Move, Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
@@ -39,6 +39,7 @@ class SwapAll(Policy):
     moves = True
     needs = frozenset({"host"})
     fidelity = "equations"
+    other_values = by_parameter(ahead=2, unit="op")
 
     ahead: Annotated[int, Ge(0)] = 1
     unit: Literal["block", "op"] = "block"

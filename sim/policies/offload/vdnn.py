@@ -11,7 +11,7 @@ from sim.declared import OneOf
 from sim.errors import OutOfMemory, PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
-from sim.policies.base import Policy
+from sim.policies.base import Beside, Policy, by_parameter
 from sim.rewrites.rewrite import choose_implementation
 from sim.solvers.cascade import cascade
 from sim.solvers.undoing import forward_of
@@ -66,6 +66,13 @@ class Vdnn(Policy):
     needs = frozenset({"host"})
     fidelity = "equations"
     saves = MappingProxyType({"implementation": "vDNN chooses the algorithm of each convolution with its workspace"})
+    rarely = "it moves what convolutions read, and few random nets have many; it rewrites only what it must"
+    other_values = by_parameter(
+        variant="all",
+        algorithm=Beside("m", variant="all"),
+        heavy=("norm",),
+        classifier=Beside(("norm",), variant="all"),
+    )
 
     variant: Literal["all", "conv", "dyn"] = "dyn"
     algorithm: Literal["m", "p"] = "p"

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 from sim.declared import OneOf
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.grain import GRAINS, by_op, by_stage
 from sim.solvers.milp import Program
@@ -62,6 +63,16 @@ class Checkmate(RecomputationPlanner):
     solver = "milp"
     fidelity = "equations"
     slow = True
+    rarely = "the cheapest plan that fits seldom recomputes anything on nets this small"
+    other_values = by_parameter(
+        remove_unnecessary=Beside(True, method="rounding"),
+        method="rounding",
+        grain="stage",
+        max_ops=Beside(6, grain="stage"),
+        node_limit=1,
+        time_limit=1e-6,
+    )
+    unseen = by_parameter(node_limit="graphs this small are solved at the root; see its own tests")
 
     method: Literal["milp", "rounding"] = "milp"
     grain: Annotated[str, OneOf(GRAINS)] | None = None

@@ -10,6 +10,7 @@ from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, rerun_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
@@ -41,6 +42,9 @@ class Chen(RecomputationPlanner):
     recomputes = True
     needs = frozenset({"chain"})
     fidelity = "equations"
+    other_values = by_parameter(
+        method="sqrt", threshold=Beside(1 << 26, method="threshold"), segments=Beside(3, method="sqrt")
+    )
 
     method: Literal["search", "threshold", "sqrt"] = "search"
     threshold: Annotated[int, Ge(0)] | None = None

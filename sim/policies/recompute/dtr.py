@@ -14,7 +14,7 @@ from sim.eviction.evictable import EVICTED_ROLES, Role, lineage_of
 from sim.eviction.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
 from sim.eviction.ranking import HEURISTICS
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,17 @@ class Dtr(Policy):
     online = True
     recomputes = True
     fidelity = "code"
+    rarely = "half of the examples fit without dropping anything"
+    other_values = by_parameter(
+        heuristic="lru",
+        deallocation="ignore",
+        ties="first",
+        staleness="none",
+        by_size=False,
+        ignore_small=0.5,
+        sample=True,
+        evicts=("activation",),
+    )
 
     heuristic: Annotated[str, OneOf(HEURISTICS)] = "dtr_eq"
     deallocation: Annotated[str, OneOf(DEALLOCATIONS)] = "eager"

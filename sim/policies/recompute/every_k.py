@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, layer_regions, rerun_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
@@ -31,6 +32,7 @@ class EveryK(RecomputationPlanner):
 
     recomputes = True
     fidelity = "code"
+    other_values = by_parameter(k=3, skip_last=True)
 
     k: Annotated[int, Ge(1)] = 2
     skip_last: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import cached_casts, layer_regions, rerun_regions
 from sim.solvers.runs import Ledger, runs
@@ -37,6 +38,7 @@ class FullRecompute(RecomputationPlanner):
     recomputes = True
     needs = frozenset({"layers"})
     fidelity = "code"
+    other_values = by_parameter(early_stop=False, skip_last=True, autocast_cache=False)
 
     early_stop: bool = True
     skip_last: bool = False

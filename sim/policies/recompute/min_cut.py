@@ -7,6 +7,7 @@ from typing import Annotated
 
 from sim.declared import OneOf
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, Cuts
 from sim.solvers.partition import AGGRESSIVE, Bans
@@ -42,6 +43,7 @@ class MinCut(RecomputationPlanner):
     needs = frozenset({"backward"})
     solver = "max-flow"
     fidelity = "code"
+    other_values = by_parameter(aggressive=True, regions="layer")
 
     aggressive: bool = False
     regions: Annotated[str, OneOf(REGIONS)] = "graph"

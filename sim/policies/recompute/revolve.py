@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import again_of, binomial_reversal
@@ -34,6 +35,7 @@ class Revolve(RecomputationPlanner):
     recomputes = True
     needs = frozenset({"chain", "backward"})
     fidelity = "equations"
+    other_values = by_parameter(slots=3)
 
     slots: Annotated[int, Ge(1)] | None = None
 

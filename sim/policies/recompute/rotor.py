@@ -12,6 +12,7 @@ from annotated_types import Ge
 
 from sim.errors import Infeasible
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.regions import chain_of, first_backward
@@ -60,6 +61,7 @@ class Rotor(RecomputationPlanner):
     needs = frozenset({"chain", "backward"})
     solver = "dp"
     fidelity = "equations"
+    other_values = by_parameter(slots=20)
 
     slots: Annotated[int, Ge(2)] = 500
 

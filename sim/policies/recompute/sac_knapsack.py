@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 
 from sim.declared import OneOf
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, regions_of
 from sim.solvers.knapsack import PICKERS
@@ -47,6 +48,8 @@ class SacKnapsack(RecomputationPlanner):
     needs = frozenset({"backward"})
     solver = "dp"
     fidelity = "code"
+    rarely = "the cheapest choice that fits seldom recomputes anything on nets this small"
+    other_values = by_parameter(memory_budget=0.5, knapsack="greedy", regions="graph", runtime="platform")
 
     memory_budget: Annotated[float, Ge(0), Le(1)] | None = None
     regions: Annotated[str, OneOf(REGIONS)] | None = None

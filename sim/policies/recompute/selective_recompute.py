@@ -9,6 +9,7 @@ from typing import Literal
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
@@ -45,6 +46,8 @@ class SelectiveRecompute(RecomputationPlanner):
     rewrites = True
     needs = frozenset({"layers"})
     fidelity = "code"
+    rarely = "it rewrites only casts of weights that autocast keeps"
+    other_values = by_parameter(recompute="attention_core", early_stop=False, autocast_cache=False)
 
     recompute: Literal["attention_core", "all_but_matmul"] = "all_but_matmul"
     early_stop: bool | None = None

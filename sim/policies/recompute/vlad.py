@@ -9,6 +9,7 @@ from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.reversal import Schedule, again_of, binomial_reversal, bisection_reversal
 from sim.solvers.runs import Ledger, Runs, runs
@@ -37,6 +38,8 @@ class Vlad(RecomputationPlanner):
     recomputes = True
     needs = frozenset({"backward"})
     fidelity = "equations"
+    rarely = "it recomputes ops only where a chain of them is long enough"
+    other_values = by_parameter(base=6, snapshots=2)
 
     base: Annotated[int, Ge(1)] | None = None
     snapshots: Annotated[int, Ge(1)] | None = None

@@ -13,7 +13,7 @@ from annotated_types import Ge, Lt
 
 from sim.errors import PolicyError
 from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.lru_tiering.upcoming import Upcoming, upcoming_of
 from sim.solvers.cascade import Below
 from sim.trace.tensor import ROLE_CODE
@@ -54,6 +54,7 @@ class LruTiering(Policy):
     moves = True
     needs = frozenset({"host"})
     fidelity = "reconstruction"
+    other_values = by_parameter(hits=2, pin_flops_per_byte=1.0, choice="score", watermark=0.1, prefetch=4)
 
     hits: Annotated[int, Ge(0)] = 0
     pin_flops_per_byte: Annotated[float, Ge(0)] | None = None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from sim.declared import Size
 from sim.errors import PolicyError, ProfileError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.fused_update import fuse_updates
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
@@ -60,6 +60,7 @@ class ZeroOffload(Policy):
     fidelity = "equations"
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
+    other_values = by_parameter(bucket=1 << 26, delayed=True)
 
     bucket: Size = 0
     delayed: bool = False

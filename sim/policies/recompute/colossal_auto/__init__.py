@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from sim.errors import Infeasible
 from sim.hardware.platform import Tier
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.colossal_auto.weight_offload import Pager, offloaded, units_of
 from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
@@ -61,6 +62,8 @@ class ColossalAuto(RecomputationPlanner):
     solver = "dp"
     manages = ("activations", "weights")
     fidelity = "reconstruction"
+    rarely = "weights leave only where that is faster than recomputing ops"
+    other_values = by_parameter(slots=20, levels=1, offload="none", window=1, share=0.5)
 
     slots: Annotated[int, Ge(2)] = 500
     levels: Annotated[int, Ge(1)] = 8

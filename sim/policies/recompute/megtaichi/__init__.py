@@ -19,7 +19,7 @@ from sim.eviction.neighbourhood import Price
 from sim.eviction.ranking import Ranking
 from sim.hardware.cost import op_times
 from sim.plan import Action, Drop, Memory, Need, Plan, Problem
-from sim.policies.base import Policy
+from sim.policies.base import Policy, by_parameter
 from sim.policies.recompute.megtaichi.producer_classes import ProducerClasses
 from sim.rewrites.batching import split_batch
 from sim.trace.graph import Trace
@@ -73,6 +73,19 @@ class MegTaiChi(Policy):
     rewrites = True
     slow = True  # up to three trial runs
     fidelity = "reconstruction"
+    rarely = "half of the examples fit as they are, and a partition is tried only where that is not so"
+    other_values = by_parameter(
+        parts=2,
+        neighbours="both",
+        own_cost=True,
+        penalty=2.0,
+        adjacent=False,
+        at_least=1 << 26,
+        threshold=0.5,
+        sample=True,
+        evicts=("activation",),
+    )
+    unseen = by_parameter(adjacent="it takes many small holes; see its own tests")
 
     parts: Annotated[int, Ge(1)] | None = None
     neighbours: Literal["producer", "both"] = "producer"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Run
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.mimose.shuttling import Blocks, Measured, blocks_of, measured
 from sim.solvers.outcome import refused
@@ -66,6 +67,9 @@ class Mimose(RecomputationPlanner):
     needs = frozenset({"layers", "backward", "history"})
     warm_up = 1
     fidelity = "code"
+    rarely = "where its collecting iteration fits, nets this small seldom need a checkpoint after it"
+    other_values = by_parameter(collect=1, round_to=1024, fallback="largest", static_size=128, verify=False)
+    unseen = by_parameter(fallback="layers of a transformer are equal; see its own tests")
 
     collect: Annotated[int, Ge(1)] = 10
     round_to: Annotated[int, Ge(1)] = 5

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 from sim.declared import OneOf
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.moccasin.retention import Retention, cp_sat
 from sim.solvers.grain import GRAINS, by_op, by_stage
@@ -53,6 +54,13 @@ class Moccasin(RecomputationPlanner):
     solver = "cp"
     fidelity = "equations"
     slow = True
+    rarely = "the cheapest plan that fits seldom recomputes anything on nets this small"
+    other_values = by_parameter(
+        runs=3, grain="stage", max_ops=Beside(6, grain="stage"), work_limit=1e-3, time_limit=1e-6
+    )
+    unseen = by_parameter(
+        remove_unnecessary="what it proves best op by op leaves nothing to remove; docs/recompute.md shows it by stage"
+    )
 
     runs: Annotated[int, Ge(1)] = 2
     grain: Annotated[str, OneOf(GRAINS)] | None = None

@@ -9,6 +9,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
@@ -50,6 +51,9 @@ class RelaxAndFix(RecomputationPlanner):
     solver = "lp"
     fidelity = "equations"
     slow = True
+    rarely = "the cheapest plan that fits seldom recomputes anything on nets this small"
+    other_values = by_parameter(remove_unnecessary=False, moments=1, rounds=1)
+    unseen = by_parameter(moments="it changes what is proven, not the plan; see its own tests")
 
     remove_unnecessary: bool = True
     moments: Annotated[int, Ge(1)] = 3

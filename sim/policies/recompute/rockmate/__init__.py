@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 
 from sim.errors import Infeasible
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rockmate.option_dp import Line, Step, Table
 from sim.policies.recompute.rockmate.options import Menu
@@ -49,6 +50,9 @@ class Rockmate(RecomputationPlanner):
     solver = "milp+dp"
     fidelity = "equations"
     slow = True
+    rarely = "the cheapest plan that fits seldom recomputes anything on nets this small"
+    other_values = by_parameter(slots=10, levels=1, exact_ops=2, max_ops=2, node_limit=1, time_limit=1e-6)
+    unseen = by_parameter(node_limit="stages this small are solved at the root")
 
     slots: Annotated[int, Ge(2)] = 500
     levels: Annotated[int, Ge(1)] = 5

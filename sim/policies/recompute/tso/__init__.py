@@ -12,6 +12,7 @@ from annotated_types import Ge, MinLen
 from sim.declared import OneOf
 from sim.errors import Infeasible
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import costs_of, held_outside
 from sim.policies.recompute.tso.captured import Part, captured, spared_launches
@@ -63,6 +64,10 @@ class Tso(RecomputationPlanner):
     solver = "dp"
     fidelity = "reconstruction"
     saves = MappingProxyType({"launch": "the ops of a captured segment are launched together, as one graph"})
+    rarely = "it captures only where launches outweigh the capture"
+    other_values = by_parameter(
+        modes=("eager", "checkpoint"), method="price", slots=20, launch=10**6, capture=10**12, replays=1, switch=10**9
+    )
 
     modes: Annotated[tuple[Annotated[str, OneOf(MODES)], ...], MinLen(1)] = tuple(MODES)
     method: Literal["slots", "price"] = "slots"

@@ -11,6 +11,7 @@ import numpy as np
 from sim.declared import OneOf
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
+from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.twremat.separator_schedule import Needs, separator_schedule
 from sim.policies.recompute.twremat.tree_decomposition import ORDERS, decompose, separators
@@ -51,6 +52,8 @@ class Twremat(RecomputationPlanner):
 
     recomputes = True
     fidelity = "reconstruction"
+    rarely = "nets this small seldom leave room between what it needs and keeping all"
+    other_values = by_parameter(remove_unnecessary=False, order="min_degree", eager=True)
 
     remove_unnecessary: bool = True
     order: Annotated[str, OneOf(ORDERS)] = "min_fill"
