@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sim.commands import lists, measure, report, runs, sweeps, traces
+from sim.commands.declaring import Command
 
 app = typer.Typer(
     add_completion=True,
@@ -23,19 +24,19 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *(measure.calibrate, measure.validate),
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=Command)(command)
 on_traces = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build, import, capture and look at traces.")
 ON_TRACES: tuple[Callable[..., None], ...] = (
     *(traces.build, traces.show, traces.import_),
     *(traces.capture, traces.export),
 )
 for command in ON_TRACES:
-    on_traces.command(command.__name__.rstrip("_"))(command)
+    on_traces.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_traces, name="trace")
 ON_RESULTS: tuple[Callable[..., None], ...] = (sweeps.list_, sweeps.show, sweeps.export, sweeps.query)
 on_results = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the results of sweeps.")
 for command in ON_RESULTS:
-    on_results.command(command.__name__.rstrip("_"))(command)
+    on_results.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_results, name="results")
 
 

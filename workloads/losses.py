@@ -12,7 +12,6 @@ fused linear cross-entropy does). Slices are of `CHUNK` tokens.
 
 from __future__ import annotations
 
-from sim.errors import WorkloadError, near
 from workloads.costs import element_flops, matmul_flops
 from workloads.precision import BYTES
 from workloads.primitives import Gradients, elementwise, linear
@@ -20,12 +19,6 @@ from workloads.tape import Tape, Value
 
 LOSSES = ("torch", "fused", "chunked")
 CHUNK = 1024
-
-
-def check_loss(name: str) -> None:
-    """Raises WorkloadError with the nearest known loss."""
-    if name not in LOSSES:
-        raise WorkloadError(f"loss {name!r} is unknown{near(str(name), LOSSES)}")
 
 
 def head_loss(

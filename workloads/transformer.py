@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -15,15 +15,22 @@ from workloads.attention import Core, causal_mask
 from workloads.backward import backward
 from workloads.experts import routing
 from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
-from workloads.losses import check_loss, cross_entropy, head_loss
+from workloads.losses import LOSSES, cross_entropy, head_loss
 from workloads.models import Config, HasDict, read_config
-from workloads.optimizers import check_optimizer, update
+from workloads.optimizers import OPTIMIZERS, update
 from workloads.parameters import make_parameters
-from workloads.precision import Precision, precision_of
+from workloads.precision import PRECISIONS, Precision
 from workloads.primitives import add, dropout, embedding, linear, split, tanh
 from workloads.tape import Tape, Value
 
 ATTENTIONS = ("eager", "sdpa", "flash")
+CHOICES: Mapping[str, Collection[str]] = {
+    "precision": PRECISIONS,
+    "attention": ATTENTIONS,
+    "optimizer": OPTIMIZERS,
+    "loss": LOSSES,
+}
+"""What may be given where a name is asked for: the registries themselves, so that what is added there is known here."""
 
 
 def transformer(
@@ -47,9 +54,9 @@ def transformer(
     batch: samples an iteration; sequence: tokens a sample. precision: fp32, bf16, fp16 (everything in that
     type, the optimizer's state too), amp_bf16, amp_fp16 (fp32 weights under autocast), mixed_bf16,
     mixed_fp16 (16-bit weights and gradients, fp32 master weights and state). attention: eager, sdpa or
-    flash, see `workloads.attention`. dropout: replaces all probabilities of the config. optimizer:
-    adamw_foreach, adamw_fused, adamw_loop, sgd or sgd_momentum. loss: torch, fused or chunked, see
-    `workloads.losses`. micro_batches: gradients are accumulated over that many parts of the batch.
+    flash, see `workloads.attention`. dropout: replaces all probabilities of the config. optimizer: one of
+    `workloads.optimizers.OPTIMIZERS`. loss: torch, fused or chunked, see `workloads.losses`. micro_batches:
+    gradients are accumulated over that many parts of the batch.
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
 
     The memory that a keep-all replay of this trace takes is that of PyTorch running Hugging Face's model.
@@ -60,11 +67,10 @@ def transformer(
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
     c = read_config(config)
-    kind = precision_of(precision)
-    check_loss(loss)
-    check_optimizer(optimizer)
-    if attention not in ATTENTIONS:
-        raise WorkloadError(f"attention {attention!r} is unknown{near(str(attention), ATTENTIONS)}")
+    given = {"precision": precision, "attention": attention, "optimizer": optimizer, "loss": loss}
+    for axis, name in given.items():
+        if name not in CHOICES[axis]:
+            raise WorkloadError(f"{axis} {name!r} is unknown{near(str(name), CHOICES[axis])}")
     batch, sequence = _count("batch", batch), _count("sequence", sequence)
     micro_batches = _count("micro_batches", micro_batches)
     if batch % micro_batches:
@@ -82,7 +88,17 @@ def transformer(
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {dropout!r}")
         c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
-    return _build(c, kind, batch, sequence, attention, optimizer, loss, micro_batches, (routing_seed, routing_skew))
+    return _build(
+        c,
+        PRECISIONS[precision],
+        batch,
+        sequence,
+        attention,
+        optimizer,
+        loss,
+        micro_batches,
+        (routing_seed, routing_skew),
+    )
 
 
 def _count(what: str, value: object) -> int:

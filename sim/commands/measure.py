@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from sim.commands.options import Attention, Batch, Json, Model, Seq, platform_of, say
+from sim.commands.declaring import Option, takes
+from sim.commands.options import ATTENTION, BATCH, JSON, MODEL, SEQ, platform_of, say
 
 
 def calibrate(
@@ -20,17 +21,18 @@ def calibrate(
     print(measure(out, quick=quick, device=device))
 
 
-def validate(
-    model: Model = None,
-    batch: Batch = 4,
-    seq: Seq = 128,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or amp_bf16")] = "fp32",
-    attention: Attention = "sdpa",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
-    repeats: Annotated[int, typer.Option(help="steps timed a policy; the median counts")] = 7,
-    profile: Annotated[str | None, typer.Option(help="profile of this machine, for the times")] = None,
-    json: Json = False,
-) -> None:
+@takes(
+    MODEL,
+    BATCH._replace(default=4),
+    SEQ._replace(default=128),
+    Option("precision", Annotated[str, typer.Option(help="{validated}")], "fp32"),
+    ATTENTION,
+    Option("device", Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")], None),
+    Option("repeats", Annotated[int, typer.Option(help="steps timed a policy; the median counts")], 7),
+    Option("profile", Annotated[str | None, typer.Option(help="profile of this machine, for the times")], None),
+    JSON,
+)
+def validate(**options: Any) -> None:
     """Run a real training step here under several policies, and print it beside the simulated one (extra `torch`)."""
     from dataclasses import asdict
 
@@ -39,15 +41,7 @@ def validate(
     from sim.outputs import to_json
     from sim.report.listings import aligned
 
-    rows = compare_with_real(
-        model,
-        batch=batch,
-        sequence=seq,
-        precision=precision,
-        attention=attention,
-        device=device,
-        repeats=repeats,
-        profile=platform_of(profile, None) if profile else None,
-        progress=say,
-    )
+    model, sequence, profile, json = (options.pop(key) for key in ("model", "seq", "profile", "json"))
+    machine = platform_of(profile, None) if profile else None
+    rows = compare_with_real(model, sequence=sequence, profile=machine, progress=say, **options)
     print(to_json([asdict(row) for row in rows]) if json else aligned([HEADER, *as_table(rows)]))

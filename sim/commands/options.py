@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-AXES = ("model", "batch", "seq", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches")
-"""Options of which a trace is made: a trace that was read has them behind it."""
+from sim.commands.declaring import Option
 
 
 def _readable(budget: str | None) -> str | None:
@@ -32,43 +31,91 @@ def _readable(budget: str | None) -> str | None:
     raise typer.BadParameter(f"{budget!r}: expected {wanted}{hint}")
 
 
-Profile = Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")]
-Model = Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")]
-TraceFile = Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")]
-Batch = Annotated[int, typer.Option(help="samples an iteration")]
-Seq = Annotated[int, typer.Option("--seq", "--sequence", help="tokens a sample")]
-Precision = Annotated[str, typer.Option(help="fp32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16")]
-Attention = Annotated[str, typer.Option(help="eager, sdpa or flash")]
-Optimizer = Annotated[str, typer.Option(help="adamw_foreach, adamw_fused, adamw_loop, sgd, sgd_momentum")]
-Loss = Annotated[str, typer.Option(help="torch, fused or chunked")]
-Dropout = Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")]
-MicroBatches = Annotated[int, typer.Option(help="micro-batches whose gradients are summed")]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        callback=_readable,
-        help='bytes of the device, "7.5 GB", or a part of what keeping everything takes, "80%"; default: all of it',
+PROFILE = Option("profile", Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")])
+MODEL = Option("model", Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")], None)
+TRACE = Option("trace", Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")], None)
+BATCH = Option("batch", Annotated[int, typer.Option(help="samples an iteration")], 1)
+SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens a sample")], 1024)
+PRECISION = Option("precision", Annotated[str, typer.Option(help="{precision}")], "amp_bf16")
+ATTENTION = Option("attention", Annotated[str, typer.Option(help="{attention}")], "sdpa")
+AXES = (
+    BATCH,
+    SEQ,
+    PRECISION,
+    ATTENTION,
+    Option("optimizer", Annotated[str, typer.Option(help="{optimizer}")], "adamw_foreach"),
+    Option("loss", Annotated[str, typer.Option(help="{loss}")], "torch"),
+    Option(
+        "dropout", Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")], None
     ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"; may be given more than once'),
-]
-Seed = Annotated[int, typer.Option(help="seed of everything random")]
-Iterations = Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")]
-RecomputeLimit = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="times the ideal time of the trace that recomputation may take before a run counts as thrashing; 0: any",
+    Option("micro_batches", Annotated[int, typer.Option(help="micro-batches whose gradients are summed")], 1),
+)
+"""Options of which a model's trace is made; `workloads.transformer` says what each means."""
+
+WORKLOAD = (MODEL, TRACE, *AXES)
+"""What is computed."""
+
+MADE_OF = tuple(option.name for option in (MODEL, *AXES))
+"""Options that a trace which was read has behind it."""
+
+WORDS = {"seq": "sequence"}
+"""Axes that `transformer` and studies call otherwise."""
+
+BUDGET = Option(
+    "budget",
+    Annotated[
+        str | None,
+        typer.Option(
+            callback=_readable,
+            help='bytes of the device, "7.5 GB", or a part of what keeping everything takes, "80%"; default: all of it',
+        ),
+    ],
+    None,
+)
+SET = Option(
+    "set_",
+    Annotated[
+        list[str] | None,
+        typer.Option("--set", help='change a figure: tiers.hbm.bandwidth="300 GB/s"; may be given more than once'),
+    ],
+    None,
+)
+PARAM = Option(
+    "param",
+    Annotated[
+        list[str] | None,
+        typer.Option("-p", "--param", help="policy parameter: heuristic=lru; may be given more than once"),
+    ],
+    None,
+)
+SEED = Option("seed", Annotated[int, typer.Option(help="seed of everything random")], 0)
+REPLAY = (
+    SEED,
+    Option("iterations", Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")], None),
+    Option(
+        "recompute_limit",
+        Annotated[
+            float | None,
+            typer.Option(
+                min=0,
+                help="times the ideal time of the trace that recomputation may take before a run counts as thrashing; "
+                "0: any",
+            ),
+        ],
+        None,
     ),
-]
-Out = Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")]
-Json = Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option("-p", "--param", help="policy parameter: heuristic=lru; may be given more than once"),
-]
+)
+"""How a run goes."""
+
+OUT = Option(
+    "out", Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")], None
+)
+JSON = Option(
+    "json",
+    Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")],
+    False,
+)
+Json = JSON.type
 
 
 def workload(options: dict[str, Any]) -> Any:
@@ -83,24 +130,14 @@ def workload(options: dict[str, Any]) -> Any:
 
     if not options["model"]:
         raise typer.BadParameter("give --model NAME or --trace FILE")
-    more = {} if options["dropout"] is None else {"dropout": options["dropout"]}
-    return transformer(
-        options["model"],
-        batch=options["batch"],
-        sequence=options["seq"],
-        precision=options["precision"],
-        attention=options["attention"],
-        optimizer=options["optimizer"],
-        loss=options["loss"],
-        micro_batches=options["micro_batches"],
-        **more,
-    )
+    axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES}
+    return transformer(options["model"], **{key: value for key, value in axes.items() if value is not None})
 
 
 def _refuse_axes(ctx: typer.Context) -> None:
     for option in ctx.command.params:
         source = ctx.get_parameter_source(str(option.name))
-        if option.name in AXES and source is not None and source.name == "COMMANDLINE":
+        if option.name in MADE_OF and source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(f"{option.opts[0]}: a file of --trace is made already; give one or the other")
 
 
@@ -195,7 +232,7 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
     """
     from sim.foreign import sums_of
 
-    beside = ("ctx", "out", "json", *(AXES if options["trace"] else ()))
+    beside = ("ctx", "out", "json", *(MADE_OF if options["trace"] else ()))
     asked = {key: value for key, value in options.items() if value is not None and key not in beside}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {

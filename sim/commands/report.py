@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 import typer
 
-from sim.commands.options import budget_of, files_of, limit_of, parameters, platform_of, say, workload
+from sim.commands.options import JSON, OUT, budget_of, files_of, limit_of, parameters, platform_of, say, workload
+from sim.commands.runs import COMPARED, RUN
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -30,16 +31,7 @@ if TYPE_CHECKING:
     from sim.report.page import RunView, SavedView
     from sim.trace.graph import Trace
 
-MAY_BE_LEFT_OUT = ("trace", "model", "dropout", "budget", "seed", "iterations", "recompute_limit", "param", "set_")
-"""Options of `run` that a folder does not mention where they were not given."""
-
-ASKED = {
-    **dict.fromkeys(("profile", "trace", "model", "budget", "policy", "policies", "precision"), str),
-    **dict.fromkeys(("attention", "optimizer", "loss"), str),
-    **dict.fromkeys(("batch", "seq", "seed", "iterations", "micro_batches"), int),
-    **dict.fromkeys(("recompute_limit",), float),
-    **dict.fromkeys(("param", "set_"), list),
-}
+ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON)}
 """Of which type an option is, where a folder mentions it."""
 
 
@@ -237,7 +229,7 @@ def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
 
 
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: asked.get(key) for key in (*MAY_BE_LEFT_OUT, *ASKED, *asked)}
+    return {key: asked.get(key) for key in (*ASKED, *asked)}
 
 
 def _run_again(

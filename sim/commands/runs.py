@@ -6,26 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
+from sim.commands.declaring import Option, defaults, takes
 from sim.commands.options import (
-    Attention,
-    Batch,
-    Budget,
-    Dropout,
-    Iterations,
-    Json,
-    Loss,
-    MicroBatches,
-    Model,
-    Optimizer,
-    Out,
-    Parameters,
-    Precision,
-    Profile,
-    RecomputeLimit,
-    Seed,
-    Seq,
-    Set,
-    TraceFile,
+    BUDGET,
+    JSON,
+    OUT,
+    PARAM,
+    PROFILE,
+    REPLAY,
+    SEED,
+    SET,
+    WORKLOAD,
     about_run,
     again,
     budget_of,
@@ -37,32 +28,17 @@ from sim.commands.options import (
     workload,
 )
 
+POLICY = Option("policy", Annotated[str, typer.Option(help="policy name or path/to/file.py:Class")], "keep_all")
+POLICIES = Option(
+    "policies", Annotated[str | None, typer.Option(help="a,b,…; default: all that apply and plan quickly")], None
+)
+RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, OUT, JSON)
+COMPARED = (PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY, OUT, JSON)
 
-def run(
-    ctx: typer.Context,
-    profile: Profile,
-    policy: Annotated[str, typer.Option(help="policy name or path/to/file.py:Class")] = "keep_all",
-    model: Model = None,
-    trace: TraceFile = None,
-    batch: Batch = 1,
-    seq: Seq = 1024,
-    precision: Precision = "amp_bf16",
-    attention: Attention = "sdpa",
-    optimizer: Optimizer = "adamw_foreach",
-    loss: Loss = "torch",
-    dropout: Dropout = None,
-    micro_batches: MicroBatches = 1,
-    budget: Budget = None,
-    set_: Set = None,
-    param: Parameters = None,
-    seed: Seed = 0,
-    iterations: Iterations = None,
-    recompute_limit: RecomputeLimit = None,
-    out: Out = None,
-    json: Json = False,
-) -> None:
+
+@takes(*RUN)
+def run(ctx: typer.Context, **options: Any) -> None:
     """Run one policy and print what came of it."""
-    options = locals()
     from sim.comparison import compare as run_all
     from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
@@ -71,10 +47,12 @@ def run(
     from sim.report.foot import Foot
     from sim.report.table import print_summary
 
+    policy, out, json = options["policy"], options["out"], options["json"]
     folder = check_folder(out, "run") if out else None
-    platform, work = platform_of(profile, set_), workload(options)
-    given, limit = parameters(param), budget_of(budget, work, platform)
-    how: dict[str, Any] = {"budget": limit, "seed": seed, "iterations": iterations, **limit_of(recompute_limit)}
+    platform, work = platform_of(options["profile"], options["set_"]), workload({"ctx": ctx, **options})
+    given, limit = parameters(options["param"]), budget_of(options["budget"], work, platform)
+    how: dict[str, Any] = {"budget": limit, "seed": options["seed"], "iterations": options["iterations"]}
+    how |= limit_of(options["recompute_limit"])
     try:
         result = simulate(work, platform, policy, **how, **given)
     except (Infeasible, Deadlock):
@@ -95,31 +73,10 @@ def run(
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
 
 
-def compare(
-    ctx: typer.Context,
-    profile: Profile,
-    model: Model = None,
-    trace: TraceFile = None,
-    policies: Annotated[str | None, typer.Option(help="a,b,…; default: all that apply and plan quickly")] = None,
-    batch: Batch = 1,
-    seq: Seq = 1024,
-    precision: Precision = "amp_bf16",
-    attention: Attention = "sdpa",
-    optimizer: Optimizer = "adamw_foreach",
-    loss: Loss = "torch",
-    dropout: Dropout = None,
-    micro_batches: MicroBatches = 1,
-    budget: Budget = None,
-    set_: Set = None,
-    seed: Seed = 0,
-    iterations: Iterations = None,
-    recompute_limit: RecomputeLimit = None,
-    out: Out = None,
-    json: Json = False,
-) -> None:
+@takes(*COMPARED)
+def compare(ctx: typer.Context, **options: Any) -> None:
     """Run many policies on one trace, platform and budget, and print a row for each."""
-    options = locals()
-    _compare(options, again())
+    _compare({"ctx": ctx, **options}, again())
 
 
 def _compare(options: dict[str, Any], command: str) -> None:
@@ -175,30 +132,21 @@ DEMO = {
 """The demo's job; `docs/demo.md` says why these figures."""
 
 
-def demo(
-    out: Annotated[str, typer.Option("-o", "--out", help="folder for what it writes")] = "tiersim-demo",
-    json: Json = False,
-) -> None:
+@takes(OUT._replace(default="tiersim-demo"), JSON)
+def demo(**options: Any) -> None:
     """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
-    defaults = {"trace": None, "policies": None, "attention": "sdpa", "optimizer": "adamw_foreach", "loss": "torch"}
-    more = {"dropout": None, "micro_batches": 1, "set_": None, "seed": 0, "iterations": None, "recompute_limit": None}
-    _compare({**defaults, **more, **DEMO, "out": out, "json": json}, "tiersim demo")
-    if not json:
-        print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {out}/")
+    _compare({**defaults(COMPARED), **DEMO, **options}, "tiersim demo")
+    if not options["json"]:
+        print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {options['out']}/")
 
 
-def check(
-    policy: Annotated[str, typer.Argument(help="policy name or path/to/file.py:Class")],
-    examples: Annotated[int, typer.Option(help="random examples a law", min=1)] = 50,
-    param: Parameters = None,
-    seed: Seed = 0,
-    json: Json = False,
-) -> None:
+@takes(Option("examples", Annotated[int, typer.Option(help="random examples a law", min=1)], 50), PARAM, SEED, JSON)
+def check(policy: Annotated[str, typer.Argument(help="policy name or path/to/file.py:Class")], **options: Any) -> None:
     """Hold a policy to the law for every policy, on traces that nobody picked by hand."""
     from sim.conformance.alone import checked
     from sim.outputs import to_json
 
-    report, text = checked(policy, parameters(param), examples=examples, seed=seed)
-    print(to_json(report) if json else text)
+    report, text = checked(policy, parameters(options["param"]), examples=options["examples"], seed=options["seed"])
+    print(to_json(report) if options["json"] else text)
     if not report["passed"]:
         raise typer.Exit(1)

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from sim.commands.declaring import Option, takes
 from sim.commands.options import (
-    Attention,
-    Batch,
-    Budget,
-    Dropout,
+    AXES,
+    BUDGET,
+    JSON,
+    MODEL,
+    PARAM,
+    PROFILE,
     Json,
-    Loss,
-    MicroBatches,
-    Optimizer,
-    Parameters,
-    Precision,
-    Profile,
-    Seq,
     budget_of,
     parameters,
     platform_of,
     workload,
 )
 
+FILE = Option("out", Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")])
 
-def build(
-    model: Annotated[str, typer.Option(help="model name or Hugging Face config.json")],
-    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
-    batch: Batch = 1,
-    seq: Seq = 1024,
-    precision: Precision = "amp_bf16",
-    attention: Attention = "sdpa",
-    optimizer: Optimizer = "adamw_foreach",
-    loss: Loss = "torch",
-    dropout: Dropout = None,
-    micro_batches: MicroBatches = 1,
-    json: Json = False,
-) -> None:
+
+@takes(Option("model", Annotated[str, MODEL.type.__metadata__[0]]), FILE, *AXES, JSON)
+def build(**options: Any) -> None:
     """Build a transformer's training trace and save it."""
     from sim.outputs import to_json
     from sim.report.listings import trace_page
     from sim.trace.io import save
 
-    work = workload({**locals(), "trace": None})
+    out, json = options["out"], options["json"]
+    work = workload({**options, "trace": None})
     save(work, out)
     print(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
 
@@ -90,19 +78,22 @@ def capture(
     print(trace_page(work, json))
 
 
-def export(
-    path: Annotated[str, typer.Argument(help="trace file")],
-    profile: Profile,
-    out: Annotated[str, typer.Option("-o", "--out", help="prefix of the Chakra files: PREFIX.0.et, one a device")],
-    policy: Annotated[str, typer.Option(help="policy whose run is written")] = "keep_all",
-    budget: Budget = None,
-    param: Parameters = None,
-) -> None:
+@takes(
+    PROFILE,
+    Option(
+        "out", Annotated[str, typer.Option("-o", "--out", help="prefix of the Chakra files: PREFIX.0.et, one a device")]
+    ),
+    Option("policy", Annotated[str, typer.Option(help="policy whose run is written")], "keep_all"),
+    BUDGET,
+    PARAM,
+)
+def export(path: Annotated[str, typer.Argument(help="trace file")], **options: Any) -> None:
     """Replay a trace and write the run as Chakra nodes, with memory loads and stores."""
     from sim.experiment import simulate
     from workloads import load_trace
     from workloads.exporters.chakra import export_chakra
 
-    platform, work = platform_of(profile, None), load_trace(path)
-    result = simulate(work, platform, policy, budget=budget_of(budget, work, platform), **parameters(param))
-    export_chakra(result.log, out)
+    platform, work = platform_of(options["profile"], None), load_trace(path)
+    budget = budget_of(options["budget"], work, platform)
+    result = simulate(work, platform, options["policy"], budget=budget, **parameters(options["param"]))
+    export_chakra(result.log, options["out"])

@@ -199,28 +199,15 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def _precisions() -> tuple[str, ...]:
-    from workloads.precision import PRECISIONS
+def _choices(axis: str) -> Callable[[], tuple[str, ...]]:
+    """The names that `transformer` knows for one of its arguments."""
 
-    return tuple(PRECISIONS)
+    def names() -> tuple[str, ...]:
+        from workloads.transformer import CHOICES
 
+        return tuple(CHOICES[axis])
 
-def _attentions() -> tuple[str, ...]:
-    from workloads.transformer import ATTENTIONS
-
-    return ATTENTIONS
-
-
-def _optimizers() -> tuple[str, ...]:
-    from workloads.optimizers import OPTIMIZERS
-
-    return tuple(OPTIMIZERS)
-
-
-def _losses() -> tuple[str, ...]:
-    from workloads.losses import LOSSES
-
-    return tuple(LOSSES)
+    return names
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -243,10 +230,12 @@ class StudyFile(BaseModel):
     trace: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
     batch: Counts = [1]
     sequence: Counts = [1024]
-    precision: Annotated[list[Annotated[str, PlainValidator(_one_of(_precisions))]], Listed] = ["amp_bf16"]
-    attention: Annotated[list[Annotated[str, PlainValidator(_one_of(_attentions))]], Listed] = ["sdpa"]
-    optimizer: Annotated[list[Annotated[str, PlainValidator(_one_of(_optimizers))]], Listed] = ["adamw_foreach"]
-    loss: Annotated[list[Annotated[str, PlainValidator(_one_of(_losses))]], Listed] = ["torch"]
+    precision: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("precision")))]], Listed] = ["amp_bf16"]
+    attention: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("attention")))]], Listed] = ["sdpa"]
+    optimizer: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("optimizer")))]], Listed] = [
+        "adamw_foreach"
+    ]
+    loss: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("loss")))]], Listed] = ["torch"]
     dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
     micro_batches: Counts = [1]
     routing_seed: Seeds = [0]

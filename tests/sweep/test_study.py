@@ -111,7 +111,8 @@ MESSAGES = [
     "(did you mean 'mt3000_survey'?)",
     "policy[0]: value 'keep_al': no policy is called 'keep_al' (did you mean 'keep_all'?)",
     "policy[1]: value 'dtr(heuristik=lru)': policy 'dtr' has no parameter 'heuristik' (did you mean 'heuristic'?)",
-    "policy[2]: value 'dtr(heuristic=lrv)': dtr: heuristic: 'lrv' is unknown (did you mean 'lru'?)",
+    "policy[2]: value 'dtr(heuristic=lrv)': policy 'dtr': heuristic is 'lrv'; expected 'dtr', 'dtr_eq', 'local', "
+    "'none', 'lru', 'size', 'msps' or 'random' (did you mean 'lru'?)",
     "policy[3]: value 3: expected the name of a policy, or a table with its name and parameters",
     "budget[0]: value 7: expected a size such as '7 GB', a part of the unconstrained peak such as '50%', or 'all'",
     "budget[1]: value '7': expected a size such as '7 GB', a part of the unconstrained peak such as '50%', or 'all'",

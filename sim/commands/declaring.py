@@ -1,0 +1,88 @@
+"""How options are declared: once for all commands that take them, and with help that asks the registries."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin
+
+from typer.core import TyperCommand
+
+
+class Option(NamedTuple):
+    """One option: its name in Python, its annotation with `typer.Option`, and its default; required without one."""
+
+    name: str
+    type: Any
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def kind(self) -> type:
+        """The type of a value that is given: `str` for `str | None`, `list` for `list[str]`."""
+        given = get_args(self.type)[0]
+        kind = get_args(given)[0] if isinstance(given, UnionType) else given
+        return get_origin(kind) or kind
+
+
+def takes(*options: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare the options of a command, in order; it gets them by name, as `**options`, in that order."""
+
+    def declare(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(*args: Any, **given: Any) -> None:
+            command(*args, **{option.name: given.pop(option.name) for option in options}, **given)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shared = [inspect.Parameter(o.name, keyword, default=o.default, annotation=o.type) for o in options]
+        del call.__wrapped__
+        call.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in (*own, *shared)}
+        return call
+
+    return declare
+
+
+def defaults(options: Collection[Option]) -> dict[str, Any]:
+    """What options are where they are not given; those that are required are left out."""
+    return {option.name: option.default for option in options if option.default is not inspect.Parameter.empty}
+
+
+class Command(TyperCommand):
+    """A command whose help names what the registries have: `{optimizer}` stands for the names of all optimizers."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, filled in."""
+        for option in self.params:
+            option.help = filled(getattr(option, "help", None) or "")  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def filled(text: str) -> str:
+    """A text with the names of the registries that it asks for."""
+    return re.sub(r"\{(\w+)\}", lambda match: ", ".join(REGISTRIES[match[1]]()), text)
+
+
+def _axis(name: str) -> Callable[[], Collection[str]]:
+    def names() -> Collection[str]:
+        from workloads.transformer import CHOICES
+
+        return CHOICES[name]
+
+    return names
+
+
+def _validated() -> Collection[str]:
+    from sim.measure.validate import PRECISIONS
+
+    return PRECISIONS
+
+
+REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
+    **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss")},
+    "validated": _validated,
+}
+"""What help may ask for; imported only when help is printed."""
