@@ -4,16 +4,43 @@ What a folder of results says is data, and whoever gave it away may have written
 names is executed or opened unless the person who reads it asks for that: a policy's only if it is the very file that
 was run, by the SHA-256 that was recorded then. What is shipped or installed goes by name and is no file; a profile or
 a trace that lies in the folder itself belongs to it.
+
+Nor may what it says take the program for ever: only plain files of a bounded size are read, and a run is made again
+unasked only if it is of a size that ends in minutes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sim.errors import TiersimError
+
+MOST_BYTES = 512 << 20
+"""Bytes of a file of results that are read at most."""
+
+MOST = {"batch": 1 << 31, "seq": 1 << 24, "micro_batches": 1024, "iterations": 1000, "recompute_limit": 1000}
+"""The most of each option that a folder may ask for unasked; a limit of 0, which is none, is beyond it."""
+
+MOST_OPS = 2_000_000
+"""Ops times iterations that a folder may ask for unasked."""
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A plain file's bytes. Raises OSError; TiersimError for what is none (a pipe would never end) or is too large."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise TiersimError(f"{path}: is no plain file")
+        data = file.read(most + 1) if about.st_size <= most else b""
+        if about.st_size > most or len(data) > most:
+            raise TiersimError(f"{path}: has more than {most:,} bytes")
+        return data
 
 
 @dataclass(frozen=True)
@@ -26,10 +53,13 @@ class Named:
 
     @property
     def sum(self) -> str:
-        """SHA-256 of the file as hexadecimal digits, "" where there is none."""
+        """SHA-256 as hexadecimal digits, "" where there is no file; of a policy that was executed, of what was."""
+        from sim.policies import executed_source
+
+        data = executed_source(self.path) if self.kind == "policy" else None
         try:
-            return hashlib.sha256(self.path.read_bytes()).hexdigest()
-        except (OSError, ValueError):  # ValueError: a name that no file can have
+            return hashlib.sha256(read_file(self.path) if data is None else data).hexdigest()
+        except (OSError, ValueError, TiersimError):  # ValueError: a name that no file can have
             return ""
 
 
@@ -46,28 +76,70 @@ class Trust:
     sums: Mapping[str, str]
 
     def objection(self, file: Named) -> str:
-        """Why a file is not used, in one line; "" if it may be."""
+        """Why a file is not used, in one line; "" if it may be. A policy's is then executed as it was read here.
+
+        Other files are read again by whoever uses them: a machine or a workload that has changed meanwhile gives other
+        figures than were saved, and no page.
+        """
         if file.kind != "policy" and self._holds(file.path):
-            return ""
+            return _unreadable(file)
         what = f"{file.kind} {file.name!r} is a file that the results name"
         if not self.asked:
             return f"{what}; it is used only where you say so (--trust)"
         recorded = self.sums.get(file.name, "")
         if not recorded:
             return f"{what}; no SHA-256 of it was recorded, so that nobody can say whether it is the one that was run"
-        if file.sum != recorded:
+        try:
+            data = read_file(file.path)
+        except (OSError, ValueError, TiersimError):
+            data = None
+        if data is None or hashlib.sha256(data).hexdigest() != recorded:
             return f"{what}; it is not the one that was run (its SHA-256 differs from {recorded[:12]}…)"
+        if file.kind == "policy":
+            from sim.policies import admit_source
+
+            admit_source(file.path, data)
         return ""
 
     def objections(self, files: Iterable[Named]) -> list[str]:
         """All reasons why files are not used, each once."""
         return list(dict.fromkeys(filter(None, map(self.objection, files))))
 
+    def too_much(self, asked: Mapping[str, Any]) -> list[str]:
+        """Which numbers, by the names of options, are more than a folder may ask for unasked."""
+        if self.asked:
+            return []
+        lines = []
+        for key, most in MOST.items():
+            value = asked.get(key)
+            if value is not None and (value > most or (key == "recompute_limit" and not value)):
+                shown = str(value) if len(str(value)) <= 24 else f"{str(value)[:23]}…"
+                lines.append(f"{key} {shown} is more than the {most:,} that results may ask for unasked (--trust)")
+        return lines
+
+    def too_long(self, ops: int, iterations: int | None) -> list[str]:
+        """Why a run of that many ops an iteration is not made again unasked."""
+        runs = ops * (iterations or 1)
+        if self.asked or runs <= MOST_OPS:
+            return []
+        return [f"{runs:,} ops are more than the {MOST_OPS:,} that results may ask for unasked (--trust)"]
+
     def _holds(self, path: Path) -> bool:
         try:
             return path.resolve().is_relative_to(self.folder.resolve())
         except (OSError, ValueError, RuntimeError):  # RuntimeError: links in a circle
             return False
+
+
+def _unreadable(file: Named) -> str:
+    """Why a file that is there is not opened."""
+    try:
+        about = file.path.stat()
+    except (OSError, ValueError):  # whoever needs it says so
+        return ""
+    if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+        return f"{file.kind} {file.name!r}: is no plain file"
+    return f"{file.kind} {file.name!r}: has more than {MOST_BYTES:,} bytes" if about.st_size > MOST_BYTES else ""
 
 
 def policy_files(names: Iterable[str]) -> list[Named]:

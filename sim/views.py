@@ -6,11 +6,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TiersimError
 from sim.experiment import Result
+from sim.foreign import MOST_BYTES, read_file
 from sim.pages import run_view
 from sim.report.files import write_aside
 from sim.report.page import SavedView
@@ -18,8 +20,6 @@ from sim.report.page.run import run_data
 
 NAME = "view.json.gz"
 FORMAT, VERSION = "tiersim view", 1
-MOST = 512 << 20
-"""Bytes of JSON that are read at most."""
 
 PARTS = {
     **dict.fromkeys(("title", "workload", "platform", "description", "memory", "doc", "command"), str),
@@ -54,13 +54,11 @@ def read_view(path: Path, **about: Any) -> SavedView:
 
     Raises TiersimError, one line that names the file, where it is not there or is no view.
     """
-    if path.exists() and not path.is_file():
-        raise TiersimError(f"{path}: is no file")  # opening a pipe would wait for ever
     try:
-        with gzip.open(path, "rb") as file:
-            text = file.read(MOST + 1)
-        if len(text) > MOST:
-            raise TiersimError(f"{path}: holds more than {MOST} bytes")
+        with gzip.GzipFile(fileobj=BytesIO(read_file(path))) as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise TiersimError(f"{path}: holds more than {MOST_BYTES:,} bytes")
         record = json.loads(text)
     except FileNotFoundError:
         raise TiersimError(f"{path}: is not there: nothing was saved for a page") from None

@@ -66,6 +66,9 @@ ACTIVATIONS = {
 }
 """Known activations and the kernel or composition that computes them."""
 
+MOST = {"layers": 4096, "experts": 4096}
+"""Sizes that ops are counted by, and the most that is built: a configuration may come from anywhere."""
+
 FORMS = {"grouped": "grouped", "grouped_mm": "grouped", "loop": "loop", "eager": "loop"}
 
 
@@ -182,6 +185,8 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
         ) from error
     except json.JSONDecodeError as error:
         raise WorkloadError(f"{path}: line {error.lineno}: no valid JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise WorkloadError(f"{path}: no valid JSON ({error})") from None
     if not isinstance(values, dict):
         raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
     name = path.parent.name if path.name == "config.json" else path.stem
@@ -294,6 +299,8 @@ class _Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise WorkloadError(f"{self.where}: {self.key(field)}: needs an integer of at least {least}, has {value!r}")
+        if value > (most := MOST.get(field, 1 << 40)):
+            raise WorkloadError(f"{self.where}: {self.key(field)}: is built up to {most:,}, has {str(value)[:24]}")
         return value
 
     def share(self, field: str, default: float) -> float:

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ from sim.commands.runs import COMPARED, RUN
 
 if TYPE_CHECKING:
     from sim.experiment import Result
-    from sim.foreign import Trust
+    from sim.foreign import Named, Trust
     from sim.hardware.platform import Platform
     from sim.pages import Links
     from sim.report.page import RunView, SavedView
@@ -99,12 +99,12 @@ def _run(wanted: Wanted) -> Path:
     asked = saved["asked"]
     policy = str(saved.get("policy") or asked.get("policy"))
     links, command = files_beside(folder, wanted.target), _command("run", asked)
-    objections = _trust(wanted, saved, "summary.json").objections(files_of(asked, [policy]))
-    if objections:
+    trust, options = _trust(wanted, saved, "summary.json"), _options(asked)
+    objections, job = _job(options, trust, files_of(asked, [policy]))
+    if job is None:
         view = saved_view(folder / NAME, saved, objections, links=links, command=command)
         return write_run_page(view, wanted.target)
-    options = _options(asked)
-    platform, trace = platform_of(options["profile"], options["set_"]), workload(options)
+    platform, trace = job
     result = _run_again(options, trace, platform, policy, saved, folder)
     return write_run_page(run_view(result, command=command, links=links), wanted.target)
 
@@ -118,12 +118,8 @@ def _comparison(wanted: Wanted) -> Path:
     saved = _read(folder / "comparison.json", "asked", "trace", "rows", "left_out", "workload", "platform")
     rows = _rows(saved["rows"], folder / "comparison.json")
     asked = saved["asked"]
-    trust = _trust(wanted, saved, "comparison.json")
-    objections = trust.objections(files_of(asked, ()))
-    options = _options(asked)
-    job: tuple[Platform, Trace] | None = None
-    if not objections:
-        job = platform_of(options["profile"], options["set_"]), workload(options)
+    trust, options = _trust(wanted, saved, "comparison.json"), _options(asked)
+    objections, job = _job(options, trust, files_of(asked, ()))
     runs: dict[str, RunView | SavedView] = {}
     fitting = sorted((i for i, row in enumerate(rows) if row["fits"]), key=lambda i: rows[i]["makespan_ns"])
     for i in fitting[: wanted.most]:
@@ -145,6 +141,18 @@ def _comparison(wanted: Wanted) -> Path:
         caution=objections + trust.objections(files_of({}, [row["policy"] for row in rows])),
     )
     return write_table_page(view, wanted.target)
+
+
+def _job(
+    options: Mapping[str, Any], trust: Trust, files: Iterable[Named]
+) -> tuple[list[str], tuple[Platform, Trace] | None]:
+    """Why a run is not made again; else what was run on which machine."""
+    objections = [*trust.objections(files), *trust.too_much(options)]
+    if objections:
+        return objections, None
+    job = platform_of(options["profile"], options["set_"]), workload(dict(options))
+    objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
+    return objections, None if objections else job
 
 
 def _trust(wanted: Wanted, saved: Mapping[str, Any], file: str) -> Trust:
@@ -195,9 +203,10 @@ def _hold_whole(view: SavedView, saved: Mapping[str, Any], path: Path, why: str)
 
 def _read(path: Path, *needed: str) -> dict[str, Any]:
     from sim.errors import TiersimError
+    from sim.foreign import read_file
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise TiersimError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict) or not all(key in found for key in needed):

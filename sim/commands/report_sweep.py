@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from sim.pages import Links
     from sim.report.page import RunView, SavedView
     from sim.sweeps.store import Store
+
+
+MOST_CELLS = 100_000
+"""Cells of a study that are looked through for those to run again."""
 
 
 def sweep_page(wanted: Wanted) -> Path:
@@ -112,11 +117,20 @@ class _Runs:
             print(f"tiersim: not run again: {line}", file=sys.stderr)
         if study is None:
             return against, {}
+        if (count := _combinations(study)) > MOST_CELLS:
+            self.notes.append(f"no run is made again for this page: the study crosses {count:,} values")
+            return against, {}
         try:
-            return against, {cell.id: cell for cell in load_study(study).cells()}
+            cells = {cell.id: cell for cell in load_study(study).cells()}
         except TiersimError as error:
             self.notes += [f"no run is made again for this page: {line}" for line in str(error).splitlines()]
             return against, {}
+        large = {id: self.trust.too_much(_numbers(cell.task)) for id, cell in cells.items()}
+        said = list(dict.fromkeys(line for lines in large.values() for line in lines))
+        self.caution += said
+        for line in said:
+            print(f"tiersim: not run again: {line}", file=sys.stderr)
+        return [*against, *said], {id: cell for id, cell in cells.items() if not large[id]}
 
     def _again(self, id: str, cell: Any, row: Mapping[str, Any], title: str) -> RunView:
         from sim.pages import run_view
@@ -156,6 +170,27 @@ def _without_files(study: Mapping[str, Any], trust: Trust) -> tuple[dict[str, An
             return None, list(dict.fromkeys(against))
         left[key] = kept
     return left, list(dict.fromkeys(against))
+
+
+def _combinations(study: Mapping[str, Any]) -> int:
+    """How many cells a study has before its filters, at most: its lists, crossed, and those of a policy's table."""
+
+    def crossed(table: Mapping[str, Any]) -> int:
+        return prod(max(len(value), 1) for value in table.values() if isinstance(value, list))
+
+    entries = study["policy"] if isinstance(study.get("policy"), list) else [study.get("policy")]
+    policies = sum(crossed(entry) if isinstance(entry, Mapping) else 1 for entry in entries)
+    figures = study.get("figures")
+    rest = {key: value for key, value in study.items() if key not in ("policy", "skip", "only", "timeline")}
+    return policies * crossed(rest) * (crossed(figures) if isinstance(figures, Mapping) else 1)
+
+
+def _numbers(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a cell that say how large it is, by the names of options."""
+    workload, limit = task["workload"], task["recompute_limit"]
+    named = {"batch": "batch", "seq": "sequence", "micro_batches": "micro_batches"}
+    found = {key: workload.get(name) for key, name in named.items()}
+    return {**found, "iterations": task["iterations"], "recompute_limit": 0 if limit is None else limit}
 
 
 def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:

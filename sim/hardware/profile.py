@@ -120,6 +120,8 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
 def _parse(label: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text, parse_float=Decimal)  # Decimal: figures stay exactly as written
+    except RecursionError:
+        raise ProfileError(f"{label}: not TOML: nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
         found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
         what, line, column = found.groups() if found else (str(error), None, None)
@@ -127,6 +129,8 @@ def _parse(label: str, text: str) -> dict[str, Any]:
             lines = text.split("\n")
             line, column = str(len(lines)), str(len(lines[-1]) + 1)
         raise ProfileError(f"{label}: line {line}, column {column}: not TOML: {what}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ProfileError(f"{label}: {error}") from None
 
 
 # ---- overrides -----------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ def _literal(text: str) -> Any:
     """A number, boolean or list as TOML writes it; all else is text."""
     try:
         read = tomllib.loads(f"value = {text}", parse_float=Decimal)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, brackets without end
         return text
     return deepcopy(read["value"]) if list(read) == ["value"] else text
 

@@ -60,6 +60,21 @@ def policy_file(name: str) -> Path | None:
     return Path(name if name.endswith(".py") else name.rpartition(":")[0])
 
 
+_admitted: dict[str, bytes] = {}
+_executed: dict[str, bytes] = {}
+
+
+def admit_source(path: Path, source: bytes) -> None:
+    """Have a policy's file be what was read of it, if it is executed after this: it may change before."""
+    _admitted[_module_name(path)] = source
+
+
+def executed_source(path: Path) -> bytes | None:
+    """What was executed of a policy's file in this process, None where nothing was."""
+    key = _module_name(path)
+    return _executed.get(key) if key in sys.modules else None
+
+
 def policy_class(name: str) -> type[Policy]:
     """The class of a policy given by name, as `path/to/file.py:Class` or as `path/to/file.py`. Raises PolicyError."""
     if _is_file(name):
@@ -143,6 +158,10 @@ def _is_file(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
+def _module_name(path: Path) -> str:
+    return f"tiersim_policy_{abs(hash(str(path.resolve())))}"
+
+
 def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -152,7 +171,7 @@ def _from_file(name: str) -> type[Policy]:
     path = Path(path_text)
     if path.suffix != ".py" or not path.is_file():
         raise PolicyError(f"policy {name!r}: no Python file {path_text!r}")
-    key = f"tiersim_policy_{abs(hash(str(path.resolve())))}"
+    key = _module_name(path)
     module = sys.modules.get(key)
     if module is None:
         spec = importlib.util.spec_from_file_location(key, path)
@@ -161,7 +180,9 @@ def _from_file(name: str) -> type[Policy]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[key] = module
         try:
-            spec.loader.exec_module(module)
+            # read once, and not by the loader, which would take a compiled file that lies beside it instead
+            source = _executed[key] = _admitted[key] if key in _admitted else path.read_bytes()
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
         except BaseException as error:
             del sys.modules[key]
             if type(error) is KeyboardInterrupt:  # a person's

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TiersimError
-from sim.foreign import read_sums
+from sim.foreign import read_file, read_sums
 from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
@@ -33,6 +33,7 @@ OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sum", "
 KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
 """What `study.json` has."""
 ANSWERS = ("ok", "infeasible", "not_applicable")
+MOST_SEGMENT = 8 << 30  # bytes of a segment that are read at most: some four million cells
 SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure these
 
 
@@ -52,7 +53,7 @@ class Store:
         if not study.is_file():
             raise StoreError(f"{self.folder}: no sweep's results are here (there is no study.json)")
         try:
-            about = json.loads(study.read_text(encoding="utf-8"))
+            about = json.loads(read_file(study))
             self.format, self.study, self.cells = about["tiersim_store"], about["study"], about["cells"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"{study}: cannot be read: {error}") from None
@@ -139,7 +140,7 @@ def _is_record(record: Any) -> bool:
 
 def _is_cut_short(path: Path, number: int) -> bool:
     """Whether a line that is not whole is the last of its segment and ends in the midst, as a kill leaves it."""
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_file(path, MOST_SEGMENT).splitlines(keepends=True)
     last = lines[-1]
     if number < len(lines) or last.endswith(b"\n"):
         return False
@@ -177,7 +178,7 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
     """The records of a segment; None for a line that is not whole."""
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in read_file(path, MOST_SEGMENT).splitlines(keepends=True):
         sum_, _, text = line[:-1].partition(b" ")
         if sum_ == b"%08x" % zlib.crc32(text):  # the byte behind it ends the line, whatever has become of it
             yield json.loads(text)

@@ -88,7 +88,10 @@ class TraceBuilder:
             raise TraceError(f"tensor {name!r}: role {role!r} is unknown{near(role, ROLES)}")
         t, row = self._tensors, len(self._tensors["name"])
         t["name"].append(name)
-        t["bytes"].append(int(bytes))
+        try:
+            t["bytes"].append(int(bytes))
+        except OverflowError:
+            raise TraceError(f"tensor {name!r}: bytes: 2**63 or more") from None
         t["role"].append(ROLE_CODE[role])
         t["layer"].append(layer)
         t["replaces"].append(-1 if replaces is None else replaces)
@@ -147,8 +150,11 @@ class TraceBuilder:
         touched, measured = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
         values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, int(flops), touched)
         more = (int(workspace), device, priority, measured, random)
-        for add, value in zip(self._add_op, values + more):
-            add(value)
+        try:
+            for add, value in zip(self._add_op, values + more):
+                add(value)
+        except OverflowError:
+            raise TraceError(f"op {name!r}: FLOPs, bytes, workspace or duration: 2**63 or more") from None
         self._reads.extend(reads)
         self._writes.extend(writes)
         self._read_start.append(len(self._reads))

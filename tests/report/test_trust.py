@@ -312,7 +312,134 @@ def test_a_view_that_is_a_pipe_is_not_waited_for(mine, tmp_path, capsys):
     os.mkfifo(path)
     code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
     assert code == 2
-    assert "is no file" in err
+    assert "is no plain file" in err
+
+
+def asked_for(folder, **changes):
+    """The folder of a run with some of its options as they are given."""
+    path = folder / "summary.json"
+    record = json.loads(path.read_text())
+    record["asked"].update(changes)
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"iterations": 10**9}, "iterations 1000000000 is more than the 1,000"),
+        ({"batch": 10**30}, "batch 10000000000000000000000… is more than the 2,147,483,648"),
+        ({"batch": 10**7, "micro_batches": 10**7}, "micro_batches 10000000 is more than the 1,024"),
+        ({"seq": 10**9}, "seq 1000000000 is more than the 16,777,216"),
+        ({"iterations": 1000, "model": "llama2-70b"}, "ops are more than the 2,000,000"),
+        ({"recompute_limit": 0.0}, "recompute_limit 0.0 is more than the 1,000"),
+    ],
+)
+def test_a_run_that_would_not_end_is_not_made_again_unasked_and_says_so(changes, said, tmp_path, capsys):
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", tmp_path / "out", capsys=capsys)[0] == 0
+    asked_for(tmp_path / "out", **changes)
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert said in err
+    assert said in read(tmp_path / "r.html").parts["run"]["caution"][0]
+
+
+def test_a_number_that_no_trace_can_hold_is_one_line_even_where_asked(tmp_path, capsys):
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", tmp_path / "out", capsys=capsys)[0] == 0
+    for changes, said in (({"batch": 10**30}, "bytes: 2**63 or more"), ({"set_": ["a=" + "9" * 5000]}, "a")):
+        asked_for(tmp_path / "out", **changes)
+        code, out, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert said in err
+
+
+@pytest.mark.timeout(60)
+def test_a_study_that_crosses_millions_of_values_is_not_gone_through(tmp_path, capsys):
+    from sim import sweep
+    from sim.sweeps.store import _sum
+
+    study = {"model": "gpt2", "sequence": 64, "profile": "mt3000_survey", "policy": "keep_all", "timeline": True}
+    sweep(study, out=tmp_path / "out", jobs=1)
+    path = tmp_path / "out" / "study.json"
+    for changes, said in (
+        ({"seed": list(range(2000)), "batch": list(range(1, 2000))}, "the study crosses 3,998,000 values"),
+        ({"iterations": 10**9}, "iterations 1000000000 is more than the 1,000"),
+    ):
+        record = json.loads(path.read_text())
+        record["study"] = {**study, **changes}
+        path.write_text(json.dumps({**record, "sum": _sum(record)}))
+        code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+        assert code == 0
+        assert said in err + "".join(read(tmp_path / "r.html").parts["table"]["notes"])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["profile", "model", "trace", "policy"])
+def test_a_pipe_in_the_folder_is_not_waited_for(kind, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", out, capsys=capsys)[0] == 0
+    pipe = out / {"profile": "p.toml", "model": "config.json", "trace": "t.jsonl", "policy": "p.py"}[kind]
+    os.mkfifo(pipe)
+    asked_for(out, **{kind: str(pipe)})
+    if kind == "policy":
+        summary = json.loads((out / "summary.json").read_text())
+        (out / "summary.json").write_text(json.dumps({**summary, "policy": str(pipe), "files": {str(pipe): "0" * 64}}))
+    code, _, err = tiersim("report", out, "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert code == 0
+    assert ("SHA-256 differs" if kind == "policy" else "is no plain file") in err
+
+
+@pytest.mark.timeout(60)
+def test_a_segment_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
+    from sim import sweep
+
+    study = {"model": "gpt2", "sequence": 64, "profile": "mt3000_survey", "policy": "keep_all"}
+    sweep(study, out=tmp_path / "out", jobs=1)
+    os.mkfifo(tmp_path / "out" / "segments" / "00002.jsonl")
+    code, out, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "is no plain file" in err
+
+
+def test_what_is_executed_is_what_was_read_for_the_sum(mine, tmp_path, capsys, monkeypatch):
+    """The file is another one as soon as it has been read, and a compiled one of the same time lies beside it."""
+    from sim import foreign
+
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = policy_file(name)
+    stranger = tmp_path / "stranger"
+    evil = path.read_text() + f"Path({str(stranger)!r}).touch()\n"
+    real = foreign.read_file
+
+    def swapped(file, *rest):
+        data = real(file, *rest)
+        if Path(file) == path:
+            path.write_text(evil)
+        return data
+
+    monkeypatch.setattr(foreign, "read_file", swapped)
+    code, _, _ = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert code == 0
+    assert mark.exists()
+    assert not stranger.exists()
+
+
+def test_a_compiled_file_beside_a_policy_is_not_executed(mine, tmp_path, capsys):
+    import py_compile
+
+    name, mark = mine
+    saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)
+    path = policy_file(name)
+    good, stranger = path.read_bytes(), tmp_path / "stranger"
+    evil = good.replace(str(mark).encode(), str(stranger).encode())
+    path.write_bytes(evil + b"#" * (len(good) - len(evil)))
+    py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    path.write_bytes(good)
+    code, _, _ = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert code == 0
+    assert mark.exists()
+    assert not stranger.exists()
 
 
 def test_half_a_character_in_a_view_becomes_a_page(tmp_path):
