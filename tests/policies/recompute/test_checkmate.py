@@ -9,8 +9,14 @@ import pytest
 
 from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
-from sim.experiment import Prices
+from sim.experiment import Prices, problem_for, simulate
+from sim.hardware.platform import Engine, Platform, Tier
+from sim.hardware.profile import load_profile
+from sim.policies.recompute.checkmate.segments import segmented
+from sim.solvers.grain import by_op
+from sim.solvers.runs import Ledger
 from tests.solvers.reruns import least_time, mixed_mirror, published, unit_mirror
+from workloads import transformer
 from workloads.synthetic import chain, random_dag, uniform_chain, w1
 
 # Times of the unit chain U(n): from this program, and from a published run of Checkmate's program that agreed
@@ -140,6 +146,37 @@ def test_what_does_not_fit_names_a_budget_that_does(run):
     with pytest.raises(Infeasible, match=re.escape(said)) as refused:
         run(uniform_chain(8), "checkmate", 2)
     assert refused.value.floor_bytes == 3
+
+
+def test_a_search_starts_from_segments_that_are_recomputed_when_their_backward_begins():
+    # forward 0 … 5, the turn 6, node 12 - i undoes node i; segments of 3: 0 1 2, and the last one stays whole
+    trace = unit_mirror(6)
+    tier = Tier("hbm", 100, 100, 10**9, device=0)
+    problem = problem_for(trace, Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ()))
+    nodes = by_op(problem, Ledger(trace), "test")
+    plans = list(segmented(nodes, [i < 6 for i in range(13)]))
+    assert len(plans) == 6
+    in_threes = [[] for _ in range(13)]
+    in_threes[11] = [0, 1]  # what leaves the segment, the result of 2, was kept for 3 and for 10
+    assert plans[2] == in_threes
+    in_twos = [[] for _ in range(13)]
+    in_twos[12], in_twos[10] = [0], [2]
+    assert plans[1] == in_twos
+    assert plans[5] == [[] for _ in range(13)]
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_known_does_not_hide_better_ones_from_the_search():
+    # a row that leaves out what is dearer than the known plan kept the solver from any plan for a minute
+    trace = transformer(
+        "gpt2-medium", batch=8, sequence=1024, precision="amp_bf16", attention="eager", optimizer="adamw_fused"
+    )
+    card = load_profile("a100_80_sxm")
+    parameters = {"grain": "stage", "max_ops": 60, "node_limit": 1}
+    start = simulate(trace, card, "checkmate", budget="17.3 GB", time_limit=0.01, **parameters)
+    found = simulate(trace, card, "checkmate", budget="17.3 GB", **parameters)
+    plain = simulate(trace, card, "keep_all", budget="60 GB")
+    assert found.log.end < 1.32 * plain.log.end < start.log.end
 
 
 def test_a_limited_search_says_so(run):
