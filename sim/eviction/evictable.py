@@ -1,8 +1,8 @@
 """What an online policy may evict: the lineage of every tensor, and the pools of candidates.
 
-A tensor may be evicted if its producer can run again: not a member of a group, not an op of the update or
-one that overwrites. What cannot be brought back (a received tensor, an updated weight) is freed for good
-only when no tensor that is evicted and still needed would have to be made from it.
+A tensor may be evicted if its producer can run again: not a member of a group, not an op of the update, nor one that
+overwrites what cannot come back itself. What cannot be brought back (a received tensor, an updated weight) is freed
+for good only when no tensor that is evicted and still needed would have to be made from it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
     reads = [_last_mention(trace.reads(i), view_of) for i in range(count)]
     again = (c.phase != PHASE_CODE["update"]) & ~np.isin(c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")])
     again[list(c.group)] = False
-    again[trace.producer[np.flatnonzero(t.replaces >= 0)]] = False
+    for new in sorted(np.flatnonzero(t.replaces >= 0).tolist(), key=trace.producer.__getitem__):
+        old = trace.producer[t.replaces[new]]  # what is overwritten in place must come back first
+        again[trace.producer[new]] &= old >= 0 and again[old]
     made = trace.producer >= 0
     counts = made & again[trace.producer] if count else made
     evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (t.bytes > 0)

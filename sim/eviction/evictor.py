@@ -81,6 +81,7 @@ class Evictor(Online):
         self._ended = -1
         self._order = 0
         self._leaving: dict[int, str] = {}
+        self._overwritten: list[int] = []
         self._made_bytes = self._made_count = 0
 
     # ---- what happens ------------------------------------------------------------------------
@@ -91,6 +92,8 @@ class Evictor(Online):
         if tensor in self.line.view_of:
             self._notice_view(change)
         elif what == "read":
+            if self._overwritten:
+                self._lose_overwritten()
             self._ended = -1
             self._locks[tensor] += 1
             self.locked.add(tensor)
@@ -114,7 +117,10 @@ class Evictor(Online):
                 pool.remove(tensor)
             self._leaving.pop(tensor, None)
             if not self.copies[tensor] and not self.gone[tensor]:
-                self._lose(tensor)
+                if self._locks[tensor]:
+                    self._overwritten.append(tensor)
+                else:
+                    self._lose(tensor)
 
     def _notice_view(self, change: Change) -> None:
         """A view comes and goes with its storage; whoever reads it reads that, too."""
@@ -186,6 +192,13 @@ class Evictor(Online):
             if self.price is not None:
                 self.price.went(tensor)
 
+    def _lose_overwritten(self) -> None:
+        """What ops in place overwrote goes after their results have come: evicted, it touches what is evicted then."""
+        lost, self._overwritten = self._overwritten, []
+        for tensor in lost:
+            if not self.copies[tensor]:
+                self._lose(tensor)
+
     def stay(self, tensor: int) -> None:
         """What was sent away is wanted, or was not sent: it is a candidate again."""
         pool = self.pools[self._leaving.pop(tensor)]
@@ -204,6 +217,7 @@ class Evictor(Online):
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
         """Free what the op before was the last to use; save what this one would make impossible to make."""
+        self._lose_overwritten()
         line = self.line
         device = line.device[op]
         done = self._at.get(device, -1)
@@ -319,6 +333,7 @@ class Evictor(Online):
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """The least candidates, one after the other, until their bytes are enough."""
+        self._lose_overwritten()
         self._ended = -1
         pool = self.pools.get(need.tier)
         if pool is None:

@@ -42,8 +42,9 @@ class Dtr(Policy):
         evicted unless `evicts` says so (the prototype knows constants and the rest); neither is what a
         collective, a receive or an update has made, nor what could not be made again because something
         under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted
-        and still needed is made again. A tensor without bytes is never evicted. An op's cost is its time
-        with nothing else running.
+        and still needed is made again. An op in place overwrites (where the prototype makes a new tensor), and
+        its result is evicted where what it overwrites can be recomputed. A tensor without bytes is never
+        evicted. An op's cost is its time with nothing else running.
 
     heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
         parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,

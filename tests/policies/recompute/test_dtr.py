@@ -15,9 +15,12 @@ import pytest
 
 from sim.errors import OutOfMemory, PolicyError
 from sim.eviction.evictable import lineage_of
+from sim.eviction.evictor import Evictor, Rules
+from sim.eviction.neighbourhood import CostClasses
 from sim.experiment import problem_for, simulate
+from sim.plan import Change
 from sim.policies import load
-from sim.trace import TraceBuilder
+from sim.trace import Trace, TraceBuilder
 from tests.policies.recompute.dtr_runs import cut, loose, one_tier, run
 from workloads.synthetic import random_dag, uniform_chain, w1
 from workloads.transformer import transformer
@@ -250,13 +253,12 @@ def test_what_depends_on_a_weight_is_made_again_before_the_weight_is_overwritten
     assert story.ran == [(0, False), (1, False), (2, False), (0, True), (3, False), (4, False)]
 
 
-def test_a_result_in_place_is_kept_until_what_was_made_from_it_is_dead():
-    # g overwrites a in place, so that b cannot be made again; c, made from b, is evicted when b dies
+def test_a_result_in_place_is_kept_where_nothing_brings_back_what_it_overwrote():
+    # g overwrites the input a in place, so that b cannot be made again; c, made from b, is evicted when b dies
     b = TraceBuilder()
-    a = b.tensor("a", 40)
+    a = b.tensor("a", 40, "input")
     inplace = b.tensor("b", 40, replaces=a)
     c, d, e = b.tensor("c", 40), b.tensor("d", 60), b.tensor("e", 1)
-    b.op("f", writes=[a], duration=10)
     b.op("g", reads=[a], writes=[inplace], duration=10)
     b.op("h", reads=[inplace], writes=[c], duration=10)
     b.op("i", writes=[d], duration=10)
@@ -265,8 +267,67 @@ def test_a_result_in_place_is_kept_until_what_was_made_from_it_is_dead():
     b.op("l", writes=[b.tensor("z", 1)], duration=10)
     story = run(b.build(outputs=[], carry=()), 130)
     assert story.dropped[0] == c
-    assert [op for op, again in story.ran if again] == [2]
+    assert [op for op, again in story.ran if again] == [1]
     assert inplace in story.dropped  # once c was there again
+
+
+def in_place(chain: int) -> Trace:
+    """f makes a0, overwritten in place by a1 … a<chain>, which is read late, after what needs its space."""
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    values = [b.tensor("a0", 40)]
+    b.op("f", reads=[x], writes=values, duration=10)
+    for i in range(1, chain + 1):
+        values.append(b.tensor(f"a{i}", 40, replaces=values[-1]))
+        b.op(f"g{i}", reads=[values[-2]], writes=[values[-1]], duration=10)
+    wide, c = b.tensor("wide", 60), b.tensor("c", 1)
+    b.op("wide", reads=[x], writes=[wide], duration=10)
+    b.op("c", reads=[wide], writes=[c], duration=10)
+    b.op("late", reads=[values[-1], c], writes=[b.tensor("y", 1)], duration=10)
+    return b.build(outputs=[], carry=())
+
+
+@pytest.mark.parametrize("chain", [1, 2, 3])
+@pytest.mark.parametrize("parameters", [DTR, EQ, LOCAL, LRU, {**EQ, "deallocation": "ignore"}])
+def test_a_result_in_place_is_evicted_and_recomputed_with_all_that_it_overwrites(chain, parameters):
+    trace = in_place(chain)
+    assert run(trace, 1000, **parameters).peak > 101
+    story = run(trace, 63, **parameters)
+    assert [op for op, again in story.ran if again] == list(range(chain + 1))
+    assert story.peak == 62  # x, wide and c
+    assert f"a{chain}" in story.names
+
+
+def test_banishing_what_is_overwritten_in_place_keeps_the_result():
+    with pytest.raises(OutOfMemory):
+        run(in_place(1), 63, deallocation="banish")
+
+
+def test_what_an_op_in_place_overwrites_touches_only_what_is_evicted_after_it():
+    """a1 and c are evicted; a1 comes back over a0, which goes with a1 there: a0 and c are no neighbours through it."""
+    b = TraceBuilder()
+    p, a0 = b.tensor("p", 1), b.tensor("a0", 40)
+    a1, c = b.tensor("a1", 40, replaces=a0), b.tensor("c", 1)
+    for name, reads, writes in (("e", [], [p]), ("f", [p], [a0]), ("g", [a0], [a1]), ("h", [a1], [c])):
+        b.op(name, reads=reads, writes=writes, duration=10)
+    evictor = Evictor(
+        lineage_of(problem_for(b.build(outputs=[], carry=()), one_tier(1000))),
+        Rules(),
+        tiers=["hbm"],
+        evicts=["hbm"],
+        seed=0,
+    )
+
+    def tell(*changes: str) -> None:
+        for what, tensor in (change.split() for change in changes):
+            evictor.notice(Change(what, {"p": p, "a0": a0, "a1": a1, "c": c}[tensor], "hbm", 10))
+
+    first = ("came p", "read p", "came a0", "read a0", "went a0", "came a1", "read a1", "came c")
+    tell(*first, "went c", "went a1", "read a0", "read p", "came a0", "went a0", "came a1", "read a1")
+    assert [evictor.gone[t] for t in (p, a0, a1, c)] == [False, True, False, True]
+    assert isinstance(evictor.price, CostClasses)
+    assert evictor.price.cost(p) == 20  # its own 10 ns and a0's
+    assert evictor.price.cost(a1) == 30
 
 
 def test_received_and_updated_tensors_are_no_candidates():
