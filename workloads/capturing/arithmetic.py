@@ -15,7 +15,8 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     """FLOPs of a dispatched op.
 
     `torch.utils.flop_counter` knows most products, convolutions and attention; those that it does not know are counted
-    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time. The backward of a
+    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time (so does an outer
+    product, which adds nothing up and is dispatched as an elementwise one). The backward of a
     convolution is always counted here: PyTorch's counter (2.13) multiplies the weight's gradient by the number of
     groups. A product in place is the product.
     """
@@ -28,6 +29,8 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
         packet = next((known for known in registry if str(known) == str(packet)[:-1]), packet)
     if packet in registry:
         return int(registry[packet](*args, **kwargs, out_val=out))
+    if name == "_trilinear":
+        return _trilinear(*args, **kwargs)
     formula = next((formula for pattern, formula in FORMULAS if re.fullmatch(pattern, name)), None)
     if formula is None:
         return 0
@@ -75,6 +78,33 @@ def _recurrent(tensors: Sequence[Any]) -> int:
     """Each step multiplies its input and its state by the weights."""
     x, w_input, w_state = tensors[:3]
     return 2 * int(x.shape[0] * x.shape[1]) * int(w_input.numel() + w_state.numel())
+
+
+def _trilinear(
+    a: Any,
+    b: Any,
+    c: Any,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> int:
+    """The sum of products of three, as `F.bilinear` and its backward ask for it: two of them, then that and the third.
+
+    Each is expanded by axes of size 1. What the third does not have is summed before it is multiplied.
+    """
+
+    def expanded(tensor: Any, axes: Sequence[int]) -> list[int]:
+        shape = list(tensor.shape)
+        for axis in sorted(axes):
+            shape.insert(axis, 1)
+        return shape
+
+    first = [max(pair) for pair in zip(expanded(a, expand1), expanded(b, expand2), strict=True)]
+    left = [1 if axis in sumdim and axis in expand3 else size for axis, size in enumerate(first)]
+    second = [max(pair) for pair in zip(left, expanded(c, expand3), strict=True)]
+    return int(2 * prod(first) + 2 * prod(second))
 
 
 def _convolution(tensors: Sequence[Any]) -> int:

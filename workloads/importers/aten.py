@@ -69,26 +69,43 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
         return _product(*dims[:2])
     if base in ("addmm", "baddbmm", "_addmm_activation", "addbmm"):
         return _product(*dims[1:3])
+    if base in ("dot", "vdot"):
+        return 2 * math.prod(dims[0]) if len(dims) > 1 and len(dims[0]) == 1 else 0
     if base in ("mv", "addmv"):
         matrix = dims[1 if base == "addmv" else 0] if len(dims) > 1 else ()
         return 2 * math.prod(matrix) if len(matrix) == 2 else 0
     if "grouped_mm" in base:
         return _grouped_product(*dims[:2])
-    if "convolution" in base or base in ("conv1d", "conv2d", "conv3d"):
+    if _CONVOLUTION.search(base):
         backward = "backward" in base
         shapes = [shape for shape in dims if len(shape) >= 3]
         if len(shapes) < 2 + backward or not (backward or outputs):
             return 0
-        made, weight = (shapes[0], shapes[2]) if backward else (tuple(outputs[0]), shapes[1])
+        made, (x, weight) = (shapes[0], shapes[1:3]) if backward else (tuple(outputs[0]), shapes[:2])
         products = sum(1 for shape in outputs if len(shape) >= 3) or 2 if backward else 1
-        return 2 * products * math.prod(made) * math.prod(weight[1:])
+        return 2 * products * _multiplied(x, weight, made, "transpose" in base) * math.prod(weight[1:])
     if "attention" in base and not base.startswith("_fused_sdp_choice"):
         backward = "backward" in base
-        query, key = dims[backward : backward + 2] if len(dims) >= 2 + backward else ((), ())
-        if len(query) != 4 or len(key) != 4:
+        query, key, value = dims[backward : backward + 3] if len(dims) >= 3 + backward else ((), (), ())
+        if not len(query) == len(key) == len(value) == 4:
             return 0
-        return (10 if backward else 4) * math.prod(query) * key[2]
+        q, v = (3, 2) if backward else (1, 1)  # products with a row of queries or keys, and with one of values
+        return 2 * math.prod(query[:-1]) * key[2] * (q * query[-1] + v * value[-1])
     return 0
+
+
+_CONVOLUTION = re.compile(r"convolution|conv_?(transpose|depthwise)?[123]d")
+
+
+def _multiplied(x: tuple[int, ...], weight: tuple[int, ...], made: tuple[int, ...], transposed: bool) -> int:
+    """Elements that a convolution multiplies by a filter each: of its result, or of its input where it is transposed.
+
+    A transposed one is called like any other; its weight has the input's channels in front, not the result's. Where
+    both are as many, the smaller of the two is that with strides between its elements.
+    """
+    if transposed or len(made) < 2 or weight[0] != made[1]:
+        return math.prod(x)
+    return math.prod(made) if weight[0] != x[1] else min(math.prod(x), math.prod(made))
 
 
 def _grouped_product(*pair: tuple[int, ...]) -> int:
