@@ -30,15 +30,23 @@ def profiles(
 def policies(
     name: Annotated[str | None, typer.Argument(help="a policy's name")] = None,
     new: Annotated[str | None, typer.Option(help="write a policy of that name and its test here")] = None,
+    kind: Annotated[
+        str, typer.Option(help="with --new: recompute, offload, or online, which evicts under pressure")
+    ] = "recompute",
+    in_tree: Annotated[
+        bool, typer.Option("--in-tree", help="with --new: in the folders of a checkout, with its row of coverage")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the policies, print what one does and takes, or start one's own."""
     from sim.report.listings import policy_listing, policy_page
 
-    if new:
+    if new is None and (in_tree or kind != "recompute"):
+        raise typer.BadParameter("--kind and --in-tree go with --new NAME")
+    if new is not None:
         from sim.scaffold import write_policy
 
-        for path in write_policy(new):
+        for path in write_policy(new, kind=kind, in_tree=in_tree):
             print(path)
     else:
         print(policy_page(name, json) if name else policy_listing(json))

@@ -1,0 +1,95 @@
+"""Starts a policy of one's own: a file that works, and a test that passes.
+
+Each kind is a module of this package and a test beside it, linted, typed and run as they stand; what is written is
+their text under another name.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from sim.errors import PolicyError, near
+from sim.policies import names
+
+KINDS = {"recompute": "recompute", "offload": "offload", "online": "offload"}
+"""The kinds of policy to start from, and the family of each in the tree."""
+
+LAW = """
+
+def test_it_keeps_the_law_of_all_policies() -> None:
+    report = check_policy(load_policy(POLICY), name=POLICY)
+    assert report.passed, report.as_text()
+"""
+
+
+def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute", in_tree: bool = False) -> list[Path]:
+    """Write a policy and its test, and return what was written.
+
+    folder: where NAME.py and test_NAME.py go; with `in_tree` the root of a checkout, in which they go to the folders of
+    the kind's family, and the policy gets its row in the table of coverage and its page. Existing files are left alone.
+    Raises PolicyError for a name that is none or taken, an unknown kind, or a folder that is no checkout.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name.startswith("_"):
+        raise PolicyError(f"{name!r} is no name for a policy: write it as a Python module, for example 'my_policy'")
+    if kind not in KINDS:
+        raise PolicyError(f"no kind of policy is called {kind!r}{near(kind, KINDS)}")
+    root, family = Path(folder), KINDS[kind]
+    policy, test = root / f"{name}.py", root / f"test_{name}.py"
+    if in_tree:
+        if name in names():
+            raise PolicyError(f"a policy is called {name!r} already; nothing was written")
+        if not all((root / path).exists() for path in ("sim/policies", "tests/policies", "docs/coverage.toml")):
+            raise PolicyError(f"{root.resolve()} is not the root of a checkout of tiersim; nothing was written")
+        policy = root / "sim" / "policies" / family / policy.name
+        test = root / "tests" / "policies" / family / test.name
+    for path in (policy, test):
+        if path.exists():
+            raise PolicyError(f"{path} exists already; nothing was written")
+    policy.write_text(_renamed(f"{kind}.py", kind, name), encoding="utf-8")
+    test.write_text(_test(kind, name, in_tree), encoding="utf-8")
+    return [policy, test, *(_cover(root, name, family) if in_tree else ())]
+
+
+def class_name(name: str) -> str:
+    """The class of a policy by the name of its file: `MyPolicy` of `my_policy`."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _renamed(file: str, kind: str, name: str) -> str:
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    own = f"scaffold_{kind}"
+    return text.replace(own, name).replace(class_name(own), class_name(name))
+
+
+def _test(kind: str, name: str, in_tree: bool) -> str:
+    text = _renamed(f"{kind}_test.py", kind, name)
+    if in_tree:
+        return text
+    beside = f"POLICY = f\"{{Path(__file__).with_name('{name}.py')}}:{class_name(name)}\""
+    text = text.replace(f'POLICY = "{name}"', beside).replace(
+        "\nfrom sim import", "\nfrom pathlib import Path\n\nfrom sim import"
+    )
+    return text.replace("load_profile,", "check_policy, load_policy, load_profile,", 1) + LAW
+
+
+def _cover(root: Path, name: str, family: str) -> list[Path]:
+    """Put the policy into the table of coverage, last in its family's group, and make its page again."""
+    table = root / "docs" / "coverage.toml"
+    title = {"recompute": "Systems: recomputation", "offload": "Systems: offload"}[family]
+    row = f'  {{ item = "{name}", source = "not named", policies = ["{name}"] }},\n'
+    group = re.compile(rf'(title = "{re.escape(title)}"\nitems = \[\n(?:  .*\n)*)')
+    text, count = group.subn(lambda found: found[1] + row, table.read_text(encoding="utf-8"))
+    if count != 1:
+        raise PolicyError(f"{table}: no group is titled {title!r}: write the row of {name!r} by hand")
+    table.write_text(text, encoding="utf-8")
+    made = subprocess.run([sys.executable, "scripts/make_coverage.py"], cwd=root, capture_output=True, text=True)
+    if made.returncode:
+        said = made.stdout.strip() or made.stderr.strip()
+        raise PolicyError(
+            f"{name!r} was written, but not its row in docs/coverage.md: scripts/make_coverage.py: {said}"
+        )
+    return [table, root / "docs" / "coverage.md"]

@@ -1,0 +1,59 @@
+"""Drop a share of the activations, the largest first, and recompute each when backward needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from sim.plan import Plan, Problem
+from sim.policies.base import Policy, by_parameter
+from sim.solvers.runs import Ledger, runs
+from sim.trace.chain import backward_ops, saved_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaffoldRecompute(Policy):
+    """Recompute the largest activations just before their first backward reader, up to a share of the bytes.
+
+    An activation is passed over where its producer reads another one that is recomputed, or reads what would have to
+    be kept for it alone.
+    Source: none; this is what `tiersim policies --new` starts from.
+    Bounds: every op runs at most twice. Time O(n log n) for n tensors.
+    Departs: from nothing that was published.
+
+    share: of the bytes that backward reads of forward's results, the most that is recomputed.
+    """
+
+    recomputes = True
+    needs = frozenset({"backward"})
+    fidelity = "reconstruction"
+    other_values = by_parameter(share=0.9)
+
+    share: Annotated[float, Ge(0), Le(1)] = 0.5
+
+    def plan(self, problem: Problem) -> Plan:
+        """Choose the activations; when each is dropped follows from when its producer runs again."""
+        trace = problem.trace
+        ledger = Ledger(trace)
+        size, backward = ledger.size, set(backward_ops(trace).tolist())
+        saved = [t for t in saved_tensors(trace).tolist() if size[t]]
+        there = {*saved, *(t for t, producer in enumerate(ledger.producer) if producer < 0)}
+        left = int(self.share * sum(size[t] for t in saved))
+        chosen: set[int] = set()
+        needed: set[int] = set()
+        again: dict[int, list[int]] = {}
+        for t in sorted(saved, key=lambda t: (-size[t], t)):
+            producer = ledger.producer[t]
+            reads = ledger.reads[producer]
+            anchor = next(op for op in trace.readers(t) if op in backward)
+            if size[t] > left or t in needed or not chosen.isdisjoint(reads) or not there.issuperset(reads):
+                continue
+            if not ledger.may_go[t] or not ledger.can_run_again(producer, anchor):
+                continue
+            left -= size[t]
+            chosen.add(t)
+            needed.update(reads)
+            again.setdefault(anchor, []).append(producer)
+        return Plan(trace, runs(ledger, again).actions())
