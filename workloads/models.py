@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sim.errors import WorkloadError, near
-from workloads.other_models import refuse_other_models
+from workloads.other_models import refuse_misspelt, refuse_other_models
 
 FAMILIES = {
     # model_type of a config.json: the family whose ops it runs
@@ -54,6 +54,9 @@ ALIASES = {
     "experts_form": ("experts_implementation",),
 }
 """The keys under which different models store the same figure, in the order in which they are tried."""
+
+READ = ("model_type", "sliding_window", "use_sliding_window", "layer_types", "published_parameters", "source")
+"""The keys that are read under one name alone."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu_new",
@@ -174,7 +177,7 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     text = HUB_NAMES.get(str(config), str(config))
     path = config_file(config)
     if path is None:
-        return parse_config(_tables()[text], text)
+        return _Reader(_tables()[text], text, own=True).config(text)
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
         raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
@@ -209,10 +212,13 @@ def parse_config(values: Mapping[str, Any], name: str, where: str = "") -> Confi
 class _Reader:
     """Looks keys up under all their aliases, and complains by file and key."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, own: bool = False) -> None:
+        """own: a table that ships with the package, which has no keys but those that are read."""
         text = values.get("text_config")  # multimodal models keep the language model's figures there
         self.values = {**values, **text} if isinstance(text, Mapping) else dict(values)
         self.where = where
+        read = [*READ, *(key for keys in ALIASES.values() for key in keys)]
+        refuse_misspelt(self.values, read, where, own)
 
     def config(self, name: str) -> Config:
         kind = self.values.get("model_type")

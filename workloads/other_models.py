@@ -8,10 +8,11 @@ computes in is `precision`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
-from sim.errors import WorkloadError
+from sim.errors import WorkloadError, near
 
 
 def _is_set(value: Any) -> bool:
@@ -52,15 +53,53 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "vision_config": (_is_set, "a vision encoder"),
     "audio_config": (_is_set, "an audio encoder"),
     "lora_rank": (_is_set, "adapters"),
+    "qkv_bias": (_is_not(None), "biases that another model has"),
+    "use_bias": (_is_not(None), "biases that another model has"),
+    "lm_head_bias": (_is_set, "a bias of the head"),
+    "rotary_pct": (_is_not(1.0), "rotary positions of a part of the head"),
+    "embedding_size": (_is_set, "embeddings of another width"),
+    "attention_chunk_size": (_is_set, "attention in chunks"),
+    "sliding_window_pattern": (_is_set, "windows in some of the layers"),
+    "mlp_only_layers": (_is_set, "layers without experts"),
+    "shared_expert_intermediate_size": (_is_set, "shared experts of another width"),
+    "num_hidden_groups": (_more_than_one, "layers that share parameters"),
 }
 """Per key, which values of it make another model, and what that model has."""
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
+HARMLESS = frozenset(("tie_encoder_decoder",))
+"""Published keys that look like another and change nothing here."""
+
+ALIKE = 0.86
+"""From which similarity on an unknown key counts as a misspelt one: one letter in seven, or two in fourteen."""
+
+
+def refuse_misspelt(values: Mapping[str, Any], read: Iterable[str], where: str, own: bool) -> None:
+    """Raise WorkloadError for a key that is not known and nearly one that is read, naming that.
+
+    own: whether every key that is not read is a mistake, as in a table of one's own; a published `config.json` has
+    dozens of them.
+    """
+    known = [*read, *REFUSED]
+    for key in values:
+        if key in known or key in HARMLESS or not isinstance(key, str):
+            continue
+        if own or any(SequenceMatcher(None, key, each).ratio() >= ALIKE for each in known):
+            raise WorkloadError(f"{where}: there is no key {key!r}{near(key, known)}")
+
+
 def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where: str) -> None:
     """Raise WorkloadError, naming key and value, where a configuration is of a model that is not built here."""
     refused = dict(REFUSED)
+    if family in ("gpt2", "bert"):
+        always = (_is_not(True), f"linear layers without a bias, which model_type {kind!r} does not have")
+        refused |= {"attention_bias": always, "mlp_bias": always}
+    elif kind == "qwen2":
+        refused |= {
+            "attention_bias": (_is_not(True), "attention without biases, which model_type 'qwen2' does not have")
+        }
     if family != "mixtral":
         refused |= dict.fromkeys(EXPERTS, (_more_than_one, f"experts, which model_type {kind!r} does not have"))
     for key, (changes, what) in refused.items():

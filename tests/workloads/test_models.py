@@ -313,3 +313,79 @@ def test_an_object_with_to_dict_is_read_as_its_dict():
 def test_what_is_no_configuration_is_refused(what):
     with pytest.raises(WorkloadError, match="expected a name"):
         read_config(what)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("num_hiden_layers", "num_hidden_layers"),
+        ("hidden_sizes", "hidden_size"),
+        ("intermediate_sise", "intermediate_size"),
+        ("num_key_values_heads", "num_key_value_heads"),
+        ("tie_word_embedding", "tie_word_embeddings"),
+        ("atention_bias", "attention_bias"),
+        ("slidding_window", "sliding_window"),
+        ("kv_lora_rnk", "kv_lora_rank"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(key, meant):
+    with pytest.raises(WorkloadError, match=rf"m\.json: there is no key '{key}' \(did you mean '{meant}'\?\)"):
+        parse_config({"model_type": "llama", **LLAMA, key: 2}, "m", "m.json")
+
+
+def test_a_table_of_the_package_has_no_keys_but_those_that_are_read(monkeypatch):
+    from workloads import models
+
+    for name in model_names():
+        read_config(name)
+    tables = {"mine": {"model_type": "llama", **LLAMA, "rope_theta": 1e4}}
+    monkeypatch.setattr(models, "_tables", lambda: tables)
+    with pytest.raises(WorkloadError, match="mine: there is no key 'rope_theta'"):
+        read_config("mine")
+
+
+PUBLISHED = """
+    return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss is_decoder max_length
+    cross_attention_hidden_size tie_encoder_decoder min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate prefix
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens architectures finetuning_task id2label label2id tokenizer_class bos_token_id pad_token_id
+    eos_token_id sep_token_id decoder_start_token_id task_specific_params problem_type _attn_implementation_autoset
+    transformers_version layer_norm_epsilon initializer_range summary_type summary_use_proj summary_activation
+    summary_first_dropout summary_proj_to_labels scale_attn_weights use_cache scale_attn_by_inverse_layer_idx
+    layer_norm_eps classifier_dropout gradient_checkpointing rms_norm_eps pretraining_tp rope_theta rope_scaling
+    rope_parameters max_window_layers output_router_logits router_aux_loss_coef router_jitter_noise n_group
+    topk_group topk_method norm_topk_prob scoring_func seq_aux aux_loss_alpha ep_size routed_scaling_factor auto_map
+    rope_interleave torch_dtype dtype hidden_dropout attention_layers num_labels attn_implementation
+"""
+"""Keys that published configurations have beside those that say what is computed."""
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "bert", "mixtral"])
+def test_what_published_configurations_say_beside_is_read_without_a_word(kind):
+    sizes = {
+        **LLAMA,
+        "model_type": kind,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    if kind != "mixtral":
+        del sizes["num_local_experts"], sizes["num_experts_per_tok"]
+    assert parse_config({**sizes, **dict.fromkeys(PUBLISHED.split(), 7)}, "m") == parse_config(sizes, "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2", "attention_bias": False}, "linear layers without a bias"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention without biases"),
+        ({"qkv_bias": True}, "biases that another model has"),
+        ({"attention_chunk_size": 8192}, "attention in chunks"),
+        ({"shared_expert_intermediate_size": 64}, "shared experts"),
+    ],
+)
+def test_a_key_that_changes_memory_is_refused(change, said):
+    with pytest.raises(WorkloadError, match=said):
+        parse_config({"model_type": "llama", **LLAMA, **change}, "m", "m.json")
