@@ -6,14 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sim.errors import PolicyError, TraceError
 from sim.plan import Problem
-from sim.solvers.runs import Ledger, backward_slice
+from sim.solvers.runs import Ledger
 from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
-from sim.trace.graph import PERSISTENT
-from sim.trace.op import KIND_CODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,99 +19,6 @@ class Region:
 
     forward: tuple[int, ...]
     backward: Collection[int]
-
-
-def rerun_regions(
-    ledger: Ledger,
-    regions: Sequence[Region],
-    *,
-    early_stop: bool = True,
-    skip_last: bool = False,
-    keep: Collection[int] = (),
-) -> dict[int, list[int]]:
-    """Run each region again just before its first backward op that reads what the region makes.
-
-    What enters a region stays, and so does its border: what only other regions read. early_stop: run again only what
-    the region's backward needs, so that nothing runs for the border alone; else the whole region. skip_last:
-    leave alone a region whose backward begins before any later region's forward. keep: ops that are not run again,
-    so that their results stay; as do those of ops that can't run again. A region of which nothing would go is not
-    run again. The result is for `runs`.
-    """
-    kept = set(keep)
-    next_on: dict[int, int] = {}  # per device the first op of the region that follows
-    found: list[tuple[int, list[int]]] = []
-    for region in sorted(regions, key=lambda one: one.forward[0], reverse=True):
-        device = ledger.device[region.forward[0]]
-        anchor, last, wanted, stays = _inside(ledger, region, kept)
-        follower = next_on.get(device, len(ledger.reads))
-        next_on[device] = region.forward[0]
-        if anchor < 0 or (skip_last and anchor < follower):
-            continue
-        ops = [op for op in region.forward if op not in kept]
-        possible = ledger.can_run_together(ops, anchor)
-        if early_stop or len(possible) < len(ops):
-            # an op that is kept is passed on the way, and what it reads is there again for it
-            passed = {t for op in region.forward if op in kept and op <= last for t in ledger.reads[op]}
-            there = {t for t in stays if ledger.gone_at[t] >= anchor}
-            possible = backward_slice(ledger, possible, (wanted | passed) - there, there)
-        found.append((anchor, possible))
-    again: dict[int, list[int]] = {}
-    for anchor, ops in reversed(found):
-        again.setdefault(anchor, []).extend(ops)
-    return again
-
-
-def _inside(ledger: Ledger, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
-    """Where a region runs again, how far, and for what.
-
-    The op before which it does (-1 for none), the last of its ops whose results its backward reads, those results
-    that are not kept by name, and what stays.
-    """
-    inside, undoing, outputs = set(region.forward), region.backward, set(ledger.trace.outputs)
-    anchor = last = -1
-    goes = False
-    wanted, stays = set(), set()
-    for op in region.forward:
-        for t in ledger.writes[op]:
-            readers = ledger.trace.readers(t)
-            first = next((r for r in readers if r in undoing), len(ledger.reads))
-            leaves = any(r < first and r not in inside for r in readers)
-            if op in kept or t in outputs:
-                stays.add(t)
-            elif first < len(ledger.reads):
-                wanted.add(t)
-                anchor = first if anchor < 0 else min(anchor, first)
-                goes = goes or not leaves
-            elif leaves:
-                stays.add(t)
-            if first < len(ledger.reads):
-                last = op
-    return anchor if goes else -1, last, wanted, stays
-
-
-def cached_casts(ledger: Ledger, regions: Sequence[Region]) -> dict[int, int]:
-    """Copies of weights that a region makes, and the last forward op before the next backward: for `runs`' `hold`.
-
-    PyTorch's autocast casts each weight once and keeps the copy until its context is left, which is after
-    the forward pass and the loss.
-    """
-    c = ledger.trace.op_columns
-    weight = np.isin(ledger.trace.tensor_columns.role, PERSISTENT)
-    ends: dict[int, NDArray[np.int64]] = {}
-    for device in range(ledger.trace.devices):
-        ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
-    copy, forward = KIND_CODE["copy"], np.flatnonzero(c.phase == FORWARD)
-    held: dict[int, int] = {}
-    for region in regions:
-        later = ends[ledger.device[region.forward[0]]]
-        after = later[np.searchsorted(later, region.forward[-1]) :]
-        stop = int(after[0]) if len(after) else len(ledger.reads)
-        last = int(forward[np.searchsorted(forward, stop) - 1])
-        for op in region.forward:
-            reads = ledger.reads[op]
-            if c.kind[op] == copy and reads and weight[list(reads)].all():
-                held.update(dict.fromkeys(ledger.writes[op], last))
-    return held
 
 
 # ---- by layer ----------------------------------------------------------------------------------

@@ -38,7 +38,10 @@ class Ledger:
         self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
         self.producer: list[int] = trace.producer.tolist()
         self.device: list[int] = c.device.tolist()
+        self.phase: list[int] = c.phase.tolist()
+        self.role: list[int] = trace.tensor_columns.role.tolist()
         self.releases: Mapping[int, Sequence[int]] = c.releases
+        self.released: list[int] = trace.released.tolist()
         # the op that overwrites a tensor; later than all ops where none does
         replaced = trace.replaced_by
         self.gone_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
@@ -156,8 +159,7 @@ class Runs:
     """A trace's ops in program order with some of them run again.
 
     steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it runs
-    again. drops: per step the tensors that go after it. hold: tensors that, once made in their place, do not go
-    before the end of a later op.
+    again. drops: per step the tensors that go after it. hold: tensors that do not go before the end of a later op.
     """
 
     ledger: Ledger
@@ -241,8 +243,8 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
 
     An op that reads what has been overwritten runs again only after what makes that value (see `Values`). A
     collective runs again only where all members of its group do, in the same order on all devices.
-    prune: leave out, too, what nobody would read before it is made once more, or at all. hold: tensors
-    that, once made in their place, do not go before the end of a later op.
+    prune: leave out, too, what nobody would read before it is made once more, or at all; what the program still
+    holds then is wanted as if it were read. hold: tensors that do not go before the end of a later op.
     """
     legal = _possible(ledger, again)
     if (meeting := _meeting(ledger, legal)) is not legal:
@@ -252,30 +254,32 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
         steps += [(one, op) for one in legal.get(op, ())]
         steps.append((op, -1))
     coming = [NEVER] * len(ledger.size)
-    wanted = [False] * len(ledger.size)  # whether it is read after that
+    wanted = [False] * len(ledger.size)  # whether it is read after that, or let go by the program
     may_go, group = ledger.may_go, ledger.trace.op_columns.group
     kept: list[tuple[int, int]] = []
     drops: list[list[int]] = []
     for op, anchor in reversed(steps):
         reads, writes = ledger.reads[op], ledger.writes[op]
-        if prune and anchor >= 0 and op not in group and all(coming[t] != READ for t in writes):
+        for t in ledger.releases.get(op, ()) if anchor < 0 else ():
+            wanted[t] = True
+        may_skip = prune and anchor >= 0 and op not in group
+        if may_skip and all(coming[t] == MADE or not wanted[t] for t in writes):
             continue
         kept.append((op, anchor))
-        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and wanted[t] and may_go[t]])
+        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and may_go[t]])
         for t in writes:
-            coming[t] = MADE
+            coming[t] = MADE if wanted[t] else NEVER
         for t in reads:
             coming[t], wanted[t] = READ, True
     kept.reverse()
     drops.reverse()
     late: dict[int, list[int]] = {}
     for (op, anchor), gone in zip(kept, drops, strict=True):
-        if anchor >= 0:
-            continue
-        for t in [t for t in gone if hold and hold.get(t, -1) > op]:
+        for t in [t for t in gone if hold and hold.get(t, -1) >= max(op + 1, anchor)]:
             gone.remove(t)
             late.setdefault(hold[t], []).append(t)  # type: ignore[index]
-        gone += late.pop(op, ())
+        if anchor < 0:
+            gone += late.pop(op, ())
     return Runs(ledger, kept, drops, hold)
 
 

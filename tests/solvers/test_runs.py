@@ -13,6 +13,7 @@ from sim.engine.replay import replay
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
 from sim.plan import Plan
+from sim.rewrites.holding import with_releases
 from sim.solvers.runs import Ledger, backward_slice, runs
 from sim.trace import Trace, TraceBuilder
 from workloads.synthetic import chain, random_dag, uniform_chain
@@ -37,10 +38,19 @@ def replayed(trace: Trace, found, devices: int = 1):
 
 
 @settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 10**6), ops=st.integers(1, 20), count=st.integers(0, 30), prune=st.booleans())
-def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, count, prune):
+@given(
+    seed=st.integers(0, 10**6),
+    ops=st.integers(1, 20),
+    count=st.integers(0, 30),
+    prune=st.booleans(),
+    released=st.integers(0, 8),
+)
+def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, count, prune, released):
     trace = random_dag(ops, seed)
     draw = random.Random(seed)
+    made = np.flatnonzero(trace.producer >= 0).tolist()
+    tensors = draw.sample(made, min(released, len(made)))
+    trace = with_releases(trace, [(t, draw.randrange(len(trace.ops))) for t in tensors])
     ledger = Ledger(trace)
     again: dict[int, list[int]] = {}
     for _ in range(count):
@@ -50,6 +60,24 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
     assert int(np.cumsum(log.change("delta")).max()) == found.peak()
     assert int((log.interval("why") == WHY["recompute"]).sum()) == found.reruns()
     assert log.interval("op").tolist() == [op for op, _ in found.steps]
+
+
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize(("end", "gone"), [("b1", ["x1"]), ("b0", ["x1"]), ("f2", [])])
+def test_what_the_program_lets_go_of_later_is_wanted_as_what_is_read_later(end, gone, prune):
+    """x1 is read in forward alone; its producer runs again before b1, and the program lets go of x1 at `end`."""
+    b = TraceBuilder()
+    x = [b.tensor(f"x{i}", 10, "input" if not i else "activation") for i in range(4)]
+    g = [b.tensor(f"g{i}", 1, "temporary") for i in range(2)]
+    for i in range(3):
+        b.op(f"f{i}", reads=[x[i]], writes=[x[i + 1]], releases=[x[1]] if end == f"f{i}" else [])
+    b.op("b1", phase="backward", reads=[x[3]], writes=g[:1], releases=[x[1]] if end == "b1" else [])
+    b.op("b0", phase="backward", reads=[g[0], x[0]], writes=g[1:], releases=[x[1]] if end == "b0" else [])
+    trace = b.build(outputs=g[1:], carry=())
+    found = runs(Ledger(trace), {3: [0]}, prune=prune)
+    assert [trace.tensor_columns.name[t] for one in found.drops for t in one] == gone
+    assert found.reruns() == (1 if gone or not prune else 0)
+    assert int(np.cumsum(replayed(trace, found).change("delta")).max()) == found.peak()
 
 
 def test_a_tensor_goes_after_the_last_read_before_it_is_made_again():

@@ -11,7 +11,8 @@ from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.rewrites.rewriter import Rewriter
 from sim.solvers.cascade import cascade
-from sim.solvers.regions import Region, cached_casts
+from sim.solvers.checkpoints import cached_casts
+from sim.solvers.regions import Region
 from sim.solvers.runs import Ledger
 from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, FORWARD

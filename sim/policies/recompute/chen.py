@@ -12,7 +12,8 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.solvers.regions import chain_of, rerun_regions, stage_regions
+from sim.solvers.checkpoints import rerun_regions
+from sim.solvers.regions import chain_of, stage_regions
 from sim.solvers.runs import Ledger, runs
 from sim.trace.chain import Chain
 

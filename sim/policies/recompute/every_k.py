@@ -10,7 +10,8 @@ from annotated_types import Ge
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.solvers.regions import chain_of, layer_regions, rerun_regions, stage_regions
+from sim.solvers.checkpoints import rerun_regions
+from sim.solvers.regions import chain_of, layer_regions, stage_regions
 from sim.solvers.runs import Ledger, runs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -12,7 +12,8 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
-from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
+from sim.solvers.checkpoints import Rerun, by_anchor, cached_casts, held_by, region_reruns
+from sim.solvers.regions import Region, layer_regions
 from sim.solvers.runs import Ledger, runs
 
 CORE = ".attn.core"
@@ -30,8 +31,9 @@ class SelectiveRecompute(RecomputationPlanner):
         layer: s/(18h) of an iteration's, where the paper's formula counts s/(6h).
     recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, all
         else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
-        list round every layer. Its cache also holds a product that nobody reads again until the layer's
-        backward ends: here it is released with the last backward op that reads what the layer made.
+        list round every layer. As under any checkpoint, what enters the layer is held until the last of its
+        backward nodes that saved something has run. The cache also holds a product that nobody reads again until
+        the layer's backward ends: here it is released with the last backward op that reads what the layer made.
     Departs: what overwrites a kept result, or one of another layer, does not run again (see `full_recompute`); the
         cache then holds what has been written over the product.
 
@@ -58,16 +60,20 @@ class SelectiveRecompute(RecomputationPlanner):
         trace = problem.trace
         ledger = Ledger(trace)
         layers = layer_regions(ledger, "selective_recompute")
+        drops: Mapping[int, int] = {}
         if self.recompute == "attention_core":
-            again = rerun_regions(ledger, _cores(ledger, layers), early_stop=bool(self.early_stop))
+            reruns = region_reruns(ledger, _cores(ledger, layers), early_stop=bool(self.early_stop))
         else:
             ops = trace.ops
             keep = {op for layer in layers for op in layer.forward if ops[op].kind in EXPENSIVE}
-            again = rerun_regions(ledger, layers, early_stop=self.early_stop is not False, keep=keep)
-            trace = hold_longer(trace, _cached(ledger, layers, keep, again))
+            stop = self.early_stop is not False
+            reruns = region_reruns(ledger, layers, early_stop=stop, keep=keep, before="saved")
+            held = held_by(ledger, reruns)
+            drops = held.drops
+            trace = hold_longer(hold_longer(trace, held.until), _cached(ledger, layers, keep, reruns))
             ledger = Ledger(trace)
-        hold = cached_casts(ledger, layers) if self.autocast_cache else None
-        return Plan(trace, self.finished(problem, runs(ledger, again, hold=hold)).actions())
+        hold = {**drops, **(cached_casts(ledger, layers) if self.autocast_cache else {})}
+        return Plan(trace, self.finished(problem, runs(ledger, by_anchor(reruns), hold=hold)).actions())
 
 
 def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
@@ -86,11 +92,9 @@ def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
     return found
 
 
-def _cached(
-    ledger: Ledger, layers: list[Region], keep: Collection[int], again: Mapping[int, list[int]]
-) -> dict[int, int]:
+def _cached(ledger: Ledger, layers: list[Region], keep: Collection[int], reruns: Iterable[Rerun]) -> dict[int, int]:
     """The kept results that would go before their layer's backward begins, and that backward's last op."""
-    read_again = {t for ops in again.values() for op in ops for t in ledger.reads[op]}
+    read_again = {t for rerun in reruns for op in rerun.ops for t in ledger.reads[op]}
     found: dict[int, int] = {}
     for layer in layers:
         made = {t for op in layer.forward for t in ledger.writes[op]}

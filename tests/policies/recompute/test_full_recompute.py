@@ -50,6 +50,68 @@ def test_without_early_stop_the_whole_layer_runs_again(run):
     assert facts.time == 222 + 5 + 2 * (111 + 200)
 
 
+def shaped(read: bool):
+    """A layer that makes a, and c of 50 bytes from it, which backward lets go of: it reads c, or its shape alone."""
+    b = TraceBuilder()
+    x, a, c = b.tensor("x", 10, "input"), b.tensor("a", 10), b.tensor("c", 50)
+    out, loss = b.tensor("out", 10), b.tensor("loss", 1)
+    b.op("fa", reads=[x], writes=[a], layer=0, duration=1)
+    b.op("fc", reads=[a], writes=[c], layer=0, duration=1)
+    b.op("add", reads=[c, x], writes=[out], layer=0, duration=1)
+    b.op("next", reads=[out], writes=[loss], duration=1)
+    g = [b.tensor(f"g{i}", 10, "temporary") for i in range(3)]
+    b.op("next.b", phase="backward", reads=[loss], writes=g[:1], duration=1)
+    b.op("fc.b", phase="backward", reads=[g[0], a, *([c] if read else [])], writes=g[1:2], layer=0, duration=1,
+         releases=[] if read else [c])  # fmt: skip
+    b.op("fa.b", phase="backward", reads=[g[1], x], writes=g[2:], layer=0, duration=1)
+    return b.build(outputs=g[2:], carry=())
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_what_is_saved_for_its_shape_alone_goes_and_is_there_again_as_what_is_read(read, run):
+    facts = run(shaped(read), "full_recompute")
+    assert facts.rerun == ["fa", "fc"]
+    assert facts.peak == 10 + 10 + 10 + 50 + 10  # at fc.b: x, the gradient, a, c, and what it makes
+    memory = facts.result.memory
+    assert set(memory[memory.cause == "dropped"].tensor) == {"a", "c"}
+
+
+def nodes_of_a_layer():
+    """A layer whose last op saves a weight alone and whose first saves its result; a mask of 100 bytes enters, too."""
+    b = TraceBuilder()
+    x0, mask0 = b.tensor("x0", 10, "input"), b.tensor("mask0", 1, "input")
+    w = b.tensor("w", 10, "weight")
+    x, mask, a, out, loss = (b.tensor(n, s) for n, s in (("x", 10), ("mask", 100), ("a", 20), ("out", 10), ("loss", 1)))
+    b.op("start", reads=[x0], writes=[x], duration=1)
+    b.op("masking", reads=[mask0], writes=[mask], duration=1)
+    b.op("fa", reads=[x, mask], writes=[a], layer=0, duration=1)
+    b.op("fw", reads=[a, w], writes=[out], layer=0, duration=1)
+    b.op("next", reads=[out], writes=[loss], duration=1)
+    g = [b.tensor(f"g{i}", 10, "temporary") for i in range(5)]
+    b.op("next.b", phase="backward", reads=[loss], writes=g[:1], duration=1)
+    b.op("sum.b", phase="backward", reads=g[:1], writes=g[1:2], layer=0, duration=1)
+    b.op("fw.b", phase="backward", reads=[g[1], w], writes=g[2:3], layer=0, duration=1)
+    b.op("fa.b", phase="backward", reads=[g[2], a], writes=g[3:4], layer=0, duration=1)
+    b.op("last.b", phase="backward", reads=[g[3], w], writes=g[4:], layer=0, duration=1)
+    return b.build(outputs=g[4:], carry=())
+
+
+@pytest.mark.parametrize(("reentrant", "before", "rerun"), [(False, "fw.b", ["fa"]), (True, "sum.b", ["fa", "fw"])])
+def test_a_layer_runs_again_before_the_node_that_a_checkpoint_runs_again_for(reentrant, before, rerun, run):
+    trace = nodes_of_a_layer()
+    facts = run(trace, "full_recompute", reentrant=reentrant)
+    assert facts.rerun == rerun
+    events, memory = facts.result.events, facts.result.memory
+    names = events.op.tolist()
+    assert names[names.index(before) - len(rerun) : names.index(before)] == rerun
+    freed = memory[memory.delta_bytes < 0].groupby("tensor").time_ns.max()
+    end = events.end_ns.max()
+    # the mask, an argument of the checkpoint, is there until the last node that saved something has run
+    assert freed["mask"] == end
+    # a reentrant one holds its result and the gradient of that, too
+    assert (freed["g0"] == end) == (freed["out"] == end) == reentrant
+
+
 def test_last_layer_can_be_left_alone(run):
     facts = run(blocks(3), "full_recompute", skip_last=True)
     assert facts.rerun == ["fa1", "fb1", "fa0", "fb0"]

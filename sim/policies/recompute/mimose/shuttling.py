@@ -12,7 +12,8 @@ from sim.errors import PolicyError
 from sim.log import CAUSE
 from sim.plan import Problem
 from sim.plan import Run as Iteration
-from sim.solvers.regions import Region, cached_casts, layer_regions, rerun_regions
+from sim.solvers.checkpoints import cached_casts, rerun_regions
+from sim.solvers.regions import Region, layer_regions
 from sim.solvers.runs import Ledger, Runs, backward_slice, runs
 from sim.trace.chain import FORWARD
 

@@ -18,7 +18,8 @@ from sim.policies.recompute.rotor import costs_of, held_outside
 from sim.policies.recompute.tso.captured import Part, captured, spared_launches
 from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, tightest, total_ns
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
-from sim.solvers.regions import chain_of, first_backward, rerun_regions, stage_regions
+from sim.solvers.checkpoints import rerun_regions
+from sim.solvers.regions import chain_of, first_backward, stage_regions
 from sim.solvers.runs import Ledger, Runs, backward_slice, runs
 from sim.trace.chain import Chain
 from sim.units import format_bytes
