@@ -65,8 +65,8 @@ class Lineage:
     overwrites: dict[int, tuple[int, ...]]
 
 
-def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lineage:
-    """The lineage of a problem's trace. evicts: roles of what may be evicted.
+def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, empty: bool = False) -> Lineage:
+    """The lineage of a problem's trace. evicts: roles of what may be evicted. empty: also where it has no bytes.
 
     An op's cost is its time with nothing else running.
     """
@@ -83,7 +83,8 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES) -> Lin
         again[trace.producer[new]] &= old >= 0 and again[old]
     made = trace.producer >= 0
     counts = made & again[trace.producer] if count else made
-    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (t.bytes > 0)
+    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (empty | (t.bytes > 0))
+    evictable[list(view_of)] = False
     freeable = made.copy()
     freeable[[*trace.outputs, *view_of]] = False
     children: list[list[int]] = [[] for _ in range(len(t.name))]

@@ -149,7 +149,7 @@ class Evictor(Online):
         if first:
             self._made[tensor] = True
             table.access[tensor] = now
-            if line.evictable[tensor]:
+            if line.evictable[tensor] and line.size[tensor]:
                 self._made_bytes += line.size[tensor]
                 self._made_count += 1
         if producer < 0:

@@ -81,11 +81,11 @@ class Ranking:
     def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
         table = self._table
         scores = table.weight.take(ids)
-        if self._staleness != "none":
-            with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self._staleness != "none":
                 scores /= now - table.access.take(ids)
-        if self._by_size:
-            scores /= table.size.take(ids)
+            if self._by_size:
+                scores /= table.size.take(ids)
         return scores
 
     def _look(

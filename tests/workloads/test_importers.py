@@ -407,6 +407,19 @@ def test_a_dtr_log_becomes_its_calls_with_views_as_ops_and_names_counted(tmp_pat
     assert read_dtr(tmp_path / "dtr.log", hold=False).ops[3].releases == ()
 
 
+def test_a_constant_after_a_call_takes_its_space_at_its_line_and_stays(tmp_path: Path) -> None:
+    late = """
+{"INSTRUCTION": "CONSTANT", "NAME": "c"}
+{"INSTRUCTION": "MEMORY", "NAME": "c", "MEMORY": "50"}
+{"INSTRUCTION": "RELEASE", "NAME": "c"}
+"""
+    trace = load_trace(write(tmp_path, "dtr.log", LOG.strip() + late))
+    assert (trace.ops[4].name, trace.ops[4].duration, trace.ops[4].reads) == ("4.constant", 0, ())
+    assert [trace.tensors[t].name for t in trace.outputs] == ["w$", "c"]
+    assert trace.carry == ()
+    assert peak(trace) == 270  # x and z go before it comes
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

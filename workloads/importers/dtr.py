@@ -9,12 +9,12 @@ nowhere stated; it is taken as ns.
 
 What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
 are left out, as simrd does (none, where there is no START); a result that is a view is a tensor without bytes
-(`Op.views`), which is evicted with its storage and recomputed when it is read; a constant is a weight, there from the
-start to the end (in simrd from its line on, and where that banishes to its release); names still held at the end are
-outputs, in the order in which the names came up; the last release of a storage is a release point of the op before it,
-in the log's order; MUTATE makes new tensors of the old ones and lets the names mean them, as in simrd (the framework
-writes in place), so that what it makes can be made again. Assumed: a call is backward from BACKWARD, or from the first
-call whose name has "backward" in it.
+(`Op.views`), which is evicted with its storage and recomputed when it is read; a constant is a weight, there from its
+line to the end, made by an op of 0 ns where a call comes before it (where simrd banishes, it goes at its release);
+names still held at the end are outputs, in the order in which the names came up; the last release of a storage is a
+release point of the op before it, in the log's order; MUTATE makes new tensors of the old ones and lets the names mean
+them, as in simrd (the framework writes in place), so that what it makes can be made again. Assumed: a call is backward
+from BACKWARD, or from the first call whose name has "backward" in it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Reader:
         self.backward = False
         self.hold = hold
         self.rows: list[dict[str, Any]] = []
-        self.constants: set[int] = set()
+        self.constants: dict[int, bool] = {}  # whether it is there before the first call
         self.names: Counter[str] = Counter()
 
     def trace(self, rows: Iterator[Row]) -> Trace:
@@ -94,7 +94,8 @@ class _Reader:
         self._add_ops()
         kept = [value for value in dict.fromkeys(self.last_meaning.values()) if self.held[value.tensor] > 0]
         outputs = dict.fromkeys(tensor for value in kept for tensor in (value.tensor, value.storage))
-        carry = [(tensor, tensor) for tensor in outputs if tensor in self.constants]
+        carry = [(tensor, tensor) for tensor, first in self.constants.items() if first and tensor in outputs]
+        outputs |= dict.fromkeys(tensor for tensor, first in self.constants.items() if not first)
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
         self.meta["assumed"] = {"constants taken as weights": len(self.constants), "hold": self.hold}
         return self.builder.build(outputs=list(outputs), carry=carry)
@@ -105,7 +106,10 @@ class _Reader:
                 name = texts(row.get("NAME"), f"{where}: NAME")
                 self._unknown(name, where)
                 size = _memory(_expect(rows, "MEMORY", name, where))
-                self.constants.add(self._make(name, name, size, "weight"))
+                constant = self._make(name, name, size, "weight")
+                self.constants[constant] = not self.rows
+                if self.rows:  # it takes its space at its line, and keeps it
+                    self._op("constant", self._phase(""), 0, [], [constant])
             elif kind == "CALL":
                 self._call(row, rows, where)
             elif kind == "MUTATE":

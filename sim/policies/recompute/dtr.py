@@ -43,8 +43,8 @@ class Dtr(Policy):
         collective, a receive or an update has made, nor what could not be made again because something
         under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted
         and still needed is made again. An op in place overwrites (where the prototype makes a new tensor), and
-        its result is evicted where what it overwrites can be recomputed. A tensor without bytes is never
-        evicted. An op's cost is its time with nothing else running.
+        its result is evicted where what it overwrites can be recomputed. An op's cost is its time
+        with nothing else running.
 
     heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
         parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,
@@ -98,7 +98,7 @@ class Dtr(Policy):
         )
         online = partial(
             Evictor,
-            lineage_of(problem, self.evicts),
+            lineage_of(problem, self.evicts, empty=True),
             rules,
             tiers=tuple(tier.name for tier in problem.platform.tiers),
             evicts=evictable_tiers(problem),

@@ -14,7 +14,7 @@ def random_log(
     """Calls, views of views, several results, mutations, second names, late and lacking releases, constants.
 
     most: sizes and times are 1 to this; few make ties. repeat: a call may name an argument twice. dense: many views of
-    what is no constant, whose storages are evicted and which are read later.
+    what is no constant, whose storages are evicted and which are read later, sizes from 0 on, and late constants.
     """
     rows: list[Row] = [{"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}]
     names: list[str] = []
@@ -37,7 +37,7 @@ def random_log(
         made = [fresh() for _ in aliases]
         add("CALL", NAME="f", ARGS=args, RESULT=made, TIME=str(draw.randint(0 if draw.random() < 0.1 else 1, most)))
         for name, alias in zip(made, aliases, strict=True):
-            add("MEMORY", NAME=name, MEMORY=str(draw.randint(1, most)))
+            add("MEMORY", NAME=name, MEMORY=str(draw.randint(0 if dense else 1, most)))
             add("ALIAS", NAME=name, ALIAS=str(alias))
         names.extend(made)
 
@@ -47,6 +47,8 @@ def random_log(
     if dense:
         kinds = ("call",) * 5 + ("view",) * 4 + ("mixed", "mutate")
     for _ in range(calls):
+        if dense and draw.random() < 0.1:
+            constant()
         known = names[2:] if dense and len(names) > 4 else names
         args = draw.sample(known, min(len(known), draw.randint(1, 2 if dense else 3)))
         kind = draw.choice(kinds)
@@ -93,17 +95,10 @@ def log_of(*lines: str) -> list[Row]:
 
 
 def as_imported(rows: list[Row]) -> list[Row]:
-    """The log that tiersim takes a log for: constants are there and stay. Where they are first, and stay, the same."""
-    constants: list[Row] = []
+    """The log that tiersim takes a log for: a constant has a second name that is never released."""
     out: list[Row] = []
-    at = 0
-    while at < len(rows):
-        row = rows[at]
-        at += 1
-        if row["INSTRUCTION"] == "CONSTANT":
-            constants += [row, rows[at], {"INSTRUCTION": "COPY", "DST": f"kept {row['NAME']}", "SRC": row["NAME"]}]
-            at += 1
-        else:
-            out.append(row)
-    start = [row for row in out if row.get("ANNOTATION") == "START"]
-    return start + constants + [row for row in out if row not in start]
+    for row in rows:
+        out.append(row)
+        if len(out) > 1 and out[-2]["INSTRUCTION"] == "CONSTANT":
+            out.append({"INSTRUCTION": "COPY", "DST": f"kept {row['NAME']}", "SRC": row["NAME"]})
+    return out

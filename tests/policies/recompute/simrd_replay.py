@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(eq=False)
 class Call:
-    """number: among the calls, below 0 for a constant."""
+    """number: among the calls and the constants after the first of them, -1 for a constant before."""
 
     number: int
     time: int
@@ -170,7 +170,8 @@ class Replay:
             at += 1
             kind = row["INSTRUCTION"]
             if kind == "CONSTANT":
-                value = self.call(Call(-2 - calls, 0), [], [(int(rows[at]["MEMORY"]), -1)])[0]
+                value = self.call(Call(calls or -1, 0), [], [(int(rows[at]["MEMORY"]), -1)])[0]
+                calls += calls > 0
                 at += 1
                 self.pin(value)
                 meaning[row["NAME"]] = value

@@ -16,10 +16,11 @@ import pytest
 
 from sim.errors import OutOfMemory
 from sim.eviction import ranking
-from sim.eviction.evictable import Kin
+from sim.eviction.evictable import Kin, lineage_of
 from sim.eviction.evictor import Evictor
 from sim.eviction.neighbourhood import Neighbourhood
 from sim.log import WHY
+from sim.policies.recompute import dtr
 from sim.trace import Trace
 from tests.policies.recompute.dtr_runs import Story, run
 from tests.policies.recompute.simrd_logs import Row, as_imported, log_of, random_log
@@ -102,7 +103,7 @@ def differences(
 @pytest.mark.parametrize(("deallocation", "heuristic", "staleness"), RUNS)
 def test_runs_as_the_authors_rules_say(deallocation, heuristic, staleness, tmp_path):
     found: Counter[str] = Counter()
-    for rows in (*logs(0, 8, repeat=deallocation != "banish"), *dense(0, 4, repeat=deallocation != "banish")):
+    for rows in (*logs(0, 10, repeat=deallocation != "banish"), *dense(0, 4, repeat=deallocation != "banish")):
         found += differences(rows, tmp_path, deallocation, heuristic, staleness)
     assert not found["different"], found
     assert found["recomputes"] > 0
@@ -191,8 +192,8 @@ def test_banishing_a_read_of_what_was_released_is_no_access(tmp_path):
 # ---- planted faults ----------------------------------------------------------------------------------
 
 
-def caught(tmp_path: Path, **ours: object) -> int:
-    rules = ("eager", "dtr", "own")
+def caught(tmp_path: Path, heuristic_of_both: str = "dtr", **ours: object) -> int:
+    rules = ("eager", heuristic_of_both, "own")
     return sum(differences(rows, tmp_path, *rules, ours)["different"] for rows in (*logs(0, 8), *dense(0, 4)))
 
 
@@ -241,6 +242,11 @@ def test_a_read_of_what_was_released_that_counts_as_access_is_caught(tmp_path, m
 def test_views_that_stay_defined_when_their_storage_goes_are_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(Evictor, "_drop_views", lambda *_: [])
     assert caught(tmp_path)
+
+
+def test_tensors_without_bytes_that_stay_are_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(dtr, "lineage_of", lambda problem, evicts, empty: lineage_of(problem, evicts))
+    assert caught(tmp_path, "lru")
 
 
 def test_views_that_cost_nothing_are_caught(tmp_path, monkeypatch):
