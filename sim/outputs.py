@@ -83,6 +83,13 @@ def write_run(result: Result, folder: Path, *, about: Mapping[str, Any]) -> list
     ]
 
 
+def write_analyses(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """NAME.csv of each analysis, from its records."""
+    from sim.report.analyses import analysis_csv
+
+    return [write_text(folder / f"{name}.csv", analysis_csv(records)) for name, records in found.items()]
+
+
 def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str) -> list[Path]:
     """comparison.json, .csv, .txt and .png, a view of each run that fits, and the files of the fastest run."""
     from sim.report.draw import save_figure

@@ -431,7 +431,7 @@ def test_profiles_as_json_have_the_columns_of_the_list(capsys):
     assert record["assumed"] == 16
 
 
-@pytest.mark.parametrize(("command", "options"), [("run", 2), ("report", 1)])
+@pytest.mark.parametrize(("command", "options"), [("run", 3), ("report", 1)])
 def test_help_says_which_options_repeat(command, options, capsys):
     _, out, _ = tiersim(command, "--help", capsys=capsys)
     assert " ".join(out.split()).count("more than once") == options

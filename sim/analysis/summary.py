@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 
+from sim.analysis.figures import Figure, figures
 from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, total_ns
 from sim.analysis.overlap import overlap
 from sim.analysis.peak_memory import mean_bytes, peak_bytes
@@ -35,53 +36,99 @@ class Reference:
 class Summary:
     """One run in figures; None where a figure cannot be known. Bytes, ns, and rates per second.
 
-    peak_bytes: of the home tier of device 0; peak_by_tier: of every tier. reserved_bytes: the most that
-    caching allocators took, by tier. fits: the run ended, and no tier held more than its capacity.
-    makespan_ns: until all is idle. compute_ns, recompute_ns, codec_ns, stall_ns by cause, idle_ns: main
-    lanes, summed over devices; together they are makespan_ns times devices. recompute_overhead: recompute
-    over compute. moved_bytes: on the wire, by link. overlap: the part of transfer time hidden behind
-    computing. overlap_by_link: the part of each link's bytes that moved meanwhile. mfu: meta "model_flops" over
-    what the main engines of all devices used could do at the peak of the type that most FLOPs of the trace
-    have; hfu: FLOPs executed on them, again ones included.
-    mean_bytes: of the home tier of device 0, averaged over the time. saved_fraction, mean_saved_fraction:
-    how far peak and mean are below those of keeping everything. overhead: time added to the fastest run with
-    unlimited memory and the same freedoms, which is `unlimited_run` and takes unlimited_ns. energy_j:
-    engines while busy and bytes on links, where the profile prices all of them.
+    Each field says what it is. compute_ns, recompute_ns, codec_ns, stall_ns and idle_ns together are makespan_ns times
+    devices. more: figures that other analyses declare, see `sim.analysis.figures`.
     """
 
-    peak_bytes: int
-    mean_bytes: int
-    peak_by_tier: dict[str, int]
-    reserved_bytes: dict[str, int]
-    capacity_bytes: int
-    fits: bool
-    complete: bool
-    devices: int
-    makespan_ns: int
-    compute_ns: int
-    recompute_ns: int
-    codec_ns: int
-    stall_ns: dict[str, int]
-    idle_ns: int
-    recompute_overhead: float | None
-    moved_bytes: dict[str, int]
-    overlap: float | None
-    overlap_by_link: dict[str, float | None]
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    mfu: float | None
-    hfu: float | None
-    saved_fraction: float | None
-    mean_saved_fraction: float | None
-    overhead: float | None
-    unlimited_ns: int | None
-    unlimited_run: str | None
-    energy_j: float | None
-    counters: dict[str, int]
+    peak_bytes: Annotated[
+        int, Figure("bytes", "peak memory", "most bytes held by the home tier of device 0", 10, (2, "peak"))
+    ]
+    mean_bytes: Annotated[int, Figure("bytes", "memory averaged over time", "of the home tier of device 0", 14)]
+    peak_by_tier: Annotated[dict[str, int], Figure("bytes", "peak of each tier", "most bytes that each tier held", 12)]
+    reserved_bytes: Annotated[
+        dict[str, int], Figure("bytes", "reserved by allocators", "most that caching ones took, by tier", 13)
+    ]
+    capacity_bytes: Annotated[
+        int, Figure("bytes", "capacity", "of the home tier of device 0, or the budget in its place", 11)
+    ]
+    fits: Annotated[bool, Figure("flag", "fits", "it ended, and no tier held more than its capacity", 1, (0, "fits"))]
+    complete: Annotated[bool, Figure("flag", "ran to its end", "whether every op ran", 2)]
+    devices: Annotated[int, Figure("number", "devices", "devices of the trace", 61)]
+    makespan_ns: Annotated[int, Figure("time", "time of an iteration", "until all is idle", 20, (3, "time"))]
+    compute_ns: Annotated[int, Figure("time", "computing", "ops run once, on main lanes, summed over devices", 21)]
+    recompute_ns: Annotated[int, Figure("time", "recomputing", "ops run again, on main lanes, summed over devices", 22)]
+    codec_ns: Annotated[int, Figure("time", "encoding and decoding", "on main lanes, summed over devices", 23)]
+    stall_ns: Annotated[
+        dict[str, int], Figure("time", "stalls", "waiting, by cause, on main lanes, summed over devices", 24)
+    ]
+    idle_ns: Annotated[int, Figure("time", "idle", "the rest of the devices' time", 25)]
+    recompute_overhead: Annotated[
+        float | None, Figure("change", "recomputing against computing", "recompute_ns over compute_ns", 30)
+    ]
+    moved_bytes: Annotated[dict[str, int], Figure("bytes", "moved", "bytes on the wire, by link", 34, (8, "moved"))]
+    overlap: Annotated[
+        float | None, Figure("percent", "transfer time hidden", "part of it during which devices compute", 35)
+    ]
+    overlap_by_link: Annotated[
+        dict[str, float | None],
+        Figure("percent", "overlap by link", "part of each link's bytes that moved while devices computed"),
+    ]
+    samples_per_s: Annotated[
+        float | None, Figure("number", "samples per second", "samples of the trace over the time", 50)
+    ]
+    tokens_per_s: Annotated[
+        float | None, Figure("number", "tokens per second", "tokens of the trace over the time", 51, (10, "tokens/s"))
+    ]
+    mfu: Annotated[
+        float | None,
+        Figure(
+            "percent",
+            "MFU",
+            "model FLOPs over what all main engines could do at the peak of the type that most FLOPs have",
+            52,
+        ),
+    ]
+    hfu: Annotated[
+        float | None, Figure("percent", "HFU", "the same of FLOPs executed on them, again ones included", 53)
+    ]
+    saved_fraction: Annotated[
+        float | None, Figure("percent", "memory saved against keep_all", "of the peak of keep_all", 15, (9, "saved"))
+    ]
+    mean_saved_fraction: Annotated[
+        float | None, Figure("percent", "average memory saved against keep_all", "of the mean of keep_all", 16)
+    ]
+    overhead: Annotated[
+        float | None,
+        Figure(
+            "change",
+            "overhead against unlimited memory",
+            "against the time with unlimited memory and the same freedoms",
+            31,
+            (5, "vs unlimited"),
+        ),
+    ]
+    unlimited_ns: Annotated[
+        int | None, Figure("time", "time with unlimited memory", "of the fastest run that it allows", 32)
+    ]
+    unlimited_run: Annotated[
+        str | None, Figure("text", "unlimited memory with", "what that run is: keep_all, or a freedom", 33)
+    ]
+    energy_j: Annotated[
+        float | None,
+        Figure(
+            "number", "energy (J)", "engines while busy and bytes on links, where the profile prices all of them", 60
+        ),
+    ]
+    counters: Annotated[
+        dict[str, int], Figure("number", "counters", "what the engine counted, such as ignored actions")
+    ]
+    more: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON values: integers, floats, text, None, and records of them."""
-        return asdict(self)
+        """The figures as JSON values: integers, floats, text, None, and records of them."""
+        found = asdict(self)
+        more = found.pop("more")
+        return {**found, **more}
 
 
 def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> Summary:
@@ -129,6 +176,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         unlimited_run=None if reference is None else reference.name,
         energy_j=_energy(log),
         counters={name: int(count) for name, count in sorted(log.counters.items())},
+        more={key: each.of(log, reference) for key, each in figures().items() if each.of is not None},
     )
 
 

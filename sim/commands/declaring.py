@@ -81,8 +81,15 @@ def _validated() -> Collection[str]:
     return PRECISIONS
 
 
+def _analyses() -> Collection[str]:
+    from sim.analysis.registry import analyses
+
+    return analyses()
+
+
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
     **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss")},
     "validated": _validated,
+    "analyses": _analyses,
 }
 """What help may ask for; imported only when help is printed."""

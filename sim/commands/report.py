@@ -183,14 +183,12 @@ def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], 
 
 def _hold_whole(view: SavedView, saved: Mapping[str, Any], path: Path, why: str) -> None:
     """See that a view has every figure that was saved, and shows these. Raises TiersimError."""
-    from dataclasses import fields
-
-    from sim.analysis.summary import Summary
+    from sim.analysis.figures import figures as declared
     from sim.errors import TiersimError
     from sim.report.table import summary_lines
 
     figures = view.data["figures"]
-    missing = next((field.name for field in fields(Summary) if field.name not in figures), None)
+    missing = next((key for key in declared() if key not in figures), None)
     if missing is not None:
         raise TiersimError(f"{path}: has no {missing}: {why}")
     try:

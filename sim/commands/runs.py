@@ -32,22 +32,33 @@ POLICY = Option("policy", Annotated[str, typer.Option(help="policy name or path/
 POLICIES = Option(
     "policies", Annotated[str | None, typer.Option(help="a,b,…; default: all that apply and plan quickly")], None
 )
-RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, OUT, JSON)
+ANALYSIS = Option(
+    "analysis",
+    Annotated[
+        list[str] | None,
+        typer.Option(help="what more to say of the run: {analyses}; may be given more than once"),
+    ],
+    None,
+)
+RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
 COMPARED = (PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY, OUT, JSON)
 
 
 @takes(*RUN)
 def run(ctx: typer.Context, **options: Any) -> None:
     """Run one policy and print what came of it."""
+    from sim.analysis.registry import analysis, as_records
     from sim.comparison import compare as run_all
     from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
-    from sim.outputs import check_folder, to_json, write_run
+    from sim.outputs import check_folder, to_json, write_analyses, write_run
     from sim.pages import run_notes
+    from sim.report.analyses import analysis_text
     from sim.report.foot import Foot
     from sim.report.table import print_summary
 
     policy, out, json = options["policy"], options["out"], options["json"]
+    asked = {name: analysis(name) for name in options["analysis"] or ()}
     folder = check_folder(out, "run") if out else None
     platform, work = platform_of(options["profile"], options["set_"]), workload({"ctx": ctx, **options})
     given, limit = parameters(options["param"]), budget_of(options["budget"], work, platform)
@@ -61,16 +72,19 @@ def run(ctx: typer.Context, **options: Any) -> None:
             print(to_json({**row, "policy": policy}))
         raise
     about = about_run(options, platform, work, [policy])
+    more = {name: as_records(of(result.log)) for name, of in asked.items()}
     if folder:
-        for path in write_run(result, folder, about=about):
+        for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):
             say(f"wrote {path}")
     if json:
-        print(to_json({"policy": policy, **result.summary()}))
+        print(to_json({"policy": policy, **result.summary(), **({"analyses": more} if more else {})}))
     else:
         warm_up = len(result.warm_up)
         notes = run_notes(result)
         foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes)
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
+        for name, records in more.items():
+            print(f"\n{analysis_text(name, records)}")
 
 
 @takes(*COMPARED)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sim.analysis.figures import columns as titles
+from sim.analysis.figures import known
 from sim.units import format_bytes, format_time
 
 Row = Mapping[str, Any]
@@ -21,7 +23,6 @@ MODEL_ERROR = 0.1
 """How far the model itself may be off, as a fraction of the time, where nobody says better."""
 
 INITIALS = {"activations": "A", "gradients": "G", "optimizer_state": "O", "weights": "W"}
-FRACTIONS = ("mfu", "hfu", "overlap", "saved_fraction", "overhead", "recompute_overhead")
 HOLDERS_SHOWN = 3
 
 
@@ -92,19 +93,20 @@ def columns(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bo
         by_link = row.get("moved_bytes")
         return NONE if by_link is None else size(total(by_link), binary)
 
+    title = titles()
     every = (
         Column("policy", lambda row: row["policy"], right=False),
-        Column("fits", lambda row: {True: "yes", False: "no", None: NONE}[row["fits"]], right=False),
-        Column("peak", lambda row: size(row.get("peak_bytes"), binary)),
-        Column("time", lambda row: clock(row.get("makespan_ns"))),
-        Column("vs fastest", lambda row: str(standing.get(row["policy"], NONE))),
-        Column("vs unlimited", lambda row: percent(row.get("overhead"), sign=True), spare=3),
-        Column("recompute", lambda row: share(row, "recompute_ns"), spare=4),
-        Column("stall", lambda row: share(row, "stall_ns"), spare=5),
-        Column("moved", moved, spare=2),
-        Column("saved", lambda row: percent(row.get("saved_fraction")), spare=1),
+        Column(title["fits"], lambda row: {True: "yes", False: "no", None: NONE}[row["fits"]], right=False),
+        Column(title["peak_bytes"], lambda row: size(row.get("peak_bytes"), binary)),
+        Column(title["makespan_ns"], lambda row: clock(row.get("makespan_ns"))),
+        Column(title["over_fastest"], lambda row: str(standing.get(row["policy"], NONE))),
+        Column(title["overhead"], lambda row: percent(row.get("overhead"), sign=True), spare=3),
+        Column(title["recompute_share"], lambda row: share(row, "recompute_ns"), spare=4),
+        Column(title["stall_share"], lambda row: share(row, "stall_ns"), spare=5),
+        Column(title["moved_bytes"], moved, spare=2),
+        Column(title["saved_fraction"], lambda row: percent(row.get("saved_fraction")), spare=1),
         Column("manages", lambda row: manages(row.get("manages")), right=False),
-        Column("fidelity", lambda row: row.get("fidelity") or NONE, right=False),
+        Column(title["fidelity"], lambda row: row.get("fidelity") or NONE, right=False),
     )
     return tuple(c for c in every if c.title in ("policy", "fits") or any(c.text(row) != NONE for row in rows))
 
@@ -229,18 +231,28 @@ def name_of(key: str) -> str:
     return key.replace("_", " ")
 
 
+def unit_of(key: str) -> str:
+    """The unit of a figure: as declared, or else as its key ends; "" where neither says it."""
+    name = key.partition(".")[0]
+    if (figure := known().get(name)) is not None:
+        return figure.unit
+    ends = {"_ns": "time", "_bytes": "bytes", "_fraction": "percent", "_share": "percent"}
+    return next((unit for end, unit in ends.items() if name.endswith(end)), "")
+
+
 def text_of(key: str, value: Any, *, binary: bool = False) -> str:
-    """The text of one figure of a summary, by the unit that its key names."""
+    """The text of one figure of a summary, by its unit."""
     if value is None:
         return NONE
+    unit = unit_of(key)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if key.endswith("_ns"):
+    if unit == "time":
         return format_time(round(value)).replace(" us", " µs")
-    if key.endswith("_bytes") or key == "peak_by_tier":
+    if unit == "bytes":
         return format_bytes(round(value), binary=binary)
-    if key in FRACTIONS or key.endswith("_fraction"):
-        return percent(value, sign=key.endswith("overhead"))
+    if unit in ("percent", "change"):
+        return percent(value, sign=unit == "change")
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, int):

@@ -90,7 +90,10 @@ def profile_page(name: str, as_json: bool = False) -> str:
 
 # ---- policies ------------------------------------------------------------------------------------
 
-APART = ("fidelity", "slow", "saves")
+OF_TESTS = ("other_values", "unseen", "rarely")
+"""What a class says for its tests alone."""
+
+APART = ("fidelity", "slow", "saves", *OF_TESTS)
 """Traits that have a place of their own on a policy's page."""
 
 
@@ -121,7 +124,8 @@ def policy_record(name: str) -> dict[str, Any]:
                 "bounds": bounds(declared),
             }
         )
-    known = {trait: getattr(found, trait) for trait in TRAITS if not isinstance(getattr(found, trait), property)}
+    traits = [trait for trait in TRAITS if trait not in OF_TESTS]
+    known = {trait: getattr(found, trait) for trait in traits if not isinstance(getattr(found, trait), property)}
     first = {trait: known.pop(trait) for trait in ("fidelity", "slow")}
     known["saves"] = dict(known["saves"])
     return {

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from sim.analysis.figures import LAST, known
 from sim.report.cells import (
     MODEL_ERROR,
     NONE,
@@ -31,46 +32,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GAP = 2  # spaces between columns
-
-SUMMARY_ORDER = (
-    *("policy", "fits", "complete", "error", "floor_bytes", "holders", "peak_bytes", "capacity_bytes", "peak_by_tier"),
-    *("reserved_bytes", "mean_bytes", "saved_fraction", "mean_saved_fraction"),
-    *("makespan_ns", "compute_ns", "recompute_ns", "codec_ns", "stall_ns", "idle_ns"),
-    *("recompute_overhead", "overhead", "unlimited_ns", "unlimited_run", "moved_bytes", "overlap"),
-    *("samples_per_s", "tokens_per_s", "mfu", "hfu", "energy_j", "devices", "fidelity", "manages"),
-)
-"""Keys that people look for first; all others follow in the order given."""
-
-SUMMARY_NAMES = {
-    "complete": "ran to its end",
-    "peak_bytes": "peak memory",
-    "capacity_bytes": "capacity",
-    "peak_by_tier": "peak of each tier",
-    "mean_bytes": "memory averaged over time",
-    "mean_saved_fraction": "average memory saved against keep_all",
-    "unlimited_ns": "time with unlimited memory",
-    "unlimited_run": "unlimited memory with",
-    "reserved_bytes": "reserved by allocators",
-    "makespan_ns": "time of an iteration",
-    "compute_ns": "computing",
-    "recompute_ns": "recomputing",
-    "codec_ns": "encoding and decoding",
-    "stall_ns": "stalls",
-    "idle_ns": "idle",
-    "recompute_overhead": "recomputing against computing",
-    "moved_bytes": "moved",
-    "overlap": "transfer time hidden",
-    "samples_per_s": "samples per second",
-    "tokens_per_s": "tokens per second",
-    "mfu": "MFU",
-    "hfu": "HFU",
-    "saved_fraction": "memory saved against keep_all",
-    "overhead": "overhead against unlimited memory",
-    "floor_bytes": "smallest budget known to fit",
-    "holders": "held by",
-    "energy_j": "energy (J)",
-    "plan_s": "planning (s of wall time)",
-}
 
 
 # ---- comparison --------------------------------------------------------------------------------
@@ -223,8 +184,9 @@ def summary_lines(summary: Mapping[str, Any], *, binary: bool = False) -> list[t
     """Names and texts of a run's summary: the well-known figures first, parts of a sum indented below it."""
     lines: list[tuple[str, str]] = []
     whole = device_ns(summary)
-    for key in sorted(summary, key=lambda k: SUMMARY_ORDER.index(k) if k in SUMMARY_ORDER else len(SUMMARY_ORDER)):
-        value, name = summary[key], SUMMARY_NAMES.get(key, name_of(key))
+    declared = known()
+    for key in sorted(summary, key=lambda k: declared[k].order if k in declared else LAST):
+        value, name = summary[key], declared[key].title if key in declared else name_of(key)
         if key == "holders":
             lines += [(name if i == 0 else "", f"{n} {text_of('_bytes', b, binary=binary)} ({why})")
                       for i, (n, b, why) in enumerate(value or ())]  # fmt: skip

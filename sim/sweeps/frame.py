@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sim.analysis.summary import Summary
+from sim.analysis.figures import figures as declared
 from sim.errors import TiersimError
 from sim.report.files import write_aside
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIRST = ("status", "fits", "error", "fidelity", "budget_bytes", "unconstrained_peak_bytes", "floor_bytes")
-KNOWN = tuple(dict.fromkeys((*FIRST, *(field.name for field in dataclasses.fields(Summary)), "time_limited")))
 TIMING = ("wall_s", "plan_s", "host", "date")
 """What varies from run to run; a table has it only where it is asked for."""
 
@@ -40,7 +38,8 @@ def flat_rows(rows: Rows, *, timing: bool = False) -> list[dict[str, Any]]:
         flat = _flat(row)
         figures |= set(flat)
         found.append(({"cell": cell["id"], **cell["labels"]}, flat))
-    order = {name: i for i, name in enumerate((*KNOWN, *TIMING))}
+    known = dict.fromkeys((*FIRST, *declared(), "time_limited", *TIMING))
+    order = {name: i for i, name in enumerate(known)}
     columns = sorted(figures, key=lambda name: (order.get(name.partition(".")[0], len(order)), name))
     names = ("cell", *labels)
     return [

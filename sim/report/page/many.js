@@ -50,9 +50,9 @@ function tablePage(table, about, colours) {
     columns.sort(([a], [b]) => place(a) - place(b)); // the policy comes first
     return grid({
       caption: "Runs", rows, page: PAGE, sort, rowHeader: 0,
-      columns: columns.map(([name, title, kind], number) => ({
+      columns: columns.map(([name, title, kind, hint], number) => ({
         title, kind, down: kind === "bytes" || kind === "time" || kind === "change" ? false : undefined,
-        hint: HINTS[name] || null,
+        hint: hint || null,
         value: (row) => values[name][row],
         cell: number === 0 || name === "over_fastest" || name === "fits" || name === "error" || name === "status"
           ? (row) => cell(name, kind, row, number === 0) : null,
@@ -125,15 +125,6 @@ function tablePage(table, about, colours) {
   });
   return [head, tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
 }
-
-const HINTS = {
-  over_fastest: "above the fastest policy on the same job",
-  overhead: "against the time with unlimited memory",
-  recompute_share: "of the devices' time",
-  stall_share: "of the devices' time",
-  moved_bytes: "on all links together",
-  saved_fraction: "of the peak of keep_all",
-};
 
 // All that is known of one row: its figures, and its run where that is in the file.
 function rowPage(table, id, run, colours) {

@@ -6,30 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.analysis.figures import columns, known
 from sim.hardware.platform import Platform
-from sim.report.cells import FRACTIONS, MODEL_ERROR, device_ns, key_lines, name_of, standings, total
+from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, standings, total, unit_of
 from sim.report.colours import policy_colour, policy_marker
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
 
 Row = Mapping[str, Any]
-
-TITLES = {
-    "fits": "fits",
-    "status": "status",
-    "peak_bytes": "peak",
-    "makespan_ns": "time",
-    "over_fastest": "vs fastest",
-    "overhead": "vs unlimited",
-    "recompute_share": "recompute",
-    "stall_share": "stall",
-    "moved_bytes": "moved",
-    "saved_fraction": "saved",
-    "tokens_per_s": "tokens/s",
-    "fidelity": "fidelity",
-    "floor_bytes": "fits from",
-    "error": "error",
-}
-"""Columns that are shown at first, in order, and their titles; the others can be asked for."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +44,8 @@ def table_data(view: TableView) -> dict[str, Any]:
     rows = [_flat(row) | _shares(row) for row in view.rows]
     for row, over in zip(rows, _over_fastest(view.rows, view.labels), strict=True):
         row |= over
-    names = list(dict.fromkeys([*view.labels, *TITLES, *(name for row in rows for name in row)]))
+    titles, declared = columns(), known()
+    names = list(dict.fromkeys([*view.labels, *titles, *(name for row in rows for name in row)]))
     names = [name for name in names if name not in ("id", "same") and any(_known(row.get(name)) for row in rows)]
     differ = [name for name in view.labels if len({str(row.get(name)) for row in rows}) > 1]
     axes = ["policy", *(name for name in differ if name != "policy")]
@@ -72,10 +56,13 @@ def table_data(view: TableView) -> dict[str, Any]:
         "lead": view.lead,
         "command": view.command,
         "ids": [row["id"] for row in rows],
-        "columns": [[name, TITLES.get(name, name_of(name)), _kind(name, rows)] for name in names],
+        "columns": [
+            [name, titles.get(name, name_of(name)), _kind(name, rows), declared[name].meaning if name in titles else ""]
+            for name in names
+        ],
         "values": {name: [row.get(name) for row in rows] for name in names},
         "same": [bool(row.get("same")) for row in rows],
-        "shown": [*axes, *(name for name in TITLES if name in names and (name != "fits" or "status" not in names))],
+        "shown": [*axes, *(name for name in titles if name in names and (name != "fits" or "status" not in names))],
         "labels": [name for name in view.labels if name in names],
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
         "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
@@ -148,13 +135,8 @@ def _known(value: Any) -> bool:
 
 def _kind(name: str, rows: Sequence[Row]) -> str:
     """How the page writes a column: by the unit that its name tells, or by what its values are."""
-    base = name.partition(".")[0]
-    if base.endswith("_ns"):
-        return "time"
-    if base.endswith("_bytes") or base == "peak_by_tier":
-        return "bytes"
-    if base in FRACTIONS or base.endswith(("_share", "_fraction")) or base == "over_fastest":
-        return "change" if base in ("overhead", "recompute_overhead", "over_fastest") else "percent"
+    if unit := unit_of(name):
+        return unit
     kinds = {type(row.get(name)) for row in rows} - {type(None)}
     if kinds == {bool}:
         return "flag"

@@ -1,0 +1,117 @@
+"""What a run is summed up in: each figure declared once, with its unit, its title and what it means.
+
+Tables, JSON, CSV, pages and documents ask here. The figures of a summary are the fields of `Summary`, declared in
+their annotations; a module of this folder may declare more of its own, which then appear everywhere, too:
+
+    FIGURES = {"shortest_stall_ns": Figure("time", "shortest stall", "of all devices", of=lambda log, reference: …)}
+
+What a row of a comparison or of a sweep has beside them is declared below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from sim.analysis.summary import Reference
+    from sim.log import EventLog
+
+Unit = Literal["bytes", "time", "percent", "change", "number", "flag", "text"]
+"""bytes and time (ns) are whole numbers; percent and change are fractions, a change with its sign."""
+
+LAST = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One figure. title: in the summary of a run. meaning: one line, for documents and hints.
+
+    order: where it stands in the summary of a run; those of equal order follow as they are declared.
+    column: place and title among the columns that tables of many runs show at first, None for none of them.
+    of: what computes it from a run's log and what unlimited memory allows (None where that is not known); only
+    figures that a module beside `summary` declares have it.
+    """
+
+    unit: Unit
+    title: str
+    meaning: str
+    order: int = LAST
+    column: tuple[int, str] | None = None
+    of: Callable[[EventLog, Reference | None], Any] | None = None
+
+
+BESIDE: Mapping[str, Figure] = {
+    "policy": Figure("text", "policy", "the policy, and its parameters that are not the defaults", 0),
+    "status": Figure(
+        "text", "status", "of a cell of a sweep: ok, infeasible, not_applicable, failed, …", column=(1, "status")
+    ),
+    "error": Figure("text", "error", "what kept it from running", 3, (13, "error")),
+    "refusal": Figure("text", "refusal", "the kind of a refusal: out_of_memory, thrashing, deadlock or infeasible"),
+    "floor_bytes": Figure(
+        "bytes", "smallest budget known to fit", "a budget below which none was found to fit", 4, (12, "fits from")
+    ),
+    "holders": Figure("text", "held by", "the largest residents where memory ran out: tensor, bytes, why it stays", 5),
+    "full": Figure("text", "full", "the tiers that had no room"),
+    "fidelity": Figure("text", "fidelity", "how near the policy is to what is published", 62, (11, "fidelity")),
+    "manages": Figure("text", "manages", "what the policy may drop or move", 63),
+    "plan_s": Figure("number", "planning (s of wall time)", "what planning took on this machine; it varies"),
+    "wall_s": Figure("number", "wall s", "what the cell took on this machine; it varies"),
+    "budget_bytes": Figure("bytes", "budget bytes", "the budget of the device's home tier"),
+    "unconstrained_peak_bytes": Figure("bytes", "unconstrained peak bytes", "what keeping everything takes there"),
+    "time_limited": Figure("flag", "time limited", "whether a planner met a limit of wall-clock time"),
+    "over_fastest": Figure(
+        "change", "over fastest", "above the fastest policy on the same job", column=(4, "vs fastest")
+    ),
+    "recompute_share": Figure("percent", "recompute share", "of the devices' time", column=(6, "recompute")),
+    "stall_share": Figure("percent", "stall share", "of the devices' time", column=(7, "stall")),
+}
+"""What rows of comparisons, sweeps and pages have beside the figures of a run."""
+
+
+@cache
+def figures() -> Mapping[str, Figure]:
+    """All figures of a summary by their keys, in the order that JSON and CSV have."""
+    from sim.analysis.registry import modules
+    from sim.analysis.summary import Summary
+
+    hints = get_type_hints(Summary, include_extras=True)
+    found = {key: get_args(said)[1] for key, said in hints.items() if get_origin(said) is Annotated}
+    for module in modules():
+        for key, each in getattr(module, "FIGURES", {}).items():
+            if key in found or key in BESIDE:
+                raise ValueError(f"{module.__name__}: figure {key!r} is declared already")
+            found[key] = each
+    return found
+
+
+def known() -> Mapping[str, Figure]:
+    """The figures of a summary, and what rows have beside them."""
+    return {**figures(), **BESIDE}
+
+
+def columns() -> Mapping[str, str]:
+    """Keys and titles of the columns that tables of many runs show at first, in order."""
+    shown = [(each.column, key) for key, each in known().items() if each.column]
+    return {key: title for (_, title), key in sorted(shown)}
+
+
+UNITS: Mapping[Unit, str] = {
+    "bytes": "bytes",
+    "time": "ns",
+    "percent": "fraction",
+    "change": "fraction",
+    "number": "number",
+    "flag": "true or false",
+    "text": "text",
+}
+"""Units as they stand in JSON and CSV."""
+
+
+def figures_markdown(shown: Mapping[str, Figure]) -> str:
+    """Figures as a Markdown table, for documents."""
+    lines = ["| key | unit | in words | meaning |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{key}` | {UNITS[each.unit]} | {each.title} | {each.meaning} |" for key, each in shown.items()]
+    return "\n".join(lines) + "\n"
