@@ -1,1 +1,1 @@
-"""Rewrites of a trace: its ops and tensors change, `origin` says what each stands for, and `values` checks it."""
+"""Rewrites of a trace: ops and tensors change, `origin` says what each one stands for, and `values` checks it."""

@@ -1,4 +1,4 @@
-"""The rewrite that splits the batch into microbatches and adds up their gradients."""
+"""The rewrite that splits the batch into microbatches and accumulates their gradients."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sim.trace.tensor import ROLE_CODE, Tensor
 
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
-    """Per op whether it says that it may be split by batch. Shape (ops,)."""
-    return _saying(trace, "batch") | _saying(trace, "batch_sum")
+    """Whether each op may be split by batch. Shape (ops,)."""
+    return _splits_by(trace, "batch") | _splits_by(trace, "batch_sum")
 
 
-def _saying(trace: Trace, way: str) -> NDArray[np.bool_]:
+def _splits_by(trace: Trace, way: str) -> NDArray[np.bool_]:
     out = np.zeros(len(trace.ops), np.bool_)
     out[[op for op, ways in trace.op_columns.splits.items() if way in ways]] = True
     return out
 
 
 def batched(trace: Trace) -> NDArray[np.bool_]:
-    """Per tensor whether it has one row a sample, so that a microbatch needs a slice of it. Shape (tensors,).
+    """Whether each tensor has one row per sample, so that a microbatch needs a slice of it. Shape (tensors,).
 
-    These are the inputs, and what an op makes that says `batch`, except gradients of weights, weights,
-    optimizer states, and what its shape rules out (a scalar, a random state): what such an op makes there, and
-    all that one makes which says `batch_sum`, is a sum over the samples, or the same for all.
+    These are the inputs and the results of ops that split by `batch`, except gradients of weights, weights, optimizer
+    states, and tensors whose shape rules it out (a scalar, a random state). The exceptions, and all results of ops that
+    split by `batch_sum`, are sums over the samples or the same for all of them.
     """
     c = trace.tensor_columns
-    by_batch_op = np.append(_saying(trace, "batch"), False)[trace.producer]  # -1, no producer, is the last entry
+    by_batch_op = np.append(_splits_by(trace, "batch"), False)[trace.producer]  # -1, no producer, is the last entry
     summed = np.isin(c.role, (*PERSISTENT, ROLE_CODE["gradient"]))
     out: NDArray[np.bool_] = np.where(trace.producer < 0, c.role == ROLE_CODE["input"], by_batch_op & ~summed)
     out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, trace)]] = False
@@ -40,29 +40,32 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
 
 
 def _has_no_rows(shape: tuple[int, ...], trace: Trace) -> bool:
-    """Whether a shape rules out a row a sample: a scalar, or a length that the samples do not divide."""
+    """Whether a shape rules out one row per sample: a scalar, or a length that the samples do not divide."""
     batch, parts = trace.meta.get("batch"), trace.meta.get("microbatches", 1)
     return shape == () or (isinstance(batch, int) and batch > parts and shape[0] % (batch // parts) > 0)
 
 
 def split_batch(trace: Trace, n: int) -> Trace:
-    """Run forward and backward once per microbatch, `n` times, then the update: names gain `.mb0`, `.mb1`, ….
+    """Run forward and backward once per microbatch, then the update once; names gain `.mb0`, `.mb1`, ….
 
-    Every op that reads a slice of the batch must say `batch` or `batch_sum` in its `splits`. Gradients of weights are
-    added up in place, by an op after each microbatch but the first. An op that may not be split runs
-    once: where microbatch 0 passes it if it reads no slice (a cast of a weight), where the last
-    microbatch passes it if it reads what is added up (an optimizer). Rows of activations, FLOPs and
-    workspace are shared out evenly (rounded so that they add up; workspace, durations and bytes touched
-    round up). Weights are read again by each microbatch. Bytes touched by an op that states them are
-    scaled by its operands.
-    Departs from measured practice in that durations scale linearly with the batch.
-    Raises TraceError naming an op that cannot be split, or where `meta["batch"]` is no multiple of n.
+    Every op that reads a slice of the batch must have `batch` or `batch_sum` in its `splits`. Gradients of weights are
+    accumulated in place, by an op after each microbatch but the first. An op that may not be split runs once: with
+    microbatch 0 if it reads no slice (a cast of a weight), with the last microbatch if it reads an accumulated
+    gradient (an optimizer). Rows of activations and FLOPs are divided evenly, rounded so that they add up; workspace,
+    durations and bytes touched round up. Each microbatch reads the weights. Where an op states the bytes that it
+    touches, they are scaled in proportion to its operands.
+
+    trace: the trace to split.
+    n: number of microbatches.
+
+    Departs: durations scale linearly with the batch, which measured ones do not.
+    Raises TraceError naming an op that cannot be split, or where `meta["batch"]` is not a multiple of n.
     """
     return split_batch_ops(trace, n)[0]
 
 
 def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]:
-    """`split_batch`, and per new op the old op that it is, or serves, and its microbatch."""
+    """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch."""
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % n):
         raise TraceError(f"split_batch: {n} microbatches do not divide the batch of {size}")
@@ -71,17 +74,19 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
     splits, rows = batch_ops(trace), batched(trace)
     for _, first in trace.carry:
         if rows[first]:
-            raise TraceError(f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, and not split")
+            raise TraceError(
+                f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
+            )
     late = _late_ops(trace, splits, rows)
     new = Rewriter(trace, {"microbatches": n * int(trace.meta.get("microbatches", 1))})
     tensors, ops = list(trace.tensors), list(trace.ops)
-    made_by_split = np.append(splits, False)[trace.producer]
+    produced_by_split = np.append(splits, False)[trace.producer]
     outputs = set(trace.outputs)
-    # sums that something outside the microbatches wants; others are used up within their microbatch
-    wanted = {
+    # sums that something outside the microbatches reads; all others are consumed within their microbatch
+    needed_outside = {
         t.id
         for t in tensors
-        if made_by_split[t.id] and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
+        if produced_by_split[t.id] and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
     }
     whole: dict[int, int] = {}
     current: dict[int, int] = {}
@@ -91,10 +96,10 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
         sliced = bool(rows[t.id])
         if t.id in current:
             return current[t.id]
-        if not sliced and not made_by_split[t.id]:
+        if not sliced and not produced_by_split[t.id]:
             if t.id not in whole:
                 whole[t.id] = new.tensor(t)
-                if t.replaces is not None:  # a sum, or something that no microbatch has a share of
+                if t.replaces is not None:  # a sum, or a tensor that is the same for all microbatches
                     old = whole[t.replaces] if t.replaces in whole else place(tensors[t.replaces], k)
                     new.builder.take_over(whole[t.id], old)
             return whole[t.id]
@@ -118,11 +123,11 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
                 _add_microbatch(new, trace, op, k, n, rows, [place(tensors[t], k) for t in op.reads],
                                 [place(tensors[t], k) for t in op.writes])  # fmt: skip
                 for t in op.writes:
-                    if t in wanted and rows[t]:
+                    if t in needed_outside and rows[t]:
                         slices.setdefault(t, []).append(current[t])
-                    elif t in wanted:
+                    elif t in needed_outside:
                         sums[t] = _add_up(new, tensors[t], op, k, n, sums.get(t), current[t])
-                    if t in wanted and k == n - 1 and not rows[t]:
+                    if t in needed_outside and k == n - 1 and not rows[t]:
                         whole[t] = sums[t]
                 which += [(op.id, k)] * (new.op_count - len(which))
             elif k == (n - 1 if late[op.id] else 0):
@@ -135,32 +140,32 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
         new.glue(f"{tensors[t].name}.concat", "copy", pieces, [whole[t]], **fields)
         which.append((int(trace.producer[t]), n - 1))
     for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
-        if t not in whole:  # there from the start and kept as it is
+        if t not in whole:  # exists from the start and is kept unchanged
             whole[t] = new.tensor(tensors[t])
     carry = [(whole[a], whole[b]) for a, b in trace.carry]
     return new.build(outputs=[whole[t] for t in trace.outputs], carry=carry), which
 
 
 def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Per op whether it must wait for all microbatches. Raises TraceError for what cannot be split so."""
+    """Whether each op must wait for all microbatches. Raises TraceError for an op that cannot be split."""
     late = np.zeros(len(trace.ops), np.bool_)
     name, producer = trace.tensor_columns.name, trace.producer
     for op in trace.ops:
         for t in op.reads:
-            maker = int(producer[t])
+            producing_op = int(producer[t])
             if splits[op.id]:
-                if maker >= 0 and late[maker]:
-                    raise TraceError(f"split_batch: op {op.name!r} needs {name[t]!r}, made from all microbatches")
+                if producing_op >= 0 and late[producing_op]:
+                    raise TraceError(f"split_batch: op {op.name!r} needs {name[t]!r}, computed from all microbatches")
             elif rows[t]:
                 raise TraceError(f"split_batch: op {op.name!r} reads {name[t]!r}, but may not be split by batch")
-            elif maker >= 0 and (splits[maker] or late[maker]):
+            elif producing_op >= 0 and (splits[producing_op] or late[producing_op]):
                 late[op.id] = True
         for t in op.writes:
             old = int(trace.tensor_columns.replaces[t])
             if old < 0:
                 continue
-            made_apart = rows[old] or (producer[old] >= 0 and splits[producer[old]])
-            if splits[op.id] and not made_apart:
+            per_microbatch = rows[old] or (producer[old] >= 0 and splits[producer[old]])
+            if splits[op.id] and not per_microbatch:
                 raise TraceError(f"split_batch: op {op.name!r} overwrites {name[old]!r} in every microbatch")
             if not splits[op.id] and any(splits[r] for r in trace.readers(old)) and not late[op.id]:
                 raise TraceError(f"split_batch: op {op.name!r} overwrites {name[old]!r} before all microbatches")
@@ -176,7 +181,7 @@ def _add_microbatch(
         operands = [*op.reads, *op.writes]
         everything = sum(int(size[t]) for t in operands)
         sliced = sum(int(size[t]) for t in operands if rows[t])
-        # what is stated shrinks as the operands do: slices to 1/n, weights not at all
+        # stated bytes shrink as the operands do: slices to 1/n, weights not at all
         scale = (everything - sliced) * n + sliced if everything else 1
         touched = -(-touched * scale // (max(everything, 1) * n))
     new.op(
@@ -194,7 +199,7 @@ def _add_microbatch(
 
 
 def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, n: int, total: int | None, term: int) -> int:
-    """The sum over microbatches 0 … k of a tensor; the op that adds the k-th to it, in place."""
+    """Add microbatch k of a tensor to the sum over microbatches 0 … k-1, in place. Returns the id of the new sum."""
     if total is None:
         return term
     stands_for = Same(t.id) if k == n - 1 else Microbatch(Same(t.id), 0, k + 1, n)

@@ -1,4 +1,4 @@
-"""Release points of a rewritten trace: where it lets go of what the old one held."""
+"""Release points of a rewritten trace: where it releases the tensors that the old trace held."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from sim.trace.graph import Trace
 from sim.trace.origin import Encoded, Expr, Glue, Lossy, Microbatch, Origin, Packed, Part, Same, leaves
 
 Turn = tuple[int, tuple[int, int, int] | None]
-"""Iteration and microbatches of the first base."""
+"""Iteration and microbatches (first, stop, count; None for all) of the first base."""
 
 
 def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
     """`new` with the release points of `old`; `origin` says in terms of `old` what tensors and ops stand for.
 
-    A new tensor that an op of the old trace makes is held until the end of what stands for the old release
-    point, in its own iteration and microbatch and on its own device; where that op is on another device or
-    is left out, until the last op here of those that came before it. What a rewrite adds (a copy sent, a code)
-    is not held, nor what something takes over.
+    A tensor that an op of the old trace produces is held until the end of the op that stands for the old release
+    point, in the same iteration and microbatch and on the same device. If that op is on another device or left out,
+    the tensor is held until the last preceding op on this device. Tensors that a rewrite adds (a received copy, an
+    encoding) and tensors whose storage is taken over are not held.
     """
     assert new.origin is not None
     places = _Places(new, origin)
     order = {t: (rank, op) for rank, (t, op) in enumerate(points(old))}
-    found: list[tuple[int, int, int]] = []
+    release_points: list[tuple[int, int, int]] = []
     for t, expr in enumerate(origin.tensors):
-        maker = int(new.producer[t])
-        if maker < 0 or isinstance(origin.ops[maker], Glue) or new.replaced_by[t] >= 0:
+        producer = int(new.producer[t])
+        if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[t] >= 0:
             continue
-        turn, device = _turn(new.origin.tensors[t]), int(new.op_columns.device[maker])
+        turn, device = _turn(new.origin.tensors[t]), int(new.op_columns.device[producer])
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
         ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
         if ends:
-            found.append((*max(ends), t))
-    return with_releases(new, [(t, op) for op, _, t in sorted(found)])
+            release_points.append((*max(ends), t))
+    return with_releases(new, [(t, op) for op, _, t in sorted(release_points)])
 
 
 def points(trace: Trace) -> list[tuple[int, int]]:
-    """All release points of a trace, (tensor, op), in order."""
+    """All release points of a trace as (tensor, op), in order."""
     return [(t, op) for op, tensors in sorted(trace.op_columns.releases.items()) for t in tensors]
 
 
 def with_releases(trace: Trace, wanted: Iterable[tuple[int, int]]) -> Trace:
-    """The same trace with these release points alone, as `released_by` takes them."""
+    """The same trace with only these release points, given as for `released_by`."""
     ops = replace(trace.op_columns, releases=released_by(trace, wanted))
     return Trace(
         trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
@@ -55,9 +55,10 @@ def with_releases(trace: Trace, wanted: Iterable[tuple[int, int]]) -> Trace:
 
 
 def released_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Per op what it releases, given (tensor, op) in order.
+    """The tensors that each op releases, given (tensor, op) in order.
 
-    Left out is what cannot be: a point before the last use, and that of an output or of what something takes over.
+    Impossible points are left out: one before the last use, and one of an output or of a tensor whose storage is
+    taken over.
     """
     kept, last_use = {*trace.outputs, *np.flatnonzero(trace.replaced_by >= 0).tolist()}, trace.last_use
     releases: dict[int, list[int]] = defaultdict(list)
@@ -68,21 +69,21 @@ def released_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tu
 
 
 class _Places:
-    """Which ops of a new trace stand for those of the old one, up to any of them."""
+    """Finds the op of a new trace that stands for an op of the old one, or for the nearest preceding one."""
 
     def __init__(self, new: Trace, origin: Origin) -> None:
         assert new.origin is not None
-        at: dict[tuple[int, Turn, int], list[tuple[int, int]]] = defaultdict(list)
+        by_key: dict[tuple[int, Turn, int], list[tuple[int, int]]] = defaultdict(list)
         device = new.op_columns.device.tolist()
         for op, expr in enumerate(origin.ops):
             for leaf in leaves(expr):
-                at[leaf.iteration, _turn(new.origin.ops[op]), device[op]].append((leaf.id, op))
-        self.at = {key: _latest(rows) for key, rows in at.items()}
+                by_key[leaf.iteration, _turn(new.origin.ops[op]), device[op]].append((leaf.id, op))
+        self.by_key = {key: _latest(rows) for key, rows in by_key.items()}
 
     def last(self, old: int, iteration: int, turn: Turn, device: int) -> int:
-        """The last op that stands for op `old` or one before it, on a device and in its turn; -1 for none."""
+        """The last op that stands for op `old` or one before it, on that device and in that turn; -1 for none."""
         for which in (turn, (turn[0], None)):  # some ops run once for all microbatches
-            ids, ops = self.at.get((iteration, which, device), ((), ()))
+            ids, ops = self.by_key.get((iteration, which, device), ((), ()))
             place = bisect_right(ids, old) - 1
             if place >= 0:
                 return ops[place]
@@ -90,13 +91,13 @@ class _Places:
 
 
 def _latest(rows: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Old ids in rising order, and beside each the last of the new ops up to there."""
+    """Old ids in rising order, and for each the last of the new ops up to it."""
     rows.sort()
     return [old for old, _ in rows], list(accumulate((op for _, op in rows), max))
 
 
 def _turn(expr: Expr) -> Turn:
-    """The iteration and the microbatches that an expression is of; of a pack those of its first member."""
+    """The iteration and the microbatches of an expression; for a pack, those of its first member."""
     batch = None
     while True:
         match expr:

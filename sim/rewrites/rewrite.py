@@ -1,8 +1,8 @@
-"""Ready-made rewrites: what changes *what* is computed, as against when memory is held where.
+"""Ready-made rewrites: changes of *what* is computed, as opposed to when memory is held where.
 
-Each takes a trace and returns another whose `origin` says what every op and tensor stands for; a check of that
-stands in `values`. The other rewrites are in `split` (tensors), `batching` (microbatches), `fuse` (one kernel of
-several) and `pipeline` (stages on several devices), all beside this file; all can be imported from here.
+Each takes a trace and returns a new one whose `origin` says what every op and tensor stands for; `values` checks it.
+Further rewrites are in `split` (tensors), `batching` (microbatches), `fuse` (kernels) and `pipeline` (stages on several
+devices); all can be imported from here.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ __all__ = [
 
 
 def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
-    """The same ops in another program order; `order` names each op once, by id or name.
+    """The same ops in another program order.
 
-    Raises TraceError where `order` is no permutation, or breaks a dependency (naming op and tensor).
+    trace: the trace to rewrite.
+    order: every op once, by id or name.
+
+    Raises TraceError where `order` is not a permutation, or violates a dependency (naming op and tensor).
     """
     ids = [trace.op_id(op) for op in order]
     if sorted(ids) != list(range(len(trace.ops))):
@@ -63,10 +66,10 @@ def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
 
 
 def cut(trace: Trace, n_ops: int) -> Trace:
-    """The first `n_ops` ops, with the tensors that they make and those that are there from the start.
+    """The first `n_ops` ops, with the tensors that they produce and those that exist from the start.
 
-    Ids of tensors close up, in the same order; names stay. An output that is not made any more is
-    replaced by the last version of it that is, or left out. What a later op would release is held to the end.
+    Tensors are renumbered without gaps, in the same order; names stay. An output that is no longer produced is
+    replaced by its last version that is, or left out. A tensor that a later op would release is held to the end.
     """
     count = min(max(n_ops, 0), len(trace.ops))
     t, replaces = trace.tensor_columns, trace.tensor_columns.replaces
@@ -80,20 +83,20 @@ def cut(trace: Trace, n_ops: int) -> Trace:
         else:
             columns[key] = column[left] if isinstance(column, np.ndarray) else [column[i] for i in left.tolist()]
     columns["replaces"] = new[replaces[left]]
-    there: dict[int, int] = {}
+    new_outputs: dict[int, int] = {}
     for last in trace.outputs:
         kept = last
         while new[kept] < 0 and replaces[kept] >= 0:
             kept = int(replaces[kept])
         if new[kept] >= 0:
-            there[last] = int(new[kept])
+            new_outputs[last] = int(new[kept])
     ops = _pick(trace, range(count))
     origin = Origin.identity(trace)
     whole = Trace(
         replace(t, **columns),  # type: ignore[arg-type]
         replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids], releases={}),
-        outputs=list(there.values()),
-        carry=[(there[last], int(new[first])) for last, first in trace.carry if last in there],
+        outputs=list(new_outputs.values()),
+        carry=[(new_outputs[last], int(new[first])) for last, first in trace.carry if last in new_outputs],
         meta=trace.meta,
         origin=replace(origin, tensors=tuple(origin.tensors[i] for i in left.tolist()), ops=origin.ops[:count]),
     )
@@ -102,7 +105,7 @@ def cut(trace: Trace, n_ops: int) -> Trace:
 
 
 def _pick(trace: Trace, ids: Sequence[int]) -> OpColumns:
-    """Those ops of a trace in that order."""
+    """Columns of some ops of a trace, in the order given."""
     c, rows = trace.op_columns, np.array(ids, np.int64)
     where = {old: new for new, old in enumerate(ids)}
     columns: dict[str, object] = {}
@@ -117,14 +120,14 @@ def _pick(trace: Trace, ids: Sequence[int]) -> OpColumns:
         start, values = getattr(c, start_key), getattr(c, ids_key)
         counts = np.diff(start)[rows]
         ends = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        # position in the old column: where the op began, plus how far into the op this entry is
+        # position in the old column: where the op's entries start, plus how far into them this one is
         within = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
         columns[start_key], columns[ids_key] = ends, values[np.repeat(start[:-1][rows], counts) + within]
     return replace(c, **columns)  # type: ignore[arg-type]
 
 
 def to_engine(trace: Trace, ops: Iterable[int | str], engine: str) -> Trace:
-    """The same trace with some ops on another engine of their device ("" for its main one)."""
+    """The same trace with some ops on another engine of their device, "" for its main one."""
     names = dict(trace.op_columns.engine)
     for op in ops:
         names[trace.op_id(op)] = engine
@@ -132,7 +135,7 @@ def to_engine(trace: Trace, ops: Iterable[int | str], engine: str) -> Trace:
 
 
 def hold_longer(trace: Trace, until: Mapping[int, int]) -> Trace:
-    """The same trace, whose program holds some tensors until the end of an op, at least: tensor -> op, by id."""
+    """The same trace, with some tensors held at least until the end of an op: tensor -> op, by id."""
     ends = dict(points(trace))
     ends.update({t: max(op, ends.get(t, -1)) for t, op in until.items()})
     releases = released_by(trace, sorted(ends.items(), key=lambda point: point[1]))
@@ -140,10 +143,14 @@ def hold_longer(trace: Trace, until: Mapping[int, int]) -> Trace:
 
 
 def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trace:
-    """The same trace with other implementations of some ops: op -> name of one of its `alternatives`.
+    """The same trace with other implementations of some ops.
 
-    The workspace becomes the alternative's; a measured duration is multiplied by its time factor, and so
-    are FLOPs and bytes touched (rounded up), because they decide the time where nothing was measured.
+    The workspace becomes the alternative's. A measured duration is multiplied by the alternative's time factor, and so
+    are FLOPs and bytes touched (rounded up), because they decide the time where none was measured.
+
+    trace: the trace to rewrite.
+    choice: op -> name of one of its `alternatives`.
+
     Raises TraceError if an op has no such alternative.
     """
     c = trace.op_columns
@@ -170,13 +177,14 @@ def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trac
 
 
 def unroll(trace: Trace, n: int) -> Trace:
-    """`n` iterations in one trace, joined through `carry`; names gain `#0`, `#1`, ….
+    """Join `n` iterations into one trace through `carry`; names gain `#0`, `#1`, ….
 
-    A tensor that is there at the start is, in later iterations, the one carried to it. Weights and
-    optimizer states that nothing overwrites or carries are constants, shared by all iterations; inputs
-    are new in each, and like all that has no producer they lie there from the start. Only the last
-    iteration's outputs are kept. `samples` and `tokens` of the meta data are multiplied.
-    Raises TraceError where an iteration overwrites what the next one needs and nothing is carried to it.
+    In later iterations, the tensor carried to an initial tensor takes its place. Weights and optimizer states that
+    nothing overwrites or carries are constants, shared by all iterations. Inputs are new in each iteration and, like
+    all tensors without a producer, exist from the start. Only the last iteration's outputs are kept. `samples` and
+    `tokens` of the metadata are multiplied by `n`.
+
+    Raises TraceError where an iteration overwrites a tensor that the next one needs and nothing is carried to it.
     """
     if n < 1:
         raise TraceError(f"unroll: {n} iterations; it needs at least 1")
@@ -196,10 +204,10 @@ def unroll(trace: Trace, n: int) -> Trace:
                     continue
                 if role[t.id] in PERSISTENT:
                     if trace.replaced_by[t.id] >= 0:
-                        raise TraceError(f"unroll: tensor {t.name!r} is overwritten, and carry has nothing for it")
+                        raise TraceError(f"unroll: tensor {t.name!r} is overwritten, and nothing is carried to it")
                     ids[t.id] = before[t.id]
                     continue
-            # what an in-place write takes over may stand later in the table: made first here
+            # a tensor that is taken over in place may come later in the table, so all are added before any take-over
             ids[t.id] = new.tensor(t, Same(t.id, i), name=f"{t.name}#{i}")
         for t in tensors:
             if t.replaces is not None:
@@ -225,10 +233,14 @@ def unroll(trace: Trace, n: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a tensor is kept between forward and backward. ratio: bytes of the code per byte of the tensor.
+    """How a tensor is encoded between forward and backward.
 
-    encode_ns, decode_ns: time of each op; None lets the platform's model price the bytes they touch.
-    engine: where they run, "" for the device's main one. workspace: bytes each needs while it runs.
+    name: appended to the tensor's name.
+    ratio: bytes of the encoding per byte of the tensor.
+    encode_ns, decode_ns: time of each op in ns; None lets the platform's cost model price the bytes they touch.
+    lossless: decoding restores exactly the same values.
+    engine: where they run, "" for the device's main one.
+    workspace: bytes that each needs while it runs.
     """
 
     name: str
@@ -243,9 +255,13 @@ class Codec:
 def encode(trace: Trace, codecs: Mapping[int | str, Codec]) -> Trace:
     """Keep some tensors encoded between their last forward use and their first backward reader.
 
-    An encode op follows the last forward op that reads (or makes) the tensor, a decode op precedes its
-    first backward reader; backward ops then read the decoded copy. Raises TraceError for a tensor that no
-    forward op makes, that no backward op reads, or that is overwritten.
+    An encode op follows the last forward op that reads (or produces) the tensor, a decode op precedes its first
+    backward reader; backward ops then read the decoded copy.
+
+    trace: the trace to rewrite.
+    codecs: tensor -> how it is encoded.
+
+    Raises TraceError for a tensor that no forward op produces, that no backward op reads, or that is overwritten.
     """
     chosen = {trace.tensor_id(tensor): codec for tensor, codec in codecs.items()}
     c, name = trace.op_columns, trace.tensor_columns.name
@@ -253,27 +269,29 @@ def encode(trace: Trace, codecs: Mapping[int | str, Codec]) -> Trace:
     ids = new.all_tensors()
     encode_after: dict[int, list[int]] = {}
     decode_before: dict[int, list[int]] = {}
-    code: dict[int, int] = {}
+    encoded: dict[int, int] = {}
     decoded: dict[int, int] = {}
     for t, codec in chosen.items():
-        maker, readers = int(trace.producer[t]), trace.readers(t)
+        producer, readers = int(trace.producer[t]), trace.readers(t)
         late = [op for op in readers if c.phase[op] > 0]
-        if maker < 0 or c.phase[maker] > 0 or not late or trace.replaced_by[t] >= 0:
-            raise TraceError(f"encode: tensor {name[t]!r} is not made in forward, read in backward and left alone")
-        early = max((op for op in readers if op < late[0]), default=maker)
+        if producer < 0 or c.phase[producer] > 0 or not late or trace.replaced_by[t] >= 0:
+            raise TraceError(
+                f"encode: tensor {name[t]!r} is not produced in forward, read in backward and never overwritten"
+            )
+        early = max((op for op in readers if op < late[0]), default=producer)
         encode_after.setdefault(early, []).append(t)
         decode_before.setdefault(late[0], []).append(t)
         old, ratio = trace.tensors[t], Fraction(codec.ratio)
-        code[t] = new.tensor(
+        encoded[t] = new.tensor(
             old, Encoded(Same(t), codec.name, codec.lossless),
             name=f"{old.name}.{codec.name}", bytes=-(-old.bytes * ratio // 1), shape=None, dtype="", zeros=None,
         )  # fmt: skip
-        back = Same(t) if codec.lossless else Lossy(Same(t), codec.name)
-        decoded[t] = new.tensor(old, back, name=f"{old.name}.decoded", saved_for="")
+        claim = Same(t) if codec.lossless else Lossy(Same(t), codec.name)
+        decoded[t] = new.tensor(old, claim, name=f"{old.name}.decoded", saved_for="")
 
     def add(word: str, t: int, anchor: int) -> None:
         codec = chosen[t]
-        source, target = (ids[t], code[t]) if word == "encode" else (code[t], decoded[t])
+        source, target = (ids[t], encoded[t]) if word == "encode" else (encoded[t], decoded[t])
         new.glue(
             f"{name[t]}.{word}",
             "codec",

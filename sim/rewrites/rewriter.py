@@ -1,6 +1,6 @@
-"""The tool that rewrites are written with: a builder that notes what each new tensor and op stands for.
+"""The tool for writing rewrites: a builder that records what each new tensor and op stands for.
 
-What the old trace releases the new one releases, too: `sim.rewrites.holding` finds where.
+The new trace has the release points of the old one; `sim.rewrites.holding` finds where.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ GLUE = Glue()
 class Rewriter:
     """Collects the tensors and ops of a new trace together with what they stand for in the old one.
 
-    meta: entries to add to the old trace's. The expressions given here speak of `trace`; `build` turns
-    them into expressions over the trace that `trace` itself was made from.
+    The expressions given here refer to `trace`; `build` turns them into expressions over the first base.
+
+    trace: the old trace.
+    meta: entries to add to the old trace's.
     """
 
     def __init__(self, trace: Trace, meta: Mapping[str, Any] | None = None) -> None:
@@ -33,9 +35,11 @@ class Rewriter:
         self._ops: list[Expr] = []
 
     def tensor(self, like: Tensor, stands_for: Expr | None = None, **changes: Any) -> int:
-        """Add a tensor like one of the old trace, with some fields changed; `replaces` must be a new id.
+        """Add a tensor like one of the old trace, with some fields changed. Returns its id.
 
-        Without `stands_for` it is that very tensor. Returns its id.
+        like: the old tensor.
+        stands_for: what the new one stands for; by default the old tensor itself.
+        changes: fields that differ; `replaces` must be a new id.
         """
         names = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for")
         fields = {name: getattr(like, name) for name in names}
@@ -44,7 +48,12 @@ class Rewriter:
         return self.builder.tensor(**fields)
 
     def op(self, like: Op, stands_for: Expr | None = None, **changes: Any) -> int:
-        """Add an op like one of the old trace; reads and writes must be new ids. Returns its id."""
+        """Add an op like one of the old trace, with some fields changed. Returns its id.
+
+        like: the old op.
+        stands_for: what the new one stands for; by default the old op itself.
+        changes: fields that differ; `reads` and `writes` must be given, as new ids.
+        """
         self._ops.append(Same(like.id) if stands_for is None else stands_for)
         return self.builder.copy_op(like, releases=(), **changes)
 
@@ -55,22 +64,26 @@ class Rewriter:
 
     @property
     def op_count(self) -> int:
-        """How many ops were added."""
+        """How many ops have been added."""
         return len(self._ops)
 
     def all_tensors(self) -> list[int]:
-        """Add every tensor of the old trace as it is. Returns the new ids by old id."""
+        """Add every tensor of the old trace unchanged. Returns the new ids by old id."""
         new = list(range(len(self._tensors), len(self._tensors) + len(self.trace.tensors)))
         for old in self.trace.tensors:
             self.tensor(old, replaces=None if old.replaces is None else new[old.replaces])
         return new
 
     def build(self, *, outputs: Iterable[int], carry: Iterable[tuple[int, int]], iterations: int = 1) -> Trace:
-        """The new trace, with its origin. iterations: how many of the old trace it holds."""
+        """The new trace, with its origin.
+
+        outputs, carry: as new ids.
+        iterations: how many iterations of the old trace it contains.
+        """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        mine = Origin(base, tuple(self._tensors), tuple(self._ops), iterations)
-        made = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=mine.over(self.trace))
-        return made if not self.trace.op_columns.releases else carry_releases(self.trace, made, mine)
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations)
+        new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
+        return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 
 
 def with_columns(trace: Trace, **columns: Any) -> Trace:
@@ -81,5 +94,5 @@ def with_columns(trace: Trace, **columns: Any) -> Trace:
 
 
 def slice_of(total: int, first: int, stop: int, count: int) -> int:
-    """Bytes (or FLOPs) of the range `first`…`stop` of `count`; consecutive ranges add up to the total."""
+    """Bytes (or FLOPs) of the range `first` to `stop` of `count`; consecutive ranges add up to the total."""
     return total * stop // count - total * first // count

@@ -1,4 +1,4 @@
-"""Rewrites of storage: one tensor into parts (chunks, fractions), several tensors into one (packs, pages)."""
+"""Rewrites of storage: split a tensor into parts (chunks, fractions), pack several into one (packs, pages)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ Cuts = tuple[int, ...]
 def split_tensors(
     trace: Trace, parts: Mapping[int | str, int | Sequence[int]], *, ops: Iterable[int | str] = ()
 ) -> Trace:
-    """Split tensors into parts that live and move on their own: `{"w": 4}`, or `{"w": (3, 7)}` for 30 % and 70 %.
+    """Split tensors into parts that can be kept and moved independently.
 
-    All values that share a storage, or are carried to it, are split alike. Ops read and write all parts
-    of a split tensor, except the ops in `ops`, which are split with them (one per part, on its elements
-    alone): those must be elementwise (kind `elementwise`, `optimizer`, `copy`), with all operands split.
-    Raises TraceError for a tensor without enough bytes, unequal wishes for one storage, or such an op.
+    All values that share a storage, or are carried to it, are split alike. Ops read and write all parts of a split
+    tensor, except those in `ops`.
+
+    trace: the trace to rewrite.
+    parts: tensor -> number of equal parts, or weight of each part: `{"w": 4}`, or `{"w": (3, 7)}` for 30 % and 70 %.
+    ops: ops to split along with their tensors, one op per part. They must be elementwise (kind `elementwise`,
+        `optimizer` or `copy`), and all their operands must be split.
+
+    Raises TraceError for a tensor with too few bytes, different splits of one storage, or an op that cannot be split.
     """
-    cuts = _spread(trace, {trace.tensor_id(t): _cuts(wish) for t, wish in parts.items()})
+    cuts = _spread(trace, {trace.tensor_id(t): _cuts(split) for t, split in parts.items()})
     divided = {trace.op_id(op) for op in ops}
     new = Rewriter(trace)
     ids: list[list[int]] = [[] for _ in trace.tensors]
@@ -58,10 +63,10 @@ def split_tensors(
     return new.build(outputs=[i for t in trace.outputs for i in ids[t]], carry=carry)
 
 
-def _cuts(wish: int | Sequence[int]) -> Cuts:
-    weights = [1] * wish if isinstance(wish, int) else list(wish)
+def _cuts(split: int | Sequence[int]) -> Cuts:
+    weights = [1] * split if isinstance(split, int) else list(split)
     if not weights or min(weights) < 1:
-        raise TraceError(f"split: {wish!r} is no number of parts, or list of positive weights")
+        raise TraceError(f"split: {split!r} is neither a number of parts nor a list of positive weights")
     marks = [0]
     for weight in weights:
         marks.append(marks[-1] + weight)
@@ -69,23 +74,23 @@ def _cuts(wish: int | Sequence[int]) -> Cuts:
 
 
 def _spread(trace: Trace, cuts: dict[int, Cuts]) -> dict[int, Cuts]:
-    """The same cuts for all that shares a storage with a split tensor or is carried to it."""
+    """The same cuts for all tensors that share a storage with a split tensor or are carried to it."""
     partners: dict[int, list[int]] = {}
     links = [(t, int(r)) for t, r in enumerate(trace.tensor_columns.replaces.tolist()) if r >= 0]
     for a, b in (*links, *trace.carry):
         partners.setdefault(a, []).append(b)
         partners.setdefault(b, []).append(a)
-    todo, found = list(cuts), dict(cuts)
+    todo, spread = list(cuts), dict(cuts)
     while todo:
         t = todo.pop()
         for other in partners.get(t, ()):
-            if other not in found:
-                found[other] = found[t]
+            if other not in spread:
+                spread[other] = spread[t]
                 todo.append(other)
-            elif found[other] != found[t]:
+            elif spread[other] != spread[t]:
                 names = trace.tensor_columns.name
-                raise TraceError(f"split: {names[t]!r} and {names[other]!r} share a storage but not their cuts")
-    return found
+                raise TraceError(f"split: {names[t]!r} and {names[other]!r} share a storage but are split differently")
+    return spread
 
 
 def _split_op(new: Rewriter, op: Op, ids: list[list[int]], cuts: Mapping[int, Cuts]) -> None:
@@ -110,16 +115,20 @@ def _split_op(new: Rewriter, op: Op, ids: list[list[int]], cuts: Mapping[int, Cu
 
 
 ELEMENTWISE = ("elementwise", "optimizer", "copy")
-"""Kinds of op whose results at some elements need their operands at these elements only."""
+"""Kinds of op that compute each element of a result from the same elements of their operands only."""
 
 
 def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trace:
-    """Put tensors together that are then held and moved as one: pack name -> its tensors, in order.
+    """Pack tensors into larger ones that are kept and moved as a unit.
 
-    A pack has a slot for each member's storage. An op that makes or overwrites a member makes a new
-    version of the pack in place, and needs the old one there; every reader reads the version of its
-    time. The pack is born with its first member and stays until all are dead. Ops keep the bytes they
-    touched. Raises TraceError where a tensor is in two packs, or a pack is carried in part.
+    A pack has a slot for the storage of each member. An op that writes or overwrites a member produces a new version
+    of the pack in place, and needs the previous version; every reader reads the version current at its position. The
+    pack exists from its first member on, until all members are dead. Ops touch the same number of bytes as before.
+
+    trace: the trace to rewrite.
+    packs: pack name -> its tensors, in order.
+
+    Raises TraceError where a tensor is in two packs, or a pack is only partly carried.
     """
     names, replaces = trace.tensor_columns.name, trace.tensor_columns.replaces.tolist()
     slot: dict[int, tuple[str, int]] = {}
@@ -141,9 +150,9 @@ def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trac
 
     new = Rewriter(trace)
     plain = [new.tensor(t) if t.id not in slot else -1 for t in trace.tensors]
-    for at, old in enumerate(replaces):
-        if old >= 0 and at not in slot:
-            new.builder.take_over(plain[at], plain[old])
+    for t, old in enumerate(replaces):
+        if old >= 0 and t not in slot:
+            new.builder.take_over(plain[t], plain[old])
     content: dict[str, list[Expr | None]] = {pack: [None] * len(roots[pack]) for pack in packs}
     version: dict[str, int] = {}
     counts = dict.fromkeys(packs, 0)
@@ -164,10 +173,10 @@ def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trac
         counts[pack] += 1
 
     for pack, members in roots.items():
-        there = [t for t in members if trace.producer[t] < 0]
-        for t in there:
+        initial = [t for t in members if trace.producer[t] < 0]
+        for t in initial:
             content[pack][slot[t][1]] = Same(t)
-        if there:
+        if initial:
             renew(pack)
     first, first_content = dict(version), {pack: list(held) for pack, held in content.items()}
     for op in trace.ops:

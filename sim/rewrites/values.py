@@ -1,25 +1,25 @@
-"""What a trace computes, symbolically: a value is a hash of the op that made it and of what it read.
+"""What a trace computes, symbolically: a value is a hash of the op that produced it and of the values it read.
 
-Two questions are answered here. `plain_values` says what every tensor of one trace is when it is run as
-written; a replay that ends with other hashes has read something stale, or lost. `departures` says
-whether a rewritten trace computes what its base computes, op by op: given that what an op reads is what
-`origin` claims, is what it writes, too? These rules are the only ones, and each is an identity:
+This module answers two questions. `plain_values` gives the value of every tensor when a trace runs as written; a
+replay that ends with other hashes has read a stale value or lost one. `departures` checks op by op whether a rewritten
+trace computes what its base computes: if what an op reads is what `origin` claims, is what it writes, too? Only the
+following identities are used:
 
-- An op that stands for base op o finds among its reads every tensor that o reads (of that iteration, no
-  other version), and then has o's results to write: whole, in parts, or into a pack.
-- A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`; it finds the same microbatch of what has rows, and
-  whole what has none; its results are that microbatch of o's results. A `Part` of an elementwise op
-  finds that part of all it reads; of another op it may find some whole.
-- All parts together are the tensor; all microbatches together are the tensor, by concatenation where it
-  has rows, by a sum (an op that adds them) where it has none; consecutive ranges make a longer range.
-- A `Fused` op computes its parts one after the other: each finds what was read and what those before it made.
-- What an op of a group (send and receive, a collective) reads, all members read.
-- A lossless code decodes to what was encoded, and is not smaller than `LEAST_CODE`; a lossy one decodes to `Lossy`,
+- An op that stands for base op o must find among its reads every tensor that o reads (of that iteration, no
+  other version). Its results are then o's: whole, in parts, or in a pack.
+- A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`. It must find the same microbatch of tensors with
+  rows, and tensors without rows whole; its results are that microbatch of o's results. A `Part` of an elementwise op
+  must find that part of all its reads; a `Part` of another op may find some of them whole.
+- All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
+  sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
+- A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it.
+- What one member of a group (send and receive, a collective) reads, all members read.
+- A lossless encoding decodes to the original, and is not smaller than `LEAST_CODE`; a lossy one decodes to `Lossy`,
   which stands for nothing else.
-- A tensor has the role of what it stands for, unless it is a copy, and a base op overwrites in place only what it
+- A tensor has the role of the tensor it stands for, unless it is a copy. A base op overwrites in place only what it
   overwrites in the base.
 
-So what is false is reported where it happens and nowhere downstream of it.
+A false claim is therefore reported at the op that makes it, and not at the ops that depend on it.
 """
 
 from __future__ import annotations
@@ -54,41 +54,41 @@ from sim.trace.tensor import ROLES
 
 Value = bytes
 LEAST_CODE = Fraction(1, 32)
-"""What a lossless code takes at least, a byte of the tensor: one bit for an element of four bytes."""
+"""The fewest bytes of a lossless encoding per byte of the tensor: one bit for an element of four bytes."""
 
 
 def first_value(tensor: int) -> Value:
-    """The value of a tensor that is there at the start."""
+    """The value of a tensor that exists from the start."""
     return hashlib.blake2b(b"start %d" % tensor, digest_size=16).digest()
 
 
 def op_values(op: int, reads: Sequence[Value], count: int) -> list[Value]:
-    """The values of the `count` tensors that an op writes, given what it reads, in order.
+    """The values of the `count` tensors that an op writes, given the values that it reads, in order.
 
-    Every op is a function of its own. A random op replays its seed, so it is no exception.
+    Each op is a distinct function. A random op replays its seed, so it is no exception.
     """
     inner = hashlib.blake2b(b"op %d " % op + b"".join(reads), digest_size=16).digest()
     return [hashlib.blake2b(inner + b"%d" % k, digest_size=16).digest() if k else inner for k in range(count)]
 
 
 def plain_values(trace: Trace) -> list[Value]:
-    """The value of every tensor when the trace is run as written, by id.
+    """The value of every tensor when the trace runs as written, by id.
 
-    The members of a group are functions of what all of them read, in program order of the members.
+    Each member of a group is a function of the reads of all members, in program order.
     """
     values: list[Value] = [first_value(t) for t in range(len(trace.tensors))]
     members = groups(trace)
     pending: dict[str, int] = {name: len(ops) for name, ops in members.items()}
-    made = (trace.producer < 0).tolist()
+    produced = (trace.producer < 0).tolist()
     waiting: list[int] = []
 
     def run(op: int, reads: Iterable[int]) -> None:
         writes = trace.writes(op)
         for t, value in zip(writes, op_values(op, [values[t] for t in reads], len(writes)), strict=True):
-            values[t], made[t] = value, True
+            values[t], produced[t] = value, True
 
     def try_op(op: int) -> bool:
-        if not all(made[t] for t in trace.reads(op)):
+        if not all(produced[t] for t in trace.reads(op)):
             return False
         name = trace.op_columns.group.get(op, "")
         if not name:
@@ -126,16 +126,18 @@ def groups(trace: Trace) -> dict[str, list[int]]:
     return members
 
 
-# ---- is it what it stands for? -----------------------------------------------------------------
+# ---- does it compute what it stands for? ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a rewritten trace does not compute what its base computes.
+    """One respect in which a rewritten trace does not compute what its base computes.
 
-    what: `wrong` (no identity makes it so), `lossy` (it went through a lossy codec), `stale` (another
-    iteration's or version's value), `missing` (an op or output of the base that it lacks), `repeated`
-    (a base op computed more than once: same values, more work). op, tensor: names, "" for none.
+    what: `wrong` (no identity supports the claim), `lossy` (the value went through a lossy codec), `stale` (a value of
+        another iteration or version), `missing` (an op or output of the base is absent), or `repeated` (a base op is
+        computed more than once: same values, more work).
+    op, tensor: names, "" for none.
+    text: the whole sentence.
     """
 
     what: str
@@ -152,20 +154,20 @@ def check_origin(rewritten: Trace, base: Trace, allowed: Sequence[str] = ("repea
 
 
 def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
-    """Everything in which a rewritten trace departs from its base; none for a faithful rewrite.
+    """All departures of a rewritten trace from its base; none for a faithful rewrite.
 
-    Raises TraceError if the trace was not made from that base.
+    Raises TraceError if the trace was not derived from that base.
     """
     origin = Origin.identity(rewritten)
     if origin.base != base.content_hash:
-        raise TraceError("rewrite: this trace was made from another base")
+        raise TraceError("rewrite: this trace was derived from another base")
     if origin.iterations < 1:
-        raise TraceError(f"rewrite: the trace says that it holds {origin.iterations} iterations of its base")
+        raise TraceError(f"rewrite: the trace claims to contain {origin.iterations} iterations of its base")
     if len(origin.ops) != len(rewritten.ops) or len(origin.tensors) != len(rewritten.tensors):
-        raise TraceError("rewrite: the origin does not have one expression an op and tensor")
+        raise TraceError("rewrite: the origin does not have one expression per op and tensor")
     for exprs, count in ((origin.tensors, len(base.tensors)), (origin.ops, len(base.ops))):
         if any(leaf.id >= count for expr in exprs for leaf in leaves(expr)):
-            raise TraceError("rewrite: the origin speaks of what its base does not have")
+            raise TraceError("rewrite: the origin refers to an op or tensor that its base does not have")
     return tuple(_Check(rewritten, base, origin).run())
 
 
@@ -180,10 +182,10 @@ class _Check:
         else:
             self.claims = [map_leaves(expr, self.settle) for expr in origin.tensors]
         self.done: dict[Same, Fraction | int] = {}
-        self.found: list[Departure] = []
+        self.departures: list[Departure] = []
 
     def settle(self, leaf: Same) -> Same:
-        """One name for one value: what starts an iteration is what the one before carried to it."""
+        """One name for one value: an initial tensor is the one that the previous iteration carried to it."""
         t, i = leaf.id, leaf.iteration
         while i > 0 and self.base.producer[t] < 0:
             if t in self.last_of:
@@ -201,9 +203,11 @@ class _Check:
                 self.report("wrong", "", names[t], f"tensor {names[t]!r} has {size} bytes, not {least}")
         for t in np.flatnonzero(trace.producer < 0).tolist():
             for leaf in leaves(self.claims[t]):
-                if self.base.producer[leaf.id] >= 0 and leaf.iteration >= 0:  # below 0: made before this trace began
+                if (
+                    self.base.producer[leaf.id] >= 0 and leaf.iteration >= 0
+                ):  # below 0: produced before this trace starts
                     self.report(
-                        "wrong", "", names[t], f"tensor {names[t]!r} is there from the start, {self.say(leaf)} is not"
+                        "wrong", "", names[t], f"tensor {names[t]!r} exists from the start, {self.say(leaf)} does not"
                     )
         self.check_roles()
         self.check_in_place()
@@ -215,10 +219,10 @@ class _Check:
             self.check_op(op, expr, claims)
         self.check_coverage()
         self.check_ends()
-        return self.found
+        return self.departures
 
     def size(self, expr: Expr | None) -> tuple[int, bool]:
-        """Bytes that a tensor needs to be what it stands for, and whether it may have no more."""
+        """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
         if isinstance(expr, Same):
             return int(self.base.tensor_columns.bytes[expr.id]), True
         if isinstance(expr, Part | Microbatch):
@@ -236,35 +240,41 @@ class _Check:
         return 0, False
 
     def check_roles(self) -> None:
-        """Where policies may move or drop a tensor, and what counts as activations, depends on its role."""
+        """Roles must match the base: they decide whether policies may move or drop a tensor."""
         role, of_base = self.trace.tensor_columns.role, self.base.tensor_columns.role
         for t, claim in enumerate(self.claims):
-            maker = int(self.trace.producer[t])
-            if maker >= 0 and isinstance(self.origin.ops[maker], Glue):
-                continue  # a copy, with a role of its own
+            producer = int(self.trace.producer[t])
+            if producer >= 0 and isinstance(self.origin.ops[producer], Glue):
+                continue  # a copy has a role of its own
             if isinstance(claim, Same) and role[t] != of_base[claim.id]:
                 name = self.trace.tensor_columns.name[t]
                 self.report("wrong", "", name, f"tensor {name!r} is {ROLES[role[t]]}, not {ROLES[of_base[claim.id]]}")
 
     def check_in_place(self) -> None:
-        """An op that stands for base ops takes over the storage that they take over, and no other."""
+        """An op that stands for base ops must take over the storage that they take over, and no other."""
         replaces, before = self.trace.tensor_columns.replaces, self.base.tensor_columns.replaces
         for t in np.flatnonzero(replaces >= 0).tolist():
-            maker = int(self.trace.producer[t])
-            if maker < 0 or isinstance(self.origin.ops[maker], Glue):
+            producer = int(self.trace.producer[t])
+            if producer < 0 or isinstance(self.origin.ops[producer], Glue):
                 continue
-            may: set[Same] = set()
+            allowed: set[Same] = set()
             for leaf in leaves(self.claims[t]):
-                may.add(leaf)  # a sum over microbatches, or a pack that is filled
+                allowed.add(leaf)  # a sum over microbatches, or a pack that is filled
                 old = int(before[leaf.id])
                 while old >= 0:
-                    may.add(self.settle(Same(old, leaf.iteration)))
+                    allowed.add(self.settle(Same(old, leaf.iteration)))
                     old = int(before[old])
-            if may.isdisjoint(leaves(self.claims[int(replaces[t])])):
-                name, over = self.trace.op_columns.name[maker], self.trace.tensor_columns.name[int(replaces[t])]
-                made = self.trace.tensor_columns.name[t]
+            if allowed.isdisjoint(leaves(self.claims[int(replaces[t])])):
+                name, overwritten = (
+                    self.trace.op_columns.name[producer],
+                    self.trace.tensor_columns.name[int(replaces[t])],
+                )
+                written = self.trace.tensor_columns.name[t]
                 self.report(
-                    "wrong", name, made, f"op {name!r} makes {made!r} in place of {over!r}, as its base does not"
+                    "wrong",
+                    name,
+                    written,
+                    f"op {name!r} writes {written!r} in place of {overwritten!r}, which its base does not",
                 )
 
     # ---- one op ------------------------------------------------------------------------------
@@ -273,24 +283,24 @@ class _Check:
         glue = isinstance(expr, Glue)
         adds = glue and self.trace.ops[op].kind in ("elementwise", "reduce", "collective")
         have = self.closure(claims, glue=glue, adds=adds)
-        made = set(have)
+        available = set(have)
         if not glue:
-            made.update(self.results(op, expr, have, claims, Fraction(1)))
+            available.update(self.results(op, expr, have, claims, Fraction(1)))
         for t in self.trace.writes(op):
             claim = self.claims[t]
-            if claim not in made and not self.covers(claim, made, glue=glue, adds=adds):
+            if claim not in available and not self.covers(claim, available, glue=glue, adds=adds):
                 name, tensor = self.trace.op_columns.name[op], self.trace.tensor_columns.name[t]
-                self.report("wrong", name, tensor, f"op {name!r} cannot make {tensor!r}: {self.say(claim)}")
+                self.report("wrong", name, tensor, f"op {name!r} cannot produce {tensor!r}: {self.say(claim)}")
 
     def results(self, op: int, expr: Expr, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
-        """What an op that stands for `expr` computes from what it has."""
+        """What an op that stands for `expr` computes from the values it has."""
         if isinstance(expr, Same):
             return self.base_results(op, expr, have, claims, share)
         if isinstance(expr, Fused):
-            at_hand = set(have)
+            available = set(have)
             for part in expr.parts:
-                at_hand |= self.results(op, part, at_hand, claims, share)
-            return at_hand
+                available |= self.results(op, part, available, claims, share)
+            return available
         assert isinstance(expr, Part | Microbatch)
         kind, span = type(expr), (expr.first, expr.stop, expr.count)
         inner: set[Expr] = set()
@@ -301,8 +311,8 @@ class _Check:
                 inner.add(claim)
         inner = self.closure(inner, glue=False, adds=False)
         share = share * (expr.stop - expr.first) / expr.count
-        made = self.results(op, expr.of, inner, claims, share)
-        return {kind(one, *span) for one in made}
+        inner_results = self.results(op, expr.of, inner, claims, share)
+        return {kind(result, *span) for result in inner_results}
 
     def may_be_whole(self, claim: Expr, restricted: Part | Microbatch) -> bool:
         if isinstance(restricted, Microbatch):
@@ -315,16 +325,16 @@ class _Check:
         name = c.name[op]
         if (c.kind[op], c.phase[op]) != (b.kind[leaf.id], b.phase[leaf.id]):
             self.report("wrong", name, "", f"op {name!r} is of another kind or phase than {b.name[leaf.id]!r}")
-        around = self.origin.ops[op]
-        while isinstance(around, Part | Microbatch):
-            if isinstance(around, Microbatch):
+        enclosing = self.origin.ops[op]
+        while isinstance(enclosing, Part | Microbatch):
+            if isinstance(enclosing, Microbatch):
                 possible, way = bool(self.by_batch[leaf.id]), "by batch"
             else:
                 ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum"}
                 possible, way = bool(ways) or base.ops[leaf.id].kind in ELEMENTWISE, "into parts"
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
-            around = around.of
+            enclosing = enclosing.of
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
         for t in base.reads(leaf.id):
             wanted = Same(t, leaf.iteration)
@@ -355,7 +365,7 @@ class _Check:
     # ---- identities --------------------------------------------------------------------------
 
     def closure(self, claims: Iterable[Expr], *, glue: bool, adds: bool) -> set[Expr]:
-        """All that follows from having these values."""
+        """All values that follow from these."""
         have: set[Expr] = set()
         todo = list(claims)
         ranges: dict[tuple[type, Expr, int], list[tuple[int, int]]] = {}
@@ -377,7 +387,7 @@ class _Check:
         return have
 
     def covers(self, claim: Expr, have: set[Expr], *, glue: bool, adds: bool) -> bool:
-        """Whether a value can be made from those at hand by taking, joining, packing or encoding."""
+        """Whether a value can be derived from the available ones by slicing, joining, packing or encoding."""
         if claim in have:
             return True
         if isinstance(claim, Packed):
@@ -390,9 +400,9 @@ class _Check:
             if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
                 return True
             held = [
-                (one.first, one.stop)
-                for one in have
-                if type(one) is type(claim) and (one.of, one.count) == (claim.of, claim.count)
+                (other.first, other.stop)
+                for other in have
+                if type(other) is type(claim) and (other.of, other.count) == (claim.of, claim.count)
             ]
             return glue and (rows or adds) and _tiles(held, claim.first, claim.stop)
         return False
@@ -417,11 +427,11 @@ class _Check:
         for t in base.outputs:
             if self.settle(Same(t, last)) not in have:
                 name = base.tensor_columns.name[t]
-                self.report("missing", "", name, f"output {name!r} is not there at the end")
+                self.report("missing", "", name, f"output {name!r} does not exist at the end")
         carried = {first: Same(end, last) for end, first in base.carry}
 
         def at_the_end(leaf: Same) -> Expr:
-            if leaf.iteration < 0:  # a value of an earlier iteration: as old at the end as at the start
+            if leaf.iteration < 0:  # a value of an earlier iteration has the same age at the end as at the start
                 return Same(leaf.id, leaf.iteration + self.origin.iterations)
             return self.settle(carried.get(leaf.id, leaf))
 
@@ -447,17 +457,17 @@ class _Check:
         return f"{type(expr).__name__.lower()} " + ", ".join(self.say(leaf, names) for leaf in leaves(expr))
 
     def report(self, what: str, op: str, tensor: str, text: str) -> None:
-        self.found.append(Departure(what, op, tensor, text))
+        self.departures.append(Departure(what, op, tensor, text))
 
 
 def _tiles(held: list[tuple[int, int]], first: int, stop: int) -> bool:
-    """Whether the ranges inside first…stop follow each other without gap or overlap."""
-    at = first
-    for start, end in sorted(one for one in held if one[0] >= first and one[1] <= stop):
-        if start != at:
+    """Whether the ranges inside `first` to `stop` follow each other without gap or overlap."""
+    end_so_far = first
+    for start, end in sorted(span for span in held if span[0] >= first and span[1] <= stop):
+        if start != end_so_far:
             return False
-        at = end
-    return at == stop
+        end_so_far = end
+    return end_so_far == stop
 
 
 def _is_lossy(expr: Expr) -> bool:

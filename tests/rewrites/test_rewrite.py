@@ -362,12 +362,12 @@ def test_a_batch_is_split_only_where_ops_allow_it() -> None:
         split_batch(b.build(), 2)
     with pytest.raises(TraceError, match="3 microbatches do not divide the batch of 4"):
         split_batch(b.build(), 3)
-    with pytest.raises(TraceError, match="made from all microbatches"):
+    with pytest.raises(TraceError, match="computed from all microbatches"):
         split_batch(unroll(random_dag(5, 1, weights=1.0), 2), 2)
 
 
 def test_encoding_needs_a_backward_reader() -> None:
-    with pytest.raises(TraceError, match=r"'h0.add1' is not made in forward, read in backward"):
+    with pytest.raises(TraceError, match=r"'h0.add1' is not produced in forward, read in backward"):
         encode(cut(w1(1), 10), {"h0.add1": Codec("z", 0.5)})
 
 
