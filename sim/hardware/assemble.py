@@ -1,8 +1,8 @@
-"""From one checked profile to a `Platform`: parts of a device are repeated for each device.
+"""Builds a `Platform` from a checked profile: the parts of a device are repeated for each device.
 
-With one device parts keep their names; with more, those of a device are `hbm@0`, `hbm@1`, …, a peer link
-from device 0 to device 1 is `nvlink@0-1`. What belongs to a device follows from the tiers: an engine
-goes with its home tier, a link with either end.
+With one device, parts keep their names. With several, the parts of a device are `hbm@0`, `hbm@1`, …, and a peer link
+from device 0 to device 1 is `nvlink@0-1`. The tiers decide what belongs to a device: an engine belongs to the device
+of its home tier, a link to that of either end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Assembly:
         self.problems: list[str] = []
         self.unused: list[str] = []
         self.energy: dict[str, float] = {}
-        # per user of a pool: (name, device) of each of its copies; a peer link's device is where it starts
+        # (name, device) of each copy of a possible pool member; the device of a peer link is the one it starts from
         self.copies: dict[str, list[tuple[str, int]]] = {}
 
     def platform(self) -> Platform:
@@ -75,8 +75,10 @@ class _Assembly:
                 path = f"engines.{name}.home"
                 self._problem(path, f"value {home!r}: a main engine needs a tier with per_device = true")
         if len(main) != 1:
-            found = f"{len(main)} are: {', '.join(main)}" if main else "none is"
-            self._problem("engines", f"expected one engine with main = true, the one that runs a device's ops; {found}")
+            actual = f"{len(main)} are: {', '.join(main)}" if main else "none is"
+            self._problem(
+                "engines", f"expected one engine with main = true, the one that runs a device's ops; {actual}"
+            )
 
     def _tiers(self) -> Iterator[Tier]:
         for name, part in self.profile.tiers.items():
@@ -113,7 +115,7 @@ class _Assembly:
                 )
 
     def _reached(self, part: EnginePart, device: int) -> Iterator[str]:
-        """An engine of a device reaches that device's memory; a shared one reaches all devices'."""
+        """The tiers that an engine reaches: those of its own device; for a shared engine, those of all devices."""
         for tier in (part.home, *part.reaches):
             if device < 0 and self._on_device(tier):
                 yield from (self._at(tier, other) for other in range(self.devices))
@@ -121,7 +123,7 @@ class _Assembly:
                 yield self._tier_at(tier, device)
 
     def _shares(self, part: EnginePart) -> Mapping[str, float]:
-        """Shares of the home tier's bandwidth; the file gives them of what the engine alone can draw."""
+        """Shares of the home tier's bandwidth; the file states them relative to what the engine alone can draw."""
         shares = {_op_key(key): figure.value.number for key, figure in part.bandwidth_share.items()}
         if part.bandwidth is None:
             return {key: float(share) for key, share in shares.items()}
@@ -146,10 +148,10 @@ class _Assembly:
 
     def _ends(self, name: str, part: LinkPart) -> Iterator[tuple[str, int, str, str]]:
         """Name, device, start and end of each copy of a link."""
-        mine = self._on_device(part.start), self._on_device(part.end)
+        on_device = self._on_device(part.start), self._on_device(part.end)
         if part.peer:
-            if not all(mine):
-                wrong = part.end if mine[0] else part.start
+            if not all(on_device):
+                wrong = part.end if on_device[0] else part.start
                 self._problem(f"links.{name}", f"value {wrong!r}: a peer link joins tiers with per_device = true")
             if self.devices == 1:
                 self.unused.append(f"links.{name}.")
@@ -162,7 +164,7 @@ class _Assembly:
             self._problem(f"links.{name}.to", f"value {part.end!r}: a link joins two tiers, unless it has peer = true")
         if part.egress:
             self._problem(f"links.{name}.egress", "only a link with peer = true has this key")
-        for device in self._owners(any(mine)):
+        for device in self._owners(any(on_device)):
             yield self._at(name, device), device, self._tier_at(part.start, device), self._tier_at(part.end, device)
 
     # ---- pools -------------------------------------------------------------------------------
@@ -194,14 +196,14 @@ class _Assembly:
                         self._problem(f"pools.{name}", f"value {user!r}: a per-device pool has no shared members")
 
     def _charges(self, name: str, part: PoolPart, users: list[str]) -> tuple[int | None, dict[str, Fraction]]:
-        """The pool's rate, and what each user charges it per byte of payload."""
+        """The pool's rate, and the bytes that each user charges it per byte of payload."""
         charges = {u: part.charges[u].value.number if u in part.charges else Fraction(1) for u in users}
         if part.duplex != "half":
             return part.rate.value.number if part.rate else None, charges
         if part.rate:
             text = f"value {part.rate.value.text!r}: a half-duplex pool takes the rates of its links"
             self._problem(f"pools.{name}.rate", text)
-        # one direction at a time: the fastest link sets the rate, a slower one takes more of that time a byte
+        # one direction at a time: the fastest link sets the rate, a slower one charges more per byte
         for user in users:
             if user not in self.profile.links:
                 self._problem(f"pools.{name}", f"value {user!r}: a half-duplex pool has links only")
@@ -216,22 +218,22 @@ class _Assembly:
         return factor
 
     def _port_pools(self) -> Iterator[Pool]:
-        """What one device can send, and what it can receive, over all its peer links together."""
+        """Pools that limit what one device can send, and what it can receive, over all its peer links together."""
         for name, part in self.profile.links.items():
             if not part.peer or not part.egress or self.devices == 1:
                 continue
             rate = part.egress.value.number
             pairs = [(i, j) for i in range(self.devices) for j in range(self.devices) if i != j]
             for device in range(self.devices):
-                out = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if i == device)
-                into = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if j == device)
-                yield Pool(f"{name}_out@{device}", out, rate)
-                yield Pool(f"{name}_in@{device}", into, rate)
+                outgoing = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if i == device)
+                incoming = tuple(Member(f"{name}@{i}-{j}") for i, j in pairs if j == device)
+                yield Pool(f"{name}_out@{device}", outgoing, rate)
+                yield Pool(f"{name}_in@{device}", incoming, rate)
 
     # ---- bookkeeping -------------------------------------------------------------------------
 
     def _facts(self) -> Iterator[Fact]:
-        """All figures but those of parts that this machine does not have (peer links of one device, …)."""
+        """All figures except those of parts that this machine does not have (peer links of a single device, …)."""
         parts = tuple(path for path in self.unused if path.endswith("."))
         return (f for f in self.profile.facts() if f.path not in self.unused and not f.path.startswith(parts))
 

@@ -1,8 +1,8 @@
-"""How long ops take: one rule for all engines.
+"""The time of an op: one rule for all engines.
 
-Time of an op = launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth), unless the trace
-holds a measured duration. The sum fits published GEMM measurements better than the maximum of the two
-parts does. Operands that lie in another tier are charged at that tier's bandwidth.
+Time of an op = launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth), unless the trace has a measured
+duration. The sum fits published GEMM measurements better than the maximum of the two terms. Operands in another tier
+are charged at that tier's bandwidth.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ STAND_INS = {
     "fp8": ("fp16", "bf16", "fp32"),
     "int8": ("fp16", "bf16", "fp32"),
 }
-"""Which peak prices a type that an engine has no figure for: the next wider type, bf16 and fp16 first as each other."""
+"""The types whose peak to use where an engine has none for a type: bf16 and fp16 for each other, then wider types."""
 
 
 def peak_dtype(engine: Engine, dtype: str) -> str:
-    """The type whose peak prices `dtype` on this engine ("" means its first). Raises ProfileError."""
+    """The type whose peak is used for `dtype` on this engine.
+
+    engine: the engine that runs the op.
+    dtype: number type of the op's arithmetic; "" for the engine's first.
+
+    Raises ProfileError where the engine has no peak for `dtype` or a type that stands in for it.
+    """
     if not engine.peak:
         raise ProfileError(f"engine {engine.name!r} has no peak")
     if not dtype:
@@ -45,29 +51,32 @@ def peak_dtype(engine: Engine, dtype: str) -> str:
 
 
 def flops_per_second(engine: Engine, kind: str, dtype: str) -> float:
-    """What an engine sustains on a kind of op in a type: peak times efficiency. Raises ProfileError.
+    """FLOP/s that an engine sustains on a kind of op in a type: peak times efficiency. Raises ProfileError.
 
-    The efficiency is the engine's for that kind in that type (`matmul_fp32`), else for that kind, else for
-    all other kinds, else 1.
+    The efficiency is the engine's for that kind in that type (`matmul_fp32`), else for that kind, else its default,
+    else 1.
     """
     priced = peak_dtype(engine, dtype)
-    found = engine.efficiency
-    efficiency = found.get(f"{kind}_{priced}", found.get(kind, found.get("", 1.0)))
+    table = engine.efficiency
+    efficiency = table.get(f"{kind}_{priced}", table.get(kind, table.get("", 1.0)))
     return engine.peak[priced] * efficiency
 
 
 def bytes_per_second(engine: Engine, kind: str, tier: Tier) -> int:
-    """What an engine gets out of a tier on a kind of op: the tier's bandwidth times its share of it."""
+    """Bytes/s that an engine draws from a tier on a kind of op: the tier's bandwidth times the engine's share."""
     share = engine.bandwidth_share.get(kind, engine.bandwidth_share.get("", 1.0))
     return max(1, round(tier.bandwidth * share))
 
 
 @dataclass(frozen=True, slots=True)
 class OpTimes:
-    """Per op its fixed nanoseconds and its bytes and their rate (bytes/s). Shapes (ops,).
+    """Times of all ops. Shapes (ops,).
 
-    total: fixed part plus byte part when nothing else uses the memory, rounded up to the nanosecond.
-    measured: where the trace says how long the op took; then `fixed` is all.
+    engine: position of the engine in `platform.engines`.
+    fixed: ns of launch and arithmetic, or the duration measured in the trace.
+    bytes: bytes touched in memory, 0 where the duration was measured.
+    rate: bytes/s at which the engine touches them.
+    total: ns of both parts when nothing else uses the memory, rounded up.
     """
 
     engine: NDArray[np.int32]
@@ -103,7 +112,7 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
         if (c.flops[rows] > 0).any():
             speed = flops_per_second(unit, kind, str(types[type_of[rows[0]]]))
             ns = c.flops[rows] * (1e9 / speed)
-            fixed[rows] += np.ceil(ns - (1e-9 + 1e-15 * ns))  # a whole number of ns stays one after rounding
+            fixed[rows] += np.ceil(ns - (1e-9 + 1e-15 * ns))  # the margin keeps a whole number of ns whole
         rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed.astype(np.int64))
@@ -114,17 +123,23 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
 
 
 def _ceil_ns(bytes: NDArray[np.int64], rate: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Nanoseconds for bytes at bytes/s, rounded up, without overflow of 64 bits."""
+    """Nanoseconds for bytes at a rate in bytes/s, rounded up, without 64-bit overflow."""
     rate = np.maximum(rate, 1)
     seconds, rest = np.divmod(bytes, rate)
-    # rest < rate <= ~1e13, so rest * 1e9 may pass 2**63: split the nanoseconds in two steps
+    # rest < rate <= ~1e13, so rest * 1e9 may exceed 2**63: compute the nanoseconds in two steps
     micro, rest = np.divmod(rest * 10**5, rate)
     whole: NDArray[np.int64] = seconds * 10**9 + micro * 10**4 - (-(rest * 10**4) // rate)
     return whole
 
 
 def slow_operand_ns(platform: Platform, engine: int, kind: str, bytes_by_tier: Mapping[str, int]) -> int:
-    """Extra nanoseconds of an op of that kind for operands in tiers other than its engine's home, rounded up; >= 0."""
+    """Extra ns of an op for operands in tiers other than its engine's home tier, rounded up, at least 0.
+
+    platform: the machine.
+    engine: position of the engine in `platform.engines`.
+    kind: kind of the op.
+    bytes_by_tier: bytes of operands by the name of their tier.
+    """
     unit = platform.engines[engine]
     home = platform.tier(unit.home)
     usual = bytes_per_second(unit, kind, home)
@@ -132,6 +147,6 @@ def slow_operand_ns(platform: Platform, engine: int, kind: str, bytes_by_tier: M
     for name, bytes in bytes_by_tier.items():
         tier = platform.tier(name)
         if tier.name != home.name:
-            there = bytes_per_second(unit, kind, tier)
-            extra += Fraction(bytes * 10**9, there) - Fraction(bytes * 10**9, usual) + tier.latency
+            rate = bytes_per_second(unit, kind, tier)
+            extra += Fraction(bytes * 10**9, rate) - Fraction(bytes * 10**9, usual) + tier.latency
     return max(0, ceil(extra))

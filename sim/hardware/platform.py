@@ -1,4 +1,4 @@
-"""The machine: tiers of memory, engines that compute, links that copy, pools that they share."""
+"""The machine: memory tiers, engines that compute, links that copy, and the bandwidth pools that they share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from sim.errors import ProfileError, near
 from sim.hardware.transfer_time import Pace, transfer_ns
 
 STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
-"""How sure a figure is, best first."""
+"""How certain a figure is, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure of a profile: where it stands (`tiers.hbm.bandwidth`), as written, and where it is from."""
+    """One figure of a profile.
+
+    path: its key in the file, such as `tiers.hbm.bandwidth`.
+    text: the value as written.
+    source: where it is from.
+    standing: how certain it is, one of `STANDINGS`.
+    """
 
     path: str
     text: str
@@ -27,7 +33,11 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """How a tier hands out space: `exact`, `caching`, `pool` or `planned`, and that allocator's options."""
+    """How a tier allocates memory.
+
+    name: `exact`, `caching`, `pool` or `planned`.
+    options: (key, value) pairs of that allocator.
+    """
 
     name: str = "exact"
     options: tuple[tuple[str, int | str | bool], ...] = ()
@@ -35,10 +45,17 @@ class Allocator:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A memory. capacity: usable bytes; nominal: as sold; bandwidth: bytes/s; latency: ns an access.
+    """A memory.
 
-    kind: `hbm`, `ddr`, `nvme`, `pooled`, … device: whose memory it is, -1 for one that all share.
-    compact_rate: bytes/s at which live blocks can be moved together, 0 where they cannot.
+    name: unique within the platform.
+    capacity: usable bytes.
+    nominal: bytes as sold.
+    bandwidth: bytes/s.
+    latency: ns per access.
+    kind: `hbm`, `ddr`, `nvme`, `pooled`, ….
+    device: the device that owns it, -1 for a memory that all devices share.
+    allocator: how it allocates memory.
+    compact_rate: bytes/s at which it compacts live blocks, 0 where it cannot.
     """
 
     name: str
@@ -56,12 +73,17 @@ class Tier:
 class Engine:
     """A unit that runs ops from a queue, one at a time.
 
-    device: whose engine it is, -1 for one that all share (a host CPU). home: the tier where its results
-    are born. reaches: the tiers it reads and writes in place, `home` among them. peak: FLOP/s per dtype.
-    efficiency: fraction of the peak that an op kind reaches; bandwidth_share: fraction of the tier's
-    bandwidth likewise (may pass 1 where caches help); the key "" is for all other kinds, and in
-    `efficiency` a key such as `matmul_fp32` for a kind in one type.
-    launch: fixed ns an op.
+    name: unique within the platform.
+    device: the device that owns it, -1 for an engine that all devices share (a host CPU).
+    home: the tier where its results are allocated.
+    reaches: the tiers that it reads and writes in place, `home` included.
+    peak: FLOP/s per dtype.
+    efficiency: fraction of the peak per op kind; a key such as `matmul_fp32` is for a kind in one type, the key ""
+        for all other kinds.
+    bandwidth_share: fraction of the tier's bandwidth per op kind, above 1 where caches help; the key "" is for all
+        other kinds.
+    launch: fixed ns per op.
+    main: whether it runs the device's ops unless they name another engine.
     """
 
     name: str
@@ -77,7 +99,14 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two tiers. rate: bytes/s; fixed: ns a transfer; copy_engines: transfers at once."""
+    """One direction between two tiers.
+
+    name: unique within the platform.
+    source, target: names of the tiers.
+    rate: bytes/s.
+    fixed: ns per transfer.
+    copy_engines: how many transfers run at once.
+    """
 
     name: str
     source: str
@@ -89,10 +118,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A user of a pool: a link or an engine by name.
+    """A user of a pool.
 
-    charge: bytes it takes of the pool per byte of payload. factor: what is left of its own rate while
-    another member of the pool is active (duplex behaviour), 1 for no effect.
+    name: of a link or an engine.
+    charge: bytes that it charges the pool per byte of payload.
+    factor: fraction of its own rate that remains while another member of the pool is active (duplex behaviour), 1 for
+        no effect.
     """
 
     name: str
@@ -102,7 +133,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Bandwidth shared max-min fairly in charged bytes. rate: charged bytes/s, None for no common limit."""
+    """Bandwidth that its members share max-min fairly in charged bytes.
+
+    name: unique within the platform.
+    members: the links and engines that share it.
+    rate: charged bytes/s, None for no common limit.
+    """
 
     name: str
     members: tuple[Member, ...]
@@ -111,11 +147,17 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Platform:
-    """A whole machine, checked. Tiers, engines and links are found by name or by position.
+    """A whole machine, checked. Tiers, engines and links are looked up by name or by position.
 
-    facts: every figure with its source and standing. energy: joules per op-second by engine and per
-    byte by link, where all parts have it. description: one line. notes: what to know when reading results.
-    Raises ProfileError where a part names another that is not there.
+    name: of the profile.
+    tiers, engines, links, pools: its parts.
+    facts: every figure with its source and standing.
+    description: one line.
+    notes: what to know when reading results.
+    energy: joules per op-second by engine and joules per byte by link, where all parts have it.
+    budget: bytes of the home tiers if `with_budget` set them, else None.
+
+    Raises ProfileError where a part refers to another that does not exist.
     """
 
     name: str
@@ -179,14 +221,20 @@ class Platform:
         return self.tiers[self.tier_ids[name]]
 
     def main_engine(self, device: int = 0) -> Engine:
-        """The engine that a device's ops run on unless they say otherwise."""
+        """The engine that runs a device's ops unless they name another. Raises ProfileError for an unknown device."""
         for engine in self.engines:
             if engine.device == device and engine.main:
                 return engine
         raise ProfileError(f"{self.name}: no device {device}; it has {self.devices}")
 
     def engine_for(self, device: int, name: str = "") -> int:
-        """Position of the engine that runs an op: `name` as such, or `name@device` where each device has one."""
+        """Position of the engine that runs an op.
+
+        device: the op's device.
+        name: the engine's name, without `@device` where each device has one; "" for the main engine.
+
+        Raises ProfileError for an unknown engine.
+        """
         if not name:
             return self.engines.index(self.main_engine(device))
         for i, engine in enumerate(self.engines):
@@ -196,12 +244,12 @@ class Platform:
         raise ProfileError(f"{self.name}: device {device} has no engine {name!r}{known}")
 
     def home(self, device: int = 0) -> Tier:
-        """The tier next to a device's main engine."""
+        """The home tier of a device: that of its main engine."""
         return self.tier(self.main_engine(device).home)
 
     @cached_property
     def host(self) -> Tier | None:
-        """The tier that offloaded data goes to: the first shared one that device 0 can copy to and from."""
+        """The tier that data is offloaded to: the first shared one that device 0 can copy to and from; None if none."""
         home = self.home(0).name
         for tier in self.tiers:
             if tier.device == -1 and self.route(home, tier.name) and self.route(tier.name, home):
@@ -209,24 +257,24 @@ class Platform:
         return None
 
     def cascade(self, first: str) -> tuple[str, ...]:
-        """`first`, and the tiers that what has no room there goes on to: each next to the one before, coldest last.
+        """`first` and the tiers behind it that take what does not fit there, nearest first.
 
-        The next one is shared by all devices and has a link from and to the one before; of several the one of
-        highest bandwidth. So a host with a drive behind it gives `("host", "nvme")`.
+        Each next tier is shared by all devices and has links from and to the one before it; of several, the one with
+        the highest bandwidth. A host with a drive behind it gives `("host", "nvme")`.
         """
         chain = [first]
         while True:
             ends = {(link.source, link.target) for link in self.links}
-            near = [
+            candidates = [
                 tier
                 for tier in self.tiers
                 if tier.device == -1
                 and tier.name not in chain
                 and {(chain[-1], tier.name), (tier.name, chain[-1])} <= ends
             ]
-            if not near:
+            if not candidates:
                 return tuple(chain)
-            chain.append(max(near, key=lambda tier: tier.bandwidth).name)
+            chain.append(max(candidates, key=lambda tier: tier.bandwidth).name)
 
     # ---- routes ------------------------------------------------------------------------------
 
@@ -259,7 +307,7 @@ class Platform:
         return best[target][2] if target in best else ()
 
     def pace(self, route: tuple[int, ...]) -> Pace:
-        """Fixed ns and bytes/s of a transfer alone on these links: the sum of fixed times, the least of the rates."""
+        """Fixed ns and bytes/s of a transfer alone on these links: the sum of fixed times, the lowest rate."""
         if route not in self._paces:
             links = [self.links[i] for i in route]
             self._paces[route] = Pace(sum(link.fixed for link in links), min(link.rate for link in links))
@@ -270,7 +318,7 @@ class Platform:
         return {}
 
     def move_ns(self, bytes: int, source: str, target: str) -> int:
-        """Nanoseconds a copy takes when nothing else uses its route. Raises ProfileError without a route."""
+        """Nanoseconds of a copy when nothing else uses its route. Raises ProfileError where there is no route."""
         if source == target:
             return 0
         route = self.route(source, target)
@@ -294,6 +342,6 @@ class Platform:
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 over all that decides a replay, as hexadecimal digits."""
+        """SHA-256 over everything that affects a replay, as hexadecimal digits."""
         parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Hardware profiles: TOML files to platforms, with complaints that name file and key.
+"""Hardware profiles: from TOML files to platforms, with errors that name file and key.
 
-    load_profile("a100_80_sxm")                                  a profile that is shipped
+    load_profile("a100_80_sxm")                                  a shipped profile
     load_profile("lab/machine.toml")                             a file
     load_profile("a100_80_sxm", overrides={"devices": "4"})      the same machine with four cards
 
@@ -31,17 +31,17 @@ _GROUPS = ("tiers", "engines", "links", "pools")
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of the profiles that are shipped, sorted."""
+    """Names of the shipped profiles, sorted."""
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in _shipped() if entry.name.endswith(".toml")))
 
 
 def profile_text(name_or_path: str | os.PathLike[str]) -> str:
-    """The TOML text of a profile. Raises ProfileError where there is none."""
+    """The TOML text of a profile. Raises ProfileError where it does not exist."""
     return _read(name_or_path)[2]
 
 
 def profile_file(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """The file that a profile is read from, there or not; None for the name of one that is shipped."""
+    """The file that a profile is read from, whether it exists or not; None for the name of a shipped profile."""
     given = os.fspath(name_or_path)
     is_file = not isinstance(name_or_path, str) or given.endswith(".toml") or os.sep in given or "/" in given
     return Path(given) if is_file else None
@@ -50,13 +50,15 @@ def profile_file(name_or_path: str | os.PathLike[str]) -> Path | None:
 def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str, str] | None = None) -> Platform:
     """The platform that a shipped profile or a TOML file describes.
 
-    A string that ends in ".toml" or holds a path separator is a file, any other the name of a profile.
-    overrides: figures to change, by path: {"tiers.hbm.bandwidth": "300 GB/s", "devices": "4"}; they then
-    count as assumed.
-    Raises ProfileError with every mistake of the file, one line each; an unknown name or path comes with
-    the nearest valid one.
+    name_or_path: a string that ends in ".toml" or contains a path separator is a file, any other the name of a
+        profile.
+    overrides: figures to change, by path: `{"tiers.hbm.bandwidth": "300 GB/s", "devices": "4"}`. They then count as
+        assumed.
+
+    Raises ProfileError with every mistake in the file, one line each, and with the nearest valid name for an unknown
+    one.
     """
-    from pydantic import ValidationError  # here, because a program that only lists names does not need it
+    from pydantic import ValidationError  # imported here: listing names does not need it
 
     from sim.hardware.assemble import assemble
     from sim.hardware.schema import ProfileFile
@@ -76,7 +78,7 @@ def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str
 
 
 def profile_table(platform: Platform) -> tuple[tuple[str, str, str, str], ...]:
-    """Rows to print: path, value as written, source, standing; in the order of the schema."""
+    """Rows to print, in the order of the schema: path, value as written, source, standing."""
     return tuple((fact.path, fact.text, fact.source, fact.standing) for fact in platform.facts)
 
 
@@ -99,7 +101,7 @@ def _shipped() -> Iterable[Traversable]:
 
 
 def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
-    """Name of the profile, how complaints call its file, and its text."""
+    """Name of the profile, label of its file in messages, and its text."""
     given = os.fspath(name_or_path)
     file: Traversable | None = profile_file(name_or_path)
     if file is not None:
@@ -123,12 +125,12 @@ def _parse(label: str, text: str) -> dict[str, Any]:
     except RecursionError:
         raise ProfileError(f"{label}: not TOML: nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
-        found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
-        what, line, column = found.groups() if found else (str(error), None, None)
+        match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
+        message, line, column = match.groups() if match else (str(error), None, None)
         if line is None:
             lines = text.split("\n")
             line, column = str(len(lines)), str(len(lines[-1]) + 1)
-        raise ProfileError(f"{label}: line {line}, column {column}: not TOML: {what}") from None
+        raise ProfileError(f"{label}: line {line}, column {column}: not TOML: {message}") from None
     except ValueError as error:  # a number of thousands of digits
         raise ProfileError(f"{label}: {error}") from None
 
@@ -137,7 +139,7 @@ def _parse(label: str, text: str) -> dict[str, Any]:
 
 
 def _set(label: str, raw: dict[str, Any], overrides: Mapping[str, str]) -> None:
-    """Change `raw` in place. Raises ProfileError with every path that leads nowhere."""
+    """Change `raw` in place. Raises ProfileError with every path that does not exist."""
     problems = []
     for path, text in overrides.items():
         problem = _set_one(raw, path.split("."), _literal(str(text)))
@@ -148,7 +150,7 @@ def _set(label: str, raw: dict[str, Any], overrides: Mapping[str, str]) -> None:
 
 
 def _set_one(raw: dict[str, Any], path: list[str], value: Any) -> str:
-    """Change one figure; what is wrong with the path, or ""."""
+    """Change one figure. Returns what is wrong with the path, "" for nothing."""
     from sim.hardware.schema import PARTS, ProfileFile, keys
 
     group, rest = path[0], path[1:]
@@ -194,19 +196,19 @@ def _example(raw: Mapping[str, Any], group: str) -> str:
 
 
 def _literal(text: str) -> Any:
-    """A number, boolean or list as TOML writes it; all else is text."""
+    """A number, boolean or list in TOML notation; anything else is text."""
     try:
-        read = tomllib.loads(f"value = {text}", parse_float=Decimal)
-    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, brackets without end
+        parsed = tomllib.loads(f"value = {text}", parse_float=Decimal)
+    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, unclosed brackets
         return text
-    return deepcopy(read["value"]) if list(read) == ["value"] else text
+    return deepcopy(parsed["value"]) if list(parsed) == ["value"] else text
 
 
-# ---- complaints ----------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def _complaints(label: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) -> list[str]:
-    """One line for each mistake: FILE: key.path: value: what was expected."""
+    """One line per mistake: FILE: key.path: value: what was expected."""
     hints: dict[tuple[int | str, ...], str] = {}
     misspelt: set[tuple[int | str, ...]] = set()
     for error in errors:
@@ -215,7 +217,7 @@ def _complaints(label: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) 
             valid = _valid_keys(where)
             hint = hints[error["loc"]] = near(wrong, valid)
             misspelt |= {(*where, key) for key in valid if hint == f" (did you mean {key!r}?)"}
-    lines: dict[str, None] = {}  # each once: a wrong default of a part is wrong for all its figures
+    lines: dict[str, None] = {}  # each only once: a wrong default of a part is wrong for all its figures
     for error in errors:
         if error["type"] == "extra_forbidden":
             lines[f"{label}: {_path(error['loc'])}: there is no such key{hints[error['loc']]}"] = None
@@ -242,7 +244,7 @@ def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
 
 
 def _written(raw: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where the file says what is read as `loc`: the figure itself, or a default further up."""
+    """Where the file states what is read as `loc`: the figure itself, or a default further up."""
     if loc[-1:] == ("value",):
         return loc[:-1]
     if loc[-1:] in (("source",), ("standing",)):
@@ -258,8 +260,8 @@ _EXPECTED = {
     "model_type": "expected a table",
     "model_attributes_type": "expected a table",
     "string_type": "expected text",
-    "string_too_short": "expected text that says something",
-    "string_pattern_mismatch": "expected a name of small letters, digits and _, starting with a letter",
+    "string_too_short": "expected text that is not empty",
+    "string_pattern_mismatch": "expected a name of lower-case letters, digits and _, starting with a letter",
     "bool_type": "expected true or false",
     "int_type": "expected a whole number",
     "tuple_type": "expected a list",
@@ -286,7 +288,7 @@ def _find(raw: Any, loc: Iterable[int | str]) -> Any:
 
 
 def _valid_keys(where: tuple[int | str, ...]) -> list[str]:
-    """The keys that the table at that place may have."""
+    """The keys that the table at `where` may have."""
     from sim.hardware.schema import PARTS, Figure, ProfileFile, keys
 
     if not where:

@@ -1,9 +1,9 @@
-"""What a hardware profile may say: the TOML file as pydantic models, one class a part.
+"""The schema of a hardware profile: the TOML file as pydantic models, one class per part.
 
-`hardware_profiles/README.md` states the same for readers. A figure is written "2039 GB/s", or as a table
-with `value`, `source` and `standing`; a part, or a table of figures in it, gives the `source` and
-`standing` of all its figures that have none of their own. Names of other parts are checked against the
-file, so that one pass finds every mistake. `sim.hardware.profile` turns the result into a `Platform`.
+`hardware_profiles/README.md` states the same for readers. A figure is written "2039 GB/s", or as a table with `value`,
+`source` and `standing`. A part, or a table of figures in it, gives the default `source` and `standing` of its figures.
+References to other parts are checked against the file, so that one pass finds every mistake. `sim.hardware.profile`
+turns the result into a `Platform`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from sim.trace.op import KINDS
 
 N = TypeVar("N")
 OP_KEYS = (*KINDS, *(f"{kind}_{dtype}" for kind in KINDS for dtype in STAND_INS), "default")
-"""Keys of the tables per op kind: a kind, a kind in one type (`matmul_fp32`), or all other kinds."""
+"""Keys of the tables by op kind: a kind, a kind in one type (`matmul_fp32`), or `default` for all other kinds."""
 
 DUPLEX = ("full", "half", "factors")
-"""How the directions of a link share it: not at all, one rate for all, or as measured factors say."""
+"""How opposite directions affect each other: not at all, by sharing one rate, or by measured factors."""
 
 ALLOCATORS = ("exact", "caching", "pool", "planned")
 
@@ -62,12 +62,12 @@ def _with_unit(parse: Callable[[str], Any], zero: bool) -> Callable[[Any], Quant
     return read
 
 
-def _number(low: Fraction, high: Fraction, what: str) -> Callable[[Any], Quantity]:
+def _number(low: Fraction, high: Fraction, expected: str) -> Callable[[Any], Quantity]:
     def read(value: Any) -> Quantity:
         if isinstance(value, bool) or not isinstance(value, (int, Decimal)) or not Decimal(value).is_finite():
-            raise ValueError(f"value {_shown(value)}: expected {what}, written as a number")
+            raise ValueError(f"value {_shown(value)}: expected {expected}, written as a number")
         if not low < Fraction(value) <= high:
-            raise ValueError(f"value {_shown(value)}: expected {what}")
+            raise ValueError(f"value {_shown(value)}: expected {expected}")
         return Quantity(Fraction(value), str(value))
 
     return read
@@ -89,25 +89,25 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, Decimal) else repr(value)
 
 
-def _one_of(valid: tuple[str, ...], what: str) -> Callable[[Any], str]:
+def _one_of(valid: tuple[str, ...], expected: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if value not in valid:
-            hint = near(str(value), valid)  # `what` says which are valid; only a near one is news
-            raise ValueError(f"value {_shown(value)}: expected {what}{hint if 'did you mean' in hint else ''}")
+            hint = near(str(value), valid)  # `expected` lists the valid ones already; only a near match adds anything
+            raise ValueError(f"value {_shown(value)}: expected {expected}{hint if 'did you mean' in hint else ''}")
         return str(value)
 
     return check
 
 
 def _known(*parts: str) -> Callable[[Any, ValidationInfo], str]:
-    """A name that the same file gives to one of these kinds of part."""
+    """Checks for the name of a part of one of these kinds in the same file."""
 
     def check(value: Any, info: ValidationInfo) -> str:
         file: Mapping[str, list[str]] = info.context or {}
         names = [name for part in parts for name in file.get(part, ())]
         if value not in names:
-            what = " or ".join(part.removesuffix("s") for part in parts)
-            raise ValueError(f"value {_shown(value)}: there is no {what} of that name{near(str(value), names)}")
+            kinds = " or ".join(part.removesuffix("s") for part in parts)
+            raise ValueError(f"value {_shown(value)}: there is no {kinds} of that name{near(str(value), names)}")
         return str(value)
 
     return check
@@ -117,13 +117,13 @@ Standing = Annotated[str, PlainValidator(_one_of(STANDINGS, f"one of {', '.join(
 
 
 class Model(BaseModel):
-    """Base: no unknown keys, never changed."""
+    """Base class: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
 class Figure(Model, Generic[N]):
-    """One figure with where it is from and how sure it is."""
+    """One figure with its source and its standing."""
 
     value: N
     source: Annotated[str, Field(min_length=1)]
@@ -155,7 +155,10 @@ PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class Sourced(Model):
-    """A part with figures. source, standing: of all its figures that do not give their own."""
+    """A part with figures.
+
+    source, standing: defaults for its figures.
+    """
 
     FIGURES: ClassVar[tuple[str, ...]] = ()
     TABLES: ClassVar[tuple[str, ...]] = ()
@@ -166,23 +169,23 @@ class Sourced(Model):
     @model_validator(mode="before")
     @classmethod
     def _spread(cls, raw: Any) -> Any:
-        """Write each figure out as a table of its own, with the defaults of its part."""
+        """Expand each figure to a table of its own, with the defaults of its part."""
         if not isinstance(raw, Mapping):
             return raw
         part = dict(raw)
         default = {key: part[key] for key in ("source", "standing") if key in part}
         for key in cls.FIGURES:
             if key in part:
-                part[key] = _spelt_out(part[key], default)
+                part[key] = _expanded(part[key], default)
         for key in cls.TABLES:
             if isinstance(part.get(key), Mapping):
                 table = dict(part[key])
                 own = default | {word: table.pop(word) for word in ("source", "standing") if word in table}
-                part[key] = {name: _spelt_out(value, own) for name, value in table.items()}
+                part[key] = {name: _expanded(value, own) for name, value in table.items()}
         return part
 
     def figures(self) -> Iterator[tuple[str, Figure[Quantity]]]:
-        """Path within this part and figure, of every figure there is."""
+        """Every figure that is present, with its path within this part."""
         for key in self.FIGURES:
             if getattr(self, key) is not None:
                 yield key, getattr(self, key)
@@ -191,12 +194,12 @@ class Sourced(Model):
                 yield f"{key}.{name}", figure
 
 
-def _spelt_out(value: Any, default: Mapping[str, Any]) -> Any:
+def _expanded(value: Any, default: Mapping[str, Any]) -> Any:
     return {**default, **value} if isinstance(value, Mapping) else {**default, "value": value}
 
 
 class AllocatorPart(Model):
-    """Which allocator a tier has; all other keys are that allocator's options."""
+    """The allocator of a tier; all keys but `name` are that allocator's options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -211,7 +214,7 @@ class AllocatorPart(Model):
 
     @property
     def options(self) -> tuple[tuple[str, int | str | bool], ...]:
-        """Options in order of their names; text that is a size, "20 MiB", becomes bytes."""
+        """Options sorted by name; text that is a size, such as "20 MiB", becomes bytes."""
         return tuple((key, _size_or_text(value)) for key, value in sorted((self.model_extra or {}).items()))
 
 
@@ -244,7 +247,10 @@ class TierPart(Sourced):
 
 
 class EnginePart(Sourced):
-    """A unit that runs ops. bandwidth: what it alone can draw from its home tier, by default all of it."""
+    """A unit that runs ops.
+
+    bandwidth: what it alone can draw from its home tier, by default all of it.
+    """
 
     FIGURES = ("launch", "bandwidth", "power")
     TABLES = ("peak", "efficiency", "bandwidth_share")
@@ -261,7 +267,7 @@ class EnginePart(Sourced):
 
 
 class LinkPart(Sourced):
-    """One direction between two tiers, or with `peer` from each device's tier to each other device's."""
+    """One direction between two tiers, or with `peer` from each device's tier to that of each other device."""
 
     FIGURES = ("rate", "fixed", "copy_engines", "egress", "energy")
 
@@ -297,7 +303,7 @@ class PoolPart(Sourced):
 
 
 class FitPart(Sourced):
-    """How far the time model is from measurements: mean relative errors."""
+    """Mean relative errors of the time model against measurements."""
 
     FIGURES = ("op_time", "transfer_time")
 
@@ -318,7 +324,7 @@ class ProfileFile(Model):
     fit: FitPart
 
     def facts(self) -> Iterator[Fact]:
-        """Every figure with its path, as written, in the order of the schema."""
+        """Every figure with its path, source and standing, as written, in the order of the schema."""
         for group in ("tiers", "engines", "links", "pools"):
             for name, part in getattr(self, group).items():
                 for path, figure in part.figures():
@@ -337,5 +343,5 @@ PARTS: Mapping[str, type[Sourced]] = {
 
 
 def keys(model: type[Model]) -> list[str]:
-    """The keys that a part may have, as written in the file."""
+    """The keys that a part may have, as they are written in a file."""
     return [field.alias or name for name, field in model.model_fields.items()]

@@ -1,4 +1,4 @@
-"""How long a transfer takes: the one place of this rule."""
+"""The time of a transfer: the only place with this rule."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ from typing import NamedTuple
 
 
 class Pace(NamedTuple):
-    """What a route does to a transfer that is alone on it. fixed: ns for each transfer; rate: bytes/s."""
+    """How fast a transfer is when it has its route to itself.
+
+    fixed: ns per transfer.
+    rate: bytes/s.
+    """
 
     fixed: int
     rate: int
 
 
 def transfer_ns(bytes: int, rate: int, fixed: int = 0) -> int:
-    """Nanoseconds of a transfer that nothing slows down: the fixed time, then bytes / rate, rounded up.
+    """Nanoseconds of an uncontended transfer: the fixed time plus bytes / rate, rounded up.
+
+    bytes: bytes on the wire.
+    rate: bytes/s.
+    fixed: ns per transfer.
 
     >>> transfer_ns(4, 3 * 10**9, 100)
     102
