@@ -1,17 +1,17 @@
-"""Every error a user of the simulator can meet.
+"""Every error that a user of the simulator can encounter.
 
     TiersimError
     ├── UnitError        a quantity without a unit, or with the wrong one
     ├── ProfileError     a hardware profile that cannot be read
     ├── TraceError       a trace that cannot be computed: a read before the write, two producers, …
     ├── WorkloadError    a model configuration without a needed key, an unknown model, …
-    ├── PolicyError      an unknown policy or parameter, or a need of a policy that the trace does not meet
+    ├── PolicyError      an unknown policy or parameter, or a trace that does not meet a policy's needs
     ├── PolicyFailed     a fault in a policy's own code; the exception it raised is the cause
     ├── IllegalPlan      an action that cannot be carried out; names the op and the tensor
-    ├── Deadlock         nothing can happen any more, and ops are left
+    ├── Deadlock         ops are left, but nothing can happen any more
     ├── Infeasible       a planner proved that no plan of its class fits the budget
     ├── Thrashing        a run that recomputes more than the limit allows
-    └── OutOfMemory      the replay needed more than a tier holds
+    └── OutOfMemory      a run that needs more than a tier's capacity
 
 The last three are answers rather than mistakes: `simulate` raises them, `compare` turns them into a row.
 """
@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 
 class TiersimError(Exception):
-    """Base of all errors of this package; its text is one line."""
+    """Base class of all errors of this package; the message is one line."""
 
 
 class UnitError(TiersimError, ValueError):
-    """A quantity that cannot be read as the unit that is needed."""
+    """A quantity that cannot be read in the required unit."""
 
 
 class ProfileError(TiersimError):
-    """A hardware profile with one or more mistakes, one line each in `problems`."""
+    """A hardware profile with one or more mistakes.
+
+    problems: one line per mistake.
+    """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -47,15 +50,15 @@ class TraceError(TiersimError):
 
 
 class WorkloadError(TiersimError):
-    """A workload that cannot be built from what was given."""
+    """A workload that cannot be built from the given configuration."""
 
 
 class PolicyError(TiersimError):
-    """An unknown policy, a wrong parameter, or a trace that does not meet what a policy needs."""
+    """An unknown policy, a wrong parameter, or a trace that does not meet a policy's needs."""
 
 
 class PolicyFailed(TiersimError):
-    """A fault in a policy's own code: it raised something else than these errors, or returned no plan."""
+    """A fault in a policy's own code: it raised an exception other than these, or did not return a plan."""
 
 
 class IllegalPlan(TiersimError):
@@ -63,7 +66,10 @@ class IllegalPlan(TiersimError):
 
 
 class Deadlock(TiersimError):
-    """No event is left and some op has not run; `waiters` says who waits for what."""
+    """No event is left, but some op has not run.
+
+    waiters: who waits for what, one sentence each.
+    """
 
     def __init__(self, message: str, waiters: Iterable[str] = ()) -> None:
         self.waiters = tuple(waiters)
@@ -71,7 +77,11 @@ class Deadlock(TiersimError):
 
 
 class Infeasible(TiersimError):
-    """No plan of this policy's class fits; `floor_bytes` is the smallest budget known to fit, if known."""
+    """No plan of this policy's class fits.
+
+    floor_bytes: the smallest budget known to fit, None if unknown.
+    log: the partial log of the run, None if there is none.
+    """
 
     def __init__(self, message: str, *, floor_bytes: int | None = None, log: EventLog | None = None) -> None:
         self.floor_bytes = floor_bytes
@@ -80,10 +90,12 @@ class Infeasible(TiersimError):
 
 
 class Thrashing(Infeasible):
-    """A run that recomputes without end, or nearly: more than `limit` times the ideal time of its trace.
+    """A run that spends more than `limit` times the ideal time of its trace on recomputation.
 
-    recompute_ns: what it would have recomputed by then; ideal_ns: every op run once, one after the other. `log`
-    holds what ran until then.
+    recompute_ns: time of recomputation when the limit was exceeded.
+    ideal_ns: time of every op run once, one after the other.
+    limit: the multiple of `ideal_ns` that was allowed.
+    log: the run until then.
     """
 
     def __init__(
@@ -103,12 +115,15 @@ class Thrashing(Infeasible):
 
 
 class OutOfMemory(Infeasible):
-    """A request that did not fit, after all that could leave had left.
+    """A request for memory that did not fit after everything evictable had left.
 
-    tier: name of the tier; need_bytes: the request; free_bytes: what was free; largest_hole_bytes: the
-    largest contiguous free range; holders: (tensor name, bytes, why it stays) of the largest residents; full: that
-    tier, and the shared tiers that had no room for as much either, so that nothing could go there.
-    `log` holds what ran until then.
+    tier: name of the tier.
+    need_bytes: size of the request.
+    free_bytes: free space in the tier.
+    largest_hole_bytes: the largest free block of the tier.
+    holders: (tensor name, bytes, why it stays) of the largest residents.
+    full: that tier, and the shared tiers that had too little free space to take as many bytes.
+    log: the run until then.
     """
 
     def __init__(
@@ -140,7 +155,7 @@ def refusal_kind(error: TiersimError) -> str:
 
 
 def near(wrong: str, valid: Iterable[str]) -> str:
-    """Name the nearest valid spelling: " (did you mean 'gpt2'?)", or list some valid ones.
+    """A hint to append to a message: the nearest valid spelling, or a list of valid ones.
 
     >>> near("gtp2", ["gpt2", "bert-base"])
     " (did you mean 'gpt2'?)"

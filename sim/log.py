@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 WHYS = ("run", "recompute", "move", "codec", "stall")
-"""Why a lane was busy (or, for `stall`, why it was not). `codec` is the first run of an op of that kind; run again it
-is `recompute`, as any op."""
+"""Why a lane was busy (or, for `stall`, idle). `codec` is the first run of an op of that kind; its recomputation is
+`recompute`, as for any op."""
 FIRST_RUNS = ("run", "codec")
 
 STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain")
-"""What a device waited for: a copy on its way, space, a copy of an old value before it is overwritten,
-the other members of a group, the result of another engine, a planned `Wait`, and the end of all copies.
-At the end of a run, `engine` and `peer` also wait for what is still under way there, before `drain` does."""
+"""What a device waited for: a copy in flight, space, a copy of an old value that is about to be overwritten, the
+other members of a group, the result of another engine, a planned `Wait`, and the end of all copies. At the end of a
+run, before `drain`, `engine` and `peer` also cover waiting for ops and transfers that are still in flight."""
 
 CAUSES = ("placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten")
-"""Why the use of a tier changed; `workspace` holds scratch space too, taken and given back."""
+"""Why the use of a tier changed; `workspace` includes scratch space, both its allocation and its release."""
 
 WHY = {name: code for code, name in enumerate(WHYS)}
 STALL = {name: code for code, name in enumerate(STALLS)}
@@ -43,18 +43,21 @@ RESERVED_COLUMNS = ("time", "tier", "delta")
 
 @dataclass(frozen=True, eq=False)
 class EventLog:
-    """All that happened in one run; analyses read nothing else.
+    """Everything that happened in one run; analyses read nothing else.
 
-    intervals: shape (n, 9), columns `INTERVAL_COLUMNS`: times in ns; device index (-1 for none); lane,
-    a position in `platform.lanes`; why, a position in `WHYS`; op and tensor ids (-1 for none); for a
-    stall its cause, a position in `STALLS`; for a copy its bytes on the wire.
-    changes: shape (m, 6), columns `CHANGE_COLUMNS`: time in ns; tier, a position in `platform.tiers`;
-    ± bytes; tensor (-1 for workspace); op that did it (-1 for none); cause, a position in `CAUSES`.
-    reserved: shape (k, 3), `RESERVED_COLUMNS`: what a caching allocator took from or gave back to its tier.
+    trace: the trace that was run.
+    platform: the machine that it ran on.
+    intervals: shape (n, 9), columns `INTERVAL_COLUMNS`: start and end in ns; device index (-1 for none); lane, a
+        position in `platform.lanes`; why, a position in `WHYS`; op and tensor ids (-1 for none); for a stall its cause,
+        a position in `STALLS`; for a copy its bytes on the wire.
+    changes: shape (m, 6), columns `CHANGE_COLUMNS`: time in ns; tier, a position in `platform.tiers`; ± bytes; tensor
+        (-1 for workspace); the op that caused it (-1 for none); cause, a position in `CAUSES`.
+    reserved: shape (k, 3), columns `RESERVED_COLUMNS`: what a caching allocator reserved from its tier or returned.
+    end: when the run ended, in ns.
+    complete: whether the run finished; a partial log ends at the error.
     counters: `ignored_actions`, `implicit_moves`, `implicit_recomputes`, `pressure_calls`, `returned_moves`;
-    `moves_cancelled` before they started, `cancelled_bytes` that they would have put on the wire, and of them
-    `moves_without_space`, which never got space at their destination; ….
-    complete: whether the run came to its end; a partial log ends at the error.
+        `moves_cancelled` before they started, the `cancelled_bytes` that they would have put on the wire, and of these
+        moves the `moves_without_space`, which never got space at their destination; ….
     """
 
     trace: Trace
@@ -92,7 +95,7 @@ class EventLog:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """The intervals with names instead of ids, one row each, in order of start."""
+        """The intervals with names instead of ids, one row per interval, in order of start."""
         import pandas as pd
 
         names = self.trace.op_columns.name, self.trace.tensor_columns.name
@@ -113,14 +116,14 @@ class EventLog:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """The changes of each tier's use with names instead of ids, with the bytes in use after each."""
+        """The changes of each tier's use with names instead of ids, and the bytes in use after each change."""
         import pandas as pd
 
         rows = self.changes
         used = np.zeros(len(rows), np.int64)
         for tier in range(len(self.platform.tiers)):
-            at = rows[:, 1] == tier
-            used[at] = np.cumsum(rows[at, 2])
+            of_tier = rows[:, 1] == tier
+            used[of_tier] = np.cumsum(rows[of_tier, 2])
         return pd.DataFrame(
             {
                 "time_ns": rows[:, 0],
@@ -135,7 +138,7 @@ class EventLog:
 
 
 def _names(names: Any, ids: Ints) -> NDArray[np.object_]:
-    """Names of ids, "" for -1."""
+    """The names for some ids, "" for -1."""
     table = np.empty(len(names) + 1, object)
     table[: len(names)] = list(names)
     table[-1] = ""

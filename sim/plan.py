@@ -1,4 +1,4 @@
-"""The words between policies and the engine: what a policy is asked, and what it may answer."""
+"""The vocabulary between policies and the engine: what a policy is asked, and what it may answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from sim.log import EventLog
 from sim.trace.graph import Trace
 
 # ---- actions -----------------------------------------------------------------------------------
-# Tensors, ops and tiers are given by id or by name. In an offline plan each action stands `before` or
+# Tensors, ops and tiers are given by id or by name. In an offline plan each action is anchored `before` or
 # `after` one op; in an online answer it has no anchor.
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Release the copy of a tensor in `tier` (the device's home tier by default).
+    """Release the copy of a tensor in a tier. If it was the last copy, only recomputation brings the tensor back.
 
-    If it was the last copy, only running its producer again brings the tensor back.
+    tensor: which one.
+    tier: where its copy is released, by default in the device's home tier.
+    before, after: the op that anchors the action.
     """
 
     tensor: int | str
@@ -31,11 +33,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Run an op again that has already run. Outputs still there are not held twice beyond its end.
+    """Run an op again that has already run. Outputs that are still resident are not held twice beyond its end.
 
-    The device waits for a first run that it has handed to another engine. An op that writes in place does so on every
-    run. What it overwrites is made again first if it is gone, and is
-    gone once more when the op ends.
+    The device waits for the first run if another engine is still executing it. An op that writes in place does so on
+    every run: a value that it overwrites is recomputed first if it has been released, and is lost again when the op
+    ends.
+
+    op: which one.
+    before, after: the op that anchors the action.
     """
 
     op: int | str
@@ -45,10 +50,17 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy a tensor to another tier beside the compute, then release the source unless `keep`.
+    """Copy a tensor to another tier, concurrently with computation, then release the source.
 
-    Where a copy already lies nothing is copied. The source is the tier with the shortest route among those
-    that hold it. wire: bytes on the link and at the destination when it compresses.
+    If the destination already has a copy, nothing is copied. The source is the tier with the shortest route among
+    those that hold a copy.
+
+    tensor: which one.
+    to: the destination tier.
+    keep: do not release the source.
+    priority: the lowest value is copied first where transfers queue.
+    wire: bytes on the link and at the destination if the link compresses, else None.
+    before, after: the op that anchors the action.
     """
 
     tensor: int | str
@@ -62,7 +74,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold the device until the transfer of that tensor is done; nothing if none is under way."""
+    """Hold the device until the transfer of a tensor has ended; does nothing if none is in flight.
+
+    tensor: which one.
+    before, after: the op that anchors the action.
+    """
 
     tensor: int | str
     before: int | str | None = None
@@ -76,7 +92,14 @@ Action = Drop | Recompute | Move | Wait
 
 
 class Need(NamedTuple):
-    """A request that does not fit. short: bytes still missing once all that is leaving has left, >= 1."""
+    """A request for memory that does not fit.
+
+    tier: where the space is needed.
+    bytes: the size of the request.
+    short: the deficit in bytes after all tensors that are leaving have left, at least 1.
+    op: the op that needs the space, by id.
+    reason: what the space is for.
+    """
 
     tier: str
     bytes: int
@@ -86,7 +109,14 @@ class Need(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A tensor `came` to a tier, `went` from it, or was `read` (by the op just reached)."""
+    """A change of a tensor's residency, or a read of it.
+
+    what: `came` (it arrived in the tier or was produced there), `went` (it left the tier or was released), or `read`
+        (by the op that the device has just reached).
+    tensor: its id.
+    tier: name of the tier.
+    now: time in ns.
+    """
 
     what: str
     tensor: int
@@ -99,58 +129,58 @@ class Memory(Protocol):
 
     @property
     def now(self) -> int:
-        """The present time."""
+        """The current time."""
 
     def free(self, tier: str) -> int:
-        """Bytes not taken."""
+        """Free bytes."""
 
     def leaving(self, tier: str) -> int:
-        """Bytes that copies under way will release."""
+        """Bytes that copies in flight will release."""
 
     def arriving(self, tier: str) -> int:
-        """Bytes taken by copies that have not ended."""
+        """Bytes reserved for copies that have not arrived yet."""
 
     def largest_hole(self, tier: str) -> int:
-        """The largest contiguous free range; all that is free where the tier has no addresses."""
+        """Bytes of the largest free block; all free bytes where the tier has no addresses."""
 
     def where(self, tensor: int) -> tuple[str, ...]:
         """The tiers that hold a complete copy."""
 
     def in_flight(self, tensor: int) -> str | None:
-        """The tier that a copy of it is on its way to."""
+        """The tier that a copy of it is in flight to, None for none."""
 
     def is_locked(self, tensor: int) -> bool:
-        """Whether something that runs, or is being restored, needs it where it is."""
+        """Whether it is pinned: a running op, or one whose inputs are being restored, needs it where it is."""
 
     def last_read(self, tensor: int) -> int:
-        """When an op that reads it was last reached; -1 for never. That it was made counts for nothing here."""
+        """When an op that reads it was last reached, -1 for never. Its production does not count."""
 
     def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:
-        """Free bytes just below and just above it; (0, 0) where the tier has no addresses."""
+        """Free bytes directly below and above it; (0, 0) where the tier has no addresses."""
 
     def link_free_at(self, source: str, target: str) -> int:
-        """When what is queued on that route now will have ended, at present rates."""
+        """When the transfers now queued on that route will have ended, at current rates."""
 
     def residents(self, tier: str) -> Iterator[int]:
-        """The tensors with a complete copy in a tier, by id."""
+        """Ids of the tensors with a complete copy in a tier."""
 
 
 class Online:
-    """The part of a plan that decides while it runs. A run makes a new one; override what is needed.
+    """The part of a plan that decides during the run. Every run creates a new one; override what is needed.
 
-    An answer may hold `Drop` and `Move` only in `on_pressure`, any action in `before`.
+    An answer to `before` may contain any action, an answer to `on_pressure` only `Drop` and `Move`.
     """
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
-        """Asked when a device reaches an op, after the planned actions."""
+        """Actions to take when a device reaches an op, after the planned ones."""
         return ()
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
-        """Asked when a request does not fit. An empty answer means: nothing more can go."""
+        """Actions to take when a request does not fit; an empty answer means that nothing more can be evicted."""
         return ()
 
     def notice(self, change: Change) -> None:
-        """Told of each tensor that came, went or was read."""
+        """Called for each tensor that arrives, leaves or is read."""
 
 
 # ---- the question and the answer ---------------------------------------------------------------
@@ -160,12 +190,14 @@ class Online:
 class Plan:
     """What a policy decides; it can be run any number of times.
 
-    trace: the one to run, rewritten or not. actions: anchored; order within an anchor is kept.
-    place: tensor -> tier, or (tier, offset) for a planned allocator; default: the home tier of the
-    engine that first uses or makes it. online: makes the object that answers while the plan runs, once a
-    run; it must be picklable. keep_dead: tensors without readers stay until memory is short; where there is
-    an online part they are its to drop.
-    notes: what the policy wants to find again in `history`.
+    trace: the trace to run, rewritten or not.
+    actions: each anchored to an op; the order of actions with the same anchor is kept.
+    place: tensor -> tier, or (tier, offset) for a planned allocator. By default a tensor is placed in the home tier of
+        the engine that first uses or produces it.
+    online: creates the object that decides during a run, once per run; it must be picklable.
+    keep_dead: lazy deallocation: tensors without further readers stay until memory is short. If there is an online
+        part, dropping them is its decision.
+    notes: what the policy wants to find later in `history`.
     """
 
     trace: Trace
@@ -177,14 +209,14 @@ class Plan:
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)
-        what = [f"{count} {kind}" for kind, count in sorted(kinds.items())] or ["no actions"]
-        more = [word for word in ("place", "online", "keep_dead") if getattr(self, word)]
-        return f"<Plan for {self.trace!r}: {', '.join([*what, *more])}>"
+        counts = [f"{count} {kind}" for kind, count in sorted(kinds.items())] or ["no actions"]
+        options = [word for word in ("place", "online", "keep_dead") if getattr(self, word)]
+        return f"<Plan for {self.trace!r}: {', '.join([*counts, *options])}>"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One iteration that has been: for policies that measure before they plan."""
+    """A past iteration, for policies that measure before they plan."""
 
     trace: Trace
     plan: Plan
@@ -192,22 +224,26 @@ class Run:
 
 
 class Cost(Protocol):
-    """What things cost on this platform, in nanoseconds, with nothing else running."""
+    """Times on this platform in nanoseconds, with nothing else running."""
 
     def op_ns(self, op: int, tiers: Mapping[int, str] | None = None) -> int:
-        """One run of an op; `tiers` says where operands lie that are not in its engine's home tier."""
+        """The time of an op; `tiers` locates the operands that are not in its engine's home tier."""
 
     def move_ns(self, tensor: int, source: str, target: str) -> int:
-        """One copy of a tensor."""
+        """The time of one copy of a tensor."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a policy is asked: run this trace on this platform within its capacities.
+    """What a policy is asked: to run this trace on this platform within its capacities.
 
-    The budget is the capacity of `platform.home(0)`. history: earlier iterations, oldest first.
-    evaluate: replays a plan and returns its log, for planners whose fitness is simulation; it raises
-    what the engine raises.
+    trace: the trace to plan for.
+    platform: the machine; the capacity of its home tier is the budget.
+    cost: times of ops and moves.
+    evaluate: replays a plan and returns its log, for planners that score plans by simulation; raises what the engine
+        raises.
+    seed: for planners that draw random numbers.
+    history: earlier iterations, oldest first.
     """
 
     trace: Trace

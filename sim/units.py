@@ -1,9 +1,9 @@
-"""Quantities as people write them, "80 GiB" or "25 GB/s", to integers and back.
+"""Converts quantities as people write them, "80 GiB" or "25 GB/s", to integers and back.
 
-Used at the edges only; inside, sizes are bytes, times nanoseconds, rates bytes or operations per second,
-all `int`. The list of units is closed and case-sensitive: GB (10⁹) is not GiB (2³⁰), bits are written out
-(Gbit), and a number alone is refused. Arithmetic is exact; what is no whole number is rounded to the
-nearest one, and refused if that were zero.
+Used at the edges only. Inside the program sizes are bytes, times nanoseconds, rates bytes or operations per second, all
+`int`. The list of units is closed and case-sensitive: GB (10⁹) is not GiB (2³⁰), bits are spelt out (Gbit), and a
+number without a unit is refused. Arithmetic is exact; a fraction is rounded to the nearest whole number, and refused if
+that is zero.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POWERS: Units = {"mW": Fraction(1, 1000), "W": Fraction(1), "kW": Fraction(1000)
 ENERGIES: Units = {"pJ/B": Fraction(1, 10**12), "nJ/B": Fraction(1, 10**9), "pJ/bit": Fraction(8, 10**12)}
 """Energy of a copy, in joules per byte."""
 
-# Common spellings that are wrong or say two things, and what was meant.
+# Common spellings that are wrong or ambiguous, and what was meant.
 _MEANT = {
     "Gb": "GB or Gbit", "Mb": "MB or Mbit", "Tb": "TB or Tbit", "kb": "kB or kbit",
     "Gb/s": "GB/s or Gbit/s", "Mb/s": "MB/s or Mbit/s", "Tb/s": "TB/s or Tbit/s",
@@ -99,7 +99,7 @@ def parse_energy(text: str) -> float:
 
 
 def to_bytes(value: SupportsIndex | float | str) -> int:
-    """Bytes of a whole number such as 7.5e9, taken as bytes, or of a size with its unit. Raises UnitError.
+    """Bytes of a size: a whole number of bytes such as 7.5e9, or text with a unit. Raises UnitError.
 
     >>> to_bytes("7 GB") == to_bytes(7_000_000_000)
     True
@@ -117,7 +117,11 @@ def to_bytes(value: SupportsIndex | float | str) -> int:
 
 
 def format_bytes(bytes: int, *, binary: bool = False, digits: int | None = 4) -> str:
-    """A size as text, in decimal or binary units. digits: significant ones, None for all of them.
+    """A size as text.
+
+    bytes: the size.
+    binary: use binary units (GiB) instead of decimal ones (GB).
+    digits: number of significant digits, None for all.
 
     >>> format_bytes(85_899_345_920), format_bytes(85_899_345_920, binary=True)
     ('85.9 GB', '80 GiB')
@@ -140,7 +144,7 @@ def format_time(ns: int, *, digits: int | None = 4) -> str:
     return _format(ns, TIMES, digits)
 
 
-# ---- how ---------------------------------------------------------------------------------------
+# ---- parsing and formatting --------------------------------------------------------------------
 
 
 def _exact(text: object, units: Units, expected: str) -> Fraction:
@@ -186,16 +190,16 @@ def _format(amount: int, units: Units, digits: int | None) -> str:
         raise ValueError(f"digits must be at least 1, not {digits}")
     sign, exact = ("-", Fraction(-amount)) if amount < 0 else ("", Fraction(amount))
     ladder = sorted(units.items(), key=lambda item: item[1])
-    at = max((i for i, (_, size) in enumerate(ladder) if size <= exact), default=0)
-    number = _decimal(exact / ladder[at][1], digits)
-    if at + 1 < len(ladder) and Fraction(number) * ladder[at][1] >= ladder[at + 1][1]:  # 999.99 MB is 1 GB
-        at += 1
-        number = _decimal(exact / ladder[at][1], digits)
-    return f"{sign}{number} {ladder[at][0]}"
+    index = max((i for i, (_, size) in enumerate(ladder) if size <= exact), default=0)
+    number = _decimal(exact / ladder[index][1], digits)
+    if index + 1 < len(ladder) and Fraction(number) * ladder[index][1] >= ladder[index + 1][1]:  # 999.99 MB is 1 GB
+        index += 1
+        number = _decimal(exact / ladder[index][1], digits)
+    return f"{sign}{number} {ladder[index][0]}"
 
 
 def _decimal(value: Fraction, digits: int | None) -> str:
-    """Decimal digits of a value, without trailing zeros; exact for `digits` None (the units divide powers of ten)."""
+    """A value in decimal notation without trailing zeros; exact if `digits` is None (units divide powers of ten)."""
     if digits is None:
         places = 0
         while value.denominator != 1 and (value * 10**places).denominator != 1:
