@@ -7,8 +7,8 @@
     trace = transformer("gpt2-medium", batch=4, sequence=1024, precision="amp_bf16")
     result = simulate(trace, platform, policy="delta", budget="7 GB")
 
-A trace (what is computed) and a platform (on what) go to a policy, which returns a plan; the engine
-replays the plan and writes a log; analyses read the log, and reports print what they found.
+A policy takes a trace (what is computed) and a platform (on what) and returns a plan. The engine replays the plan and
+writes a log. Analyses read the log, and reports present their results.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _HOMES = {
     "sim.trace.graph": ("Trace",),
     "sim.trace.io": (("load_trace", "load"), ("save_trace", "save")),
 }
-"""Where each public name lives; it is imported when first asked for, so that the command line starts at once."""
+"""The module of each public name; it is imported on first access, so that the command line starts quickly."""
 
 _PUBLIC = {
     (entry if isinstance(entry, str) else entry[0]): (module, entry if isinstance(entry, str) else entry[1])
@@ -76,7 +76,7 @@ _PUBLIC = {
     for entry in entries
 }
 
-__all__ = [  # noqa: RUF022  (in the order in which one meets them)
+__all__ = [  # noqa: RUF022  (in the order of first use)
     "load_profile",
     "profile_names",
     "simulate",

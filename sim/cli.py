@@ -1,4 +1,4 @@
-"""The command line: puts the commands together, and turns errors into one line each and an exit status."""
+"""The command line: assembles the commands, and turns errors into one line each and an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Compare memory policies for training on accelerators that are not at hand.",
+    help="Compare memory policies for training on accelerators that you do not have.",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(runs.demo, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
@@ -25,7 +25,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command(cls=Command)(command)
-on_traces = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build, import, capture and look at traces.")
+on_traces = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build, import, capture and inspect traces.")
 ON_TRACES: tuple[Callable[..., None], ...] = (
     *(traces.build, traces.show, traces.import_),
     *(traces.capture, traces.export),
@@ -34,7 +34,7 @@ for command in ON_TRACES:
     on_traces.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_traces, name="trace")
 ON_RESULTS: tuple[Callable[..., None], ...] = (sweeps.list_, sweeps.show, sweeps.export, sweeps.query)
-on_results = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the results of sweeps.")
+on_results = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Inspect the results of sweeps.")
 for command in ON_RESULTS:
     on_results.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_results, name="results")
@@ -51,14 +51,17 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def tiersim(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="say which version this is")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Compare memory policies for training on accelerators that are not at hand."""
+    """Compare memory policies for training on accelerators that you do not have."""
 
 
 def main() -> None:
-    """Run the command line: 0 done, 1 infeasible or failed, 2 usage; mistakes are one line each on standard error."""
+    """Run the command line.
+
+    Exits with 0 when done, 1 if infeasible or failed, 2 for wrong usage; each error is one line on standard error.
+    """
     from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
 
     try:

@@ -1,4 +1,4 @@
-"""One trace, one platform, one budget, many policies: a row for each, whether it fits or not."""
+"""Compares policies on one trace, platform and budget: one row per policy, whether it fits or not."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ KEY_COLUMNS = (
     *("policy", "fits", "peak_bytes", "makespan_ns", "overhead", "recompute_ns", "saved_fraction"),
     *("floor_bytes", "fidelity", "error"),
 )
-"""What a notebook shows of a comparison; `Comparison.to_frame` has everything."""
+"""The columns that a notebook shows; `Comparison.to_frame` has all of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Rows of a comparison, one a policy, and the results of those that fit.
+    """A comparison of policies.
 
-    trace, platform: what was compared on what.
-    rows: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`, `manages`, and
-    the keys of `Result.summary`; for those that do not fit `refusal` (its kind), `error`, `holders`
-    and `floor_bytes`, the smallest budget found to fit.
-    left_out: policies that were not run, and why. failed: whether a row is neither an answer nor a refusal.
+    trace, platform: the inputs, the same for all policies.
+    rows: one record per policy: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`,
+        `manages`, and the keys of `Result.summary`; for a policy that does not fit `refusal` (its kind), `error`,
+        `holders` and `floor_bytes`, the smallest budget found to fit.
+    results: the results of the policies that fit, by label.
+    left_out: policies that were not run -> the reason.
     """
 
     trace: Trace
@@ -69,23 +70,23 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether a policy that was asked for gave no answer at all."""
+        """Whether some policy neither fitted nor was refused: it did not apply or failed."""
         return any(row["fits"] is None for row in self.rows)
 
     def to_frame(self) -> pd.DataFrame:
-        """The rows as a DataFrame, nested figures as columns `stall_ns.transfer` and so on."""
+        """The rows as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
         import pandas as pd
 
         return pd.json_normalize([dict(row) for row in self.rows])
 
     def plot(self) -> Figure:
-        """Figure of time against peak memory, a marker a policy; see `sim.report.plot.plot_comparison`."""
+        """Figure of time against peak memory, one marker per policy; see `sim.report.plot.plot_comparison`."""
         from sim.report.plot import plot_comparison
 
         return plot_comparison(self.rows, budget=next((r.platform.budget for r in self.results.values()), None))
 
     def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
-        """Write a page with these rows and every run that fits: one HTML file that needs no network; see `Result`."""
+        """Write a report page with these rows and every run that fits: one HTML file; see `Result.report`."""
         from sim.pages import report_comparison
 
         return report_comparison(self, path, command=command)
@@ -105,16 +106,19 @@ def compare(
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
-    platform: one there is, or the name or file of a profile.
-    policies: names, `(name, parameters)` pairs, policies or their classes, or one of these; None for all that
-    apply and plan quickly.
-    recompute_limit: see `simulate`. find_floor: search the smallest budget of those that do not fit.
-    on_progress: called with each label.
+    trace: the trace to run.
+    platform: a platform, or the name or file of a profile.
+    policies: a list of names, `(name, parameters)` pairs, policies or their classes, or a single one of these; None for
+        all that apply and plan quickly.
+    budget, seed, iterations, recompute_limit: see `simulate`.
+    find_floor: search the smallest feasible budget of every policy that does not fit.
+    on_progress: called with the label of each policy before it runs.
+
     Raises PolicyError for an unknown name or parameter, before anything runs.
     """
     check_trace(trace)
     platform = to_platform(platform)
-    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_asked, _listed(policies))]
+    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_parsed, _listed(policies))]
     rows: list[Mapping[str, Any]] = []
     results: dict[str, Result] = {}
     left_out: dict[str, str] = {}
@@ -140,7 +144,9 @@ def compare(
         except (Infeasible, Deadlock) as error:
             rows.append({**traits, **_refusal(error)})
             if find_floor:
-                with suppress(PolicyError, IllegalPlan, PolicyFailed):  # a fault at another budget leaves it unknown
+                with suppress(
+                    PolicyError, IllegalPlan, PolicyFailed
+                ):  # a fault at another budget leaves the floor unknown
                     floor = smallest_budget(
                         trace,
                         platform,
@@ -162,7 +168,7 @@ def compare(
 
 
 def _listed(policies: Request | Sequence[Request] | None) -> Sequence[Request]:
-    """Requests, of which a single one need not stand in a list."""
+    """The requests as a list; a single one may be given without."""
     if policies is None:
         return names()
     is_pair = isinstance(policies, tuple) and len(policies) == 2 and isinstance(policies[1], Mapping)
@@ -170,16 +176,16 @@ def _listed(policies: Request | Sequence[Request] | None) -> Sequence[Request]:
     return cast("Sequence[Request]", (policies,) if is_one else policies)
 
 
-def _asked(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
-    """(label, policy, parameters) of what was asked for."""
+def _parsed(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
+    """(label, policy, parameters) of one request."""
     if isinstance(request, str):
         return request, request, {}
     if isinstance(request, (Policy, type)):
         policy = load(request)
         return label_of(policy), policy, {}
     name, parameters = request
-    inside = ", ".join(f"{key}={value}" for key, value in parameters.items())
-    return (f"{name}({inside})" if inside else name), name, parameters
+    arguments = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    return (f"{name}({arguments})" if arguments else name), name, parameters
 
 
 def _refusal(error: TiersimError) -> dict[str, Any]:

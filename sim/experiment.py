@@ -1,4 +1,4 @@
-"""Runs: objects in, results out. A result says what it includes; a refusal is a row, not a crash."""
+"""Runs: a trace, a platform and a policy in, a result out."""
 
 from __future__ import annotations
 
@@ -33,42 +33,49 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNLIMITED = 1 << 60
-"""Capacity in bytes of the home tier in reference runs without a limit."""
+"""Capacity in bytes of the home tier in reference runs with unlimited memory."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Op and copy times of a trace on a platform with nothing else running; see `sim.plan.Cost`."""
+    """Times of ops and copies of a trace on a platform with nothing else running; see `sim.plan.Cost`."""
 
     trace: Trace
     platform: Platform
 
     def op_ns(self, op: int, tiers: Mapping[int, str] | None = None) -> int:
-        """Nanoseconds of one run of an op, with the operands named in `tiers` in those tiers."""
+        """Nanoseconds of one run of an op; `tiers` locates the operands that are not in its engine's home tier."""
         total = self._prepared.total[op]
         if not tiers:
             return total
-        away: dict[str, int] = {}
+        bytes_by_tier: dict[str, int] = {}
         for tensor, tier in tiers.items():
-            away[tier] = away.get(tier, 0) + self._prepared.size[tensor]
+            bytes_by_tier[tier] = bytes_by_tier.get(tier, 0) + self._prepared.size[tensor]
         kind = KINDS[self.trace.op_columns.kind[op]]
-        return total + slow_operand_ns(self.platform, self._prepared.engine[op], kind, away)
+        return total + slow_operand_ns(self.platform, self._prepared.engine[op], kind, bytes_by_tier)
 
     @cached_property
     def _prepared(self) -> Prepared:
         return prepare(self.trace, self.platform)
 
     def move_ns(self, tensor: int, source: str, target: str) -> int:
-        """Nanoseconds of one copy of a tensor. Raises ProfileError without a route."""
+        """Nanoseconds of one copy of a tensor. Raises ProfileError where there is no route."""
         return self.platform.move_ns(int(self.trace.tensor_columns.bytes[tensor]), source, target)
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One policy's run: its steady-state log, and what was asked.
+    """One policy's run in the steady state.
 
-    warm_up: the iterations before the steady state, in order. plan_s: wall time of planning in seconds,
-    outside the simulated time. nominal: capacity of the home tier without the budget.
+    policy: the policy that planned it.
+    name: the policy as it was asked for.
+    platform: the machine, with the budget as the capacity of its home tier.
+    plan: what the policy decided.
+    log: everything that happened in the steady state.
+    nominal: capacity of the home tier without the budget, in bytes.
+    warm_up: the iterations before the steady state, in order.
+    plan_s: wall-clock time of planning in seconds, not part of the simulated time.
+    reference: computes the run with unlimited memory that slowdown and savings are measured against.
     """
 
     policy: Policy
@@ -86,17 +93,17 @@ class Result:
         return f"<Result of {label(self.policy)} on {self.platform.name}: {figures}>"
 
     def summary(self) -> dict[str, Any]:
-        """All figures of the run as one flat record; see `sim.analysis.summary`."""
+        """All figures of the run as one record; see `sim.analysis.summary`."""
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
 
     def plot_memory(self, tier: str | None = None) -> Figure:
-        """Figure of the bytes in use of a tier over time, by default the device's; see `sim.report.plot`."""
+        """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""
         from sim.report.plot import plot_memory
 
         return plot_memory(self.log, tier)
 
     def plot_lanes(self, window: tuple[int, int] | None = None) -> Figure:
-        """Figure of what each engine and link did, from one ns to another; see `sim.report.lanes`."""
+        """Figure of what each engine and link did, in a window of (start, end) in ns; see `sim.report.lanes`."""
         from sim.report.lanes import plot_lanes
 
         return plot_lanes(self.log, window)
@@ -108,9 +115,12 @@ class Result:
         return write_timeline(self.log, path)
 
     def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
-        """Write a page of this run: one HTML file, to look at in a browser without a network.
+        """Write a report page of this run: one HTML file that needs no network.
 
-        command: what repeats the run, to be shown. Written aside and renamed. Raises OSError.
+        path: the file; it appears complete or not at all.
+        command: the command that reproduces the run, to be shown on the page.
+
+        Raises OSError where it cannot be written.
         """
         from sim.pages import report_run
 
@@ -118,7 +128,7 @@ class Result:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """What each engine and link did when."""
+        """What each engine and link did, and when."""
         return self.log.events
 
     @cached_property
@@ -128,7 +138,7 @@ class Result:
 
 
 def to_platform(platform: Platform | str | os.PathLike[str]) -> Platform:
-    """A platform, or that of a profile's name or file. Raises ProfileError."""
+    """A platform as it is, or the one of a profile given by name or file. Raises ProfileError."""
     if isinstance(platform, Platform):
         return platform
     if not isinstance(platform, (str, os.PathLike)):
@@ -137,10 +147,10 @@ def to_platform(platform: Platform | str | os.PathLike[str]) -> Platform:
 
 
 def check_trace(trace: Any) -> None:
-    """Raises TraceError where this is no trace."""
+    """Raise TraceError if this is not a trace."""
     if not isinstance(trace, Trace):
         given = repr(trace) if isinstance(trace, str) else f"a {type(trace).__name__}"
-        raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) make one")
+        raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) return one")
 
 
 def problem_for(
@@ -151,7 +161,7 @@ def problem_for(
     history: tuple[Run, ...] = (),
     recompute_limit: float | None = RECOMPUTE_LIMIT,
 ) -> Problem:
-    """What a policy is asked."""
+    """The problem that a policy is asked to solve; see `sim.plan.Problem`."""
     return Problem(
         trace=trace,
         platform=platform,
@@ -163,14 +173,16 @@ def problem_for(
 
 
 def unlimited(platform: Platform) -> Platform:
-    """The same machine with a home tier that never fills."""
+    """The same machine with unlimited memory in its home tiers."""
     return platform.with_budget(UNLIMITED)
 
 
 def reference_run(trace: Trace | Sequence[Trace], platform: Platform) -> EventLog:
-    """Keep everything with unlimited memory: what overheads and savings are measured against.
+    """The log of keeping everything with unlimited memory, which slowdown and savings are measured against.
 
-    Of several traces, one per iteration, the last one's log: each begins where the one before left what is carried.
+    trace: one trace, or one per iteration. Each iteration starts with carried tensors where the previous one left
+        them; the log is that of the last one.
+    platform: the machine, whose budget is ignored.
     """
     return _last_log((trace,) if isinstance(trace, Trace) else trace, unlimited(platform), Plan)
 
@@ -186,9 +198,14 @@ def _last_log(traces: Sequence[Trace], platform: Platform, plan_for: Callable[[T
 def reference_for(
     policy: Policy, trace: Trace | Sequence[Trace], platform: Platform, kept: EventLog | None = None
 ) -> Reference:
-    """What unlimited memory allows a policy, after as many iterations as there are traces.
+    """The fastest run with unlimited memory and the same freedoms as a policy.
 
-    kept: the run that keeps everything, if it is there already. Raises PolicyFailed where `policy.unlimited` fails.
+    policy: the policy; its `unlimited` names the plans that it is compared with.
+    trace: one trace, or one per iteration.
+    platform: the machine, whose budget is ignored.
+    kept: the log of keeping everything, if it has been computed already.
+
+    Raises PolicyFailed where `policy.unlimited` fails.
     """
     traces = (trace,) if isinstance(trace, Trace) else trace
     if kept is None:
@@ -223,17 +240,22 @@ def simulate(
     recompute_limit: float | None = RECOMPUTE_LIMIT,
     **parameters: Any,
 ) -> Result:
-    """Run a trace (or one trace an iteration) under a policy and return its steady state.
+    """Run a trace under a policy and return the steady state.
 
-    platform: one there is, or the name or file of a profile. policy: a name, `path/to/file.py:Class`, a policy
-    or its class.
-    budget: bytes of every device's home tier, an int or text such as "7 GB"; None for the platform's own.
-    iterations: how many to run, each planned with the history of those before; by default what the
-    policy's `warm_up` needs and one more. Each begins where the one before left what is carried to it (unless its
-    plan says where); the last one, which is the result, brings back what does not lie where it began.
+    trace: one trace, or one per iteration.
+    platform: a platform, or the name or file of a profile.
+    policy: a name, `path/to/file.py:Class`, a policy or its class.
+    budget: bytes in every device's home tier, as an int or text such as "7 GB"; None for the platform's own.
+    iterations: how many to run, each planned with the history of the previous ones; by default one more than the
+        policy's `warm_up`. Each iteration starts with carried tensors where the previous one left them, unless its
+        plan places them. The last one is the result; at its end, tensors that are not where they began move back.
+    seed: for policies that draw random numbers.
     recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
-    take before a run is refused as thrashing; None for no limit. Further keywords are the policy's parameters.
-    Raises OutOfMemory or Infeasible where it does not fit, Thrashing, PolicyError, PolicyFailed, IllegalPlan, Deadlock.
+        take before the run is refused as thrashing; None for no limit.
+    parameters: parameters of the policy.
+
+    Raises OutOfMemory, Infeasible, Thrashing or Deadlock where the trace cannot run within the budget; PolicyError,
+    PolicyFailed or IllegalPlan where the policy is at fault; ProfileError, TraceError or UnitError for bad arguments.
     """
     traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
     for each in traces:
@@ -248,21 +270,21 @@ def simulate(
     history: tuple[Run, ...] = ()
     plan_s = 0.0
     for i in range(count):
-        now = traces[min(i, len(traces) - 1)]
-        began = time.perf_counter()
+        current = traces[min(i, len(traces) - 1)]
+        started = time.perf_counter()
         try:
-            problem = problem_for(now, limited, seed=seed, history=history, recompute_limit=recompute_limit)
+            problem = problem_for(current, limited, seed=seed, history=history, recompute_limit=recompute_limit)
             plan = chosen.plan(problem)
-            plan_s += time.perf_counter() - began
+            plan_s += time.perf_counter() - started
             if not isinstance(plan, Plan):
                 kind = "None" if plan is None else f"a {type(plan).__name__}"
                 raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-            run = run_iteration(now, plan, limited, history, last=i == count - 1, recompute_limit=recompute_limit)
+            run = run_iteration(current, plan, limited, history, last=i == count - 1, recompute_limit=recompute_limit)
             history = (*history, run)
         except TiersimError:
             raise
-        except BaseException as error:  # `sys.exit()` in a policy ends no program
-            if type(error) is KeyboardInterrupt:  # a person's
+        except BaseException as error:  # `sys.exit()` in a policy must not end the program
+            if type(error) is KeyboardInterrupt:  # from the user
                 raise
             raise PolicyFailed(f"policy {name!r}: {_fault(chosen, error)}") from error
     last = history[-1]
@@ -280,14 +302,16 @@ def simulate(
 
 
 def _fault(policy: Policy, error: BaseException) -> str:
-    """Where an exception came from, best a line of the policy's own file, and what it says, in one line."""
-    # what an online part raises comes as a copy whose cause knows the line
-    raised = [each for each in (error, error.__cause__) if each is not None]
-    frames = [frame for each in raised for frame in traceback.extract_tb(each.__traceback__)]
-    code = getattr(type(policy).plan, "__code__", None)
-    at = next((frame for frame in reversed(frames) if code and frame.filename == code.co_filename), frames[-1])
+    """Where an exception was raised, if possible as a line of the policy's own file, and its message, in one line."""
+    # an exception of an online part arrives as a copy whose cause has the traceback
+    chain = [each for each in (error, error.__cause__) if each is not None]
+    frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
+    plan_code = getattr(type(policy).plan, "__code__", None)
+    frame = next(
+        (each for each in reversed(frames) if plan_code and each.filename == plan_code.co_filename), frames[-1]
+    )
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{Path(at.filename).name} line {at.lineno}: {text}"
+    return f"{Path(frame.filename).name} line {frame.lineno}: {text}"
 
 
 __all__ = [

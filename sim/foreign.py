@@ -1,12 +1,11 @@
-"""Files that saved results name: a policy's program, a profile, a trace, a model's configuration.
+"""Files that saved results refer to: a policy's code, a profile, a trace, a model's configuration.
 
-What a folder of results says is data, and whoever gave it away may have written anything into it. So no file that it
-names is executed or opened unless the person who reads it asks for that: a policy's only if it is the very file that
-was run, by the SHA-256 that was recorded then. What is shipped or installed goes by name and is no file; a profile or
-a trace that lies in the folder itself belongs to it.
+The content of a folder of results is untrusted data. No file that it refers to is executed or opened unless the user
+asks for it, and a policy's file only if its SHA-256 is the one recorded when it ran. Shipped and installed policies are
+referred to by name, not as files; a profile or trace inside the folder belongs to the results.
 
-Nor may what it says take the program for ever: only plain files of a bounded size are read, and a run is made again
-unasked only if it is of a size that ends in minutes.
+Nor may the content keep the program busy for ever: only plain files of bounded size are read, and a run is repeated
+without asking only if its size lets it end within minutes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,12 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
 
 @dataclass(frozen=True)
 class Named:
-    """A file that results name. kind: "policy", "profile", "trace" or "model"; name: as they write it."""
+    """A file that results refer to.
+
+    kind: "policy", "profile", "trace" or "model".
+    name: as the results write it.
+    path: where it is.
+    """
 
     kind: str
     name: str
@@ -53,7 +57,7 @@ class Named:
 
     @property
     def sum(self) -> str:
-        """SHA-256 as hexadecimal digits, "" where there is no file; of a policy that was executed, of what was."""
+        """SHA-256 as hexadecimal digits, "" where the file cannot be read; of an executed policy, that of its source."""
         from sim.policies import executed_source
 
         data = executed_source(self.path) if self.kind == "policy" else None
@@ -65,10 +69,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Trust:
-    """What a folder of results may make this program do.
+    """What a folder of results may cause this program to do.
 
-    folder: the results. asked: whether its reader asked that the files it names be used. sums: SHA-256 that was
-    recorded, by the name of each file.
+    folder: the results.
+    asked: whether the user asked to use the files that the results refer to.
+    sums: the recorded SHA-256 of each file, by name.
     """
 
     folder: Path
@@ -83,18 +88,18 @@ class Trust:
         """
         if file.kind != "policy" and self._holds(file.path):
             return _unreadable(file)
-        what = f"{file.kind} {file.name!r} is a file that the results name"
+        subject = f"{file.kind} {file.name!r} is a file that the results refer to"
         if not self.asked:
-            return f"{what}; it is used only where you say so (--trust)"
+            return f"{subject}; it is used only if you ask for it (--trust)"
         recorded = self.sums.get(file.name, "")
         if not recorded:
-            return f"{what}; no SHA-256 of it was recorded, so that nobody can say whether it is the one that was run"
+            return f"{subject}; its SHA-256 was not recorded, so it cannot be checked against the one that was run"
         try:
             data = read_file(file.path)
         except (OSError, ValueError, TiersimError):
             data = None
         if data is None or hashlib.sha256(data).hexdigest() != recorded:
-            return f"{what}; it is not the one that was run (its SHA-256 differs from {recorded[:12]}…)"
+            return f"{subject}; it is not the one that was run (its SHA-256 differs from {recorded[:12]}…)"
         if file.kind == "policy":
             from sim.policies import admit_source
 
@@ -102,7 +107,7 @@ class Trust:
         return ""
 
     def objections(self, files: Iterable[Named]) -> list[str]:
-        """All reasons why files are not used, each once."""
+        """The reasons why files are not used, each only once."""
         return list(dict.fromkeys(filter(None, map(self.objection, files))))
 
     def too_much(self, asked: Mapping[str, Any]) -> list[str]:
@@ -127,7 +132,7 @@ class Trust:
     def _holds(self, path: Path) -> bool:
         try:
             return path.resolve().is_relative_to(self.folder.resolve())
-        except (OSError, ValueError, RuntimeError):  # RuntimeError: links in a circle
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a cycle of symbolic links
             return False
 
 
@@ -143,38 +148,38 @@ def _unreadable(file: Named) -> str:
 
 
 def policy_files(names: Iterable[str]) -> list[Named]:
-    """Those of some policies that are files."""
+    """The policies among `names` that are files."""
     from sim.policies import policy_file
 
     return [Named("policy", name, path) for name in names if (path := policy_file(name)) is not None]
 
 
 def profile_files(names: Iterable[str]) -> list[Named]:
-    """Those of some profiles that are files."""
+    """The profiles among `names` that are files."""
     from sim.hardware.profile import profile_file
 
     return [Named("profile", name, path) for name in names if (path := profile_file(name)) is not None]
 
 
 def trace_files(names: Iterable[str]) -> list[Named]:
-    """Traces, which are all files."""
+    """The traces in `names`, all of which are files."""
     return [Named("trace", name, Path(name)) for name in names]
 
 
 def model_files(names: Iterable[str]) -> list[Named]:
-    """Those of some models that are files, or whose folder is named."""
+    """The models among `names` that are files or folders."""
     from workloads.models import config_file
 
     return [Named("model", name, path) for name in names if (path := config_file(name)) is not None]
 
 
 def sums_of(files: Iterable[Named]) -> dict[str, str]:
-    """The SHA-256 of each file by the name under which it was asked for: what results record of them."""
+    """The SHA-256 of each file that can be read, by name: what results record."""
     return {file.name: file.sum for file in files if file.sum}
 
 
 def read_sums(values: object, where: str) -> dict[str, str]:
-    """Recorded sums as they stand in a file of results. Raises TiersimError naming the file."""
+    """Recorded sums as read from the results file `where`. Raises TiersimError naming that file."""
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(sum_, str) for sum_ in values.values()):

@@ -1,4 +1,4 @@
-"""From one iteration to the next: what is carried begins where the iteration before left it."""
+"""From one iteration to the next: carried tensors start where the previous iteration left them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ def run_iteration(
     last: bool = True,
     recompute_limit: float | None = RECOMPUTE_LIMIT,
 ) -> Run:
-    """Run the plan that a policy made for `trace` after the iterations before it.
+    """Run a policy's plan for one iteration, after the previous ones.
 
-    last: bring back what the next iteration expects where this one began, so that it could be repeated as it is;
-    otherwise what the plan does not place itself stays where it lies. recompute_limit: see `replay`.
+    trace: the trace that the policy was given.
+    plan: its plan.
+    platform: the machine.
+    history: the previous iterations, oldest first.
+    last: at the end, move carried tensors back to where they began, so that the iteration can be repeated as it is;
+        otherwise only those that the plan places return, and the others stay where they are.
+    recompute_limit: see `replay`.
+
     Raises what the engine raises.
     """
     own = None if last else frozenset(plan.trace.tensor_id(tensor) for tensor in plan.place)
@@ -33,9 +39,9 @@ def run_iteration(
 
 
 def continued(plan: Plan, history: Sequence[Run]) -> Plan:
-    """The plan with carried tensors placed where the iteration before left them, but for those that it places itself.
+    """The plan with carried tensors placed where the previous iteration left them, unless the plan places them itself.
 
-    Tensors of two iterations are the same where they have the same name.
+    Tensors of two iterations correspond if they have the same name.
     """
     if not history:
         return plan
@@ -47,7 +53,7 @@ def continued(plan: Plan, history: Sequence[Run]) -> Plan:
 
 
 def _left(run: Run) -> dict[str, str]:
-    """Per tensor that the next iteration starts with, by name: the tier in which its value lies at the end."""
-    trace, lies = run.log.trace, residence(run.log)
+    """The tier that holds each carried tensor at the end of a run, by its name in the next iteration."""
+    trace, tiers = run.log.trace, residence(run.log)
     names = trace.tensor_columns.name
-    return {names[first]: lies[last][0] for last, first in trace.carry if lies.get(last)}
+    return {names[first]: tiers[last][0] for last, first in trace.carry if tiers.get(last)}

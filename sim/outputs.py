@@ -1,4 +1,4 @@
-"""The files that a run or a comparison leaves in a folder, each written aside and renamed."""
+"""The files that a run or a comparison writes to a folder; each appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from sim.experiment import Result
 from sim.report.files import write_aside
 
 LARGE_TIMELINE = 200_000
-"""Intervals above which a timeline is compressed."""
+"""The number of intervals above which a timeline is compressed."""
 
 MARKS = {"comparison": "comparison.json", "sweep": "study.json", "run": "summary.json"}
-"""The file by which a folder's kind of results is known; that of a comparison holds its fastest run, too."""
+"""The file that identifies the kind of results in a folder; a comparison's folder also holds its fastest run."""
 
 
 def check_folder(path: str | os.PathLike[str], kind: str) -> Path:
-    """See that a folder can take results of a kind of `MARKS`, before any work is done; what writes them makes it.
+    """Check, before any work is done, that results can be written to a folder; does not create it.
+
+    path: the folder.
+    kind: kind of results, a key of `MARKS`.
 
     Raises OSError where it cannot be written, TiersimError where it holds results of another kind.
     """
     folder = Path(path)
-    held = next((name for name, mark in MARKS.items() if (folder / mark).exists()), kind)
-    if held != kind:
-        raise TiersimError(f"{folder}: holds a {held} ({MARKS[held]!r}); choose another folder for a {kind}")
+    present = next((name for name, mark in MARKS.items() if (folder / mark).exists()), kind)
+    if present != kind:
+        raise TiersimError(f"{folder}: holds a {present} ({MARKS[present]!r}); choose another folder for a {kind}")
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".writable-{os.getpid()}"
     probe.touch()
     probe.unlink()
-    with suppress(OSError):  # another run may have begun to write beside it
+    with suppress(OSError):  # another run may be writing there already
         for each in missing:
             each.rmdir()
     return folder
@@ -53,11 +56,11 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text file aside and rename it."""
+    """Write a text file; it appears complete or not at all."""
 
     def write(file: IO[bytes]) -> None:
         file.write(text.encode())

@@ -21,7 +21,13 @@ Links = tuple[tuple[str, str], ...]
 
 
 def run_view(result: Result, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
-    """A result as a page shows it. title: by default the policy's name; command: what repeats the run."""
+    """A result as a page shows it.
+
+    result: the run.
+    title: heading, by default the policy's name.
+    command: the command that reproduces the run.
+    links: (text, target) pairs to show.
+    """
     policy = result.policy
     foot = Foot(
         result.platform,
@@ -44,12 +50,12 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
 
 
 def run_notes(result: Result) -> tuple[str, ...]:
-    """What has to be said of a run beside its figures: what its policy saves, and the moves that never started."""
+    """Notes beside the figures of a run: what its policy saves, and the moves that were cancelled."""
     return (*result.policy.saving_lines(), *cancelled_lines(result.summary()))
 
 
 def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:
-    """A comparison as a page shows it; its results are the runs that can be looked at."""
+    """A comparison as a page shows it, with a view of each run that fits."""
     runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
     record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
     return saved_table(record, runs, platform=comparison.platform, command=command)
@@ -63,9 +69,13 @@ def saved_table(
     command: str = "",
     caution: Sequence[str] = (),
 ) -> TableView:
-    """A comparison as a page shows it, from `rows`, `left_out`, `workload` and `platform` as its folder has them.
+    """A saved comparison as a page shows it.
 
-    platform: None where its profile was not opened; the figures are then those that the runs' views have.
+    record: `rows`, `left_out`, `workload` and `platform` as saved.
+    runs: a view of each run that fits, by label.
+    platform: None where its profile was not opened; the figures are then taken from the views.
+    command: the command that reproduces the comparison.
+    caution: warnings to show first.
     """
     meta = record["workload"]
     facts = {tuple(fact): None for run in runs.values() if isinstance(run, SavedView) for fact in run.data["facts"]}
@@ -98,6 +108,6 @@ def report_comparison(comparison: Comparison, path: str | os.PathLike[str], *, c
 
 
 def workload_text(meta: Mapping[str, Any]) -> str:
-    """What a trace stands for, in a few words."""
+    """A short description of a trace's workload."""
     known = [f"{key} {meta[key]}" for key in ("batch", "sequence", "precision", "attention") if key in meta]
     return ", ".join([str(meta.get("model", "trace")), *known])

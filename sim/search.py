@@ -1,10 +1,10 @@
-"""Searches over runs: the smallest budget that a policy fits, the largest batch that fits a budget.
+"""Searches over runs: the smallest budget at which a policy fits, the largest batch that fits a budget.
 
-Both bisect. A policy need not be monotone in its budget: a smaller one may fit where a larger does not. Online policies
-are like that, since each decision depends on what is full at the moment; so are offline plans that prefetch, since a
-prefetch that finds room comes in before the ops that would have needed it; and so are planners, whose plans are made
-anew for each budget. What is found is therefore *a* boundary: a budget that was run and fits, and one below it, by the
-tolerance, that was run and does not. That no smaller one fits is known only where it is the least that any op needs.
+Both bisect. A policy need not be monotone in its budget: it may fit a smaller budget and fail with a larger one. This
+holds for online policies, whose decisions depend on what is full at the moment; for offline plans that prefetch, since
+a prefetch that finds free space takes it from the ops that follow; and for planners, which plan anew for each budget.
+The result is therefore *a* boundary: a budget that was run and fits, and one below it, within the tolerance, that was
+run and does not. It is known to be the minimum only where it is the least that any op needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sim.trace.graph import Trace
 def fits(
     trace: Trace, platform: Platform | str | os.PathLike[str], policy: str | Policy | type[Policy], **options: Any
 ) -> bool:
-    """Whether a policy completes; options as `simulate` takes them."""
+    """Whether a run completes; the arguments are those of `simulate`."""
     try:
         simulate(trace, platform, policy, **options)
     except (Infeasible, Deadlock):
@@ -41,12 +41,17 @@ def smallest_budget(
     tolerance: float = 0.005,
     **options: Any,
 ) -> int | None:
-    """Bytes of the smallest budget found to fit by bisection, within `tolerance` of one that does not.
+    """The smallest budget in bytes found to fit, by bisection; None if none fits.
 
-    None if neither the least nor the most that the search tries fits. A policy that is not monotone may fit still less
-    than what is found, see above. The search runs from what one op needs at least to what keeping everything needs, or
-    to what the policy takes without a limit where that is more (fast implementations with large workspaces).
-    platform: one there is, or the name or file of a profile.
+    The search starts between the least that any op needs and what keeping everything needs, or what the policy uses
+    with unlimited memory where that is more (fast implementations with large workspaces). A policy that is not monotone
+    may fit an even smaller budget, see the module's text.
+
+    trace: the trace to run.
+    platform: a platform, or the name or file of a profile.
+    policy: see `simulate`.
+    tolerance: the result is this close, relatively, to a budget that does not fit.
+    options: further arguments of `simulate`.
     """
     check_trace(trace)
     platform = to_platform(platform)
@@ -54,13 +59,13 @@ def smallest_budget(
     homes = [platform.home(device).name for device in range(trace.devices)]
     least = low = max(bounds(everything, home).memory_bytes for home in homes)
     high = max(peak_bytes(everything)[home] for home in homes)
-    found = fits(trace, platform, policy, budget=high, **options)
-    if not found:
-        low, high = high, _taken(trace, platform, policy, **options)
-        found = high > low and fits(trace, platform, policy, budget=high, **options)
+    high_fits = fits(trace, platform, policy, budget=high, **options)
+    if not high_fits:
+        low, high = high, _unlimited_peak(trace, platform, policy, **options)
+        high_fits = high > low and fits(trace, platform, policy, budget=high, **options)
     if fits(trace, platform, policy, budget=least, **options):
         return least
-    if not found:
+    if not high_fits:
         return None
     while high - low > max(1, int(tolerance * high)):
         middle = (low + high) // 2
@@ -71,8 +76,8 @@ def smallest_budget(
     return high
 
 
-def _taken(trace: Trace, platform: Platform, policy: str | Policy | type[Policy], **options: Any) -> int:
-    """What a policy takes of a home tier that never fills; 0 where it does not even run then."""
+def _unlimited_peak(trace: Trace, platform: Platform, policy: str | Policy | type[Policy], **options: Any) -> int:
+    """The peak of a policy with unlimited memory, in bytes; 0 where it fails even then."""
     try:
         return home_peak(simulate(trace, unlimited(platform), policy, **options).log)
     except (Infeasible, Deadlock):
@@ -87,22 +92,27 @@ def largest_batch(
     limit: int = 1 << 16,
     **options: Any,
 ) -> int:
-    """The largest batch found to fit, 0 if not even one sample does; doubling, then bisection.
+    """The largest batch found to fit, by doubling, then bisection; 0 if not even one sample fits.
 
     make_trace: batch size -> trace, for example `lambda b: transformer("gpt2", batch=b, sequence=1024)`.
-    platform: one there is, or the name or file of a profile. Raises WorkloadError where make_trace is no function.
+    platform: a platform, or the name or file of a profile.
+    policy: see `simulate`.
+    limit: the largest batch to try.
+    options: further arguments of `simulate`.
+
+    Raises WorkloadError where `make_trace` is not a function.
     """
     if not callable(make_trace):
         model = make_trace if isinstance(make_trace, str) else "gpt2"
         raise WorkloadError(f"expected a function of the batch size: lambda b: transformer({model!r}, batch=b, …)")
     platform = to_platform(platform)
-    good, bad = 0, 1
-    while bad <= limit and fits(make_trace(bad), platform, policy, **options):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
+    fitting, failing = 0, 1
+    while failing <= limit and fits(make_trace(failing), platform, policy, **options):
+        fitting, failing = failing, failing * 2
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
         if fits(make_trace(middle), platform, policy, **options):
-            good = middle
+            fitting = middle
         else:
-            bad = middle
-    return good
+            failing = middle
+    return fitting

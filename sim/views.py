@@ -1,4 +1,4 @@
-"""Runs as they are saved for a page: what `report` shows where the run itself may not, or cannot, be made again."""
+"""Saved views of runs: what `report` shows where the run itself must not, or cannot, be repeated."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PARTS = {
     **dict.fromkeys(("end", "warm_up"), int),
     **dict.fromkeys(("steady", "complete"), bool),
 }
-"""What a view has at least, and of which type."""
+"""The required keys of a view, and their types."""
 
 
 def row_view(folder: Path, row: int) -> Path:
-    """Where the view of one row of a comparison lies."""
+    """The file with the view of one row of a comparison."""
     return folder / "views" / f"{row:03d}.json.gz"
 
 
 def write_view(result: Result, path: Path, *, title: str = "") -> Path:
-    """Save what a page shows of a run, aside and renamed; equal runs give equal files. Raises OSError."""
+    """Save what a page shows of a run; equal runs give equal files. Raises OSError."""
     record = {"format": FORMAT, "version": VERSION, "view": run_data(run_view(result, title=title))}
     text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
@@ -50,9 +50,12 @@ def write_view(result: Result, path: Path, *, title: str = "") -> Path:
 
 
 def read_view(path: Path, **about: Any) -> SavedView:
-    """A view that was saved. about: keys of it to set, since a folder does not say what else lies beside its page.
+    """Read a saved view.
 
-    Raises TiersimError, one line that names the file, where it is not there or is no view.
+    path: the file.
+    about: keys of the view to override.
+
+    Raises TiersimError, one line that names the file, where it does not exist or is not a view.
     """
     try:
         with gzip.GzipFile(fileobj=BytesIO(read_file(path))) as file:
@@ -61,14 +64,14 @@ def read_view(path: Path, **about: Any) -> SavedView:
             raise TiersimError(f"{path}: holds more than {MOST_BYTES:,} bytes")
         record = json.loads(text)
     except FileNotFoundError:
-        raise TiersimError(f"{path}: is not there: nothing was saved for a page") from None
+        raise TiersimError(f"{path}: does not exist: no view was saved") from None
     except OSError as error:
         raise TiersimError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (EOFError, zlib.error, ValueError, RecursionError) as error:
         raise TiersimError(f"{path}: damaged ({error})") from None
     view = record.get("view") if isinstance(record, Mapping) and record.get("format") == FORMAT else None
     if not isinstance(view, Mapping) or record.get("version") != VERSION:
-        raise TiersimError(f"{path}: no view of this version of the program")
+        raise TiersimError(f"{path}: not a view of this version of the program")
     wrong = next((key for key, kind in PARTS.items() if type(view.get(key)) is not kind), None)
     if wrong is not None:
         raise TiersimError(f"{path}: {wrong}: expected {PARTS[wrong].__name__}")

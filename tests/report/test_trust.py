@@ -153,7 +153,7 @@ def changed(**parts):
         (cut, "damaged"),
         (lambda data: b"{}", "view.json.gz"),
         (lambda data: gzip.compress(b"[1, 2"), "damaged"),
-        (lambda data: gzip.compress(b"{}"), "no view"),
+        (lambda data: gzip.compress(b"{}"), "not a view"),
         (other_figures, "peak_bytes"),
         (no_tiers, "tiers: expected list"),
     ],
