@@ -21,21 +21,21 @@ from typing import Any
 from sim.errors import TiersimError
 
 MOST_BYTES = 512 << 20
-"""Bytes of a file of results that are read at most."""
+"""The most bytes that are read from a file of results."""
 
 MOST = {"batch": 1 << 31, "seq": 1 << 24, "micro_batches": 1024, "iterations": 1000, "recompute_limit": 1000}
-"""The most of each option that a folder may ask for unasked; a limit of 0, which is none, is beyond it."""
+"""The largest value of each option that a folder gets without --trust; a recompute limit of 0 (none) exceeds it."""
 
 MOST_OPS = 2_000_000
-"""Ops times iterations that a folder may ask for unasked."""
+"""The largest number of ops times iterations that a folder gets without --trust."""
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """A plain file's bytes. Raises OSError; TiersimError for what is none (a pipe would never end) or is too large."""
+    """The bytes of a regular file. Raises OSError, or TiersimError for another kind (a pipe may never end) or size."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise TiersimError(f"{path}: is no plain file")
+            raise TiersimError(f"{path}: is not a regular file")
         data = file.read(most + 1) if about.st_size <= most else b""
         if about.st_size > most or len(data) > most:
             raise TiersimError(f"{path}: has more than {most:,} bytes")
@@ -57,7 +57,7 @@ class Named:
 
     @property
     def sum(self) -> str:
-        """SHA-256 as hexadecimal digits, "" where the file cannot be read; of an executed policy, that of its source."""
+        """SHA-256 as hexadecimal digits, "" for a file that cannot be read; for an executed policy, of its source."""
         from sim.policies import executed_source
 
         data = executed_source(self.path) if self.kind == "policy" else None
@@ -81,10 +81,10 @@ class Trust:
     sums: Mapping[str, str]
 
     def objection(self, file: Named) -> str:
-        """Why a file is not used, in one line; "" if it may be. A policy's is then executed as it was read here.
+        """Why a file is not used, in one line; "" if it may be. A policy is then executed from the bytes read here.
 
-        Other files are read again by whoever uses them: a machine or a workload that has changed meanwhile gives other
-        figures than were saved, and no page.
+        Other files are read again where they are used. If a profile or a workload has changed in between, the figures
+        differ from the saved ones, and no page is written.
         """
         if file.kind != "policy" and self._holds(file.path):
             return _unreadable(file)
@@ -111,7 +111,7 @@ class Trust:
         return list(dict.fromkeys(filter(None, map(self.objection, files))))
 
     def too_much(self, asked: Mapping[str, Any]) -> list[str]:
-        """Which numbers, by the names of options, are more than a folder may ask for unasked."""
+        """The options whose values are too large to use without --trust, one line each."""
         if self.asked:
             return []
         lines = []
@@ -119,15 +119,15 @@ class Trust:
             value = asked.get(key)
             if value is not None and (value > most or (key == "recompute_limit" and not value)):
                 shown = str(value) if len(str(value)) <= 24 else f"{str(value)[:23]}…"
-                lines.append(f"{key} {shown} is more than the {most:,} that results may ask for unasked (--trust)")
+                lines.append(f"{key} {shown} is more than the {most:,} that results get without --trust")
         return lines
 
     def too_long(self, ops: int, iterations: int | None) -> list[str]:
-        """Why a run of that many ops an iteration is not made again unasked."""
+        """Why a run of that many ops per iteration is not repeated without --trust."""
         runs = ops * (iterations or 1)
         if self.asked or runs <= MOST_OPS:
             return []
-        return [f"{runs:,} ops are more than the {MOST_OPS:,} that results may ask for unasked (--trust)"]
+        return [f"{runs:,} ops are more than the {MOST_OPS:,} that results get without --trust"]
 
     def _holds(self, path: Path) -> bool:
         try:
@@ -137,13 +137,13 @@ class Trust:
 
 
 def _unreadable(file: Named) -> str:
-    """Why a file that is there is not opened."""
+    """Why an existing file is not opened; "" if it may be."""
     try:
         about = file.path.stat()
-    except (OSError, ValueError):  # whoever needs it says so
+    except (OSError, ValueError):  # reported where the file is needed
         return ""
     if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
-        return f"{file.kind} {file.name!r}: is no plain file"
+        return f"{file.kind} {file.name!r}: is not a regular file"
     return f"{file.kind} {file.name!r}: has more than {MOST_BYTES:,} bytes" if about.st_size > MOST_BYTES else ""
 
 

@@ -312,7 +312,7 @@ def test_a_view_that_is_a_pipe_is_not_waited_for(mine, tmp_path, capsys):
     os.mkfifo(path)
     code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
     assert code == 2
-    assert "is no plain file" in err
+    assert "is not a regular file" in err
 
 
 def asked_for(folder, **changes):
@@ -386,7 +386,7 @@ def test_a_pipe_in_the_folder_is_not_waited_for(kind, tmp_path, capsys):
         (out / "summary.json").write_text(json.dumps({**summary, "policy": str(pipe), "files": {str(pipe): "0" * 64}}))
     code, _, err = tiersim("report", out, "-o", tmp_path / "r.html", "--trust", capsys=capsys)
     assert code == 0
-    assert ("SHA-256 differs" if kind == "policy" else "is no plain file") in err
+    assert ("SHA-256 differs" if kind == "policy" else "is not a regular file") in err
 
 
 @pytest.mark.timeout(60)
@@ -398,7 +398,7 @@ def test_a_segment_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "out" / "segments" / "00002.jsonl")
     code, out, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "is no plain file" in err
+    assert "is not a regular file" in err
 
 
 def test_what_is_executed_is_what_was_read_for_the_sum(mine, tmp_path, capsys, monkeypatch):
