@@ -73,10 +73,6 @@ WORST = """\
 * Mixtral (4 × 1024) under full recomputation, highest point of *backward*, 0.5 % too low: the reference was made by a
   PyTorch without CUDA kernels, which composes the backward of `silu` of four kernels and holds four tensors of
   46 MB where CUDA has one kernel. With that one kernel (`mixtral-small` below) we are 0.0002 % off.
-* GPT-2 XL (2 × 1024, separate attention ops) in `amp_bf16` under full recomputation, highest point of *backward*,
-  0.03 % too low, and a real step on a CPU, tiny model with separate attention ops under a checkpoint, 1 % (262,152
-  bytes) too low: the attention mask, which PyTorch's checkpoint holds until the layer's backward has ended and we
-  until the layer has run again.
 * BERT and `save_on_cpu` under autocast, highest point of the *forward* pass, to 0.023 % too low: mostly autocast's
   copies of biases, which nothing saves and its cache holds until the forward pass ends.
 
@@ -444,8 +440,7 @@ def _images(rows: Sequence[Row]) -> str:
         "`full_recompute`. *built*: the trace is `workloads.cnn`'s, from the name; *captured*: of the plain module. "
         "What is too low in the *forward* phase of ResNets is one tensor of the last block (6.4 MB), which a name in "
         "the block's `forward` holds until it is assigned anew; a plain step, in which autograd holds it anyway, does "
-        "not show that. In DenseNet it is one feature (0.6 MB) that PyTorch's checkpoint, which reads it, holds until "
-        "its backward has ended, and we until it has run again.\n\n"
+        "not show that.\n\n"
     )
     cases: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
