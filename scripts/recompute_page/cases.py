@@ -79,7 +79,7 @@ class Entry:
 
 STAGES = {"grain": "stage", "max_ops": 60}
 TUNED = (
-    Entry("checkmate, MILP by stage", "checkmate", ({"method": "milp", "time_limit": 8.0, **STAGES},)),
+    Entry("checkmate, MILP by stage", "checkmate", ({"method": "milp", "time_limit": 20.0, **STAGES},)),
     Entry("checkmate, LP rounding", "checkmate", ({"method": "rounding", **STAGES},)),
     Entry("moccasin", "moccasin", ({"work_limit": 3.0, "time_limit": 60.0, **STAGES},)),
     Entry("rotor", "rotor"),

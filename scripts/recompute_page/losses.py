@@ -30,10 +30,12 @@ RULES = {
     "best schedule for rounded sizes need not be the best that fits",
     "tso, no graphs": "a segment is recomputed once and whole; none is nested in another",
     "moccasin": "no node runs more than twice, on at most 60 nodes of several stages each, within a limit of work",
-    "checkmate, LP rounding": "the relaxation is rounded by thresholds, over nodes of several ops; what a node reads "
-    "and leaves is resident until it ends",
-    "checkmate, MILP by stage": "nodes of several ops, at most 60 here, in order and at most once before each; what a "
-    "node reads and leaves is resident until it ends, and the search ends after 8 s",
+    "checkmate, LP rounding": "each value of each stage is rounded by itself. Near the smallest budget the relaxation "
+    "keeps a part of nearly all of them, and reruns are parts, too: a threshold below those parts keeps more than "
+    "fits, one above keeps next to nothing, so that each backward node recomputes from far back",
+    "checkmate, MILP by stage": "nodes of several ops, at most 60 here, in order and at most once before each; what "
+    "one reads and leaves is resident until it ends; and the search ends within seconds, where the authors allow it "
+    "an hour",
     "vlad": "the middle op is kept, by number, wherever it stands",
     "min_cut": "no budget is known, and only ops that are cheap by kind are recomputed",
     "dtr": "nothing is known of what comes; it is decided when memory is short",

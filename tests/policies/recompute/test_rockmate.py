@@ -155,7 +155,7 @@ def test_graphs_without_a_chain_are_refused(run):
     b.op("f0", reads=[x], writes=t[:2], duration=1)
     b.op("f1", reads=t[:1], writes=t[2:3], duration=1)
     b.op("f2", reads=t[1:3], writes=t[3:], duration=1)
-    with pytest.raises(PolicyError, match=r"policy 'rockmate': this trace is no chain: op 'f2' reads 't1'"):
+    with pytest.raises(PolicyError, match=r"policy 'rockmate': this trace is not a chain: op 'f2' reads 't1'"):
         run(b.build(outputs=(t[3],), carry=()), "rockmate")
 
 

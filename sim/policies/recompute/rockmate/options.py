@@ -124,12 +124,12 @@ class Menu:
     def _plans(self, nodes: Nodes, room: int, saved: int) -> list[Sequence[Sequence[int]]]:
         """Plans for a stage within limits (by rounding: near them), the best one last; none where none is possible."""
         limits = (nodes.border, saved)
-        relaxed = Program(nodes, room, saved=limits).relax()
+        program = Program(nodes, room, saved=limits)
+        relaxed = program.relax()
         if relaxed is None:
             return []
         plans: list[Sequence[Sequence[int]]] = list(rounded(nodes, relaxed.keep))
         if len(nodes) <= self.exact_ops:
-            program = Program(nodes, room, saved=limits)
             answer = program.minimise(node_limit=self.node_limit, time_limit=self.time_limit)
             if answer.limit:
                 self.limits.add(answer.limit)
