@@ -62,6 +62,10 @@ class Prices:
         """Nanoseconds of one copy of a tensor. Raises ProfileError where there is no route."""
         return self.platform.move_ns(int(self.trace.tensor_columns.bytes[tensor]), source, target)
 
+    def over(self, trace: Trace, platform: Platform) -> Prices:
+        """Those of another trace, on the same machine with other capacities."""
+        return Prices(trace, platform)
+
 
 @dataclass(frozen=True, eq=False)
 class Result:

@@ -148,10 +148,10 @@ def _unreadable(file: Named) -> str:
 
 
 def policy_files(names: Iterable[str]) -> list[Named]:
-    """The policies among `names` that are files."""
-    from sim.policies import policy_file
+    """The files that policies are, or that stand in compositions, by the names under which they stand there."""
+    from sim.policies import policy_files as files_of
 
-    return [Named("policy", name, path) for name in names if (path := policy_file(name)) is not None]
+    return [Named("policy", part, path) for name in names for part, path in files_of(name).items()]
 
 
 def profile_files(names: Iterable[str]) -> list[Named]:

@@ -232,6 +232,9 @@ class Cost(Protocol):
     def move_ns(self, tensor: int, source: str, target: str) -> int:
         """The time of one copy of a tensor."""
 
+    def over(self, trace: Trace, platform: Platform) -> Cost:
+        """The same of another trace, on the same machine with other capacities."""
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -28,9 +28,14 @@ from sim.commands.options import (
     workload,
 )
 
-POLICY = Option("policy", Annotated[str, typer.Option(help="policy name or path/to/file.py:Class")], "keep_all")
+WRITTEN = "name, path/to/file.py:Class, or several: 'zero_offload + rotor(slots=200)'"
+POLICY = Option(
+    "policy",
+    Annotated[str, typer.Option(help=WRITTEN)],
+    "keep_all",
+)
 POLICIES = Option(
-    "policies", Annotated[str | None, typer.Option(help="a,b,…; default: all that apply and plan quickly")], None
+    "policies", Annotated[str | None, typer.Option(help="a,b + c,…; default: all that apply and plan quickly")], None
 )
 ANALYSIS = Option(
     "analysis",
@@ -105,7 +110,9 @@ def _compare(options: dict[str, Any], command: str) -> None:
     if options["policies"] == "all":
         asked = list(names())
     elif options["policies"]:
-        asked = [name.strip() for name in options["policies"].split(",") if name.strip()]
+        from sim.policies.writing import split_outside
+
+        asked = [name for name in split_outside(options["policies"], ",") if name]
     platform, work = platform_of(options["profile"], options["set_"]), workload(options)
     limit = budget_of(options["budget"], work, platform)
     comparison = run_all(
@@ -155,7 +162,10 @@ def demo(**options: Any) -> None:
 
 
 @takes(Option("examples", Annotated[int, typer.Option(help="random examples a law", min=1)], 50), PARAM, SEED, JSON)
-def check(policy: Annotated[str, typer.Argument(help="policy name or path/to/file.py:Class")], **options: Any) -> None:
+def check(
+    policy: Annotated[str, typer.Argument(help=WRITTEN)],
+    **options: Any,
+) -> None:
     """Hold a policy to the law for every policy, on traces that nobody picked by hand."""
     from sim.conformance.alone import checked
     from sim.outputs import to_json

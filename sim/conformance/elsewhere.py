@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from sim.conformance.replayed import run_policy
 from sim.conformance.situations import Example, for_each, situations_for
 from sim.errors import PolicyError
-from sim.policies import load
+from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 
 
@@ -47,7 +46,7 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
     """
     jobs = []
     for name, policy in policies:
-        parameters = {entry.name: getattr(policy, entry.name) for entry in dataclasses.fields(policy)}
+        parameters = parameters_of(policy)
         try:
             known = load(name, **json.loads(json.dumps(parameters))) == policy
         except (PolicyError, TypeError, ValueError):

@@ -12,19 +12,10 @@ from sim.conformance.ledger import CODEC, FIRST, RECOMPUTE, RUN, STALL, Copy, Le
 from sim.conformance.rates import check_rates
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.log import CAUSE
+from sim.policies.base import MANAGED_AS
 from sim.trace.graph import Trace
 from sim.trace.origin import leaves
 from sim.trace.tensor import ROLES
-
-MANAGED_AS = {
-    "activation": "activations",
-    "temporary": "activations",
-    "input": "activations",
-    "gradient": "gradients",
-    "optimizer_state": "optimizer_state",
-    "weight": "weights",
-}
-"""Which word of `manages` a role falls under."""
 
 GONE = (CAUSE["dropped"], CAUSE["moved out"])
 

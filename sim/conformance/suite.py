@@ -29,6 +29,7 @@ from sim.conformance.situations import Example, for_each, on_its_own, situations
 from sim.conformance.traits import Exercised
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
+from sim.policies import parameters_of
 from sim.policies.base import Policy
 from sim.trace.io import save
 
@@ -254,8 +255,8 @@ def _write(
         f"./{profile}" if folder == Path(".") else str(profile),
     ]
     words += ["--policy", name, "--budget", f"{example.budget} B", "--seed", str(seed)]
-    for entry in dataclasses.fields(policy):
-        value = getattr(policy, entry.name)
-        if value != entry.default:
-            words += ["-p", f"{entry.name}={json.dumps(value, default=str)}"]
+    defaults = {field.name: field.default for field in dataclasses.fields(policy)}
+    for key, value in parameters_of(policy).items():
+        if value != defaults[key]:
+            words += ["-p", f"{key}={json.dumps(value, default=str)}"]
     return (str(trace), str(profile)), shlex.join(words)

@@ -20,7 +20,24 @@ from typing import Any
 
 from sim.declared import allows_tuples, declarations
 from sim.errors import PolicyError, TiersimError, near
-from sim.policies.base import Policy, default_of, own_name
+from sim.policies.base import Policy, label
+from sim.policies.composition import Composition, Part
+from sim.policies.writing import Term, terms
+
+__all__ = [
+    "FAMILIES",
+    "admit_source",
+    "executed_source",
+    "family",
+    "label",
+    "load",
+    "names",
+    "parameters_of",
+    "policy_class",
+    "policy_file",
+    "policy_files",
+    "written",
+]
 
 FAMILIES = ("baseline", "recompute", "offload", "hybrid", "compression", "parallel")
 ENTRY_POINTS = "tiersim.policies"
@@ -49,15 +66,25 @@ def names() -> tuple[str, ...]:
 
 
 def family(name: str) -> str:
-    """The family of a policy: its folder, or "registered" or "file"."""
+    """The family of a policy: its folder, or "registered", "file" or "composition"."""
+    parts = written(name)
+    if len(parts) > 1 or parts[0].selector:
+        return "composition"
+    name = parts[0].name
     return _own().get(name, "file" if _is_file(name) else "registered")
 
 
 def policy_file(name: str) -> Path | None:
-    """The Python file that a policy's name stands for, there or not; None for one by name."""
+    """The Python file that the name of one policy stands for, there or not; None for one by name."""
     if not _is_file(name):
         return None
     return Path(name if name.endswith(".py") else name.rpartition(":")[0])
+
+
+def policy_files(name: str) -> dict[str, Path]:
+    """The Python files that a policy as it is written stands for, by the names of its parts."""
+    found = {part.name: policy_file(part.name) for part in written(name)}
+    return {part: path for part, path in found.items() if path is not None}
 
 
 _admitted: dict[str, bytes] = {}
@@ -77,6 +104,8 @@ def executed_source(path: Path) -> bytes | None:
 
 def policy_class(name: str) -> type[Policy]:
     """The class of a policy given by name, as `path/to/file.py:Class` or as `path/to/file.py`. Raises PolicyError."""
+    if len(parts := written(name)) == 1 and not parts[0].selector:
+        name = parts[0].name
     if _is_file(name):
         return _from_file(name)
     if name in _own():
@@ -90,12 +119,32 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
-    """A policy with its parameters: by name, from its class, or one there is with some of them changed.
+    """A policy with its parameters: as it is written, from its class, or one there is with some of them changed.
 
+    name: of a policy; with parameters, as in "checkmate(method=rounding)"; or of several that are combined, as in
+    "zero_offload + rotor(slots=200)" and "layers 0-7: full_recompute; rest: swap_all" (`sim.policies.composition`).
     Raises PolicyError naming an unknown parameter and the nearest one, or a value that its declaration does not allow.
     """
+    if isinstance(name, str):
+        parts = written(name)
+        if len(parts) == 1 and not parts[0].selector:
+            return _loaded(parts[0].name, {**parts[0].parameters, **parameters})
+        if parameters:
+            key = next(iter(parameters))
+            raise PolicyError(f"policy {name!r}: {key}: give it to the part that has it, as in 'rotor({key}=…)'")
+        return Composition(parts=tuple(Part(_loaded(part.name, part.parameters), part.selector) for part in parts))
     if isinstance(name, Policy):
         return dataclasses.replace(name, **_known(type(name), label(name), parameters))
+    return _loaded(name, parameters)
+
+
+def written(name: str) -> list[Term]:
+    """The parts of a policy as it is written; one for a file, whatever its path looks like. Raises PolicyError."""
+    file = policy_file(name)
+    return [Term("", name, {})] if file is not None and file.is_file() else terms(name)
+
+
+def _loaded(name: str | type[Policy], parameters: Mapping[str, Any]) -> Policy:
     if isinstance(name, type):
         found, called = name, name.__name__
         if not issubclass(found, Policy):
@@ -115,12 +164,11 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
         raise PolicyError(f"policy {called!r}: {_line(error)}") from error
 
 
-def label(policy: Policy) -> str:
-    """A policy in a few words: its name, or that of its class, and the parameters that are not the defaults."""
-    values = [(field, getattr(policy, field.name)) for field in dataclasses.fields(policy)]
-    inside = ", ".join(f"{field.name}={value}" for field, value in values if value != default_of(field))
-    name = own_name(type(policy))
-    return f"{name}({inside})" if inside else name
+def parameters_of(policy: Policy) -> dict[str, Any]:
+    """What `load` takes beside a policy's name: nothing for a composition, whose parts have theirs in its text."""
+    if isinstance(policy, Composition):
+        return {}
+    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
 
 
 def _known(found: type[Policy], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from annotated_types import Ge
 from sim.declared import OneOf, allows, declarations, expected, hint, is_trait
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
+from sim.policies.writing import text_of
 
 Fidelity = Literal["code", "equations", "reconstruction"]
 Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
@@ -21,6 +22,18 @@ Needed = Literal["chain", "layers", "history", "host", "cpu", "backward"]
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 MANAGES: tuple[Managed, ...] = get_args(Managed)
 NEEDS: tuple[Needed, ...] = get_args(Needed)
+
+MANAGED_AS: Mapping[str, Managed] = MappingProxyType(
+    {
+        "activation": "activations",
+        "temporary": "activations",
+        "input": "activations",
+        "gradient": "gradients",
+        "optimizer_state": "optimizer_state",
+        "weight": "weights",
+    }
+)
+"""Which word of `manages` the role of a tensor falls under."""
 
 SAVINGS = {
     "implementation": "another implementation of an op, as the trace states it: its time and its workspace",
@@ -121,6 +134,18 @@ class Policy:
         """What `saves` declares, a line each, for whoever reads its results."""
         return tuple(f"declared saving: {kind}: {why}" for kind, why in cls.saves.items())
 
+    def __add__(self, other: Policy) -> Policy:
+        """Both on one job, each for the tensors that it manages; see `sim.policies.composition`."""
+        from sim.policies.composition import joined
+
+        return joined(self, other)
+
+    def on(self, selector: str) -> Policy:
+        """This policy for the tensors alone that a selector names, such as "layers 0-7" or "*.attn"."""
+        from sim.policies.composition import joined
+
+        return joined(self, selector=selector)
+
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""
         raise NotImplementedError(f"{type(self).__name__} does not define plan(problem)")
@@ -137,6 +162,15 @@ class Policy:
         the policy's overhead is measured against. problem: as for `plan`, on a platform whose home tiers never fill.
         """
         return {}
+
+
+def label(policy: Policy) -> str:
+    """A policy as it is written: its name, or that of its class, and the parameters that are not the defaults."""
+    if (text := getattr(policy, "text", None)) is not None:
+        return str(text)
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    changed = {field.name: values[field.name] for field in fields(policy) if values[field.name] != default_of(field)}
+    return text_of(own_name(type(policy)), changed)
 
 
 def own_name(policy: type[Policy]) -> str:

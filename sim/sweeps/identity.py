@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.policies.base import Policy
+from sim.policies.composition import Composition
 
 PACKAGES = ("sim", "workloads")
 ENGINE = ("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.kept", "sim.experiment", "sim.analysis.summary")
@@ -56,9 +57,12 @@ _class_sources: dict[type[Policy], str] = {}
 def policy_identity(policy: Policy) -> str:
     """Hash of a policy's parameters and of the sources of its class, its bases and what they import.
 
+    That of a composition is made of its parts'.
     Files that a policy of one's own imports from beside itself are not seen.
     """
     parameters = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    if isinstance(policy, Composition):
+        parameters = {"parts": [(part.selector, policy_identity(part.policy)) for part in policy.parts]}
     libraries = _versions(SOLVER_LIBRARIES) if policy.solver else {}
     return digest([type(policy).__qualname__, parameters, _class_source(type(policy)), libraries])
 

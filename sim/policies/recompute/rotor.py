@@ -96,6 +96,11 @@ class Rotor(RecomputationPlanner):
         fitting = [tried for tried in tries if tried[2] <= 0]
         if fitting:
             return min(fitting, key=itemgetter(0))
+        if not tries:
+            raise Infeasible(
+                f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}, nor in "
+                "what its model of memory says is the least"
+            )
         least = problem.budget + min(excess for _, _, excess in tries)
         raise Infeasible(
             f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "

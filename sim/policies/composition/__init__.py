@@ -1,0 +1,384 @@
+"""Compositions: several policies on one job, each for the tensors that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.errors import Infeasible, OutOfMemory, PolicyError
+from sim.log import EventLog
+from sim.plan import Action, Drop, Move, Plan, Problem, Run
+from sim.policies.base import FIDELITIES, Policy, label
+from sim.policies.composition import selectors
+from sim.policies.composition.merging import by_ids, carried_over, merged, restricted
+from sim.policies.composition.online import JoinedOnline
+from sim.policies.composition.selectors import CHECKPOINTS, REST, Mask
+from sim.trace.chain import saved_tensors
+from sim.trace.graph import Trace
+
+ATTEMPTS = 8
+"""Budgets that planners are given in turn, until their plan, replayed with the others', fills the true one."""
+PRECISION = 0.005
+"""Of the budget: how near to it that search goes."""
+
+
+class Part(NamedTuple):
+    """A policy and what it owns: all that it manages, or of that what a selector names, "" for all."""
+
+    policy: Policy
+    selector: str = ""
+
+    @property
+    def label(self) -> str:
+        """The policy as it is written."""
+        return label(self.policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition(Policy):
+    """Several policies on one job, each for the tensors that it owns.
+
+    A part owns what it manages (`zero_offload + full_recompute`: state, and activations), or of that what its selector
+    names (`layers 0-7: full_recompute; rest: swap_all`). `rest` is what no other part owns; `checkpoints` are
+    activations that the other parts own and leave resident from forward to backward. A tensor has one owner.
+
+    Parts plan in the order given, each on the trace that those before it have rewritten, and know nothing of each
+    other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
+    an op come before recomputation there. Where a recomputation reads what another part has offloaded, the prefetch
+    starts earlier by as many ops. A planner that keeps to a budget counts what its own model of memory counts, not
+    what other parts move away: its budget is searched such that the replay of all parts together fills the true one
+    (at most eight replays). Under pressure online parts are asked in the order given, and the first with an answer
+    answers; each sees what others own as pinned.
+
+    Source: what users combine today, such as ZeRO-Offload with activation checkpointing (DeepSpeed's
+        `activation_checkpointing`), or selective recomputation with offload by module (Megatron-LM).
+    Bounds: time at least that of the slowest part alone on what it owns; no optimality carries over.
+    Departs: published combinations decide jointly; here each part decides for itself.
+
+    parts: what is combined.
+    Raises PolicyError for two owners of a tensor, a selector that matches nothing, a rewrite that is restricted to
+    a part of what it rewrites, or one that changes what an earlier part has decided on.
+    """
+
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The composition as `sim.policies.load` reads it."""
+        clauses: list[str] = []
+        for i, part in enumerate(self.parts):
+            if i and part.selector == self.parts[i - 1].selector:
+                clauses[-1] += f" + {part.label}"
+            else:
+                clauses.append(f"{part.selector}: {part.label}" if part.selector else part.label)
+        return "; ".join(clauses)
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise PolicyError("a composition needs at least one policy")
+        for part in self.parts:
+            if part.selector:
+                selectors.check(part.selector)
+        rests = [part for part in self.parts if REST in selectors.terms(part.selector)]
+        for i, one in enumerate(rests):
+            for other in rests[i + 1 :]:
+                if both := [word for word in one.policy.manages if word in other.policy.manages]:
+                    raise PolicyError(f"{one.label!r} and {other.label!r} both own the rest of the {both[0]}")
+
+    # ---- traits --------------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:  # type: ignore[override]
+        """Whether a part decides while it runs."""
+        return any(part.policy.online for part in self.parts)
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]
+        """Whether a part recomputes."""
+        return any(part.policy.recomputes for part in self.parts)
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        """Whether a part moves bytes."""
+        return any(part.policy.moves for part in self.parts)
+
+    @property
+    def rewrites(self) -> bool:  # type: ignore[override]
+        """Whether a part changes the trace."""
+        return any(part.policy.rewrites for part in self.parts)
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        """Whether all parts keep the values."""
+        return all(part.policy.lossless for part in self.parts)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """What any part needs."""
+        return frozenset().union(*(part.policy.needs for part in self.parts))
+
+    @property
+    def solver(self) -> str:  # type: ignore[override]
+        """What the parts solve with."""
+        return ", ".join(dict.fromkeys(part.policy.solver for part in self.parts if part.policy.solver))
+
+    @property
+    def warm_up(self) -> int:  # type: ignore[override]
+        """The most iterations that any part measures before its steady state."""
+        return max(part.policy.warm_up for part in self.parts)
+
+    @property
+    def manages(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What all parts manage."""
+        return tuple(dict.fromkeys(word for part in self.parts for word in part.policy.manages))
+
+    @property
+    def fidelity(self) -> str:  # type: ignore[override]
+        """That of the least faithful part."""
+        return max((part.policy.fidelity for part in self.parts), key=FIDELITIES.index)
+
+    @property
+    def slow(self) -> bool:  # type: ignore[override]
+        """Whether a part plans slowly."""
+        return any(part.policy.slow for part in self.parts)
+
+    @property
+    def saves(self) -> Mapping[str, str]:  # type: ignore[override]
+        """What the parts save by their rewrites."""
+        return {kind: why for part in self.parts for kind, why in part.policy.saves.items()}
+
+    def saving_lines(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the parts declare of that, a line each."""
+        return tuple(dict.fromkeys(line for part in self.parts for line in part.policy.saving_lines()))
+
+    # ---- the plan ------------------------------------------------------------------------------
+
+    def plan(self, problem: Problem) -> Plan:
+        """The parts' plans as one."""
+        if len(self.parts) == 1:
+            alone = self.parts[0]
+            return self._planned(problem, problem.budget) if alone.selector else alone.policy.plan(problem)
+        first, error = self._attempt(problem, problem.budget)
+        ample = problem.budget + 2 * int(problem.trace.tensor_columns.bytes.sum()) + int(_workspace(problem.trace))
+        most, _ = self._attempt(problem, ample)
+        if first is not None and (most is None or _alike(first, most)):
+            return first
+        best, end = _Fitting(problem), ample
+        if most is not None and best.take(most):
+            return most
+        low, high, least = 0, end, most
+        guess = problem.budget
+        for _ in range(ATTEMPTS):
+            plan = first if guess == problem.budget else self._attempt(problem, guess)[0]
+            if plan is not None and not best.take(plan):
+                high, least = guess, plan
+            else:
+                low = guess
+            if high - low <= PRECISION * problem.budget:
+                break
+            guess = (low + high) // 2
+        if (found := best.plan or least) is None:
+            raise error or PolicyError("no part of the composition made a plan")
+        return found  # where none fits, the replay of the smallest says what is short, and where
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """What the parts' freedoms are worth, alone and together."""
+        alone = {name: plan for part in self.parts for name, plan in part.policy.unlimited(problem).items()}
+        return {**alone, "the composition": self.plan(problem)} if alone else {}
+
+    def _attempt(self, problem: Problem, budget: int) -> tuple[Plan | None, Infeasible | None]:
+        """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""
+        try:
+            return self._planned(problem, budget), None
+        except Infeasible as error:
+            return None, error
+
+    def _planned(self, problem: Problem, budget: int) -> Plan:
+        trace, made = problem.trace, list[_Made]()
+        for i, part in enumerate(self.parts):
+            asked = self._asked(problem, trace, budget, made, i)
+            plan = part.policy.plan(asked)
+            actions = [by_ids(action, plan.trace) for action in plan.actions]
+            made = [each.over(trace, plan.trace, part.label) for each in made]
+            made.append(_Made(part, plan, actions, rewrites=_differ(plan.trace, trace)))
+            trace = plan.trace
+        return self._joined(made, trace, problem)
+
+    def _asked(self, problem: Problem, trace: Trace, budget: int, made: Sequence[_Made], i: int) -> Problem:
+        """The problem as part i sees it."""
+
+        def evaluate(plan: Plan) -> EventLog:
+            now = [each.over(trace, plan.trace, self.parts[i].label) for each in made]
+            actions = [by_ids(action, plan.trace) for action in plan.actions]
+            now.append(_Made(self.parts[i], plan, actions, rewrites=_differ(plan.trace, trace)))
+            return problem.evaluate(self._joined(now, plan.trace, problem))
+
+        platform = problem.platform.with_budget(budget)
+        return replace(
+            problem,
+            trace=trace,
+            platform=platform,
+            cost=problem.cost.over(trace, platform),
+            evaluate=evaluate,
+            history=_history(problem.history, trace, i),
+        )
+
+    def _joined(self, made: Sequence[_Made], trace: Trace, problem: Problem) -> Plan:
+        owned = owners([each.part for each in made], [each.actions for each in made], trace)
+        kept = []
+        for each, own in zip(made, owned, strict=True):
+            actions = restricted(each.actions, trace, own)
+            if each.rewrites and len(actions) < len(each.actions):
+                raise PolicyError(
+                    f"{each.part.label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}"
+                )
+            kept.append(actions)
+        parts = [(each.plan.online, own) for each, own in zip(made, owned, strict=True) if each.plan.online is not None]
+        place = {
+            tensor: where
+            for each, own in zip(made, owned, strict=True)
+            for tensor, where in each.place.items()
+            if tensor in own
+        }
+        return Plan(
+            trace,
+            tuple(merged(kept, trace, problem.platform)),
+            place=place,
+            online=JoinedOnline(parts, trace) if parts else None,
+            keep_dead=any(each.plan.keep_dead for each in made),
+            notes={"parts": tuple(each.plan.notes for each in made)},
+        )
+
+
+def joined(*policies: Policy, selector: str = "") -> Composition:
+    """Policies as one, those that are compositions by their parts. selector: narrows what each of them owns."""
+    parts: list[Part] = []
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"{policy!r} is not a policy, so that nothing can be joined with it")
+        inner = policy.parts if isinstance(policy, Composition) else (Part(policy),)
+        parts += [part._replace(selector=" & ".join(filter(None, (part.selector, selector)))) for part in inner]
+    return Composition(parts=tuple(parts))
+
+
+class _Made(NamedTuple):
+    """What a part has planned, its actions and places over the last trace."""
+
+    part: Part
+    plan: Plan
+    actions: list[Action]
+    rewrites: bool
+
+    @property
+    def place(self) -> Mapping[int, str | tuple[str, int]]:
+        return self.plan.place
+
+    def over(self, old: Trace, new: Trace, rewriter: str) -> _Made:
+        """The same over what a later part has made of the trace."""
+        if new is old:
+            return self
+        if self.plan.place or self.plan.online is not None:
+            raise PolicyError(
+                f"{rewriter!r} rewrites the trace on which {self.part.label!r} has decided; name it before that"
+            )
+        return self._replace(actions=carried_over(self.actions, old, new, self.part.label, rewriter))
+
+
+class _Fitting:
+    """The fastest plan so far that a replay has found to fit."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._end = -1
+        self.plan: Plan | None = None
+
+    def take(self, plan: Plan) -> bool:
+        """Whether a plan fits."""
+        try:
+            end = self._problem.evaluate(plan).end
+        except OutOfMemory:
+            return False
+        if self.plan is None or end < self._end:
+            self.plan, self._end = plan, end
+        return True
+
+
+def owners(parts: Sequence[Part], actions: Sequence[Iterable[Action]], trace: Trace) -> list[frozenset[int]]:
+    """The tensors that each part owns. Raises PolicyError naming one that two own.
+
+    actions: what each part has planned, for `checkpoints`.
+    """
+    masks: list[Mask] = []
+    for part in parts:
+        mask = selectors.roles(trace, part.policy.manages)
+        if part.selector:
+            named = selectors.selected(trace, part.selector)
+            mask &= named
+            if named.any() and not mask.any():
+                words = ", ".join(part.policy.manages)
+                raise PolicyError(f"{part.label!r} manages {words}; {part.selector!r} names none of that")
+        masks.append(mask)
+    relative = {i: {REST, CHECKPOINTS} & {*selectors.terms(part.selector)} for i, part in enumerate(parts)}
+    taken = np.full(len(trace.tensor_columns.name), -1)
+    for i in (i for i, words in relative.items() if not words):
+        twice = np.flatnonzero(masks[i] & (taken >= 0))
+        if len(twice):
+            tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
+            raise PolicyError(
+                f"tensor {trace.tensor_columns.name[tensor]!r} has two owners, {other.label!r} and {parts[i].label!r}; "
+                f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'"
+            )
+        taken[masks[i]] = i
+    for i in relative:
+        if REST in relative[i]:
+            masks[i] &= (taken < 0) | (taken == i)
+            taken[masks[i]] = i
+    for i in relative:
+        if CHECKPOINTS in relative[i]:
+            masks[i] &= ~_released([*actions[:i], *actions[i + 1 :]], trace)
+            for mask in masks[:i] + masks[i + 1 :]:
+                mask &= ~masks[i]
+    return [frozenset(np.flatnonzero(mask).tolist()) for mask in masks]
+
+
+def _released(actions: Sequence[Iterable[Action]], trace: Trace) -> Mask:
+    """Per tensor whether some part drops or moves it, or no backward op reads it."""
+    found = np.ones(len(trace.tensor_columns.name), np.bool_)
+    found[saved_tensors(trace)] = False
+    for part in actions:
+        for action in part:
+            if isinstance(action, Drop | Move):
+                found[trace.tensor_id(action.tensor)] = True
+    return found
+
+
+def _history(history: tuple[Run, ...], trace: Trace, i: int) -> tuple[Run, ...]:
+    """Earlier iterations as part i planned them. Raises PolicyError where those ran another trace."""
+    found = []
+    for run in history:
+        notes = run.plan.notes.get("parts", ())
+        if run.plan.trace is not trace and run.plan.trace.content_hash != trace.content_hash:
+            continue
+        found.append(replace(run, trace=trace, plan=replace(run.plan, notes=notes[i] if i < len(notes) else {})))
+    return tuple(found)
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, as far as their offline parts tell."""
+    same_trace = one.trace is other.trace or one.trace.content_hash == other.trace.content_hash
+    return same_trace and one.actions == other.actions and one.place == other.place
+
+
+def _workspace(trace: Trace) -> int:
+    return int(trace.op_columns.workspace.max(initial=0))
+
+
+def _differ(new: Trace, old: Trace) -> bool:
+    """Whether a rewrite has changed more than how ops are implemented."""
+    if new is old:
+        return False
+    names = [(list(trace.op_columns.name), list(trace.tensor_columns.name)) for trace in (new, old)]
+    return names[0] != names[1]

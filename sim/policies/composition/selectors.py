@@ -1,0 +1,109 @@
+"""Selectors: which tensors of a trace a part of a composition may own, by layer, role or name."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.errors import PolicyError, near
+from sim.policies.base import MANAGED_AS, MANAGES
+from sim.trace.graph import Trace
+from sim.trace.tensor import ROLES
+
+Mask = NDArray[np.bool_]
+"""One entry per tensor."""
+
+STATE = ("gradients", "optimizer_state", "weights")
+REST, CHECKPOINTS = "rest", "checkpoints"
+WORDS = (*MANAGES, "state", REST, CHECKPOINTS)
+RANGE = r"\d+(?:-\d+)?"
+LAYERS = re.compile(rf"layers?\s+({RANGE}(?:[\s,]+{RANGE})*)")
+GLOB = re.compile(r"[*?\[.]")
+
+
+def roles(trace: Trace, words: tuple[str, ...]) -> Mask:
+    """The tensors whose role falls under some of the words of `manages`."""
+    return np.isin(trace.tensor_columns.role, [i for i, role in enumerate(ROLES) if MANAGED_AS[role] in words])
+
+
+def terms(selector: str) -> list[str]:
+    """What a tensor must meet, one after the other."""
+    return [term.strip() for term in selector.split("&")]
+
+
+def selected(trace: Trace, selector: str) -> Mask:
+    """The tensors that a selector names: those that meet all its terms, joined by `&`.
+
+    A term is `layers 0-7 10`, a word of `manages` or `state`, or a pattern such as `*.attn`: a tensor meets it if its
+    name or that of the op that produces it matches, or a leading part of either that ends before a dot. The tensors
+    of `rest` and `checkpoints` depend on the other parts; here they are all. Raises PolicyError naming layers that this
+    trace has not, a pattern that nothing matches, and terms that have no tensor in common.
+    """
+    mask = np.ones(len(trace.tensor_columns.name), np.bool_)
+    for term in terms(selector):
+        met = _term(trace, term)
+        if not met.any() and term not in WORDS:
+            raise PolicyError(f"selector {term!r} matches no tensor of this trace{_what_there_is(trace, term)}")
+        mask &= met
+    if not mask.any() and "&" in selector:
+        raise PolicyError(f"selector {selector!r} matches no tensor of this trace: its terms have none in common")
+    return mask
+
+
+def check(selector: str) -> None:
+    """Raises PolicyError where a selector cannot be one on any trace."""
+    for term in terms(selector):
+        if not (LAYERS.fullmatch(term) or term in WORDS or GLOB.search(term)):
+            raise PolicyError(
+                f"selector {term!r}{near(term, (*WORDS, 'layers 0-7'))}; a selector is 'layers 0-7', one of "
+                f"{', '.join(WORDS)}, or a pattern with '*' or '.' for names of ops and tensors"
+            )
+
+
+def _term(trace: Trace, term: str) -> Mask:
+    if term in (REST, CHECKPOINTS):
+        return np.ones(len(trace.tensor_columns.name), np.bool_)
+    if term in WORDS:
+        return roles(trace, STATE if term == "state" else (term,))
+    found = LAYERS.fullmatch(term)
+    if found is None:
+        return _named(trace, term)
+    numbers: set[int] = set()
+    for piece in re.findall(RANGE, found[1]):
+        low, _, high = piece.partition("-")
+        numbers.update(range(int(low), int(high or low) + 1))
+    return np.isin(layers(trace), sorted(numbers))
+
+
+def layers(trace: Trace) -> NDArray[np.int32]:
+    """Per tensor its layer: that of the op that produces it, or its own where there is none; -1 for no layer."""
+    made = trace.producer >= 0
+    by_op = trace.op_columns.layer[np.where(made, trace.producer, 0)]
+    found: NDArray[np.int32] = np.where(made & (by_op >= 0), by_op, trace.tensor_columns.layer)
+    return found
+
+
+def _named(trace: Trace, pattern: str) -> Mask:
+    @cache
+    def matches(name: str) -> bool:
+        return fnmatchcase(name, pattern) or ("." in name and matches(name.rpartition(".")[0]))
+
+    by_op = np.array([matches(name) for name in trace.op_columns.name], np.bool_)
+    own = np.array([matches(name) for name in trace.tensor_columns.name], np.bool_)
+    made = trace.producer >= 0
+    return own | (made & by_op[np.where(made, trace.producer, 0)])
+
+
+def _what_there_is(trace: Trace, term: str) -> str:
+    """What the trace has instead, as the end of a message."""
+    if LAYERS.fullmatch(term):
+        has = np.unique(layers(trace))
+        has = has[has >= 0]
+        return f": it has layers {has[0]} to {has[-1]}" if len(has) else ": it has no layers"
+    stem = term.strip("*")
+    names = sorted({name.partition(".")[2] or name for name in trace.op_columns.name})
+    return near(stem, names) or f"; ops are called {', '.join(map(repr, names[:3]))}, …"

@@ -1,0 +1,116 @@
+"""How policies are written: with parameters; and several combined, each with what it owns.
+
+    zero_offload + full_recompute
+    checkmate(method=rounding)
+    zero_offload + activations: lru_tiering
+    layers 0-7: full_recompute; *.attn: swap_all; rest: keep_all
+    full_recompute; checkpoints: swap_all(ahead=2)
+
+`;` begins a new clause: within one, a part without a selector has that of the part before it. A colon ends a selector
+where a space follows it; `path/to/file.py:Class` has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sim.errors import PolicyError
+
+OPENING, CLOSING = "([{", ")]}"
+WORDS = {"True": True, "False": False, "None": None}
+
+
+class Term(NamedTuple):
+    """One part as it is written. selector: "" for none."""
+
+    selector: str
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def terms(text: str) -> list[Term]:
+    """The parts of a composition in order; one without selector or parameters for a plain name. Raises PolicyError."""
+    found: list[Term] = []
+    for clause in split_outside(text, ";"):
+        selector = ""
+        for part in split_outside(clause, "+"):
+            own, call = _selector(part)
+            selector = own or selector
+            name, inside = _call(call, text)
+            if not name:
+                raise PolicyError(f"policy {text!r}: a policy is missing beside '+', ';' or ':'")
+            found.append(Term(selector, name, _parameters(inside, call)))
+    return found
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """The pieces of a text between separators that are in no bracket and in no quotes, stripped."""
+    pieces, depth, quote, start = [], 0, "", 0
+    for i, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        elif sign in OPENING:
+            depth += 1
+        elif sign in CLOSING:
+            depth -= 1
+        elif sign == separator and depth <= 0:
+            pieces.append(text[start:i].strip())
+            start = i + 1
+    return [*pieces, text[start:].strip()]
+
+
+def text_of(name: str, parameters: Mapping[str, Any]) -> str:
+    """A policy and its parameters as `terms` reads them."""
+    inside = ", ".join(f"{key}={_value_text(value)}" for key, value in parameters.items())
+    return f"{name}({inside})" if inside else name
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    if isinstance(value, str) and (_value(value) != value or any(sign in value for sign in "(),;+=\"' ")):
+        return json.dumps(value)
+    return str(value)
+
+
+def _selector(part: str) -> tuple[str, str]:
+    """(selector, policy) of a part; the selector is "" where it has none."""
+    head, colon, rest = part.partition(": ")
+    return (head.strip(), rest) if colon and not any(sign in head for sign in "({") else ("", part)
+
+
+def _call(part: str, text: str) -> tuple[str, str]:
+    """(name, parameters) of `name(parameters)`."""
+    name, bracket, inside = part.partition("(")
+    if bracket and not inside.rstrip().endswith(")"):
+        raise PolicyError(f"policy {text!r}: {part!r} has no closing bracket")
+    return name.strip(), inside.rstrip()[:-1] if bracket else ""
+
+
+def _parameters(inside: str, part: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in _pairs(inside):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise PolicyError(f"policy {part!r}: {pair!r}: expected parameter=value")
+        if key.strip() in found:
+            raise PolicyError(f"policy {part!r}: {key.strip()} is given twice")
+        found[key.strip()] = _value(value.strip())
+    return found
+
+
+def _pairs(inside: str) -> Iterator[str]:
+    if inside.strip():
+        yield from split_outside(inside, ",")
+
+
+def _value(text: str) -> Any:
+    """A value as JSON or one of Python's three words, else as text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return WORDS.get(text, text)

@@ -1,0 +1,296 @@
+"""Compositions: each part keeps to what it owns, alone it is itself, and together they keep every law."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from sim.cli import app
+from sim.conformance import check_policy
+from sim.conformance.situations import situations
+from sim.errors import Infeasible, PolicyError, TiersimError
+from sim.experiment import simulate
+from sim.foreign import Trust
+from sim.foreign import policy_files as named_files
+from sim.hardware.profile import load_profile
+from sim.plan import Drop, Move, Recompute, Wait
+from sim.policies import Composition, label, load, names, policy_class, policy_files
+from sim.policies.composition import Part, joined
+from sim.policies.composition.merging import merged, restricted
+from sim.sweeps.identity import policy_identity
+from sim.trace import TraceBuilder
+from tests.policies.offload.conftest import machine
+from workloads import transformer
+
+QUICK = [name for name in names() if not policy_class(name).slow]
+TOGETHER = (
+    "zero_offload + full_recompute",
+    "layers 0-1: full_recompute; rest: swap_all",
+    "full_recompute; checkpoints: swap_all",
+    "zero_offload + full_recompute; checkpoints: swap_all(ahead=2)",
+    "layers 0: dtr; rest: lru_tiering",
+    "zero_offload + chen",
+    "*.core: swap_all; rest: every_k(k=2)",
+    "zero_offload + activations: lru_tiering",
+    "layers 0: vdnn; rest: save_on_cpu",
+    "optimizer_state: lru_tiering; activations: dtr",
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return transformer("gpt2", batch=1, sequence=128)
+
+
+def logs_of(trace, platform, policy):
+    try:
+        log = simulate(trace, platform, policy).log
+    except Infeasible as error:
+        return type(error), str(error)
+    return log.content_hash
+
+
+# ---- a part alone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUICK)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_a_single_part_gives_the_log_of_the_policy_itself(name, data):
+    policy = load(name)
+    example = data.draw(situations(policy.needs, real=0))
+    try:
+        alone = logs_of(example.trace, example.platform, policy)
+    except PolicyError:
+        return
+    assert logs_of(example.trace, example.platform, joined(policy)) == alone
+
+
+@pytest.mark.parametrize("name", ["full_recompute", "swap_all", "dtr", "lru_tiering", "save_on_cpu", "rotor"])
+def test_a_selector_that_names_everything_changes_nothing(name, gpt2):
+    platform = load_profile("mt3000_survey").with_budget(2_200_000_000)
+    alone = logs_of(gpt2, platform, load(name))
+    assert logs_of(gpt2, platform, load(f"*: {name}")) == alone
+    assert logs_of(gpt2, platform, load(f"rest: {name}")) == alone
+
+
+# ---- together ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TOGETHER)
+def test_compositions_keep_every_law(text, tmp_path):
+    report = check_policy(load(text), examples=25, name=text, folder=tmp_path, across_processes=False)
+    assert report.examples > report.skipped
+    assert not report.broken, report.as_text()
+
+
+def touched(log):
+    """Names of the tensors that moved, and of the ops that were recomputed."""
+    events = log.events
+    return set(events[events.why == "move"].tensor), set(events[events.why == "recompute"].op)
+
+
+def test_each_part_keeps_to_its_layers(gpt2):
+    result = simulate(gpt2, "mt3000_survey", "layers 0-5: full_recompute; rest: swap_all")
+    layer = {op.name: op.layer for op in gpt2.ops}
+    moved, recomputed = touched(result.log)
+    assert {layer[name] for name in recomputed} == set(range(6))
+    by_name = {tensor.name: tensor for tensor in gpt2.tensors}
+    producer = {name: int(gpt2.producer[by_name[name].id]) for name in moved}
+    assert moved
+    assert not {gpt2.ops[op].layer for op in producer.values()} & set(range(6))
+
+
+def test_checkpoints_are_what_recomputation_leaves(gpt2):
+    result = simulate(gpt2, "mt3000_survey", "full_recompute; checkpoints: swap_all")
+    moved, recomputed = touched(result.log)
+    alone = simulate(gpt2, "mt3000_survey", "full_recompute")
+    assert recomputed == touched(alone.log)[1]
+    remade = {gpt2.tensors[t].name for op in gpt2.ops if op.name in recomputed for t in op.writes}
+    assert moved
+    assert not moved & remade
+    stays = [t for t in moved if "ln" not in t]
+    assert len(stays) >= 11  # the borders of 12 layers
+
+
+def test_two_mechanisms_fit_what_neither_fits_alone():
+    trace = transformer("gpt2-xl", batch=1, sequence=1024, precision="mixed_bf16")
+    for name in ("zero_offload", "full_recompute"):
+        with pytest.raises(Infeasible):
+            simulate(trace, "mt3000_survey", name)
+    result = simulate(trace, "mt3000_survey", "zero_offload + full_recompute")
+    assert 3.6e9 < result.summary()["peak_bytes"] < 4.4e9
+
+
+def test_a_planner_fills_the_budget_that_others_leave_it():
+    """It counts optimizer state that lives on the host, and so would recompute for nothing, or refuse."""
+    trace = transformer("gpt2", batch=8, sequence=128)
+    budget = int(0.9 * simulate(trace, "mt3000_survey", "zero_offload").summary()["peak_bytes"])
+    result = simulate(trace, "mt3000_survey", "zero_offload + rotor(slots=100)", budget=budget)
+    full = simulate(trace, "mt3000_survey", "zero_offload + full_recompute", budget=budget)
+    assert result.log.end < full.log.end
+
+
+# ---- merging, drawn by hand --------------------------------------------------------------------
+
+
+def chain():
+    """x -> a -> b -> c and back: b's backward reads a, and a's reads x."""
+    builder = TraceBuilder()
+    x = builder.tensor("x", 100, role="activation")
+    tensors = {"x": x}
+    builder.op("load", "other", reads=[], writes=[x], duration=100)
+    for name, before in (("a", "x"), ("b", "a"), ("c", "b")):
+        tensors[name] = builder.tensor(name, 100, role="activation")
+        builder.op(
+            name, "matmul", reads=[tensors[before]], writes=[tensors[name]], duration=100, layer="xabc".index(name)
+        )
+    gradient = builder.tensor("dc", 100, role="gradient")
+    builder.op("loss", "loss", reads=[tensors["c"]], writes=[gradient], duration=100, phase="backward")
+    for name, saved in (("c", "b"), ("b", "a"), ("a", "x")):
+        after = builder.tensor(f"d{saved}", 100, role="gradient")
+        builder.op(
+            f"{name}.bwd",
+            "matmul",
+            reads=[gradient, tensors[saved]],
+            writes=[after],
+            duration=100,
+            phase="backward",
+        )
+        gradient = after
+    return builder.build(outputs=[gradient])
+
+
+def test_recomputation_is_kept_where_it_produces_what_the_part_owns():
+    trace = chain()
+    ids = {tensor.name: tensor.id for tensor in trace.tensors}
+    ops = {op.name: op.id for op in trace.ops}
+    plan = [
+        Drop(ids["a"], after=ops["b"]),
+        Drop(ids["b"], after=ops["c"]),
+        Recompute(ops["a"], before=ops["c.bwd"]),
+        Recompute(ops["b"], before=ops["c.bwd"]),
+    ]
+    assert restricted(plan, trace, {ids["a"], ids["b"]}) == plan
+    assert restricted(plan, trace, {ids["b"]}) == [plan[1], plan[3]]
+    assert restricted(plan, trace, {ids["a"]}) == [plan[0], plan[2]]
+    assert restricted(plan, trace, {ids["x"]}) == []
+
+
+def test_a_prefetch_starts_as_much_earlier_as_a_recomputation_reads_the_tensor():
+    trace = chain()
+    ids = {tensor.name: tensor.id for tensor in trace.tensors}
+    ops = {op.name: op.id for op in trace.ops}
+    platform = machine()
+    swap = [
+        Move(ids["x"], "host", after=ops["a"]),
+        Move(ids["x"], "hbm", before=ops["b.bwd"]),
+        Wait(ids["x"], before=ops["a.bwd"]),
+    ]
+    recompute = [Drop(ids["a"], after=ops["b"]), Recompute(ops["a"], before=ops["b.bwd"])]
+    plan = merged([swap, recompute], trace, platform)
+    assert plan == [
+        swap[0],
+        recompute[0],
+        Move(ids["x"], "hbm", before=ops["c.bwd"]),
+        Wait(ids["x"], before=ops["b.bwd"]),
+        recompute[1],
+    ]
+    # with nothing between, the tensor stays
+    early = [Drop(ids["a"], after=ops["b"]), Recompute(ops["a"], before=ops["c"])]
+    assert merged([swap[:2], early], trace, platform) == early
+
+
+# ---- how it is written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [*TOGETHER, "checkmate(method=rounding)", "rotor(slots=100, remove_unnecessary=True)"])
+def test_what_is_written_is_read_back(text):
+    policy = load(text)
+    assert load(label(policy)) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_python_and_text_say_the_same():
+    zero, full, swap = load("zero_offload"), load("full_recompute"), load("swap_all", ahead=2)
+    assert zero + full == load("zero_offload + full_recompute")
+    all_three = "zero_offload + full_recompute + checkpoints: swap_all(ahead=2)"
+    assert zero + full + swap.on("checkpoints") == load(all_three)
+    assert full.on("layers 0-7") + swap.on("rest") == load("layers 0-7: full_recompute; rest: swap_all(ahead=2)")
+    assert isinstance(zero + full, Composition)
+    assert (zero + full).parts == (Part(zero), Part(full))
+
+
+def test_parameters_of_one_policy_stand_with_its_name():
+    assert load("swap_all(ahead=2)") == load("swap_all", ahead=2)
+    assert load("checkmate(method=rounding)") == load("checkmate", method="rounding")
+
+
+def test_files_in_a_composition_are_known():
+    assert {*policy_files("zero_offload + mine/own.py:Own + rest: b.py")} == {"mine/own.py:Own", "b.py"}
+
+
+BAD = {
+    "full_recompute + swap_all": "has two owners, 'full_recompute' and 'swap_all'",
+    "zero_offload + zero_offload": "has two owners, 'zero_offload' and 'zero_offload'",
+    "layers 20-30: full_recompute": "'layers 20-30' matches no tensor of this trace: it has layers 0 to 11",
+    "*.atn: swap_all": "did you mean",
+    "layer one: swap_all": "a selector is 'layers 0-7'",
+    "weights: full_recompute": "'full_recompute' manages activations; 'weights' names none of that",
+    "zero_offload + fullrecompute": "did you mean 'full_recompute'?",
+    "zero_offload + ": "a policy is missing",
+    "rotor(slots=100": "has no closing bracket",
+    "rotor(slots)": "expected parameter=value",
+    "rotor(slots=3, slots=4)": "slots is given twice",
+    "rotor(slot=3) + zero_offload": "did you mean 'slots'?",
+    "rest: swap_all; rest: full_recompute": "both own the rest of the activations",
+    "layers 0-3: save_on_cpu; rest: full_recompute": "rewrites the trace and cannot be restricted to 'layers 0-3'",
+    "full_recompute + zero_offload": None,
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_cannot_be_combined_is_said_in_one_line(text, gpt2):
+    wanted = BAD[text]
+    if wanted is None:
+        assert simulate(gpt2, "mt3000_survey", text).log.complete
+        return
+    with pytest.raises(TiersimError) as caught:
+        simulate(gpt2, "mt3000_survey", text)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_beside_a_composition_are_refused():
+    with pytest.raises(PolicyError, match="give it to the part"):
+        load("zero_offload + rotor", slots=3)
+
+
+# ---- where a policy is named -------------------------------------------------------------------
+
+
+def test_a_comparison_on_the_command_line_takes_combinations():
+    line = "compare --profile mt3000_survey --model gpt2 --seq 64 --budget 1.1GB --json --policies"
+    policies = "zero_offload,zero_offload+rotor(slots=50), swap_all(ahead=2)"
+    done = CliRunner().invoke(app, [*line.split(), policies])
+    rows = json.loads(done.stdout)
+    assert [row["policy"] for row in rows] == ["zero_offload", "zero_offload+rotor(slots=50)", "swap_all(ahead=2)"]
+    assert [row["fits"] for row in rows] == [True, True, False]
+
+
+def test_a_study_knows_a_combination_by_its_parts(tmp_path):
+    parts = load("zero_offload + rotor(slots=50)"), load("zero_offload + rotor(slots=51)"), load("rotor(slots=50)")
+    assert len({policy_identity(policy) for policy in parts}) == 3
+    assert policy_identity(parts[0]) == policy_identity(load("zero_offload") + load("rotor", slots=50))
+
+
+def test_results_that_name_a_combination_execute_no_file_in_it(tmp_path):
+    (tmp_path / "own.py").write_text("raise SystemExit('executed')")
+    trust = Trust(tmp_path, asked=False, sums={})
+    (file,) = named_files([f"zero_offload + {tmp_path}/own.py:Own(x=1)"])
+    assert "--trust" in trust.objection(file)
