@@ -1,4 +1,4 @@
-"""Workloads: what has to be computed, from a model's configuration or from a small family of graphs."""
+"""Workloads: traces from model configurations, captured modules, foreign files and small synthetic families."""
 
 from workloads.capture import capture, capture_from_reference
 from workloads.cnn import cnn, cnn_names

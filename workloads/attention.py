@@ -1,13 +1,13 @@
 """The attention core: from queries, keys and values to the result that is projected.
 
-`eager` composes it of single kernels, whose names contain `.attn.core.`; `sdpa` takes the kernel that
-PyTorch's scaled_dot_product_attention takes on CUDA: flash attention in 16 bits, memory-efficient
-attention in fp32, and the composed "math" form in fp32 where several queries share a key (grouped-query
-attention), which the memory-efficient kernel cannot do. `flash` insists on flash attention.
+`eager` composes it of single kernels, whose names contain `.attn.core.`. `sdpa` selects the kernel that PyTorch's
+scaled_dot_product_attention selects on CUDA: flash attention in 16 bits, memory-efficient attention in fp32, and the
+composed "math" form in fp32 where several query heads share a key head (grouped-query attention), which the
+memory-efficient kernel does not support. `flash` requires flash attention.
 
-Fused kernels keep queries, keys, values, their result and one fp32 number a query (the log of the sum of
-exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward
-kernel takes for itself are not modelled.
+Fused kernels save queries, keys, values, their result and one fp32 number per query (the logarithm of the sum of
+exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward kernel allocates
+internally are not modelled.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ from workloads.tape import Tape, Value
 class Core:
     """The shape of an attention core and how it is computed.
 
-    implementation: eager, sdpa or flash. softmax_fp32: softmax in fp32 whatever the type (Llama).
-    mask: the additive mask of the eager form, (batch, 1, sequence, sequence), or none.
+    implementation: eager, sdpa or flash.
+    batch: samples.
+    sequence: tokens per sample.
+    heads, kv_heads: heads of queries, and of keys and values.
+    head: width of a head.
+    dropout: probability.
+    softmax_fp32: softmax in fp32 whatever the type (Llama).
+    mask: the additive mask of the eager form, (batch, 1, sequence, sequence), or None.
     """
 
     implementation: str
@@ -59,7 +65,7 @@ class Core:
 
 
 def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value) -> Value:
-    """The result, (batch, sequence, heads * head), of q, k and v as they were projected (and rotated)."""
+    """The result of attention over the projected (and rotated) q, k and v: (batch, sequence, heads * head)."""
     q, k, v = q.viewed(*core.query_shape), k.viewed(*core.key_shape), v.viewed(*core.key_shape)
     q, k, v = (tape.to_compute(x, f"{name}.{part}.cast") for x, part in ((q, "q"), (k, "k"), (v, "v")))
     if core.implementation == "eager":
@@ -74,10 +80,10 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
 
 
 def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, kernel: str) -> Value:
-    rows = core.sequence if kernel == "flash" else -(-core.sequence // 32) * 32  # padded to the kernel's tile
+    rows = core.sequence if kernel == "flash" else -(-core.sequence // 32) * 32  # padded to whole tiles of the kernel
     out = tape.result(f"{name}.out", core.query_shape, q.dtype)
     lse = tape.constant(f"{name}.logsumexp", (core.batch, core.heads, rows), "fp32")
-    # flash keeps a seed of two words, the other kernel one; both an offset
+    # flash attention saves a seed of two words, the other kernel one word; both save an offset
     seed = tape.constant(f"{name}.seed", (2 if kernel == "flash" else 1,), "int64")
     offset = tape.constant(f"{name}.offset", (1,), "int64")
     size = (core.batch * core.heads, core.sequence, core.head)
@@ -95,19 +101,22 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
         tape.save(value, reason)
 
     def rule(g: Value) -> Gradients:
-        made = [tape.gradient(x) for x in (q, k, v)]
+        gradients = [tape.gradient(x) for x in (q, k, v)]
         flops = attention_backward_flops(*size)
-        tape.op(f"{name}.bwd", "attention", [g, q, k, v, out, lse, seed, offset], made, flops=flops)
-        return made
+        tape.op(f"{name}.bwd", "attention", [g, q, k, v, out, lse, seed, offset], gradients, flops=flops)
+        return gradients
 
     tape.record([q, k, v], [out], rule)
     return out.viewed(core.batch, core.sequence, core.heads * core.head)
 
 
 def _composed(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, math: bool) -> Value:
-    """Single kernels. math: scale queries and keys instead of scores, and mask in place (sdpa's math form)."""
+    """Attention composed of single kernels.
+
+    math: as in sdpa's math form: scale queries and keys instead of scores, and mask in place.
+    """
     batch, heads, sequence, head = core.query_shape
-    several = batch > 1  # a batched product wants (batch * heads, …) in one piece: for one sample a view will do
+    several = batch > 1  # a batched product needs (batch * heads, …) contiguous: for one sample a view suffices
     shared = core.kv_heads != heads
     if shared:
         k, v = (_repeat(tape, f"{name}.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
@@ -142,7 +151,7 @@ def _masked(tape: Tape, name: str, scores: Value, mask: Value) -> Value:
 
 
 def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
-    """Keys or values once for each query head; backward sums over the heads of a group."""
+    """Keys or values repeated for each query head; backward sums over the heads of a group."""
     out = tape.result(f"{name}.out", core.query_shape, x.dtype)
     elementwise(tape, name, "copy", [x], out)
 
@@ -156,7 +165,7 @@ def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
 
 
 def causal_mask(tape: Tape, batch: int, sequence: int) -> Value:
-    """The additive mask of the eager form: whole, one a sequence, in the type of the weights."""
+    """The additive mask of the eager form: a full matrix per sample, in the type of the weights."""
     mask = tape.constant("mask.out", (batch, 1, sequence, sequence), tape.precision.weight)
     tape.op("mask", "elementwise", [], [mask])
     return mask

@@ -1,10 +1,10 @@
 """From the tape of a forward pass to its backward ops.
 
-Autograd runs the node that was recorded last first; that is the reverse of the forward order wherever
-gradients are ready, and here they always are. When a second gradient arrives for a value the two are added
-out of place, into a new tensor (autograd's InputBuffer), and both parts die. A weight used twice (tied
-embeddings) thus holds three copies for a moment. With several microbatches the gradient of a weight stays,
-and later ones are added to it in place (AccumulateGrad).
+Autograd runs the most recently recorded node first. This is the reverse of the forward order wherever gradients are
+ready, which here they always are. When a second gradient arrives for a value, the two are added out of place into a new
+tensor (autograd's InputBuffer), and both addends are released. A weight used twice (tied embeddings) therefore has
+three gradients resident for a moment. With several microbatches the gradient of a weight stays, and later ones are
+accumulated into it in place (AccumulateGrad).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from workloads.tape import Tape, Value
 
 
 def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
-    """Append the backward ops of all nodes on `tape`, newest first, and take the nodes off it.
+    """Append the backward ops of all nodes on `tape`, newest first, and remove the nodes from it.
 
-    gradients: the gradient of each weight so far, by the weight's slot; brought up to date.
+    tape: a recorded forward pass.
+    loss: the value to differentiate.
+    gradients: the gradient of each weight so far, by the weight's slot; updated in place.
     """
     tape.phase, tape.layer = "backward", -1
     tape.accumulating = bool(gradients)
@@ -24,23 +26,23 @@ def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
     tape.op("loss.bwd", "elementwise", [loss], [seed])
     tape.finish_node()
     tape.waiting = waiting = {loss.slot: seed}
-    left, tape.left = tape.left, {}
-    tape.shared = {slot for slot, uses in left.items() if uses > 1}
+    uses_left, tape.left = tape.left, {}
+    tape.shared = {slot for slot, uses in uses_left.items() if uses > 1}
     while tape.nodes:
         node = tape.nodes.pop()
         tape.layer = node.layer
         arrived = [waiting.pop(out.slot, None) for out in node.outputs]
         if all(gradient is None for gradient in arrived):
             continue
-        made = node.rule(*arrived)
+        node_gradients = node.rule(*arrived)
         tape.finish_node(arrived)
-        for value, gradient in zip(node.inputs, made, strict=True):
+        for value, gradient in zip(node.inputs, node_gradients, strict=True):
             if gradient is None or value.slot < 0:
                 continue
-            left[value.slot] -= 1
+            uses_left[value.slot] -= 1
             if value.slot in waiting:
-                gradient = _sum(tape, value, waiting.pop(value.slot), gradient, last=not left[value.slot])
-            if not value.parameter or left[value.slot]:
+                gradient = _sum(tape, value, waiting.pop(value.slot), gradient, last=not uses_left[value.slot])
+            if not value.parameter or uses_left[value.slot]:
                 waiting[value.slot] = gradient
             elif not tape.accumulating:
                 gradients[value.slot] = gradient

@@ -1,18 +1,19 @@
-"""Any PyTorch training step as a trace, without an accelerator and without allocating the model.
+"""Captures any PyTorch training step as a trace, without an accelerator and without allocating the model.
 
-The step runs under PyTorch's fake tensors, which have shapes and types but no data; a dispatch mode sees
-every op, and weak references see when PyTorch releases each storage. A replay of the trace that keeps
-everything therefore has the peak that `torch.distributed._tools.mem_tracker.MemTracker` reports for the
-same step, to the byte.
+The step runs under PyTorch's fake tensors, which have shapes and types but no data. A dispatch mode observes every op,
+and weak references observe when PyTorch releases each storage. A replay of the trace that keeps everything therefore
+has the peak that `torch.distributed._tools.mem_tracker.MemTracker` reports for the same step, to the byte.
 
-Departs from a run on a GPU: kernels are those of PyTorch's CPU path, with `kernels="cuda"` except dropout,
-attention and the optimizers' default form (see `workloads.capturing.kernels`); space that a kernel takes for itself
-is not known; autocast for "cuda" casts what it would there (see `workloads.capturing.autocast`), but gradients are
-not scaled; Python's cycle collector rests meanwhile, so that what only a cycle holds lives to the end of the
-iteration; functions that were compiled run as they were before, and a compiled module is refused. A model that asks
-whether it is traced may do something else then: Hugging Face's (version 5) pass an attention mask that a real run
-of unpadded batches leaves out, which keeps flash attention from being chosen, unless
-`transformers.masking_utils.find_packed_sequence_indices` is replaced by a function that returns None.
+Departs from a run on a GPU:
+
+- Kernels are those of PyTorch's CPU path; with `kernels="cuda"`, dropout, attention and the default form of optimizers
+  are CUDA's (see `workloads.capturing.kernels`). Workspaces inside kernels are unknown.
+- Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`), but gradients are not scaled.
+- Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
+- Compiled functions run uncompiled, and a compiled module is refused.
+- A model may behave differently under tracing. Hugging Face's (version 5) pass an attention mask that a real run of
+  unpadded batches omits, which prevents flash attention, unless
+  `transformers.masking_utils.find_packed_sequence_indices` is replaced by a function that returns None.
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -52,7 +53,7 @@ ARGUMENTS = (
     "kernels",
     "rounding",
 )
-"""What the dict of a reference given to `capture_from_reference` may hold."""
+"""The keys that the dict of a reference given to `capture_from_reference` may have."""
 
 
 def capture(
@@ -71,49 +72,50 @@ def capture(
     kernels: str = "cpu",
     rounding: int = 1,
 ) -> Trace:
-    """One iteration of training `module` in its steady state.
+    """Capture one training iteration of `module` in its steady state.
 
-    module: a function that builds a `torch.nn.Module`, called with "meta" as default device, so that nothing
-    is allocated; or a module. A fake copy is made of it, and the module itself is left alone.
-    inputs: of its forward pass: one tensor, a tuple, a dict of keywords, or a function that makes one of these
-    under fake tensors. Tensors of any device will do; only their shapes and types are used.
-    targets: what `loss` takes beside the result: given as inputs are, but no dict.
-    loss: from the result and the targets to a scalar; by default the result itself, its attribute `loss`
-    or its entry "loss". The result is dropped before backward, as training loops do that keep only the loss.
-    optimizer: a function from the list of trainable parameters to a `torch.optim.Optimizer` (a class will
-    do), or an optimizer of `module`'s parameters; none: gradients stay at the end.
-    step: replaces all this: called once an iteration with the fake module, the optimizer and the inputs.
-    samples, tokens: of an iteration, for rates in reports.
-    micro_batches: how often forward and backward run before the optimizer does, gradients adding up.
-    warm_up: iterations before the captured one; the first makes the optimizer's state.
-    kernels: "cpu", or "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step
-    counters on the host. rounding: sizes are rounded up to multiples of this; PyTorch's CUDA allocator
-    rounds to 512 bytes.
+    module: a function that builds a `torch.nn.Module`, called with "meta" as default device, so that nothing is
+        allocated; or a module, of which a fake copy is made while the module itself is left alone.
+    inputs: of the forward pass: one tensor, a tuple, a dict of keywords, or a function that creates one of these under
+        fake tensors. Tensors may be on any device; only their shapes and types are used.
+    targets: further arguments of `loss`, in the same forms except a dict.
+    loss: maps the result and the targets to a scalar; by default the result itself, its attribute `loss` or its entry
+        "loss". The result is released before backward, as in training loops that keep only the loss.
+    optimizer: a function (or class) from the list of trainable parameters to a `torch.optim.Optimizer`, or an optimizer
+        of `module`'s parameters; None leaves the gradients as the result.
+    step: replaces all of these: called once per iteration with the fake module, the optimizer and the inputs.
+    name: of the model in the trace; by default its class.
+    samples, tokens: per iteration, for rates in reports.
+    micro_batches: how often forward and backward run, accumulating gradients, before the optimizer does.
+    warm_up: iterations before the captured one; the first one creates the optimizer's state.
+    kernels: "cpu", or "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step counters on
+        the host.
+    rounding: sizes are rounded up to multiples of this many bytes; PyTorch's CUDA allocator rounds to 512.
 
-    The trace's meta says so: `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`,
-    `layer_names` (a layer is a part of the module's tree up to its first number), `torch` (version),
-    `folded` (views), `on_host` (storages left out), and where there are any `uncounted`: products, convolutions and
-    attention whose FLOPs nobody knows, so that their time is that of their bytes.
+    The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
+    (a layer is a part of the module's tree up to its first number), `torch` (version), `folded` (views), `on_host`
+    (storages left out), and, if there are any, `uncounted`: products, convolutions and attention whose FLOPs are
+    unknown, so that their time is that of their bytes.
 
-    Raises WorkloadError without PyTorch, for what cannot run under fake tensors, naming op and module, and
-    for wrong arguments.
+    Raises WorkloadError without PyTorch, for a step that cannot run under fake tensors, naming op and module, and for
+    wrong arguments.
     """
     torch = _torch()
     if kernels not in CHOICES:
         raise WorkloadError(f"kernels {kernels!r} is unknown{near(str(kernels), CHOICES)}")
-    for what, value, least in (
+    for option, value, least in (
         ("micro_batches", micro_batches, 1),
         ("warm_up", warm_up, 0),
         ("rounding", rounding, 1),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WorkloadError(f"{what}: needs an integer of at least {least}, has {value!r}")
+            raise WorkloadError(f"{option}: needs an integer of at least {least}, has {value!r}")
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
         with mode:
             args, kwargs = _arguments(fake_like(torch, inputs))
-            wanted, _ = _arguments(fake_like(torch, targets))
+            target_arguments, _ = _arguments(fake_like(torch, targets))
     recorder = Recorder(model, cuda=kernels == "cuda")
     if kernels == "cuda" and tuned is not None:
         _prefer_foreach(tuned)
@@ -124,7 +126,7 @@ def capture(
             return
         for _ in range(micro_batches):
             result = model(*args, **kwargs)
-            scalar = _loss(torch, result, wanted, loss)
+            scalar = _loss(torch, result, target_arguments, loss)
             del result
             with recorder.backward():
                 scalar.backward()
@@ -139,7 +141,7 @@ def capture(
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         stack.enter_context(cuda_autocast(recorder.count))
         recorder.know_module()
-        for label, given in (("input", (args, kwargs)), ("target", wanted)):
+        for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
                 recorder.know(tensor, f"{label}{i}", "input")
         stack.enter_context(recorder.watching())
@@ -154,7 +156,7 @@ def capture(
         recording = recorder.finish()
     if not recording.kernels:
         raise WorkloadError("the step runs no op: there is nothing to simulate")
-    counted = [k for k in recording.kernels if k.phase != "update" and not k.again]
+    counted = [k for k in recording.kernels if k.phase != "update" and not k.recomputed]
     meta: dict[str, Any] = {
         "model": name or type(model).__name__,
         "source": "captured under fake tensors",
@@ -179,39 +181,42 @@ def capture(
 
 
 def capture_from_reference(reference: str, **changes: Any) -> Trace:
-    """Capture what a function describes: `reference` is "module:function", or "file.py:function".
+    """Capture the step that a function describes.
 
-    The function takes no arguments and returns a dict of `capture`'s arguments (`ARGUMENTS`), `module` at
-    least. changes: replace entries of it. The current folder is searched for modules, too.
+    reference: "module:function" or "file.py:function"; the current folder is searched for modules, too. The function
+        takes no arguments and returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
+    changes: replace entries of that dict.
+
     Raises WorkloadError naming what is missing, unknown or failed.
     """
-    where, _, what = reference.partition(":")
-    if not where or not what:
+    where, _, function_name = reference.partition(":")
+    if not where or not function_name:
         raise WorkloadError(f"{reference!r}: expected 'module:function'")
     _torch()
     try:
         if where.endswith(".py"):
             util = import_module("importlib.util")
             spec = util.spec_from_file_location("captured_reference", where)
-            found = util.module_from_spec(spec)
-            spec.loader.exec_module(found)
+            source = util.module_from_spec(spec)
+            spec.loader.exec_module(source)
         else:
             sys.path.insert(0, os.getcwd())
             try:
-                found = import_module(where)
+                source = import_module(where)
             finally:
                 sys.path.remove(os.getcwd())
     except TiersimError:
         raise
     except Exception as error:
         raise WorkloadError(f"{reference!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(found, what, None)
+    function = getattr(source, function_name, None)
     if not callable(function):
-        raise WorkloadError(f"{reference!r}: no function {what!r}{near(what, (n for n in vars(found) if n[0] != '_'))}")
+        hint = near(function_name, (name for name in vars(source) if name[0] != "_"))
+        raise WorkloadError(f"{reference!r}: no function {function_name!r}{hint}")
     with _named_errors(f"{reference!r}"):
         given = function()
     if not isinstance(given, Mapping) or "module" not in given:
-        raise WorkloadError(f"{reference!r}: has to return a dict with 'module' at least")
+        raise WorkloadError(f"{reference!r}: must return a dict with at least 'module'")
     for key in given:
         if key not in ARGUMENTS:
             raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")
@@ -244,7 +249,7 @@ def _loss(torch: Any, result: Any, targets: tuple[Any, ...], loss: Callable[...,
 
 
 def _prefer_foreach(optimizer: Any) -> None:
-    """The form that an optimizer takes by default for parameters on a GPU."""
+    """Select the foreach form, which is the default of optimizers for parameters on a GPU."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
@@ -252,7 +257,7 @@ def _prefer_foreach(optimizer: Any) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's cycle collector at rest: what it frees, and when, would depend on all that ran before."""
+    """Turn Python's cycle collector off: what it frees, and when, would depend on everything that ran before."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -264,7 +269,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def _named_errors(doing: str) -> Iterator[None]:
-    """What fails in foreign code, as one line."""
+    """Report errors of foreign code in one line."""
     try:
         yield
     except TiersimError:

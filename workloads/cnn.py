@@ -1,4 +1,4 @@
-"""Training traces of convolution nets, with the choice of algorithms that the older systems make."""
+"""Training traces of convolutional networks, with the alternative algorithms among which older systems choose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workloads.tape import Value
 
 
 def cnn_names() -> tuple[str, ...]:
-    """The nets that `cnn` knows."""
+    """Names of the networks that `cnn` builds, sorted."""
     return tuple(sorted(NETS))
 
 
@@ -35,48 +35,53 @@ def cnn(
     inplace_relu: bool = True,
     kernels: str = "torch",
 ) -> Trace:
-    """One iteration, forward, loss, backward and optimizer step, in its steady state.
+    """One training iteration of a convolutional network in its steady state: forward, loss, backward, optimizer step.
 
-    name: see `cnn_names()`. batch: images an iteration. image: height and width of an image in pixels; by
-    default the one the net was made for (224, inception-v4 299). precision, optimizer: as for `transformer`.
-    classes: width of the last layer. dropout: replaces the net's probability. micro_batches: gradients are
-    accumulated over that many parts of the batch; each renews the running statistics of batch norm.
-    inplace_relu: each ReLU overwrites its input, as in the published nets (Caffe) and in torchvision's; False as
-    in Hugging Face's. kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling keeps no indices, and
-    the gradient of a ReLU in place is in place, too.
+    name: see `cnn_names()`.
+    batch: images per iteration.
+    image: height and width of an image in pixels; by default the network's own (224, inception-v4 299).
+    precision, optimizer: as for `transformer`.
+    classes: width of the last layer.
+    dropout: replaces the network's probability.
+    micro_batches: gradients are accumulated over that many parts of the batch; each part updates the running statistics
+        of batch norm.
+    inplace_relu: each ReLU overwrites its input, as in the published networks (Caffe) and in torchvision; False as in
+        Hugging Face's.
+    kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling saves no indices, and an in-place ReLU also
+        overwrites its gradient.
 
-    Convolutions are implicit GEMMs without workspace; `alternatives` holds the other algorithms that fit
-    their shape, see `workloads.convolution_algorithms`. Those of a backward op, which computes both
-    gradients, have the time factor and the workspace of the forward op.
+    Convolutions are implicit GEMMs without workspace; `alternatives` has the other algorithms that support their shape,
+    see `workloads.convolution_algorithms`. For a backward op, which computes both gradients, time factor and workspace
+    are those of the forward op.
 
-    The memory that a keep-all replay takes with the kernels of `torch` is that of PyTorch, workspaces inside
-    kernels and what the allocator rounds left out; local response norm is cuDNN's single kernel.
+    A keep-all replay with `torch` kernels uses as much memory as PyTorch, except for workspaces inside kernels and
+    rounding by the allocator; local response norm is cuDNN's single kernel.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
     if name not in NETS:
-        raise WorkloadError(f"net {name!r} is unknown{near(str(name), NETS)}")
+        raise WorkloadError(f"network {name!r} is unknown{near(str(name), NETS)}")
     if kernels not in KERNELS:
         raise WorkloadError(f"kernels: {kernels!r} is unknown{near(str(kernels), KERNELS)}")
-    net, kind = NETS[name], precision_of(precision)
+    net, types = NETS[name], precision_of(precision)
     check_optimizer(optimizer)
     image = net.image if image is None else image
     numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}
-    for what, value in numbers.items():
+    for argument, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+            raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}")
     if batch % micro_batches:
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     probability = net.dropout if dropout is None else dropout
     if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
         raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}")
     builder = TraceBuilder()
-    tape = ImageTape(builder, kind).open(inplace_relu=inplace_relu, kernels=kernels)
+    tape = ImageTape(builder, types).open(inplace_relu=inplace_relu, kernels=kernels)
     samples, layers = batch // micro_batches, 0
     gradients: dict[int, Value] = {}
     for i in range(micro_batches):
         tape.prefix = f"mb{i}." if micro_batches > 1 else ""
-        pixels = tape.constant("images", (samples, 3, image, image), kind.weight, "input")
+        pixels = tape.constant("images", (samples, 3, image, image), types.weight, "input")
         labels = tape.constant("labels", (samples,), "int64", "input")
         logits = net.forward(tape, pixels, classes, probability)
         layers = max(layer for _, layer in tape.parameters) + 1
@@ -85,7 +90,7 @@ def cnn(
         tape.leave_autocast()
         backward(tape, loss, gradients)
     tape.prefix = ""
-    update(builder, kind, optimizer, tape.parameters, gradients)
+    update(builder, types, optimizer, tape.parameters, gradients)
     meta: dict[str, Any] = {
         "model": name,
         "family": "cnn",
@@ -93,7 +98,7 @@ def cnn(
         "image": image,
         "samples": batch,
         "micro_batches": micro_batches,
-        "precision": kind.name,
+        "precision": types.name,
         "optimizer": optimizer,
         "layers": layers,
         "inplace_relu": inplace_relu,

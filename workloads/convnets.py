@@ -1,14 +1,14 @@
-"""The convolution nets that the older systems were measured on, layer by layer.
+"""The convolutional networks that older systems were measured on, layer by layer.
 
 - alexnet: Krizhevsky, Sutskever, Hinton 2012, with local response norm and two groups, in one tower.
 - vgg-16: Simonyan, Zisserman 2014, arXiv:1409.1556, configuration D.
 - googlenet: Szegedy et al. 2014, arXiv:1409.4842, table 1, without the two auxiliary classifiers.
-- resnet-50, -101, -152: He et al. 2015, arXiv:1512.03385, with the stride in the 3 x 3 convolution, as
-  torchvision and Hugging Face have it, and the sum of a block in place.
+- resnet-50, -101, -152: He et al. 2015, arXiv:1512.03385, with the stride in the 3 x 3 convolution, as in
+  torchvision and Hugging Face, and the residual sum of a block in place.
 - inception-v4: Szegedy et al. 2016, arXiv:1602.07261, figures 3 to 9.
 
-`tape.layer` numbers what repeats: convolutions and dense layers of alexnet and vgg-16, modules or blocks of
-the others; the stem and the head of those belong to none.
+`tape.layer` numbers the repeated parts: convolutions and dense layers of alexnet and vgg-16, modules or blocks of
+the others, whose stem and head belong to no layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ Kernel = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Net:
-    """A net: its forward pass from images to logits, the edge of its usual images, and its dropout."""
+    """A network.
+
+    forward: appends its forward pass to a tape, from images to logits.
+    image: height and width of its usual images in pixels.
+    dropout: its usual probability.
+    """
 
     forward: Callable[[ImageTape, Value, int, float], Value]
     image: int
@@ -76,7 +81,7 @@ def vgg16(tape: ImageTape, x: Value, classes: int, probability: float) -> Value:
 
 
 def _classifier(tape: ImageTape, x: Value, classes: int, probability: float, first: int) -> Value:
-    """Flattened pixels through two dense layers of 4096 with dropout behind, and the last."""
+    """The head: two dense layers of 4096 with dropout over the flattened pixels, then the last layer."""
     x = x.viewed(x.shape[0], x.shape[1] * x.shape[2] * x.shape[3])
     for i in range(2):
         tape.layer = first + i
@@ -97,12 +102,12 @@ def googlenet(tape: ImageTape, x: Value, classes: int, probability: float) -> Va
     x = local_response_norm(tape, "lrn1", x)
     x = unit("conv2", unit("conv2.reduce", x, 64, 1), 192, 3)
     x = max_pool(tape, "pool2", local_response_norm(tape, "lrn2", x), 3, 2, up=True)
-    for i, (name, one, reduce3, three, reduce5, five, pool) in enumerate(GOOGLENET):
+    for i, (name, filters1, reduce3, filters3, reduce5, filters5, pool) in enumerate(GOOGLENET):
         tape.layer = i
         parts = [
-            unit(f"{name}.1x1", x, one, 1),
-            unit(f"{name}.3x3", unit(f"{name}.3x3.reduce", x, reduce3, 1), three, 3),
-            unit(f"{name}.5x5", unit(f"{name}.5x5.reduce", x, reduce5, 1), five, 5),
+            unit(f"{name}.1x1", x, filters1, 1),
+            unit(f"{name}.3x3", unit(f"{name}.3x3.reduce", x, reduce3, 1), filters3, 3),
+            unit(f"{name}.5x5", unit(f"{name}.5x5.reduce", x, reduce5, 1), filters5, 5),
             unit(f"{name}.pool.proj", max_pool(tape, f"{name}.pool", x, 3, 1, 1), pool, 1),
         ]
         x = concatenate(tape, f"{name}.concat", parts)
@@ -124,11 +129,11 @@ GOOGLENET = (
     ("5a", 256, 160, 320, 32, 128, 128),
     ("5b", 384, 192, 384, 48, 128, 128),
 )
-"""Filters: 1x1; 3x3 reduced, 3x3; 5x5 reduced, 5x5; behind the pooling."""
+"""Per module: name, then numbers of filters: 1x1; 3x3 reduction, 3x3; 5x5 reduction, 5x5; projection after pooling."""
 
 
 def resnet(depths: tuple[int, ...]) -> Callable[[ImageTape, Value, int, float], Value]:
-    """A residual net of bottleneck blocks, that many in each stage."""
+    """A residual network of bottleneck blocks; `depths` are the numbers of blocks per stage."""
 
     def forward(tape: ImageTape, x: Value, classes: int, probability: float) -> Value:
         x = _normed(tape, "stem", x, 64, 7, stride=2, padding=3)
@@ -173,13 +178,13 @@ def _normed(
 
 
 class _Inception:
-    """The modules of Inception-v4; a path is a chain of convolutions, each (filters, kernel) or with more."""
+    """The modules of Inception-v4; a path is a chain of convolutions, each (filters, kernel)."""
 
     def __init__(self, tape: ImageTape) -> None:
         self.tape = tape
 
     def path(self, name: str, x: Value, *steps: tuple[int, Kernel]) -> Value:
-        """Convolutions that keep the size of the image."""
+        """Convolutions with padding, so that the image keeps its size."""
         for i, (filters, kernel) in enumerate(steps):
             high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
             x = _normed(self.tape, f"{name}.{i}", x, filters, kernel, padding=(high // 2, wide // 2))
@@ -194,7 +199,7 @@ class _Inception:
         return self.path(name, average_pool(self.tape, f"{name}.pool", x, 3, 1, 1), (filters, 1))
 
     def join(self, name: str, *parts: Value) -> Value:
-        """All channels together."""
+        """The channels of all parts, concatenated."""
         return concatenate(self.tape, f"{name}.concat", parts)
 
     def shrink(self, name: str, x: Value) -> Value:
@@ -261,7 +266,7 @@ class _Inception:
 
 
 def inception_v4(tape: ImageTape, x: Value, classes: int, probability: float) -> Value:
-    """A stem, and 4, 7 and 3 modules with a reduction between."""
+    """A stem, then 4, 7 and 3 modules with reductions in between."""
     net = _Inception(tape)
     x = net.stem(x)
     modules = [net.a] * 4 + [net.reduce_a] + [net.b] * 7 + [net.reduce_b] + [net.c] * 3
@@ -282,4 +287,4 @@ NETS = {
     "resnet-152": Net(resnet((3, 8, 36, 3)), 224, 0.0),
     "inception-v4": Net(inception_v4, 299, 0.2),
 }
-"""The nets by name."""
+"""The networks by name."""

@@ -1,15 +1,15 @@
-"""FLOPs and bytes of every kind of op, one rule each.
+"""FLOPs and bytes of every kind of op, one rule per kind.
 
-Matrix products and attention count 2 FLOPs a multiply-add, as `torch.utils.flop_counter` does, so that
-sums can be compared with it; a causal mask does not halve them there, nor here. The elementwise figures
-count arithmetic instructions of a plain implementation. They matter little: such ops are bound by bytes.
-Bytes are the sum of an op's operands unless a rule below says otherwise.
+Matrix products and attention count 2 FLOPs per multiply-add, like `torch.utils.flop_counter`, so that sums can be
+compared with it; as there, a causal mask does not halve them. The elementwise figures count arithmetic instructions of
+a plain implementation. They matter little, because such ops are memory-bound. Bytes are the sum of an op's operands
+unless a rule below says otherwise.
 """
 
 from __future__ import annotations
 
 ELEMENT_FLOPS = {
-    # kernel: (FLOPs an element, what is counted)
+    # kernel: (FLOPs per element, what is counted)
     "copy": (0, "a cast or a copy computes nothing"),
     "add": (1, "one addition"),
     "mul": (1, "one multiplication"),
@@ -45,30 +45,30 @@ def element_flops(kernel: str, elements: int) -> int:
 
 
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
-    """(rows, inner) times (inner, columns): one multiply-add, 2 FLOPs, for each triple."""
+    """FLOPs of (rows, inner) times (inner, columns): one multiply-add, 2 FLOPs, for each triple."""
     return 2 * rows * inner * columns
 
 
 def attention_flops(batch_heads: int, sequence: int, head: int) -> int:
-    """QK^T and PV, two products, for every query and key (torch.utils.flop_counter: sdpa_flop_count)."""
+    """FLOPs of attention: the two products QK^T and PV (torch.utils.flop_counter: sdpa_flop_count)."""
     return 2 * matmul_flops(batch_heads * sequence, head, sequence)
 
 
 def attention_backward_flops(batch_heads: int, sequence: int, head: int) -> int:
-    """Five products: QK^T once more, dP, dV, dQ, dK (FlashAttention-2, section 3.1; sdpa_backward_flop_count)."""
+    """FLOPs of its backward: QK^T recomputed, dP, dV, dQ, dK (FlashAttention-2, 3.1; sdpa_backward_flop_count)."""
     return 5 * matmul_flops(batch_heads * sequence, head, sequence)
 
 
 def embedding_bytes(rows: int, width_bytes: int) -> int:
-    """A lookup reads the rows that it needs, not the table, and writes as many."""
+    """Bytes of a lookup: it reads only the rows that it needs, not the table, and writes as many."""
     return 2 * rows * width_bytes
 
 
-# Accesses of the optimizers to arrays of the size of the parameters, read off their kernels.
+# How often the optimizers' kernels access arrays of the size of the parameters.
 FOREACH_MOMENTS = 8  # lerp_(m, g): 3; mul_(v): 2; addcmul_(v, g, g): 3
 FOREACH_SQRT = 2  # sqrt(v): 2
 FOREACH_STEP = 10  # mul_(p) for the weight decay: 2; div_, add_ on the denominator: 4; addcdiv_(p, m, d): 4
-FUSED_ADAM = 7  # reads p, g, m, v; writes p, m, v: 28 bytes a parameter in fp32
+FUSED_ADAM = 7  # reads p, g, m, v; writes p, m, v: 28 bytes per parameter in fp32
 SGD = 3  # add_(p, g)
 SGD_MOMENTUM = SGD + 5  # and before it mul_(b): 2; add_(b, g): 3
 ADAM_FLOPS = 14  # decay 1; two moments 2 + 3; root, division, sum 3; quotient, step 3; corrections 2

@@ -1,9 +1,9 @@
 """Mixture of experts: routing and the experts' MLPs.
 
-`grouped` is Hugging Face's grouped-matrix form: tokens are sorted by expert, and one kernel multiplies all
-groups with a stack of weights, (experts, columns, inner). `loop` runs one expert after another, each with
-weights of its own and as many rows as it has tokens (the module list of transformers before version 5):
-the form in which experts can lie in different memories.
+`grouped` is Hugging Face's grouped-matrix form: tokens are sorted by expert, and one kernel multiplies all groups with
+a stack of weights, (experts, columns, inner). `loop` runs one expert after another, each with its own weights and as
+many rows as it has tokens (the module list of transformers before version 5). In this form experts can reside in
+different tiers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from workloads.tape import Tape, Value
 
 
 def routing(config: Config, tokens: int, *, seed: int, skew: float) -> dict[int, tuple[int, ...]]:
-    """Tokens of each expert in each layer that has experts; every layer sums to tokens * experts_per_token.
+    """The number of tokens per expert, for each layer that has experts; a layer sums to tokens * experts_per_token.
 
-    The shares of the experts fall as rank^-skew (0: uniform) in a random order of ranks; the loads are a
-    multinomial draw from them in which none exceeds `tokens`, as no token takes one expert twice. (Which
-    tokens meet in an expert is not drawn: neither memory nor time depends on it.)
+    The loads are drawn from a multinomial distribution. None exceeds `tokens`, because no token uses an expert twice.
+    Which tokens go to the same expert is not drawn, because neither memory nor time depends on it.
+
+    config: of the model.
+    tokens: in the batch.
+    seed: of the random numbers.
+    skew: the experts' shares fall as rank^-skew, with ranks in random order; 0 is uniform.
     """
     rng = np.random.default_rng(seed)
     loads = {}
@@ -30,10 +34,10 @@ def routing(config: Config, tokens: int, *, seed: int, skew: float) -> dict[int,
             continue
         share = (1.0 + rng.permutation(config.experts)) ** -skew
         load = rng.multinomial(tokens * config.experts_per_token, share / share.sum())
-        while (over := int((load - tokens).clip(min=0).sum())) > 0:
+        while (excess := int((load - tokens).clip(min=0).sum())) > 0:
             load = load.clip(max=tokens)
-            room = np.where(load < tokens, share, 0.0)
-            load = load + rng.multinomial(over, room / room.sum())
+            open_share = np.where(load < tokens, share, 0.0)
+            load = load + rng.multinomial(excess, open_share / open_share.sum())
         loads[layer] = tuple(int(n) for n in load)
     return loads
 
@@ -51,7 +55,7 @@ def mixture(tape: Tape, name: str, x: Value, c: Config, weights: dict[str, Value
 
 
 def route(tape: Tape, name: str, x: Value, c: Config, weight: Value) -> tuple[Value, Value]:
-    """Scores (tokens, k) in fp32 of the chosen experts, and which they are."""
+    """The fp32 scores of the chosen experts, (tokens, k), and their indices."""
     tokens, k = x.shape[0], c.experts_per_token
     logits = tape.cast(linear(tape, name, x, weight), "fp32", f"{name}.up")
     shares = softmax(tape, f"{name}.softmax", logits)
@@ -71,7 +75,7 @@ def route(tape: Tape, name: str, x: Value, c: Config, weight: Value) -> tuple[Va
     tape.save(top, "numerator of a quotient")
     tape.save(total, "denominator of a quotient")
 
-    def quotient_rule(g: Value) -> Gradients:  # a few kernels over k numbers a token
+    def quotient_rule(g: Value) -> Gradients:  # a few kernels over k numbers per token
         return [elementwise(tape, f"{name}.normalise.bwd", "div", [g, top, total], tape.gradient(top))]
 
     tape.record([top], [out], quotient_rule)
@@ -103,7 +107,7 @@ def _grouped(
 
 
 def grouped_linear(tape: Tape, name: str, x: Value, weight: Value, ends: Value) -> Value:
-    """Each group of rows times its own matrix, in one kernel; `ends` says where the groups end."""
+    """Each group of rows times its own matrix, in one kernel; `ends` has the position after each group."""
     w = tape.to_compute(weight, f"{name}.weight.cast")
     a = tape.to_compute(x, f"{name}.input.cast")
     rows, inner = a.shape
@@ -146,7 +150,7 @@ def _loop(
 
 
 def _add_rows(tape: Tape, name: str, total: Value, rows: Value, index: Value) -> Value:
-    """total with rows added in place; the gradient of the rows is picked from that of the total."""
+    """`total` with `rows` added in place; the gradient of the rows is gathered from that of the total."""
     out = tape.result_over(total, f"{name}.out")
     flops = element_flops("add", rows.elements)
     tape.op(name, "elementwise", [total, rows, index], [out], flops=flops, bytes=3 * tape.builder.bytes_of(rows.tensor))

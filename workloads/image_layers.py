@@ -1,4 +1,4 @@
-"""Differentiable ops of convolution nets: what each runs, what autograd keeps, what it runs backward.
+"""Differentiable ops of convolutional networks: the forward kernels, the saved tensors, the backward kernels.
 
 Images are (batch, channels, height, width). Kernels follow PyTorch's CUDA path without cuDNN's own batch norm.
 """
@@ -15,24 +15,27 @@ from workloads.precision import BYTES
 from workloads.primitives import Gradients, elementwise, linear, unary
 from workloads.tape import Tape, Value
 
-POOL_FLOPS = 1  # a comparison or an addition for each element of each window
-NORM_FLOPS = 8  # batch norm, an element: mean, variance, normalisation, affine map
+POOL_FLOPS = 1  # a comparison or an addition per element of each window
+NORM_FLOPS = 8  # batch norm, per element: mean, variance, normalisation, affine map
 NORM_BACKWARD_FLOPS = 11  # two reductions, and the input's gradient
-LRN_FLOPS = 12  # local response norm, an element: squares, window sum, power, quotient
+LRN_FLOPS = 12  # local response norm, per element: squares, window sum, power, quotient
 
 
 KERNELS = ("torch", "cudnn")
-"""What runs pooling and ReLU: PyTorch's own kernels, or cuDNN's, as in Caffe, Torch 7 and the older systems.
-cuDNN's max pooling keeps its result instead of the indices of the maxima, and the gradient of a ReLU in place
-overwrites the one that arrives."""
+"""Kernels of pooling and ReLU: PyTorch's own, or cuDNN's, as in Caffe, Torch 7 and older systems.
+cuDNN's max pooling saves its result instead of the indices of the maxima, and the backward of an in-place ReLU
+overwrites the incoming gradient."""
 
 
 class ImageTape(Tape):
-    """A tape that also makes weights as layers come, keeps running statistics, and knows other algorithms.
+    """A tape that also creates weights on first use, keeps running statistics, and records alternative algorithms.
 
-    choices: alternatives of convolutions by the name of the op. inplace_relu: whether a ReLU overwrites its
-    input. kernels: one of `KERNELS`. With several microbatches a layer that was there before finds its weights
-    again.
+    With several microbatches, a layer uses the weights of the first one.
+
+    weights, statistics: by name.
+    choices: alternatives of convolutions by the name of the op.
+    inplace_relu: whether a ReLU overwrites its input.
+    kernels: one of `KERNELS`.
     """
 
     weights: dict[str, Value]
@@ -42,19 +45,19 @@ class ImageTape(Tape):
     kernels: str
 
     def open(self, *, inplace_relu: bool = True, kernels: str = "torch") -> ImageTape:
-        """Prepare the books; returns itself."""
+        """Set the options and start with no weights. Returns the tape itself."""
         self.weights, self.statistics, self.choices = {}, {}, {}
         self.inplace_relu, self.kernels = inplace_relu, kernels
         return self
 
     def weight(self, name: str, *shape: int) -> Value:
-        """The weight of that name, made when first asked for."""
+        """The weight of that name, created on first use."""
         if name not in self.weights:
             self.weights[name] = self.parameter(name, *shape)
         return self.weights[name]
 
     def statistic(self, name: str, *shape: int, dtype: str = "fp32") -> Value:
-        """A buffer of the model that is no parameter."""
+        """A buffer of the model, created on first use; it is not a parameter."""
         if name not in self.statistics:
             size = BYTES[dtype]
             for n in shape:
@@ -76,7 +79,7 @@ def conv(
     groups: int = 1,
     bias: bool = False,
 ) -> Value:
-    """A convolution. Saves its operands in the type in which it computes; backward is one op for all gradients."""
+    """A convolution. Saves its operands in the type of the computation; its backward is one op for all gradients."""
     high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
     pads = (padding, padding) if isinstance(padding, int) else padding
     batch, channels, *size = x.shape
@@ -84,7 +87,7 @@ def conv(
     offset = tape.weight(f"{name}.bias", filters) if bias else None
     shape = Convolution(batch, channels, (size[0], size[1]), filters, (high, wide), stride, pads, groups)
     if min(shape.result) < 1:
-        raise WorkloadError(f"image: too small: {name} has nothing left to look at")
+        raise WorkloadError(f"image: too small: the input of {name} is smaller than its window")
     w = tape.to_compute(weight, f"{name}.weight.cast")
     a = tape.to_compute(x, f"{name}.input.cast")
     b = tape.to_compute(offset, f"{name}.bias.cast") if offset else None
@@ -93,24 +96,24 @@ def conv(
     tape.op(name, "conv", operands, [out], flops=shape.flops)
     tape.save(a, "input of a convolution: the weight's gradient")
     tape.save(w, "copy of the weight that was convolved")
-    other = shape.implementations(a.dtype)
+    alternatives = shape.implementations(a.dtype)
     for op in (name, f"{name}.bwd"):
-        tape.choices[tape.prefix + op] = other
+        tape.choices[tape.prefix + op] = alternatives
 
     def rule(g: Value) -> Gradients:
-        made = [tape.gradient(v) if v.slot >= 0 else None for v in operands]
+        gradients = [tape.gradient(v) if v.slot >= 0 else None for v in operands]
         flops = shape.flops * (2 if a.slot >= 0 else 1)
-        tape.op(f"{name}.bwd", "conv", [g, a, w], [v for v in made if v], flops=flops)
-        return made
+        tape.op(f"{name}.bwd", "conv", [g, a, w], [v for v in gradients if v], flops=flops)
+        return gradients
 
     tape.record(operands, [out], rule)
     return out
 
 
 def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
-    """Over batch and pixels. Saves its input, and mean and 1/deviation a channel.
+    """Batch norm, over batch and pixels. Saves its input, and mean and 1/deviation per channel.
 
-    An op of its own renews the running statistics in place, so that the norm itself can be run again.
+    A separate op updates the running statistics in place, so that the norm itself can be recomputed.
     """
     channels = x.shape[1]
     weight, bias = (tape.weight(f"{name}.{what}", channels) for what in ("weight", "bias"))
@@ -132,32 +135,32 @@ def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
     tape.save(rstd, "1 / deviation of each channel")
 
     def rule(g: Value) -> Gradients:
-        made = [tape.gradient(v) for v in (x, weight, bias)]
+        gradients = [tape.gradient(v) for v in (x, weight, bias)]
         flops = NORM_BACKWARD_FLOPS * x.elements
-        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], made, flops=flops)
-        return made
+        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], gradients, flops=flops)
+        return gradients
 
     tape.record([x, weight, bias], [out], rule)
     return out
 
 
 def local_response_norm(tape: Tape, name: str, x: Value) -> Value:
-    """Across channels, one kernel each way as in cuDNN and Caffe. Saves its input and its result."""
+    """Local response norm across channels, one kernel per direction as in cuDNN and Caffe. Saves input and result."""
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     tape.op(name, "norm", [x], [out], flops=LRN_FLOPS * x.elements)
     tape.save(x, "input of a norm")
     tape.save(out, "result of a norm")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd", "norm", [g, x, out], [made := tape.gradient(x)], flops=LRN_FLOPS * x.elements)
-        return [made]
+        tape.op(f"{name}.bwd", "norm", [g, x, out], [gradient := tape.gradient(x)], flops=LRN_FLOPS * x.elements)
+        return [gradient]
 
     tape.record([x], [out], rule)
     return out
 
 
 def relu(tape: ImageTape, name: str, x: Value) -> Value:
-    """In the storage of x, whose value is gone, if the tape says so. Saves its result."""
+    """ReLU, in place if the tape says so. Saves its result."""
     backward = tape.inplace_relu and tape.kernels == "cudnn"
     return unary(tape, name, "relu", x, inplace=tape.inplace_relu, inplace_backward=backward)
 
@@ -165,7 +168,10 @@ def relu(tape: ImageTape, name: str, x: Value) -> Value:
 def max_pool(
     tape: ImageTape, name: str, x: Value, kernel: int, stride: int, padding: int = 0, *, up: bool = False
 ) -> Value:
-    """Saves its input and the index of each maximum in 64 bits, or its result. up: round the size up, as Caffe does."""
+    """Max pooling. Saves its input, and the 64-bit index of each maximum or (cuDNN) its result.
+
+    up: round the size of the result up, as Caffe does.
+    """
     shape = _pooled(name, x, kernel, stride, padding, up)
     out = tape.result(f"{name}.out", shape, x.dtype)
     flops = POOL_FLOPS * kernel * kernel * out.elements
@@ -175,21 +181,21 @@ def max_pool(
     tape.save(kept, "result of a pooling" if kept is out else "where each maximum was")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd", "pool", [g, x, kept], [made := tape.gradient(x)], flops=out.elements)
-        return [made]
+        tape.op(f"{name}.bwd", "pool", [g, x, kept], [gradient := tape.gradient(x)], flops=out.elements)
+        return [gradient]
 
     tape.record([x], [out], rule)
     return out
 
 
 def average_pool(tape: Tape, name: str, x: Value, kernel: int, stride: int = 1, padding: int = 0) -> Value:
-    """Saves its input, of which backward needs the shape only."""
+    """Average pooling. Saves its input, of which backward needs only the shape."""
     shape = _pooled(name, x, kernel, stride, padding, False)
     return _averaged(tape, name, x, shape, POOL_FLOPS * kernel * kernel)
 
 
 def adaptive_pool(tape: Tape, name: str, x: Value, size: int) -> Value:
-    """The mean of `size` x `size` parts, a copy where the image has that size. Saves its input."""
+    """Average pooling to `size` x `size` pixels, a copy where the image has that size. Saves its input."""
     each = -(-x.shape[2] // size) * -(-x.shape[3] // size)
     return _averaged(tape, name, x, (*x.shape[:2], size, size), POOL_FLOPS * each)
 
@@ -200,15 +206,15 @@ def _averaged(tape: Tape, name: str, x: Value, shape: tuple[int, ...], flops: in
     tape.save(x, "input of a pooling")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd", "pool", [g, x], [made := tape.gradient(x)], flops=flops * out.elements)
-        return [made]
+        tape.op(f"{name}.bwd", "pool", [g, x], [gradient := tape.gradient(x)], flops=flops * out.elements)
+        return [gradient]
 
     tape.record([x], [out], rule)
     return out
 
 
 def global_mean(tape: Tape, name: str, x: Value) -> Value:
-    """The mean of all pixels, (batch, channels). Saves nothing."""
+    """The mean over all pixels, (batch, channels). Saves nothing."""
     out = tape.result(f"{name}.out", (*x.shape[:2], 1, 1), x.dtype)
     tape.op(name, "pool", [x], [out], flops=x.elements)
     tape.record([x], [out], lambda g: [elementwise(tape, f"{name}.bwd", "div", [g], tape.gradient(x))])
@@ -216,7 +222,7 @@ def global_mean(tape: Tape, name: str, x: Value) -> Value:
 
 
 def concatenate(tape: Tape, name: str, parts: Sequence[Value]) -> Value:
-    """Along the channels. The gradients of the parts are views of the whole's."""
+    """Concatenation along the channels. The gradients of the parts are views of the whole gradient."""
     batch, _, *size = parts[0].shape
     out = tape.result(f"{name}.out", (batch, sum(v.shape[1] for v in parts), *size), parts[0].dtype)
     elementwise(tape, name, "copy", parts, out)
@@ -225,7 +231,7 @@ def concatenate(tape: Tape, name: str, parts: Sequence[Value]) -> Value:
 
 
 def add_in_place(tape: Tape, name: str, x: Value, y: Value) -> Value:
-    """x + y in the storage of x, whose value is gone. Saves nothing; the gradient passes on as it is."""
+    """x + y, in place of x. Saves nothing; the gradient passes through unchanged."""
     out = tape.result_over(x, f"{name}.out")
     tape.op(name, "elementwise", [x, y], [out], flops=element_flops("add", x.elements))
     tape.record([x, y], [out], lambda g: [g, g])
@@ -241,10 +247,10 @@ def dense(tape: ImageTape, name: str, x: Value, columns: int) -> Value:
 def _pooled(name: str, x: Value, kernel: int, stride: int, padding: int, up: bool) -> tuple[int, ...]:
     sizes = []
     for n in x.shape[2:]:
-        room = n + 2 * padding - kernel
-        count = (-(-room // stride) if up else room // stride) + 1
-        # a window that would begin behind the image and its left padding is left out
+        span = n + 2 * padding - kernel
+        count = (-(-span // stride) if up else span // stride) + 1
+        # a window that would start beyond the image and its left padding is omitted
         sizes.append(count - 1 if up and (count - 1) * stride >= n + padding else count)
     if min(sizes) < 1:
-        raise WorkloadError(f"image: too small: {name} has nothing left to look at")
+        raise WorkloadError(f"image: too small: the input of {name} is smaller than its window")
     return (*x.shape[:2], *sizes)

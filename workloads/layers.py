@@ -1,7 +1,7 @@
-"""The layers of the model families: which ops run forward, in which order, under which names.
+"""The layers of the model families: the forward ops, their order and their names.
 
-Order and composition follow Hugging Face's modelling files, for those are what the reference figures were
-measured on. Where the published code of a model differs, the function says so.
+Order and composition follow Hugging Face's modelling files, on which the reference figures were measured. Where the
+published code of a model differs, the function says so.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from workloads.tape import Tape, Value
 
 @dataclass
 class Model:
-    """What a forward pass needs besides the tape: the configuration, its weights by name, the core's shape."""
+    """What a forward pass needs besides the tape.
+
+    config: of the model.
+    weights: by name.
+    core: the shape of its attention core.
+    loads: tokens per expert, by layer.
+    """
 
     config: Config
     weights: dict[str, Value]
     core: Core
-    loads: dict[int, tuple[int, ...]]  # tokens of each expert, by layer
+    loads: dict[int, tuple[int, ...]]
 
     def linear(self, tape: Tape, name: str, x: Value) -> Value:
         """A linear layer, with its bias where it has one."""
@@ -48,7 +54,7 @@ class Model:
 
 
 def gpt2_layer(tape: Tape, model: Model, h: str, x: Value) -> Value:
-    """Pre-norm: attention and a two-matrix MLP, each with dropout and a residual. One product makes q, k, v."""
+    """Pre-norm: attention and a two-matrix MLP, each with dropout and a residual. One product yields q, k and v."""
     c = model.config
     normal = model.norm(tape, f"{h}.ln1", x)
     qkv = model.linear(tape, f"{h}.attn.qkv", normal)
@@ -63,7 +69,7 @@ def gpt2_layer(tape: Tape, model: Model, h: str, x: Value) -> Value:
 
 
 def bert_layer(tape: Tape, model: Model, h: str, x: Value) -> Value:
-    """Post-norm: attention and a two-matrix MLP, each with dropout, residual and then the norm."""
+    """Post-norm: attention and a two-matrix MLP, each followed by dropout, residual and norm."""
     c = model.config
     q, k, v = (model.linear(tape, f"{h}.attn.{part}", x) for part in "qkv")
     y = attention_core(tape, f"{h}.attn", model.core, q, k, v)
@@ -102,8 +108,8 @@ def swiglu(tape: Tape, model: Model, name: str, x: Value) -> Value:
 def activation(tape: Tape, name: str, x: Value, kind: str) -> Value:
     """The activation of a two-matrix MLP.
 
-    `gelu_new` is composed of eight kernels, as Hugging Face's GPT-2 writes it, and keeps four tensors;
-    every other is one kernel and keeps one.
+    `gelu_new` is composed of eight kernels, as in Hugging Face's GPT-2, and saves four tensors; every other activation
+    is one kernel and saves one.
     """
     if kind != "gelu_new":
         return unary(tape, name, kind, x)
@@ -114,14 +120,14 @@ def activation(tape: Tape, name: str, x: Value, kind: str) -> Value:
 
 
 def rotary_tables(tape: Tape, sequence: int, head: int) -> tuple[Value, Value]:
-    """Cosines and sines of all positions, (1, 1, sequence, head): made once a pass, kept for every layer."""
+    """Cosines and sines of all positions, (1, 1, sequence, head): computed once per pass, kept for all layers."""
     tables = [tape.constant(f"rotary.{what}", (1, 1, sequence, head), tape.precision.weight) for what in ("cos", "sin")]
     tape.op("rotary", "elementwise", [], tables, flops=10 * sequence * head)
     return tables[0], tables[1]
 
 
 def rotate(tape: Tape, name: str, x: Value, rotary: tuple[Value, Value], shape: tuple[int, ...]) -> Value:
-    """x cos + rotate_half(x) sin. Keeps the tables only; fp32 tables make an fp32 result."""
+    """x cos + rotate_half(x) sin. Saves only the tables; fp32 tables give an fp32 result."""
     x = x.viewed(*shape)
     cos, sin = rotary
     straight = multiply(tape, f"{name}.cos", x, cos)
@@ -134,7 +140,7 @@ def rotate(tape: Tape, name: str, x: Value, rotary: tuple[Value, Value], shape: 
 
 
 def _half(tape: Tape, name: str, x: Value) -> Value:
-    """A view of half of each head; backward puts its gradient in zeros of full size (slice_backward)."""
+    """A view of half of each head; backward writes its gradient into zeros of full size (slice_backward)."""
     view = tape.slice_of(x, name, *x.shape[:-1], x.shape[-1] // 2)
     tape.record([x], [view], lambda g: [elementwise(tape, f"{name}.bwd", "copy", [g], tape.gradient(x))])
     return view

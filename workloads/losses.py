@@ -1,13 +1,13 @@
 """The head and the loss, where a step with a large vocabulary has its peak.
 
-`torch`: PyTorch's cross_entropy as Hugging Face calls it. Causal models copy 16-bit logits to fp32 first;
-log-softmax makes a second fp32 tensor of that size (kept for backward), and backward two more, one after
-the other. The caller holds the logits until the forward pass returns.
-`fused`: one kernel that reads logits of any type, keeps them and one fp32 number a token, and writes the
-gradient over them (as Megatron-LM's and Apex's kernels do).
-`chunked`: head and loss together, over a slice of the tokens at a time; the gradients of the head's input
-and weight are made in the forward pass and only scaled in backward, so no logits are kept (as Liger's
-fused linear cross-entropy does). Slices are of `CHUNK` tokens.
+`torch`: PyTorch's cross_entropy as Hugging Face calls it. Causal models copy 16-bit logits to fp32 first; log-softmax
+produces a second fp32 tensor of that size (saved for backward), and backward two more, one after the other. The caller
+holds the logits until the forward pass returns.
+`fused`: one kernel that reads logits of any type, saves them and one fp32 number per token, and overwrites them with
+their gradient (like the kernels of Megatron-LM and Apex).
+`chunked`: head and loss together, for a slice of `CHUNK` tokens at a time. The gradients of the head's input and weight
+are computed in the forward pass and only scaled in backward, so no logits are saved (like Liger's fused linear
+cross-entropy).
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ CHUNK = 1024
 def head_loss(
     tape: Tape, kind: str, name: str, x: Value, head: Value, labels: Value, *, bias: Value | None = None, causal: bool
 ) -> Value:
-    """The mean cross-entropy of a linear head over x against labels, one a row.
+    """The mean cross-entropy of a linear head over x.
 
-    causal: whether labels are shifted by one and 16-bit logits copied to fp32 without autocast, too.
+    tape: where its ops are appended.
+    kind: one of `LOSSES`.
+    name: of the head's ops.
+    x: input of the head.
+    head, bias: its weight and, where it has one, its bias.
+    labels: one per row of x.
+    causal: shift the labels by one, and copy 16-bit logits to fp32 even without autocast.
     """
     if kind == "chunked":
         return _chunked(tape, name, x, head, labels, bias)
@@ -40,9 +46,9 @@ def head_loss(
 
 
 def shifted(tape: Tape, labels: Value) -> tuple[Value, ...]:
-    """Labels moved by one token, and the padded copy that they are cut from.
+    """Labels shifted by one token, and the padded copy that they are sliced from.
 
-    The cut is a copy, too, unless there is one sample only, where it is a view of the padded labels.
+    The slice is copied, too, except for a single sample, where it is a view of the padded labels.
     """
     batch, sequence = labels.shape
     padded = tape.constant("loss.padded", (batch, sequence + 1), "int64")
@@ -55,10 +61,16 @@ def shifted(tape: Tape, labels: Value) -> tuple[Value, ...]:
 
 
 def cross_entropy(tape: Tape, name: str, x: Value, targets: Value, *, held: tuple[Value, ...] = ()) -> Value:
-    """log_softmax and nll_loss. held: what the caller of the model still refers to when the loss is made.
+    """log_softmax and nll_loss.
 
-    PyTorch's cross_entropy asks for log_softmax in the type of x, also under autocast, which then casts what
-    nll_loss reads.
+    PyTorch's cross_entropy requests log_softmax in the type of x even under autocast, which then casts the input of
+    nll_loss.
+
+    tape: where its ops are appended.
+    name: of the ops.
+    x: logits.
+    targets: index of the right column per row.
+    held: tensors that the caller of the model still refers to when the loss is computed.
     """
     logs = tape.result(f"{name}.log_softmax.out", x.shape, x.dtype)
     flops = element_flops("log_softmax", x.elements)
@@ -76,11 +88,11 @@ def cross_entropy(tape: Tape, name: str, x: Value, targets: Value, *, held: tupl
     out = tape.result(f"{name}.out", (1,), read.dtype)
     count = tape.constant(f"{name}.total_weight", (1,), read.dtype)
     tape.save(count, "by what the mean divides")
-    # the backward kernel is given its input and does not look at it: noted only where a copy is kept for it alone
+    # the backward kernel takes its input without reading it: recorded only where a copy is saved for it alone
     kept = [read] if read is not logs else []
     for value in kept:
         tape.save(value, "input of the loss")
-    # it touches one logarithm a row; the rest of what it reads is only held
+    # it touches one logarithm per row; its other reads are only held
     rows = targets.elements
     touched = rows * (8 + BYTES[read.dtype])
     tape.op(name, "loss", [read, targets, *held], [out, count], flops=rows, bytes=touched)
@@ -100,7 +112,7 @@ def _fused(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     lse = tape.constant(f"{name}.logsumexp", labels.shape, "fp32")
     flops = element_flops("cross_entropy", logits.elements)
     tape.op(name, "loss", [logits, labels], [out, lse], flops=flops)
-    tape.save(logits, "the softmax is computed again")
+    tape.save(logits, "the softmax is recomputed")
     tape.save(lse, "scale of each row's softmax")
     tape.save(labels, "where the softmax has one taken off")
 
@@ -117,10 +129,10 @@ def _fused(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
 def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: Value | None) -> Value:
     w, a = tape.to_compute(head, f"{name}.weight.cast"), tape.to_compute(x, f"{name}.input.cast")
     tokens, inner, columns = labels.elements, a.shape[-1], head.elements // a.shape[-1]
-    # gradients are made here, as results of the forward pass that backward scales
+    # gradients are computed here, as results of the forward pass that backward scales
     kept = [tape.constant(f"{name}.{what}", v.shape, v.dtype) for what, v in (("dx", a), ("dw", w))]
     kept += [tape.constant(f"{name}.db", bias.shape, bias.dtype)] if bias else []
-    zeros = kept
+    initial = kept
     tape.op(f"{name}.zero", "elementwise", [], kept)
     for start in range(0, tokens, CHUNK):
         rows = min(CHUNK, tokens - start)
@@ -135,20 +147,21 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
             [slope],
             flops=element_flops("cross_entropy", slope.elements),
         )
-        made = [tape.overwrite(v, f"{first.name}.sum", "activation") for v, first in zip(kept, zeros, strict=True)]
-        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], made, flops=2 * flops)
+        sums = [tape.overwrite(v, f"{first.name}.sum", "activation") for v, first in zip(kept, initial, strict=True)]
+        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], sums, flops=2 * flops)
         tape.product_flops -= 2 * flops  # they belong to the backward pass
-        kept = made
+        kept = sums
     out = tape.result("loss.out", (1,), "fp32")
     tape.op("loss", "loss", [labels], [out], flops=tokens)
     for value in kept:
-        tape.save(value, "gradient made in the forward pass")
+        tape.save(value, "gradient computed in the forward pass")
 
     def rule(g: Value) -> Gradients:
-        made = []
+        gradients = []
         for value, target in zip(kept, (a, w, bias) if bias else (a, w), strict=True):
-            made.append(elementwise(tape, f"{name}.bwd.scale", "mul", [value, g], tape.gradient(target, over=value)))
-        return made
+            gradient = tape.gradient(target, over=value)
+            gradients.append(elementwise(tape, f"{name}.bwd.scale", "mul", [value, g], gradient))
+        return gradients
 
     tape.record([a, w, *([bias] if bias else [])], [out], rule)
     return out

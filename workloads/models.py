@@ -1,7 +1,7 @@
 """Model configurations: named models with published sizes, dicts, and Hugging Face's `config.json`.
 
-One reader serves all three: a named model is a table in `workloads/configs/*.toml` with the keys that its
-`config.json` has, its source and the size that was published.
+One reader serves all three: a named model is a table in `workloads/configs/*.toml` with the keys of its `config.json`,
+its source and its published size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sim.errors import WorkloadError, near
 from workloads.other_models import refuse_misspelt, refuse_other_models
 
 FAMILIES = {
-    # model_type of a config.json: the family whose ops it runs
+    # model_type of a config.json: family, which decides its ops
     "gpt2": "gpt2",
     "bert": "bert",
     "llama": "llama",
@@ -67,7 +67,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "relu": "relu",
 }
-"""Known activations and the kernel or composition that computes them."""
+"""Known activations, and the kernel or composition that computes each."""
 
 MOST = {"layers": 4096, "experts": 4096}
 """Sizes that ops are counted by, and the most that is built: a configuration may come from anywhere."""
@@ -133,17 +133,17 @@ HUB_NAMES = {
     "meta-llama/Meta-Llama-3-70B": "llama3-70b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
 }
-"""What people type: the names of model hubs for models that have another name here."""
+"""Names on model hubs, for models that have another name here."""
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the models that ship with the package, sorted."""
+    """Names of the shipped models, sorted."""
     return tuple(sorted(_tables()))
 
 
 @cache
 def _tables() -> dict[str, Mapping[str, Any]]:
-    import tomllib  # these two only where a named model is asked for
+    import tomllib  # these two are needed for named models only
     from importlib.resources import files
 
     tables: dict[str, Mapping[str, Any]] = {}
@@ -154,18 +154,20 @@ def _tables() -> dict[str, Mapping[str, Any]]:
 
 
 class HasDict(Protocol):
-    """An object that gives its keys as a dict, as Hugging Face's configuration classes do."""
+    """An object that returns its keys as a dict, like Hugging Face's configuration classes."""
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of its `config.json`."""
 
 
 def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
-    """The configuration of a named model, of a dict in Hugging Face's keys, of its object, or of a `config.json`.
+    """Read a model's configuration.
 
-    A string is a name unless it ends in .json or is a path that exists; a folder stands for the
-    `config.json` in it. Raises WorkloadError: an unknown name or model_type, a missing or impossible key, a
-    file that is not there or no JSON object.
+    config: name of a model, path of a `config.json`, a dict with Hugging Face's keys, or a configuration object. A
+        string is a name unless it ends in .json or is an existing path; a folder means the `config.json` in it.
+
+    Raises WorkloadError for an unknown name or model_type, a missing or impossible key, or a file that does not exist
+    or does not contain a JSON object.
     """
     if not isinstance(config, (str, Path, Mapping)):
         if not hasattr(config, "to_dict"):
@@ -184,10 +186,10 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'no UTF-8 text'})"
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
         ) from error
     except json.JSONDecodeError as error:
-        raise WorkloadError(f"{path}: line {error.lineno}: no valid JSON ({error.msg})") from error
+        raise WorkloadError(f"{path}: line {error.lineno}: not valid JSON ({error.msg})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise WorkloadError(f"{path}: no valid JSON ({error})") from None
     if not isinstance(values, dict):
@@ -197,7 +199,7 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
 
 
 def config_file(config: str | Path) -> Path | None:
-    """The `config.json` that a text or path stands for, there or not; None for the name of a model that is shipped."""
+    """The `config.json` that a text or path refers to, whether it exists or not; None for a shipped model's name."""
     if isinstance(config, str) and HUB_NAMES.get(config, config) in _tables():
         return None
     path = Path(config)
@@ -205,12 +207,17 @@ def config_file(config: str | Path) -> Path | None:
 
 
 def parse_config(values: Mapping[str, Any], name: str, where: str = "") -> Config:
-    """A configuration from the keys of a `config.json`; `where` names it in errors (default: the name)."""
+    """A configuration from the keys of a `config.json`.
+
+    values: the keys.
+    name: of the model.
+    where: how errors refer to the file, by default the name.
+    """
     return _Reader(values, where or name).config(name)
 
 
 class _Reader:
-    """Looks keys up under all their aliases, and complains by file and key."""
+    """Looks up keys under all their aliases; errors name file and key."""
 
     def __init__(self, values: Mapping[str, Any], where: str, own: bool = False) -> None:
         """own: a table that ships with the package, which has no keys but those that are read."""
@@ -233,7 +240,7 @@ class _Reader:
         hidden, heads = self.size("hidden"), self.size("heads")
         kv_heads = self.size("kv_heads", heads) if modern else heads
         if not self.raw("head") and hidden % heads:
-            raise WorkloadError(f"{self.where}: {self.key('hidden')} {hidden} is no multiple of {heads} heads")
+            raise WorkloadError(f"{self.where}: {self.key('hidden')} {hidden} is not a multiple of {heads} heads")
         if heads % kv_heads:
             raise WorkloadError(f"{self.where}: {self.key('kv_heads')} {kv_heads} does not divide {heads} heads")
         ffn = self.size("ffn", None if modern else 4 * hidden)
@@ -273,7 +280,7 @@ class _Reader:
         )
 
     def window(self, kind: str) -> int:
-        """Tokens of a sliding window, 0 where there is none or it is switched off."""
+        """Tokens of a sliding window, 0 where there is none or it is disabled."""
         on = self.values.get("use_sliding_window", kind != "qwen2")
         window = self.values.get("sliding_window")
         if window is None or not on:
@@ -291,7 +298,7 @@ class _Reader:
         return frozenset((*attention, *(("mlp",) if self.flag("mlp_bias", False) else ())))
 
     def key(self, field: str) -> str:
-        """The name under which the file has a field, or its usual one."""
+        """The key under which the file has a field, or its usual key."""
         return next((k for k in ALIASES[field] if self.values.get(k) is not None), ALIASES[field][0])
 
     def raw(self, field: str) -> Any:

@@ -9,7 +9,10 @@ from workloads.tape import Tape, Value
 
 
 def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> Value:
-    """One kernel each way, in fp32 under autocast. Saves its input, and mean and 1/deviation a row in fp32."""
+    """LayerNorm, one kernel per direction, in fp32 under autocast.
+
+    Saves its input, and mean and 1/deviation per row in fp32.
+    """
     x = tape.to_full(x, f"{name}.cast")
     rows = (*x.shape[:-1], 1)
     out = tape.result(f"{name}.out", x.shape, x.dtype)
@@ -21,20 +24,20 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> V
     tape.save(rstd, "1 / deviation of each row")
 
     def rule(g: Value) -> Gradients:
-        made = [tape.gradient(v) for v in (x, weight, bias)]
+        gradients = [tape.gradient(v) for v in (x, weight, bias)]
         flops = element_flops("layer_norm_backward", x.elements)
-        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], made, flops=flops)
-        return made
+        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], gradients, flops=flops)
+        return gradients
 
     tape.record([x, weight, bias], [out], rule)
     return out
 
 
 def rms_norm(tape: Tape, name: str, x: Value, weight: Value) -> Value:
-    """Composed as Hugging Face's Llama does it: in fp32, then back, then times the weight.
+    """RMSNorm, composed as in Hugging Face's Llama: in fp32, then cast back, then times the weight.
 
-    A 16-bit input thus leaves an fp32 copy (kept for the square and the product) and a 16-bit normalised
-    tensor (kept for the weight's gradient).
+    A 16-bit input thus leaves an fp32 copy (saved for the square and the product) and a 16-bit normalised tensor (saved
+    for the weight's gradient).
     """
     wide = tape.cast(x, "fp32", f"{name}.up")
     rows = (*x.shape[:-1], 1)
@@ -45,7 +48,7 @@ def rms_norm(tape: Tape, name: str, x: Value, weight: Value) -> Value:
     rstd = elementwise(tape, f"{name}.rstd", "div", [mean], tape.result(f"{name}.rstd.out", rows, "fp32"))
     tape.save(rstd, "1 / root mean square of each row")
 
-    def rstd_rule(g: Value) -> Gradients:  # three kernels over one number a row
+    def rstd_rule(g: Value) -> Gradients:  # three kernels over one number per row
         return [elementwise(tape, f"{name}.rstd.bwd", "pow", [g, rstd], tape.gradient(mean))]
 
     tape.record([mean], [rstd], rstd_rule)
@@ -59,7 +62,7 @@ def _spread(tape: Tape, name: str, g: Value, target: Value) -> Value:
 
 
 def scaled_rows(tape: Tape, name: str, x: Value, weight: Value) -> Value:
-    """x times one weight a column. Saves x: the weight's gradient is the sum over rows of g * x."""
+    """x times one weight per column. Saves x: the weight's gradient is the sum over rows of g * x."""
     dtype = promoted(x.dtype, weight.dtype)
     out = elementwise(tape, name, "mul", [x, weight], tape.result(f"{name}.out", x.shape, dtype))
     tape.save(x, "normalised input: the weight's gradient")

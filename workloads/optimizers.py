@@ -1,15 +1,15 @@
-"""The optimizer step: what it keeps, reads, writes and needs for a moment.
+"""The optimizer step: its states, reads, writes and temporaries.
 
-`adamw_foreach` (PyTorch's default on a GPU) updates all parameters together, kernel by kernel, so that the
-denominators of all of them, sqrt(v) / c + eps, exist at once: as much memory again as the parameters take.
-`adamw_fused` has no temporaries, and a step counter of 4 bytes a parameter on the device. `adamw_loop`
-takes one parameter at a time: its sqrt and its quotient, and the last parameter's quotient, which the loop
-variable still holds. `sgd` and `sgd_momentum` update in place.
+`adamw_foreach` (PyTorch's default on a GPU) updates all parameters together, kernel by kernel, so that the denominators
+of all of them, sqrt(v) / c + eps, are resident at once: as many bytes as the parameters. `adamw_fused` has no
+temporaries, and a 4-byte step counter per parameter tensor on the device. `adamw_loop` updates one parameter at a time;
+its temporaries are the sqrt and the quotient, and the quotient of the previous parameter, which the loop variable still
+holds. `sgd` and `sgd_momentum` update in place.
 
-The foreach and fused kernels of one layer's parameters are one op here, so that what runs for a layer can
-be seen; PyTorch, too, launches them in pieces. Gradients live until zero_grad: the last op of their layer
-holds them. With fp32 masters of 16-bit weights the gradients are copied to fp32 first, except by the fused
-kernel, and the new weight is copied back.
+The foreach and fused kernels for one layer's parameters are one op here, so that each layer's update is visible;
+PyTorch launches them in pieces, too. Gradients live until zero_grad: the last op of their layer holds them. With fp32
+masters of 16-bit weights the gradients are first copied to fp32, except by the fused kernel, and the new weight is
+copied back.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ from workloads.tape import Value
 
 @dataclass
 class Slot:
-    """One parameter with all that belongs to it; ids of tensors, replaced as the step goes on.
+    """One parameter with its tensors; their ids are replaced as the step progresses.
 
-    update: what is updated: the weight itself, or its fp32 master.
+    weight: the parameter.
+    layer: its layer, -1 for none.
+    gradient: the gradient that the update reads.
+    update: the tensor that is updated: the weight itself or its fp32 master.
+    state: optimizer states by name.
+    bytes: size of one state tensor.
+    held: the gradient as backward produced it where the update reads a copy, else -1.
     """
 
     weight: Value
@@ -36,7 +42,7 @@ class Slot:
     gradient: int
     update: int
     state: dict[str, int]
-    bytes: int  # of one state tensor
+    bytes: int
     held: int = -1
 
 
@@ -47,26 +53,26 @@ class Step:
         self.builder, self.precision, self.slots = builder, precision, slots
 
     def by_layer(self, what: str, run: Callable[[str, list[Slot]], None]) -> None:
-        """One op for the parameters of each layer, and one for those outside."""
+        """One op for the parameters of each layer, and one for those outside layers."""
         for layer in dict.fromkeys(slot.layer for slot in self.slots):
             name = "rest" if layer < 0 else f"h{layer}"
             run(f"optimizer.{name}.{what}", [slot for slot in self.slots if slot.layer == layer])
 
     def temporary(self, slot: Slot, what: str) -> int:
-        """A tensor like the state of one parameter."""
+        """A temporary of the same size and type as a parameter's state."""
         name, dtype = f"{slot.weight.name}.{what}", self.precision.state
         return self.builder.tensor(
             name, slot.bytes, "temporary", layer=slot.layer, shape=slot.weight.shape, dtype=dtype
         )
 
-    def renew(self, slot: Slot, states: tuple[str, ...]) -> list[int]:
-        """New values of states, in place."""
+    def update_states(self, slot: Slot, states: tuple[str, ...]) -> list[int]:
+        """New values of a parameter's states, in place."""
         for what in states:
             slot.state[what] = self._overwrite(slot, slot.state[what], what, "optimizer_state")
         return [slot.state[what] for what in states]
 
     def new_weight(self, slot: Slot) -> list[int]:
-        """The new weight, in place; with masters also the new master."""
+        """The new weight, in place; with fp32 masters also the new master."""
         new = [self._overwrite(slot, slot.weight.tensor, "", "weight")]
         if slot.update != slot.weight.tensor:
             slot.update = self._overwrite(slot, slot.update, "master", "optimizer_state")
@@ -81,7 +87,7 @@ class Step:
         return self.builder.tensor(name, size, role, layer=slot.layer, shape=shape, dtype=dtype, replaces=old)
 
     def op(self, name: str, reads: list[int], writes: list[int], touched: int, flops: int, workspace: int = 0) -> None:
-        """An op of the update phase. touched: bytes, for it holds more than it touches."""
+        """Append an op of the update phase. touched: bytes that it touches, since it holds further tensors."""
         self.builder.op(
             name,
             "optimizer",
@@ -115,7 +121,7 @@ class Step:
     def _moments(self, name: str, slots: list[Slot]) -> None:
         reads = [t for s in slots for t in (s.gradient, s.state["m"], s.state["v"])]
         size = sum(s.bytes for s in slots)
-        writes = [t for s in slots for t in self.renew(s, ("m", "v"))]
+        writes = [t for s in slots for t in self.update_states(s, ("m", "v"))]
         self.op(name, reads, writes, costs.FOREACH_MOMENTS * size, 8 * _elements(slots))
 
     def _sqrt(self, name: str, slots: list[Slot]) -> None:
@@ -137,7 +143,7 @@ class Step:
 
     def _fused(self, name: str, slots: list[Slot]) -> None:
         reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
-        writes = [t for s in slots for t in (*self.renew(s, ("m", "v", "step")), *self.new_weight(s))]
+        writes = [t for s in slots for t in (*self.update_states(s, ("m", "v", "step")), *self.new_weight(s))]
         size = sum(s.bytes for s in slots)
         self.op(name, reads, writes, costs.FUSED_ADAM * size, costs.ADAM_FLOPS * _elements(slots))
 
@@ -152,7 +158,7 @@ class Step:
             reads = [slot.gradient, slot.update, slot.state["m"], slot.state["v"], *_held(slot)]
             if slot is last[slot.layer]:
                 reads += [t for s in self.slots if s.layer == slot.layer for t in _gradients(s)]
-            writes = [*self.renew(slot, ("m", "v")), *self.new_weight(slot)]
+            writes = [*self.update_states(slot, ("m", "v")), *self.new_weight(slot)]
             scratch = before + 2 * slot.bytes
             flops = costs.ADAM_FLOPS * slot.weight.elements
             reads = list(dict.fromkeys(reads))
@@ -169,7 +175,7 @@ class Step:
 
     def _sgd(self, name: str, slots: list[Slot]) -> None:
         reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
-        writes = [t for s in slots for t in (*self.renew(s, tuple(s.state)), *self.new_weight(s))]
+        writes = [t for s in slots for t in (*self.update_states(s, tuple(s.state)), *self.new_weight(s))]
         momentum = any(s.state for s in slots)
         accesses, flops = (costs.SGD_MOMENTUM, costs.SGD_MOMENTUM_FLOPS) if momentum else (costs.SGD, costs.SGD_FLOPS)
         self.op(name, reads, writes, accesses * sum(s.bytes for s in slots), flops * _elements(slots))
@@ -180,13 +186,13 @@ def _elements(slots: list[Slot]) -> int:
 
 
 def _gradients(slot: Slot) -> list[int]:
-    """Gradients of a parameter, which live until zero_grad: as backward made it, and copied for its master."""
+    """The gradients of a parameter, which live until zero_grad: backward's, and the copy for its master."""
     return [slot.gradient, slot.held] if slot.held >= 0 else [slot.gradient]
 
 
 def _held(slot: Slot) -> list[int]:
-    """What an op of a parameter's update holds beside what it reads."""
-    # 16-bit weights are written, never read, when there is a master; they have to be there all the same
+    """Tensors that an op of a parameter's update holds in addition to its operands."""
+    # 16-bit weights with a master are only written, never read, but must be resident
     return _gradients(slot) + ([] if slot.update == slot.weight.tensor else [slot.weight.tensor])
 
 
@@ -197,11 +203,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[Step], None], tuple[str, ...]]] = {
     "sgd": (Step.sgd, ()),
     "sgd_momentum": (Step.sgd, ("m",)),
 }
-"""The optimizers, and the states that they keep of each parameter."""
+"""The optimizers, and the states that they keep per parameter."""
 
 
 def check_optimizer(name: str) -> None:
-    """Raises WorkloadError with the nearest known optimizer."""
+    """Raise WorkloadError, naming the nearest valid one, if an optimizer is unknown."""
     if name not in OPTIMIZERS:
         raise WorkloadError(f"optimizer {name!r} is unknown{near(str(name), OPTIMIZERS)}")
 
@@ -213,10 +219,13 @@ def update(
     parameters: list[tuple[Value, int]],
     gradients: dict[int, Value],
 ) -> None:
-    """Append one optimizer step.
+    """Append one optimizer step, in the steady state: the optimizer's states exist from the start.
 
-    parameters: weights and their layers, in the order of the model. gradients: by the weight's slot. The
-    state is there from the start: this is an iteration of the steady state.
+    builder: where its ops are appended.
+    precision: number types of weights and states.
+    optimizer: one of `OPTIMIZERS`.
+    parameters: weights and their layers, in the order of the model.
+    gradients: by the weight's slot.
     """
     run, states = OPTIMIZERS[optimizer]
     slots = []

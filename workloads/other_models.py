@@ -1,9 +1,9 @@
-"""Keys of a `config.json` that make another model of it than the one that is built here.
+"""Keys of a `config.json` that describe a different model from the one that would be built.
 
-A key that is not known may be harmless (a token's id, a seed, what generation does), so that configurations are read as
-they are published. One that changes the ops, their shapes or the number of parameters is either read (`models.ALIASES`,
-sliding windows) or refused, never passed over. `torch_dtype` and `dtype` say how a checkpoint is stored; what training
-computes in is `precision`.
+An unknown key may be harmless (a token id, a seed, a generation setting), so that configurations can be read as
+published. A key that changes the ops, their shapes or the number of parameters is either read (`models.ALIASES`,
+sliding windows) or refused, never ignored. `torch_dtype` and `dtype` say how a checkpoint is stored; the type of the
+computation is `precision`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "shared_expert_intermediate_size": (_is_set, "shared experts of another width"),
     "num_hidden_groups": (_more_than_one, "layers that share parameters"),
 }
-"""Per key, which values of it make another model, and what that model has."""
+"""For each key, which of its values describe a different model, and what that model has."""
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
@@ -91,7 +91,7 @@ def refuse_misspelt(values: Mapping[str, Any], read: Iterable[str], where: str, 
 
 
 def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where: str) -> None:
-    """Raise WorkloadError, naming key and value, where a configuration is of a model that is not built here."""
+    """Raise WorkloadError, naming key and value, for a configuration of a model that is not supported."""
     refused = dict(REFUSED)
     if family in ("gpt2", "bert"):
         always = (_is_not(True), f"linear layers without a bias, which model_type {kind!r} does not have")
@@ -102,13 +102,13 @@ def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where
         }
     if family != "mixtral":
         refused |= dict.fromkeys(EXPERTS, (_more_than_one, f"experts, which model_type {kind!r} does not have"))
-    for key, (changes, what) in refused.items():
+    for key, (changes, feature) in refused.items():
         if key in values and changes(values[key]):
             shown = repr(values[key])
             raise WorkloadError(
-                f"{where}: {key}: value {shown if len(shown) <= 60 else shown[:59] + '…'} means {what}: not modelled"
+                f"{where}: {key}: value {shown if len(shown) <= 60 else shown[:59] + '…'} means {feature}: not modelled"
             )
     layers = values.get("layer_types")
     other = sorted({str(each) for each in layers} - {"full_attention"}) if isinstance(layers, list) else []
     if other and other != ["sliding_attention"]:
-        raise WorkloadError(f"{where}: layer_types: value {other[0]!r}: not modelled; there is 'full_attention'")
+        raise WorkloadError(f"{where}: layer_types: value {other[0]!r}: not modelled; only 'full_attention' is")

@@ -1,4 +1,4 @@
-"""The weights of each family, in the order in which the model lists them."""
+"""The weights of each family, in the order of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workloads.tape import Tape, Value
 
 
 def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
-    """Add all weights of a model to the trace; returns them by name. Tied weights are one tensor."""
+    """Add all weights of a model to the trace. Returns them by name; tied weights are one tensor."""
     weights: dict[str, Value] = {}
 
     def weight(name: str, *shape: int) -> None:
@@ -97,7 +97,7 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
 
 
 def parameter_count(config: Config) -> int:
-    """How many parameters a model has, tied weights once."""
+    """How many parameters a model has, counting tied weights once."""
     tape = Tape(TraceBuilder(), precision_of("fp32"))
     make_parameters(tape, config)
     return sum(value.elements for value, _ in tape.parameters)

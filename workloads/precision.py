@@ -1,4 +1,4 @@
-"""In which number types a model is trained, and how autocast chooses between two of them."""
+"""The number types in which a model is trained, and how autocast chooses between two of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1}
 class Precision:
     """How a training run uses number types.
 
-    weight: type of weights and gradients. compute: type of matrix products and attention. autocast:
-    whether PyTorch's autocast chooses the type per op; without it every op computes in `weight`.
-    master: whether the optimizer keeps an fp32 copy of 16-bit weights, as Megatron-LM and DeepSpeed do
-    (2 + 2 + 12 bytes a parameter with Adam).
+    name: what `transformer` calls it.
+    weight: type of weights and gradients.
+    compute: type of matrix products and attention.
+    autocast: PyTorch's autocast chooses the type per op; without it every op computes in `weight`.
+    master: the optimizer keeps an fp32 copy of 16-bit weights, as in Megatron-LM and DeepSpeed (2 + 2 + 12 bytes per
+        parameter with Adam).
     """
 
     name: str
@@ -28,7 +30,7 @@ class Precision:
 
     @property
     def state(self) -> str:
-        """Type of the optimizer's state: that of the weights it updates, as `zeros_like` makes it."""
+        """Type of the optimizer's state: that of the weights it updates, as with `zeros_like`."""
         return "fp32" if self.master else self.weight
 
 
@@ -44,18 +46,18 @@ PRECISIONS = {
         Precision("mixed_fp16", "fp16", "fp16", master=True),
     )
 }
-"""The precisions by name. fp16 needs loss scaling, which takes no memory of its own: it is not modelled."""
+"""The precisions by name. fp16 needs loss scaling, which is not modelled, because it takes no memory of its own."""
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of that name. Raises WorkloadError with the nearest one."""
+    """The precision of that name. Raises WorkloadError, naming the nearest valid one."""
     if name not in PRECISIONS:
         raise WorkloadError(f"precision {name!r} is unknown{near(str(name), PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def promoted(*dtypes: str) -> str:
-    """The type of a result of mixed operands: the widest floating type (PyTorch, "type promotion")."""
+    """The type of a result of operands of mixed types: the widest floating type (PyTorch, "type promotion")."""
     if "fp32" in dtypes:
         return "fp32"
     return next(d for d in dtypes if d in ("bf16", "fp16"))

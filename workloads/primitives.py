@@ -1,4 +1,4 @@
-"""Elementary differentiable ops: what each runs forward, what autograd keeps, what it runs backward.
+"""Elementary differentiable ops: the forward kernels, the tensors that autograd saves, the backward kernels.
 
 Kernels and their order follow PyTorch's CUDA path (`derivatives.yaml`, `FunctionsManual.cpp`).
 """
@@ -15,14 +15,14 @@ Gradients = Sequence[Value | None]
 
 
 def elementwise(tape: Tape, name: str, kernel: str, reads: Sequence[Value], out: Value) -> Value:
-    """A kernel over all elements of its result."""
+    """Append an elementwise kernel with the result `out`. Returns it."""
     kind = "copy" if kernel == "copy" else "elementwise"
     tape.op(name, kind, reads, [out], flops=element_flops(kernel, out.elements))
     return out
 
 
 def add(tape: Tape, name: str, a: Value, b: Value) -> Value:
-    """a + b, of one shape. Saves nothing; the gradient passes on as it is, cast where types were promoted."""
+    """a + b, of one shape. Saves nothing; the gradient passes through, cast where types were promoted."""
     out = elementwise(tape, name, "add", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
 
     def rule(g: Value) -> Gradients:
@@ -33,21 +33,21 @@ def add(tape: Tape, name: str, a: Value, b: Value) -> Value:
 
 
 def shift(tape: Tape, name: str, x: Value) -> Value:
-    """x plus a number, or a mask without a gradient: backward has nothing to do."""
+    """x plus a number, or a mask without a gradient. Saves nothing; the gradient passes through."""
     out = elementwise(tape, name, "add", [x], tape.result(f"{name}.out", x.shape, x.dtype))
     tape.record([x], [out], lambda g: [g])
     return out
 
 
 def scale(tape: Tape, name: str, x: Value) -> Value:
-    """x times a number, which is no tensor: nothing is saved."""
+    """x times a number. Saves nothing."""
     out = elementwise(tape, name, "mul", [x], tape.result(f"{name}.out", x.shape, x.dtype))
     tape.record([x], [out], lambda g: [elementwise(tape, f"{name}.bwd", "mul", [g], tape.gradient(x))])
     return out
 
 
 def multiply(tape: Tape, name: str, a: Value, b: Value) -> Value:
-    """a * b, of one shape or b broadcast. Each that has a gradient keeps the other."""
+    """a * b, of one shape or with b broadcast. Saves each factor that the other's gradient needs."""
     out = elementwise(tape, name, "mul", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
     if b.slot >= 0:
         tape.save(a, "factor of a product")
@@ -64,7 +64,7 @@ def multiply(tape: Tape, name: str, a: Value, b: Value) -> Value:
 
 
 def _times(tape: Tape, name: str, g: Value, factor: Value, target: Value) -> Value:
-    """The gradient of one factor: a product, a sum over what was broadcast, a cast where types differ."""
+    """The gradient of one factor: a product, a sum over broadcast axes, a cast where types differ."""
     wide = promoted(g.dtype, factor.dtype)
     if target.elements == g.elements and target.dtype == wide:
         return elementwise(tape, name, "mul", [g, factor], tape.gradient(target))
@@ -79,7 +79,7 @@ def _times(tape: Tape, name: str, g: Value, factor: Value, target: Value) -> Val
 
 
 def power(tape: Tape, name: str, x: Value) -> Value:
-    """x to a constant power, in fp32 under autocast. Saves x; backward makes x^(n-1), n x^(n-1), and the product."""
+    """x to a constant power, in fp32 under autocast. Saves x; backward computes x^(n-1), n x^(n-1) and the product."""
     x = tape.to_full(x, f"{name}.cast")
     out = elementwise(tape, name, "pow", [x], tape.result(f"{name}.out", x.shape, x.dtype))
     tape.save(x, "base of a power")
@@ -95,7 +95,7 @@ def power(tape: Tape, name: str, x: Value) -> Value:
 
 
 def tanh(tape: Tape, name: str, x: Value) -> Value:
-    """Saves its result."""
+    """tanh(x). Saves its result."""
     out = elementwise(tape, name, "tanh", [x], tape.result(f"{name}.out", x.shape, x.dtype))
     tape.save(out, "result of tanh")
 
@@ -109,10 +109,10 @@ def tanh(tape: Tape, name: str, x: Value) -> Value:
 def unary(
     tape: Tape, name: str, kernel: str, x: Value, *, inplace: bool = False, inplace_backward: bool = False
 ) -> Value:
-    """A fused activation (gelu, silu, relu). Saves its input; relu its result, which is read next anyway.
+    """A fused activation (gelu, silu, relu). Saves its input; relu saves its result, which the next op reads anyway.
 
-    inplace: in the storage of x, whose value is gone; for relu alone, as the others' backward reads their input.
-    inplace_backward: the gradient in the storage of the one that arrives, where nobody else reads that.
+    inplace: overwrite x; possible only for relu, since the backward of the others reads their input.
+    inplace_backward: overwrite the incoming gradient where nothing else reads it.
     """
     out = tape.result_over(x, f"{name}.out") if inplace else tape.result(f"{name}.out", x.shape, x.dtype)
     elementwise(tape, name, kernel, [x], out)
@@ -129,7 +129,7 @@ def unary(
 
 
 def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
-    """Saves a mask of one byte an element (native_dropout). With probability 0 it is no op."""
+    """Dropout. Saves a mask of one byte per element (native_dropout). With probability 0 nothing is appended."""
     if not probability:
         return x
     out = tape.result(f"{name}.out", x.shape, x.dtype)
@@ -145,7 +145,7 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
 
 
 def copy(tape: Tape, name: str, x: Value, *shape: int, forward: bool = True, backward: bool = True) -> Value:
-    """x in another memory layout. forward, backward: whether x and its gradient have to be moved for that."""
+    """x in another memory layout. forward, backward: whether x, and its gradient, must be copied for that."""
     if forward:
         out = elementwise(tape, name, "copy", [x], tape.result(f"{name}.out", shape, x.dtype))
     else:
@@ -159,7 +159,7 @@ def copy(tape: Tape, name: str, x: Value, *shape: int, forward: bool = True, bac
 
 
 def split(tape: Tape, name: str, x: Value, parts: dict[str, tuple[int, ...]]) -> list[Value]:
-    """Views of parts of x, one storage; backward joins their gradients in a new tensor."""
+    """Views of parts of x in one storage; backward concatenates their gradients into a new tensor."""
     views = [tape.slice_of(x, f"{name}.{part}", *shape) for part, shape in parts.items()]
 
     def rule(*gs: Value | None) -> Gradients:
@@ -172,7 +172,7 @@ def split(tape: Tape, name: str, x: Value, parts: dict[str, tuple[int, ...]]) ->
 def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """x @ weight + bias over the last axis of x; the weight is (inner, columns) or its transpose.
 
-    Saves the operands of the product in the type in which it is computed.
+    Saves the operands of the product in the type of the computation.
     """
     columns = bias.shape[0] if bias else weight.elements // x.shape[-1]
     w = tape.to_compute(weight, f"{name}.weight.cast")
@@ -186,26 +186,26 @@ def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = 
     tape.save(w, "copy of the weight that was multiplied")
 
     def rule(g: Value) -> Gradients:
-        made: dict[str, Value] = {}
+        gradients: dict[str, Value] = {}
         # addmm differentiates its input first, mm its weight
-        for what in ("input", "weight") if b else ("weight", "input"):
-            if what == "input" and a.slot >= 0:
-                made[what] = tape.gradient(a)
-                tape.op(f"{name}.bwd", "matmul", [g, w], [made[what]], flops=flops)
-            elif what == "weight":
-                made[what] = tape.gradient(w)
-                tape.op(f"{name}.bwd.weight", "matmul", [a, g], [made[what]], flops=flops)
+        for operand in ("input", "weight") if b else ("weight", "input"):
+            if operand == "input" and a.slot >= 0:
+                gradients[operand] = tape.gradient(a)
+                tape.op(f"{name}.bwd", "matmul", [g, w], [gradients[operand]], flops=flops)
+            elif operand == "weight":
+                gradients[operand] = tape.gradient(w)
+                tape.op(f"{name}.bwd.weight", "matmul", [a, g], [gradients[operand]], flops=flops)
         if b:
-            made["bias"] = tape.gradient(b)
-            tape.op(f"{name}.bwd.bias", "reduce", [g], [made["bias"]], flops=element_flops("sum", g.elements))
-        return [made.get("input"), made["weight"], *([made["bias"]] if b else [])]
+            gradients["bias"] = tape.gradient(b)
+            tape.op(f"{name}.bwd.bias", "reduce", [g], [gradients["bias"]], flops=element_flops("sum", g.elements))
+        return [gradients.get("input"), gradients["weight"], *([gradients["bias"]] if b else [])]
 
     tape.record([a, w, *([b] if b else [])], [out], rule)
     return out
 
 
 def batched_matmul(tape: Tape, name: str, a: Value, b: Value, shape: tuple[int, ...], inner: int) -> Value:
-    """A batch of products with a result of `shape`. Saves both operands; differentiates b first."""
+    """A batch of products with a result of `shape`. Saves both operands; computes the gradient of b first."""
     out = tape.result(f"{name}.out", shape, a.dtype)
     flops = matmul_flops(out.elements // shape[-1], inner, shape[-1])
     tape.op(name, "matmul", [a, b], [out], flops=flops)
@@ -222,7 +222,7 @@ def batched_matmul(tape: Tape, name: str, a: Value, b: Value, shape: tuple[int, 
 
 
 def softmax(tape: Tape, name: str, x: Value) -> Value:
-    """Over the last axis, in fp32 under autocast. Saves its result."""
+    """Softmax over the last axis, in fp32 under autocast. Saves its result."""
     x = tape.to_full(x, f"{name}.cast")
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     tape.op(name, "softmax", [x], [out], flops=element_flops("softmax", x.elements))
@@ -238,7 +238,7 @@ def softmax(tape: Tape, name: str, x: Value) -> Value:
 
 
 def embedding(tape: Tape, name: str, ids: Value, table: Value) -> Value:
-    """Rows of a table. Saves the ids; backward makes a dense gradient of the whole table."""
+    """Rows of a table. Saves the ids; the gradient of the table is dense."""
     width = table.shape[1]
     out = tape.result(f"{name}.out", (*ids.shape, width), table.dtype)
     moved = embedding_bytes(ids.elements, width * BYTES[table.dtype])
@@ -255,7 +255,7 @@ def embedding(tape: Tape, name: str, ids: Value, table: Value) -> Value:
 
 
 def gather(tape: Tape, name: str, x: Value, shape: tuple[int, ...], *indices: Value) -> Value:
-    """Rows (with two indices: elements) of x, some several times. Saves the indices; backward adds into zeros."""
+    """Rows (with two indices: elements) of x, repeats allowed. Saves the indices; backward adds into zeros."""
     out = tape.result(f"{name}.out", shape, x.dtype)
     moved = 2 * out.elements * BYTES[x.dtype] + 8 * sum(index.elements for index in indices)
     tape.op(name, "embedding", [x, *indices], [out], bytes=moved)

@@ -1,8 +1,8 @@
-"""Small families of traces for theory, tests and benchmarks: chains, W1, random graphs, U-shaped nets.
+"""Small families of traces for theory, tests and benchmarks: chains, W1, random graphs, U-shaped networks.
 
-All but the chains are made by one rule: forward ops in order, then one backward op for each in reverse,
-which reads the gradient of its output, what was saved and the weight, and makes the gradients of what
-it read. A tensor's second gradient is added to the first at once, by an op of its own.
+All except the chains follow one rule: forward ops in order, then one backward op for each in reverse order. A backward
+op reads the gradient of its op's output, the saved tensors and the weight, and writes the gradients of its op's reads.
+The second gradient of a tensor is added to the first immediately, by a separate op.
 """
 
 from __future__ import annotations
@@ -25,60 +25,67 @@ def chain(
     forward_temp: Sequence[int] | None = None,
     backward_temp: Sequence[int] | None = None,
 ) -> Trace:
-    """A chain of L stages given by the six lists that describe one to Rotor (Herrmann et al., arXiv 1911.13214).
+    """A chain of L stages, given by the six lists of Rotor's chain model (Herrmann et al., arXiv 1911.13214).
 
-    Per stage i: `forward_ns`, `backward_ns` (measured durations, ns); `input_bytes` x[i], with one more
-    entry for the last stage's output; `saved_bytes` xbar[i+1], all that stage i saves for its own
-    backward, its output x[i+1] included; `forward_temp`, `backward_temp`: further bytes held while the
-    forward or the backward runs, default 0. A gradient has the size of its tensor, and the one that
-    backward i makes is part of `backward_temp[i]`. Where that is too small, the gradient takes over the
-    place of the one before if their sizes are equal; where they are not, backward i holds what is
-    missing beyond the lists. A forward makes what it would save even if it saves nothing, so that it then
-    holds saved_bytes less its output, for its own time, beyond forward_temp. A loss of no time turns
-    x[L] into its gradient.
+    A loss that takes no time turns x[L] into its gradient. A gradient has the size of its tensor, and the gradient that
+    backward i produces is part of `backward_temp[i]`. Where that is too small, the gradient takes over the storage of
+    the previous one if their sizes are equal; otherwise backward i holds the difference in addition to the lists. A
+    forward op produces everything that it could save even when it saves nothing; it then holds `saved_bytes` minus its
+    output, while it runs, in addition to `forward_temp`.
+
+    forward_ns, backward_ns: durations per stage in ns.
+    input_bytes: size of the input x[i] of each stage, and one more entry for the output of the last.
+    saved_bytes: xbar[i+1] per stage: all that stage i saves for its own backward, its output x[i+1] included.
+    forward_temp, backward_temp: further bytes per stage while its forward or backward runs, by default 0.
+
     Raises WorkloadError where lengths differ or a stage saves less than its output.
     """
     count = len(forward_ns)
     temps = forward_temp or [0] * count, backward_temp or [0] * count
     lengths = {len(backward_ns), len(input_bytes) - 1, len(saved_bytes), len(temps[0]), len(temps[1]), count}
     if len(lengths) != 1 or not count:
-        raise WorkloadError("chain: all lists need one entry a stage, input_bytes one more")
+        raise WorkloadError("chain: all lists need one entry per stage, input_bytes one more")
     b = TraceBuilder({"model": "chain", "layers": count})
     x = [b.tensor("x0", input_bytes[0], "input")]
     inner: list[int | None] = []
     for i in range(count):
-        inside = saved_bytes[i] - input_bytes[i + 1]
-        if inside < 0:
+        beside_output = saved_bytes[i] - input_bytes[i + 1]
+        if beside_output < 0:
             raise WorkloadError(f"chain: stage {i} saves {saved_bytes[i]} bytes, less than its output")
         x.append(b.tensor(f"x{i + 1}", input_bytes[i + 1], layer=i, saved_for="backward"))
-        inner.append(b.tensor(f"s{i}", inside, layer=i, saved_for="backward") if inside else None)
-        made = [x[-1]] + [s for s in (inner[-1],) if s is not None]
-        b.op(f"f{i}", reads=[x[i]], writes=made, layer=i, workspace=temps[0][i], duration=forward_ns[i])
+        inner.append(b.tensor(f"s{i}", beside_output, layer=i, saved_for="backward") if beside_output else None)
+        written = [x[-1]] + [s for s in (inner[-1],) if s is not None]
+        b.op(f"f{i}", reads=[x[i]], writes=written, layer=i, workspace=temps[0][i], duration=forward_ns[i])
     gradient = b.tensor("d_loss", input_bytes[count], "temporary", layer=count - 1)
     b.op("loss", "loss", phase="backward", reads=[x[-1]], writes=[gradient], layer=count - 1, duration=0)
     for i in reversed(range(count)):
-        size, room = input_bytes[i], temps[1][i]
-        takes_over = room < size == input_bytes[i + 1]
-        made_gradient = b.tensor(f"d{i}", size, "temporary", layer=i, replaces=gradient if takes_over else None)
+        size, temp = input_bytes[i], temps[1][i]
+        in_place = temp < size == input_bytes[i + 1]
+        new_gradient = b.tensor(f"d{i}", size, "temporary", layer=i, replaces=gradient if in_place else None)
         saved = [s for s in (inner[i],) if s is not None]
         b.op(
             f"b{i}",
             phase="backward",
             reads=[gradient, x[i], x[i + 1], *saved],
-            writes=[made_gradient],
+            writes=[new_gradient],
             layer=i,
-            workspace=room if takes_over else max(0, room - size),
+            workspace=temp if in_place else max(0, temp - size),
             duration=backward_ns[i],
         )
-        gradient = made_gradient
+        gradient = new_gradient
     return b.build(outputs=(gradient,), carry=())
 
 
 def uniform_chain(n: int, size: int = 1, duration: int = 1, backward_duration: int | None = None) -> Trace:
-    """The unit chain U(n): f0 … f(n-1), then b(n-1) … b0; every tensor `size` bytes, every op `duration` ns.
+    """The unit chain U(n): ops f0 … f(n-1), then b(n-1) … b0, on which published recomputation optima are tabulated.
 
-    f(i) reads the result of f(i-1); b(n-1) reads that of f(n-2) alone, b(i) those of f(i-1) and b(i+1),
-    b0 that of b1. It is the graph on which published recomputation optima are tabulated.
+    f(i) reads the result of f(i-1); b(n-1) reads only that of f(n-2), b(i) those of f(i-1) and b(i+1), and b0 that of
+    b1.
+
+    n: number of steps.
+    size: bytes of every tensor.
+    duration: ns of every op.
+    backward_duration: ns of every backward op, by default the same.
     """
     if n < 1:
         raise WorkloadError(f"uniform_chain: {n} steps; it needs at least 1")
@@ -90,8 +97,8 @@ def uniform_chain(n: int, size: int = 1, duration: int = 1, backward_duration: i
     for i in reversed(range(n)):
         reads = f[i - 1 : i] + gradient if i else gradient
         gradient = [b.tensor(f"b{i}.out", size, "temporary", layer=i)]
-        took = duration if backward_duration is None else backward_duration
-        b.op(f"b{i}", phase="backward", reads=reads, writes=gradient, layer=i, duration=took)
+        backward_ns = duration if backward_duration is None else backward_duration
+        b.op(f"b{i}", phase="backward", reads=reads, writes=gradient, layer=i, duration=backward_ns)
     return b.build(outputs=gradient, carry=())
 
 
@@ -100,7 +107,7 @@ def uniform_chain(n: int, size: int = 1, duration: int = 1, backward_duration: i
 
 @dataclass
 class _Step:
-    """A forward op with one result: what its backward reads, and what both cost."""
+    """A forward op with one result: what its backward reads, and the times of both."""
 
     name: str
     kind: str
@@ -115,7 +122,7 @@ class _Step:
 
 @dataclass
 class _Tape:
-    """Notes forward ops as they are added, and adds their backward."""
+    """Records forward ops as they are added, and adds their backward."""
 
     b: TraceBuilder
     constant: set[int] = field(default_factory=set)
@@ -142,7 +149,11 @@ class _Tape:
         return output
 
     def backward(self, add_ns: dict[int, int], loss_ns: int) -> None:
-        """Add the loss's gradient and one backward op a forward op; add_ns: time to add gradients, by size."""
+        """Add the gradient of the loss and one backward op per forward op.
+
+        add_ns: ns to add two gradients, by their size in bytes.
+        loss_ns: ns of the loss.
+        """
         b, last = self.b, self.steps[-1]
         size = b.bytes_of(last.output)
         gradient = {last.output: b.tensor("loss.grad", size, "temporary", layer=last.layer)}
@@ -158,7 +169,7 @@ class _Tape:
         )
         for step in reversed(self.steps):
             if step.output not in gradient:
-                continue  # nothing that reaches the loss reads it
+                continue  # the loss does not depend on it
             targets = [t for t in step.inputs if t not in self.constant]
             if not targets and step.weight is None:
                 continue
@@ -166,18 +177,18 @@ class _Tape:
                 (t, b.tensor(f"{step.name}.d{k}", b.bytes_of(t), "temporary", layer=step.layer))
                 for k, t in enumerate(targets)
             ]
-            made = [new for _, new in fresh]
+            gradients = [new for _, new in fresh]
             reads = [gradient[step.output], *step.saved]
             if step.weight is not None:
                 reads.append(step.weight)
-                made.append(b.tensor(f"{step.name}.dw", b.bytes_of(step.weight), "gradient", layer=step.layer))
-                self.weight_gradients.append((step.weight, made[-1]))
+                gradients.append(b.tensor(f"{step.name}.dw", b.bytes_of(step.weight), "gradient", layer=step.layer))
+                self.weight_gradients.append((step.weight, gradients[-1]))
             b.op(
                 f"{step.name}.bwd",
                 step.kind,
                 phase="backward",
                 reads=reads,
-                writes=made,
+                writes=gradients,
                 layer=step.layer,
                 duration=step.backward_ns,
                 splits=["batch"],
@@ -201,7 +212,7 @@ class _Tape:
         return total
 
     def update(self, duration: int) -> list[tuple[int, int]]:
-        """Add one in-place update a weight gradient; returns (weight at the end, weight at the start)."""
+        """Add one in-place update per weight gradient. Returns pairs (weight at the end, weight at the start)."""
         carry = []
         for weight, grad in self.weight_gradients:
             name = f"w{weight}"
@@ -213,11 +224,12 @@ class _Tape:
 
 
 def w1(layers: int) -> Trace:
-    """The benchmark generator W1: a GPT-like stack of 22 L - 1 ops over 4 L + 1 constants, costs in whole ns.
+    """The benchmark workload W1: a GPT-like stack of L layers, with 22 L - 1 ops and 4 L + 1 constants.
 
-    Batch 8, sequence 1024, hidden 1024, 2 bytes an element; an op takes the longer of FLOPs at 156
-    TFLOP/s and bytes at 1.5 TB/s. Ten forward ops a layer; attention's matrices are never stored. There
-    is no update: weight gradients are the outputs, constants lie there throughout, nothing is carried.
+    Batch 8, sequence 1024, hidden 1024, 2 bytes per element, times in whole ns. An op takes the longer of FLOPs at 156
+    TFLOP/s and bytes at 1.5 TB/s. There are ten forward ops per layer; attention matrices are never stored. There is no
+    update: the weight gradients are the outputs, the constants stay resident throughout, and nothing is carried.
+
     Raises WorkloadError for less than one layer.
     """
     if layers < 1:
@@ -274,11 +286,18 @@ def random_dag(
     weights: float = 0.5,
     update: bool = True,
 ) -> Trace:
-    """A random forward graph of `ops` ops with its backward and, if asked for, in-place updates.
+    """A random forward graph with its backward; the same seed gives the same trace.
 
-    Each op reads one to three results among the last `width`; sizes are 1 … `max_bytes`, forward times
-    1 … `max_ns`, backward twice that; each has a weight with probability `weights`. The last op joins
-    what nobody has read, so that all of it matters. The same seed gives the same trace.
+    Each op reads one to three of the most recent results. The last op also reads everything that is still unread, so
+    that the loss depends on all ops.
+
+    ops: number of forward ops.
+    seed: of the random numbers.
+    width: how many recent results an op may read.
+    max_bytes: sizes are drawn from 1 to this.
+    max_ns: forward times are drawn from 1 to this; backward takes twice as long.
+    weights: probability that an op has a weight.
+    update: add in-place updates of the weights.
     """
     if ops < 1 or width < 1:
         raise WorkloadError(f"random_dag: ops ({ops}) and width ({width}) must be at least 1")
@@ -286,21 +305,21 @@ def random_dag(
     b = TraceBuilder({"model": "random_dag", "seed": seed})
     x0 = b.tensor("x0", draw.randint(1, max_bytes), "input")
     tape = _Tape(b, {x0})
-    made, unread = [x0], [x0]
+    results, unread = [x0], [x0]
     for i in range(ops):
-        recent = made[-width:]
+        recent = results[-width:]
         inputs = draw.sample(recent, min(len(recent), draw.randint(1, 3)))
         if i == ops - 1:
             inputs = list(dict.fromkeys((*inputs, *unread)))
         weight = b.tensor(f"w{i}", draw.randint(1, max_bytes), "weight", layer=i) if draw.random() < weights else None
-        took = draw.randint(1, max_ns)
+        forward_ns = draw.randint(1, max_ns)
         saved = [t for t in inputs if draw.random() < 0.8]
         kind = "matmul" if weight is not None else "elementwise"
         size = draw.randint(1, max_bytes)
-        out = tape.forward(f"f{i}", kind, inputs, size, i, (took, 2 * took), saved, weight)
+        out = tape.forward(f"f{i}", kind, inputs, size, i, (forward_ns, 2 * forward_ns), saved, weight)
         unread = [t for t in unread if t not in inputs] + [out]
-        made.append(out)
-    sizes = {b.bytes_of(t): draw.randint(1, max_ns) for t in made}
+        results.append(out)
+    sizes = {b.bytes_of(t): draw.randint(1, max_ns) for t in results}
     tape.backward(sizes, draw.randint(1, max_ns))
     if not update:
         return b.build(outputs=[grad for _, grad in tape.weight_gradients], carry=())
@@ -309,10 +328,16 @@ def random_dag(
 
 
 def unet(levels: int, size: int = 1 << 20, duration: int = 1000, *, update: bool = False) -> Trace:
-    """A U-shaped net: `levels` steps down, a bottom, as many steps up, each joined with its skip connection.
+    """A U-shaped network: steps down, a bottom, and as many steps up, each joined with its skip connection.
 
-    Level k works on `size` / 2^k bytes and takes `duration` / 2^k ns, backward twice that. The skip of the
-    first level lives longest: no chain of small stages. Raises WorkloadError where a level would be empty.
+    The skip connection of the first level lives longest, so the trace is not a chain of small stages.
+
+    levels: number of steps down.
+    size: bytes at level 0; level k has `size` / 2^k.
+    duration: ns of an op at level 0; level k takes `duration` / 2^k, and backward twice as long.
+    update: add in-place updates of the weights.
+
+    Raises WorkloadError where a level would be empty.
     """
     if levels < 1 or size >> levels < 1:
         raise WorkloadError(f"unet: {levels} levels of {size} bytes; each level halves it")
@@ -321,9 +346,9 @@ def unet(levels: int, size: int = 1 << 20, duration: int = 1000, *, update: bool
     tape = _Tape(b, {x})
 
     def step(name: str, inputs: list[int], level: int, layer: int, kind: str = "conv") -> int:
-        took = max(1, duration >> level)
+        forward_ns = max(1, duration >> level)
         weight = b.tensor(f"{name}.w", max(1, size >> (level + 2)), "weight", layer=layer) if kind == "conv" else None
-        return tape.forward(name, kind, inputs, size >> level, layer, (took, 2 * took), inputs, weight)
+        return tape.forward(name, kind, inputs, size >> level, layer, (forward_ns, 2 * forward_ns), inputs, weight)
 
     skips = []
     for k in range(levels):

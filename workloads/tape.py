@@ -1,10 +1,9 @@
-"""The tape: forward ops as they run, each with the rule that makes its backward ops.
+"""The tape: forward ops in the order in which they run, each with the rule that appends its backward ops.
 
-It is PyTorch's autograd without numbers. An op of a layer appends kernels to the trace and, where its
-result needs a gradient, records a node: its inputs, its outputs, and a rule that takes the gradients of
-the outputs, appends the backward kernels, and gives the gradients of the inputs. What a rule reads is what
-autograd saves; so the lifetimes in the trace are those of PyTorch without being stated anywhere else.
-`workloads.backward` walks the nodes.
+It is PyTorch's autograd without numbers. An op of a layer appends kernels to the trace and, where its result needs a
+gradient, records a node: its inputs, its outputs, and a rule that takes the gradients of the outputs, appends the
+backward kernels, and returns the gradients of the inputs. The tensors that a rule reads are those that autograd saves,
+so the lifetimes in the trace are PyTorch's without being stated anywhere else. `workloads.backward` walks the nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ FLOATS = frozenset(("fp32", "bf16", "fp16"))
 
 
 class Value(NamedTuple):
-    """A tensor as the model sees it; views share `tensor`, the storage's id in the trace.
+    """A tensor as the model sees it.
 
-    slot: where its gradient collects, -1 for a value without one; a reshaped view shares it.
-    name: of the tensor. parameter: whether it is a weight.
+    tensor: id of its storage in the trace; views share it.
+    shape, dtype: of the view.
+    slot: identifies its gradient, -1 for a value without one; a reshaped view shares it.
+    name: of the tensor.
+    parameter: whether it is a weight.
     """
 
     tensor: int
@@ -47,7 +49,7 @@ Rule = Callable[..., Sequence["Value | None"]]
 
 
 class Node(NamedTuple):
-    """What one op leaves behind for the backward pass; `rule` maps gradients of outputs to those of inputs."""
+    """The record of one op for the backward pass; `rule` maps gradients of outputs to gradients of inputs."""
 
     layer: int
     inputs: tuple[Value, ...]
@@ -56,7 +58,7 @@ class Node(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One op of the trace before it is appended. settles: see `Tape.op`."""
+    """An op that has not been appended to the trace yet; `settles`: see `Tape.op`."""
 
     name: str
     kind: str
@@ -69,10 +71,11 @@ class Kernel(NamedTuple):
 
 
 class Tape:
-    """Appends ops to a trace and remembers how to differentiate them.
+    """Appends ops to a trace and records how to differentiate them.
 
-    layer, phase: of the ops appended now. prefix: put before every name (the microbatch). samples: how many the
-    inputs hold; from 2 on, ops say that they may be split by batch.
+    layer, phase: of the ops being appended.
+    prefix: of every name (the microbatch).
+    samples: in the batch; from 2 on, ops are marked as splittable by batch.
     """
 
     def __init__(self, builder: TraceBuilder, precision: Precision) -> None:
@@ -83,16 +86,16 @@ class Tape:
         self.prefix = ""
         self.nodes: list[Node] = []
         self.parameters: list[tuple[Value, int]] = []  # with their layer
-        self.left: dict[int, int] = {}  # uses of each slot: gradients that backward has to wait for
-        self.shared: set[int] = set()  # slots whose gradient is a sum not yet complete
+        self.left: dict[int, int] = {}  # uses of each slot: gradients that backward still waits for
+        self.shared: set[int] = set()  # slots whose gradient is an incomplete sum
         self.product_flops = 0  # of matrix products and attention so far
         self.waiting: dict[int, Value] = {}  # gradients that have arrived, by slot
         self.accumulating = False  # whether weights have gradients of an earlier microbatch
         self.samples = 0
-        self._rows: set[int] = set()  # tensors with one row a sample
+        self._rows: set[int] = set()  # tensors with one row per sample
         self._sums: set[int] = set()  # tensors that are summed over samples
         self._gradient_of: dict[int, int] = {}
-        self._kernels: list[Kernel] = []  # of the backward node at hand
+        self._kernels: list[Kernel] = []  # of the current backward node
         self._overwritten: set[int] = set()
         self._slots = 0
         self._casts: dict[int, Value] = {}
@@ -123,29 +126,33 @@ class Tape:
         return self._value(self.prefix + name, shape, dtype, "temporary", -1)
 
     def gradient(self, value: Value, over: Value | None = None) -> Value:
-        """A new tensor for a gradient of `value`, or one in the storage of `over`, which is gone then.
+        """A new tensor for a gradient of `value`.
 
-        The only contribution to a weight's gradient becomes that gradient without a copy (autograd's
-        AccumulateGrad steals it); one of several, or of a later microbatch, is a gradient, too, until it is added.
+        The only contribution to a weight's gradient becomes that gradient without a copy (autograd's AccumulateGrad
+        steals it). One of several contributions, or that of a later microbatch, also has the role of a gradient until
+        it is added.
+
+        value: the value to differentiate by.
+        over: a tensor to overwrite with it.
         """
         name, role = f"{value.name}.grad", "gradient" if value.parameter else "temporary"
         if value.parameter and (self.accumulating or value.slot in self.shared):
             name = f"{self.prefix}{name}.part"
         if over:
-            made = self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
+            new = self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
         else:
-            made = self._value(name, value.shape, value.dtype, role, -1)
-        self._gradient_of[made.tensor] = value.tensor
-        return made
+            new = self._value(name, value.shape, value.dtype, role, -1)
+        self._gradient_of[new.tensor] = value.tensor
+        return new
 
     def is_sole(self, gradient: Value) -> bool:
-        """Whether a gradient that a node was given is a storage of its own that nobody else waits for."""
+        """Whether an incoming gradient has its own storage, which nothing else waits for."""
         size = gradient.elements * BYTES[gradient.dtype]
         shared = any(other.tensor == gradient.tensor for other in self.waiting.values())
         return not shared and self.builder.bytes_of(gradient.tensor) == size
 
     def overwrite(self, value: Value, name: str, role: str) -> Value:
-        """A new value in the storage of `value`, which is gone then."""
+        """A new value that overwrites `value` in place."""
         name = _unique(name, self._tensor_names)
         self._overwritten.add(value.tensor)
         size = self.builder.bytes_of(value.tensor)
@@ -155,11 +162,11 @@ class Tape:
         return value._replace(tensor=tensor, name=name)
 
     def result_over(self, value: Value, name: str) -> Value:
-        """A new activation in the storage of `value`, with a gradient of its own."""
+        """A new activation, with its own gradient, that overwrites `value` in place."""
         return self.overwrite(value, self.prefix + name, "activation")._replace(slot=self.new_slot())
 
     def slice_of(self, value: Value, name: str, *shape: int) -> Value:
-        """A part of a storage, with a gradient of its own."""
+        """A view of a part of a storage, with its own gradient."""
         return Value(value.tensor, shape, value.dtype, self.new_slot(), self.prefix + name)
 
     # ---- ops ---------------------------------------------------------------------------------
@@ -176,10 +183,12 @@ class Tape:
         random: bool = False,
         settles: bool = False,
     ) -> None:
-        """Append a kernel. The type of its arithmetic is that of what it reads.
+        """Append a kernel; the type of its arithmetic is that of its operands.
 
-        settles: it brings a gradient that a node has made into the shape and the type of its value. Autograd
-        does that (validate_outputs) for all of them when the node's own kernels are done.
+        name, kind, flops, bytes, random: as for `sim.trace.Op`.
+        reads, writes: operands and results.
+        settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
+            this (validate_outputs) for all gradients after the node's own kernels.
         """
         if kind in ("matmul", "attention"):
             self.product_flops += flops
@@ -190,10 +199,12 @@ class Tape:
             self._kernels.append(kernel)
 
     def finish_node(self, given: Sequence[Value | None] = ()) -> None:
-        """Append the backward kernels of one node; `given` are the gradients of its outputs.
+        """Append the backward kernels of one node.
 
-        What a node was given is released when its own kernels are done, what it has saved when the gradients that
-        it has made are settled, too (autograd's release_variables): the last kernel holds what the others read.
+        Incoming gradients are released after the node's own kernels, saved tensors only after its gradients have been
+        converted (autograd's release_variables). So the last kernel of each group holds what the others read.
+
+        given: the gradients of the node's outputs.
         """
         own = [kernel for kernel in self._kernels if not kernel.settles]
         settling = [kernel for kernel in self._kernels if kernel.settles]
@@ -203,11 +214,11 @@ class Tape:
         for kernels, held in ((own, self._held(own[:-1])), (settling, self._held(settling[:-1]) + saved)):
             for kernel in kernels[:-1]:
                 self._append(kernel, [])
-            if kernels:  # none where the gradient only passes through
+            if kernels:  # there are none where the gradient passes through
                 self._append(kernels[-1], held)
 
     def _held(self, kernels: Sequence[Kernel]) -> list[Value]:
-        """What kernels read and a node holds on to: neither weights nor what was overwritten."""
+        """The reads of kernels that a node keeps alive: neither weights nor overwritten tensors."""
         reads = (v for kernel in kernels for v in kernel.reads)
         return [v for v in reads if not v.parameter and v.tensor not in self._overwritten]
 
@@ -216,7 +227,7 @@ class Tape:
         reads = dict.fromkeys(v.tensor for v in kernel.reads)
         touched = kernel.bytes
         extra = dict.fromkeys(v.tensor for v in held if v.tensor not in reads)
-        if extra and touched is None:  # it holds them, it does not touch them
+        if extra and touched is None:  # it holds these without touching them
             touched = sum(map(self.builder.bytes_of, (*reads, *(v.tensor for v in kernel.writes))))
         self.builder.op(
             _unique(self.prefix + kernel.name, self._op_names),
@@ -233,9 +244,9 @@ class Tape:
         )
 
     def _splits(self, reads: Sequence[int], writes: Sequence[Value]) -> tuple[str, ...]:
-        """How a kernel may be split: `batch` if its results have a row a sample, `batch_sum` if they add up over them.
+        """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums.
 
-        The gradient of what has rows has rows; that of a weight, a position or a loss is a sum.
+        The gradient of a tensor with rows has rows; that of a weight, a position or a loss is a sum over samples.
         """
         if self._rows.isdisjoint(reads) and self._sums.isdisjoint(reads):
             return ()
@@ -246,14 +257,14 @@ class Tape:
         return ("batch",) if any(v.tensor in self._rows for v in writes) else ("batch_sum",)
 
     def record(self, inputs: Sequence[Value], outputs: Sequence[Value], rule: Rule) -> None:
-        """Remember a differentiable op."""
+        """Record a differentiable op."""
         for value in inputs:
             if value.slot >= 0:
                 self.left[value.slot] = self.left.get(value.slot, 0) + 1
         self.nodes.append(Node(self.layer, tuple(inputs), tuple(outputs), rule))
 
     def save(self, value: Value, reason: str) -> None:
-        """Note why autograd keeps a tensor. Weights are there anyway and are not noted."""
+        """Record why autograd saves a tensor; weights, which are resident anyway, are skipped."""
         if not value.parameter:
             self.builder.mark_saved(value.tensor, reason)
 
@@ -262,8 +273,8 @@ class Tape:
     def to_compute(self, value: Value, name: str) -> Value:
         """The operand of a matrix product: under autocast a 16-bit copy of an fp32 one.
 
-        Copies of weights are cached until the forward pass is over (autocast's weight cache); copies of
-        activations are not: each product makes its own.
+        Copies of weights are cached until the forward pass ends (autocast's weight cache). Copies of activations are
+        not cached: each product has its own.
         """
         if not self.precision.autocast or value.dtype != "fp32":
             return value
@@ -275,15 +286,15 @@ class Tape:
         return copy
 
     def to_full(self, value: Value, name: str) -> Value:
-        """The operand of an op that autocast runs in fp32: softmax, norms, powers, losses."""
+        """The operand of an op that autocast runs in fp32: softmax, norms, powers or losses."""
         return self.cast(value, "fp32", name) if self.precision.autocast else value
 
     def leave_autocast(self) -> None:
-        """Forget the cached copies of weights, as the end of an autocast region does."""
+        """Drop the cached copies of weights, like the end of an autocast region."""
         self._casts.clear()
 
     def cast(self, value: Value, dtype: str, name: str) -> Value:
-        """A copy in another type; `value` itself where it has that type."""
+        """A copy in another type; `value` itself if it has that type already."""
         if value.dtype == dtype:
             return value
         out = self.result(f"{name}.out", value.shape, dtype) if value.slot >= 0 else None
@@ -294,7 +305,7 @@ class Tape:
         return out
 
     def gradient_cast(self, gradient: Value, value: Value, name: str) -> Value:
-        """The gradient in the type of its value: where types were promoted, backward casts back."""
+        """The gradient in the type of its value: backward casts it where types were promoted."""
         if gradient.dtype == value.dtype:
             return gradient
         out = self.gradient(value)
@@ -312,12 +323,12 @@ class Tape:
         return Value(tensor, shape, dtype, slot, name)
 
     def new_slot(self) -> int:
-        """A place for a gradient."""
+        """A new slot for a gradient."""
         self._slots += 1
         return self._slots
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
-    """The name, or with the next number behind it where it is taken."""
+    """The name, with the next free number appended if it is taken."""
     count = taken[name] = taken.get(name, 0) + 1
     return name if count == 1 else _unique(f"{name}.{count}", taken)

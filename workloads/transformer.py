@@ -1,4 +1,4 @@
-"""One training iteration of a transformer, as a trace."""
+"""Traces of one training iteration of a transformer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "optimizer": OPTIMIZERS,
     "loss": LOSSES,
 }
-"""What may be given where a name is asked for: the registries themselves, so that what is added there is known here."""
+"""The valid values of arguments that are names: the registries themselves, so that additions there are valid here."""
 
 
 def transformer(
@@ -47,22 +47,24 @@ def transformer(
     routing_seed: int = 0,
     routing_skew: float = 0.0,
 ) -> Trace:
-    """One iteration, forward, loss, backward and optimizer step, in its steady state.
+    """One training iteration of a transformer in its steady state: forward, loss, backward, optimizer step.
 
     config: name of a model (`model_names()`), path of a Hugging Face `config.json`, a dict with its keys, or a
-    configuration object of `transformers` (whatever has `to_dict()`).
-    batch: samples an iteration; sequence: tokens a sample. precision: fp32, bf16, fp16 (everything in that
-    type, the optimizer's state too), amp_bf16, amp_fp16 (fp32 weights under autocast), mixed_bf16,
-    mixed_fp16 (16-bit weights and gradients, fp32 master weights and state). attention: eager, sdpa or
-    flash, see `workloads.attention`. dropout: replaces all probabilities of the config. optimizer: one of
-    `workloads.optimizers.OPTIMIZERS`. loss: torch, fused or chunked, see `workloads.losses`. micro_batches:
-    gradients are accumulated over that many parts of the batch.
+        configuration object of `transformers` (anything with `to_dict()`).
+    batch: samples per iteration.
+    sequence: tokens per sample.
+    precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), amp_bf16, amp_fp16 (fp32
+        weights under autocast), mixed_bf16, mixed_fp16 (16-bit weights and gradients, fp32 master weights and state).
+    attention: eager, sdpa or flash, see `workloads.attention`.
+    dropout: replaces all probabilities of the config.
+    optimizer: one of `workloads.optimizers.OPTIMIZERS`.
+    loss: torch, fused or chunked, see `workloads.losses`.
+    micro_batches: gradients are accumulated over that many parts of the batch.
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
 
-    The memory that a keep-all replay of this trace takes is that of PyTorch running Hugging Face's model.
-    Not modelled: padding and attention masks of batches with it, sliding windows shorter than the sequence (refused),
-    loss scaling,
-    workspaces inside kernels, and what the allocator rounds.
+    A keep-all replay of this trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled: padding
+    and attention masks for it, sliding windows shorter than the sequence (refused), loss scaling, workspaces inside
+    kernels, and rounding by the allocator.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
@@ -101,10 +103,10 @@ def transformer(
     )
 
 
-def _count(what: str, value: object) -> int:
+def _count(argument: str, value: object) -> int:
     """A positive integer, NumPy's included. Raises WorkloadError."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
-        raise WorkloadError(f"{what}: needs an integer of at least 1, has {value!r}")
+        raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}")
     return index(value)
 
 
@@ -124,7 +126,7 @@ def _build(
     weights = make_parameters(tape, c)
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
-    if micro_batches == 1 and loss != "chunked" and not c.experts:  # those divide their tokens otherwise
+    if micro_batches == 1 and loss != "chunked" and not c.experts:  # these divide their tokens differently
         tape.samples = samples
     loads = []
     forward_flops = 0
@@ -164,7 +166,7 @@ def _build(
         loss=loss,
         layers=c.layers,
         parameters=sum(value.elements for value, _ in tape.parameters),
-        # each product of the forward pass has two in the backward pass
+        # each product of the forward pass entails two in the backward pass
         model_flops=3 * forward_flops,
         source=c.source,
     )
@@ -192,7 +194,7 @@ def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
 
 
 def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of Llama and of mixtures of experts: rotary positions, a norm, and a head, tied or not."""
+    """The loss of Llama and of mixtures of experts: rotary positions, a norm, and a head, tied or untied."""
     c, w, core = model.config, model.weights, model.core
     ids, labels = _inputs(tape, core)
     x = embedding(tape, "embed", ids, w["embed.weight"])
@@ -209,7 +211,7 @@ def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
 
 
 def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of BERT's pre-training: masked tokens over the whole sequence, and next sentence."""
+    """The loss of BERT's pre-training: masked tokens over the whole sequence, and next-sentence prediction."""
     c, w, core = model.config, model.weights, model.core
     ids, labels = _inputs(tape, core)
     types = tape.constant("token_types", (core.batch, core.sequence), "int64", "input")
@@ -243,7 +245,7 @@ def _inputs(tape: Tape, core: Core) -> tuple[Value, Value]:
 
 
 def _positions(tape: Tape, name: str, x: Value, table: Value) -> Value:
-    """x plus one learned vector a position, broadcast over the batch; its gradient is summed over the batch."""
+    """x plus one learned vector per position, broadcast over the batch; its gradient is summed over the batch."""
     positions = tape.constant("positions", (1, x.shape[1]), "int64")
     tape.op("positions", "other", [], [positions])
     vectors = embedding(tape, name, positions, table)

@@ -1,4 +1,4 @@
-"""Training steps on inputs of several lengths, one after the other, as one trace."""
+"""Training steps on inputs of different lengths, one after the other, as one trace."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from workloads.transformer import transformer
 def varied_lengths(
     config: str | Path | Mapping[str, Any], *, batch: int, sequences: Sequence[int], **options: Any
 ) -> Trace:
-    """One step of a transformer a sequence length, in order, on the same weights; see `joined`.
+    """One step of a transformer per sequence length, in order, on the same weights; see `joined`.
 
-    config, batch and further options are those of `transformer`. Policies that plan a step at a time take
-    the steps as they are: `simulate([transformer(config, batch=…, sequence=s) for s in sequences], …)`.
+    For policies that plan each step separately, pass the steps themselves:
+    `simulate([transformer(config, batch=…, sequence=s) for s in sequences], …)`.
+
+    config, batch, options: arguments of `transformer`.
+    sequences: tokens per sample of each step.
     """
     return joined([transformer(config, batch=batch, sequence=length, **options) for length in sequences])
 
 
 def joined(steps: Sequence[Trace]) -> Trace:
-    """Steps of one model as one trace: what a step carries over, the next one starts with.
+    """Join steps of one model into one trace: each step starts with what the previous one carries over.
 
-    Weights and optimizer states are matched by name; those that a step does not overwrite are shared. Names gain
-    `#0`, `#1`, …. Inputs are new in each step and, like all that has no producer, lie there from the start, so
-    that it holds the inputs of all steps beside what each step holds. Only the last step's outputs are kept.
-    `samples`, `tokens` and `model_flops` of the meta data are summed, `sequences` lists each step's `sequence`.
-    Raises WorkloadError for no steps, or where a step starts with a tensor that the one before does not leave.
+    Weights and optimizer states are matched by name; those that a step does not overwrite are shared. Names gain `#0`,
+    `#1`, …. Inputs are new in each step and, like all tensors without a producer, exist from the start: the inputs of
+    all steps are resident throughout. Only the last step's outputs are kept. In the metadata, `samples`, `tokens` and
+    `model_flops` are summed, and `sequences` lists each step's `sequence`.
+
+    Raises WorkloadError for no steps, or where a step starts with a tensor that the previous one does not leave.
     """
     if not steps:
         raise WorkloadError("joined: needs at least one step")
     builder = TraceBuilder(_meta(steps))
-    starts: dict[str, int] = {}  # weights and states by name, as they are there at the beginning
-    left: dict[str, int] = {}  # and as the step before leaves them
+    starts: dict[str, int] = {}  # weights and states by name, as they are at the start
+    left: dict[str, int] = {}  # and as the previous step leaves them
     ids: list[int] = []
     for k, step in enumerate(steps):
         ids = []
@@ -46,8 +50,8 @@ def joined(steps: Sequence[Trace]) -> Trace:
         for t in step.tensors:
             if kept[t.id] and k > 0:
                 if t.name not in left or builder.bytes_of(left[t.name]) != t.bytes:
-                    what = f"step {k} starts with {t.name!r} of {t.bytes:,} B"
-                    raise WorkloadError(f"joined: {what}, which step {k - 1} does not leave")
+                    start = f"step {k} starts with {t.name!r} of {t.bytes:,} B"
+                    raise WorkloadError(f"joined: {start}, which step {k - 1} does not leave")
                 ids.append(left[t.name])
                 continue
             fields = {name: getattr(t, name) for name in ("layer", "shape", "dtype", "zeros", "saved_for")}
@@ -72,7 +76,7 @@ def joined(steps: Sequence[Trace]) -> Trace:
 
 
 def _meta(steps: Sequence[Trace]) -> dict[str, Any]:
-    """The first step's, with what counts work summed and what differs left out."""
+    """The metadata that all steps share, with counts of work summed."""
     first = dict(steps[0].meta)
     shared = {key: value for key, value in first.items() if all(step.meta.get(key) == value for step in steps)}
     for key in ("samples", "tokens", "model_flops"):

@@ -169,7 +169,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     [
         ([node(1, "a", COMP, deps=(2,)), node(2, "b", COMP, deps=(1,))], "depends on itself through"),
         ([node(1, "a", COMP), node(1, "b", COMP)], "two nodes have the id 1"),
-        ([], "no node in it"),
+        ([], "it has no nodes"),
         ([node(1, "a", COMP, attr("tensor_size", INT64, -5))], "node 1: tensor_size: -5 is out of range"),
         ([node(1, "a", COMP)[:-1]], "message 1 at byte 8"),
     ],

@@ -226,14 +226,14 @@ def test_one_step_of_a_profile_is_read_by_default_the_last_complete_one(tmp_path
     assert peak(last) == 1000
     assert peak(load_trace(path, step=3)) == 600
     assert peak(read_chrome(path, step=5)) == 5100
-    with pytest.raises(TraceError, match=r"t\.json: step 7: is not in it; there are 3, 4, 5"):
+    with pytest.raises(TraceError, match=r"t\.json: step 7: is not in the recording; there are 3, 4, 5"):
         load_trace(path, step=7)
 
 
 def test_a_step_of_what_has_none_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "t.json", {"traceEvents": [call("aten::mm", 10, 5), memory(11, 8, 1, 8)]})
     assert "step" not in load_trace(path).meta
-    with pytest.raises(TraceError, match="no step is marked in it"):
+    with pytest.raises(TraceError, match="it has no marked steps"):
         load_trace(path, step=1)
     for name in ("smallcnn.et.json.gz", "resnet-50.optrace.json.gz"):
         with pytest.raises(TraceError, match="step 1: only a profiler's Chrome JSON has steps"):

@@ -229,7 +229,7 @@ def test_an_unknown_name_is_told_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("{", "line 1"), ("[1]", "needs a JSON object, has list"), ("\x00", "no valid JSON")]
+    ("text", "what"), [("{", "line 1"), ("[1]", "needs a JSON object, has list"), ("\x00", "not valid JSON")]
 )
 def test_a_malformed_file_is_named(tmp_path, text, what):
     file = tmp_path / "bad.json"

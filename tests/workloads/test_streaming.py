@@ -93,7 +93,7 @@ def test_what_the_whole_document_would_be_refused_for_is_refused_at_the_same_pla
     try:
         whole = json.loads(text)
     except json.JSONDecodeError as error:
-        exact = f"line {error.lineno}, column {error.colno}: no valid JSON"
+        exact = f"line {error.lineno}, column {error.colno}: not valid JSON"
         expected = "line " if "trailing comma" in error.msg else exact  # Python 3.13 places these elsewhere
     if expected:
         said = problem(text.encode(), data.draw(st.integers(1, 40)))
@@ -123,17 +123,17 @@ def test_real_files_have_the_same_rows(name: str, chunk: int) -> None:
 
 
 def test_a_number_of_thousands_of_digits_is_placed() -> None:
-    assert problem(b'{"rows": [1,\n ' + b"9" * 10_000 + b"]}") == "line 2, column 2: no valid JSON (ValueError)"
+    assert problem(b'{"rows": [1,\n ' + b"9" * 10_000 + b"]}") == "line 2, column 2: not valid JSON (ValueError)"
     assert rows_of(b"[" + b"9" * 10_000 + b"e-9990]")[0] == [pytest.approx(1e10)]
 
 
 def test_too_deep_a_row_is_placed() -> None:
-    assert problem(b"[0,\n" + b"[" * 200_000, 1 << 20) == "line 2, column 1: no valid JSON (RecursionError)"
+    assert problem(b"[0,\n" + b"[" * 200_000, 1 << 20) == "line 2, column 1: not valid JSON (RecursionError)"
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
     for chunk in range(1, 12):
-        where = "line 2, column 3: no valid JSON (UnicodeDecodeError)"
+        where = "line 2, column 3: not valid JSON (UnicodeDecodeError)"
         assert problem(b'[1,\n"\xc3\xa9\xff\xff"]', chunk) == where
         assert problem(b"[1]\n  \xe2\x82", chunk) == where
 
@@ -231,7 +231,7 @@ def test_an_op_trace_is_found_where_its_format_stands_last(tmp_path: Path) -> No
 
 def test_what_follows_the_rows_must_be_json_too(tmp_path: Path) -> None:
     (tmp_path / "f").write_text(json.dumps({"traceEvents": [CALL]})[:-1] + ',\n"a": [1, x]}')
-    with pytest.raises(TraceError, match=r"/f: line 2, column 10: no valid JSON \(Expecting value\)"):
+    with pytest.raises(TraceError, match=r"/f: line 2, column 10: not valid JSON \(Expecting value\)"):
         load_trace(tmp_path / "f")
 
 

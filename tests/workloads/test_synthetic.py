@@ -70,7 +70,7 @@ def test_the_unit_chain_has_the_published_edges(n: int) -> None:
 
 
 def test_a_chain_is_checked() -> None:
-    with pytest.raises(WorkloadError, match="one entry a stage"):
+    with pytest.raises(WorkloadError, match="one entry per stage"):
         chain([1, 1], [1], [1, 1, 1], [1, 1])
     with pytest.raises(WorkloadError, match="stage 1 saves 2 bytes, less than its output"):
         chain([1, 1], [1, 1], [1, 1, 3], [1, 2])

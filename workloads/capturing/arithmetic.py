@@ -8,17 +8,21 @@ from math import prod
 from typing import Any
 
 Formula = Callable[[Sequence[Any]], int]
-"""FLOPs of an op from its arguments, 2 a multiply-add."""
+"""FLOPs of an op from its arguments, 2 per multiply-add."""
 
 
 def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of a dispatched op.
 
-    `torch.utils.flop_counter` knows most products, convolutions and attention; those that it does not know are counted
-    here by the same rule, 2 a multiply-add. All other ops count as none: bytes decide their time (so does an outer
-    product, which adds nothing up and is dispatched as an elementwise one). The backward of a
-    convolution is always counted here: PyTorch's counter (2.13) multiplies the weight's gradient by the number of
-    groups. A product in place is the product.
+    `torch.utils.flop_counter` knows most products, convolutions and attention. The others are counted here by the same
+    rule, 2 per multiply-add. All other ops count as 0 FLOPs, because they are memory-bound (so does an outer product,
+    which sums nothing and is dispatched as an elementwise product). The backward of a convolution is always counted
+    here: PyTorch's counter (2.13) multiplies the weight's gradient by the number of groups. An in-place product counts
+    like the product.
+
+    registry: PyTorch's formulas, by op.
+    func: the dispatched op.
+    args, kwargs, out: its arguments and its result.
     """
     packet = func._overloadpacket
     name = str(packet).rpartition(".")[2]
@@ -41,7 +45,7 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
 
 
 def _grouped(tensors: Sequence[Any]) -> int:
-    """Each row of the first with the matrix of its group: the rows, or the terms of a sum, are dealt out to groups."""
+    """Each row times the matrix of its group: the rows, or the terms of a sum, are distributed over the groups."""
     a, b = tensors[0].shape, tensors[1].shape
     groups = a[0] if len(a) == len(b) == 3 else 1
     return int(2 * groups * a[-2] * a[-1] * b[-1])
@@ -69,7 +73,7 @@ def _attention(tensors: Sequence[Any]) -> int:
 
 
 def _attention_backward(tensors: Sequence[Any]) -> int:
-    """The first product once more, and two for each of the forward pass's: gradients of weights, v, q and k."""
+    """The first product recomputed, and two for each product of the forward pass: gradients of weights, v, q and k."""
     q, k, v = (x.shape for x in tensors[1:4])
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
@@ -108,7 +112,7 @@ def _trilinear(
 
 
 def _convolution(tensors: Sequence[Any]) -> int:
-    raise NotImplementedError("counted from what it makes")
+    raise NotImplementedError("counted from its result")
 
 
 def _convolution_backward(
@@ -124,7 +128,7 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> int:
-    """The forward pass's arithmetic for the input's gradient and for the weight's, where they are asked for."""
+    """The forward pass's arithmetic for each requested gradient: the input's and the weight's."""
     each = 2 * (x if transposed else gradient).numel() * prod(weight.shape[1:])
     return int(each) * sum(map(bool, output_mask[:2]))
 
@@ -140,5 +144,5 @@ FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"mkldnn_rnn_layer_backward", lambda tensors: 2 * _recurrent(tensors)),
     (r"mkldnn_convolution|_conv_depthwise2d|slow_conv3d_forward|conv_depthwise3d", _convolution),
 )
-"""Names of ops that the counter does not know, and what they compute. Backward counts twice the forward, but for
-attention, which computes its weights once more."""
+"""Ops that PyTorch's counter does not know, by name, and their FLOPs. Backward counts twice the forward, except for
+attention, which recomputes its weights."""

@@ -1,12 +1,12 @@
 """CUDA's autocast on a CPU-only PyTorch: `torch.autocast("cuda")` as real scripts write it.
 
-Without a GPU PyTorch disables it with a warning, and a step captured so is one in fp32. While a step is captured it
-stands for the autocast of the tensors that there are, the CPU's. The two differ in what they cast: on CUDA softmax,
-norms, powers, exponentials and losses run in fp32, on a CPU mostly in 16 bits. The lists of CUDA (as in PyTorch's
-documentation of `torch.amp`) therefore hold from the first such region on. Contexts nest, and are disabled, as ever.
+Without a GPU PyTorch disables it with a warning, and a captured step would run in fp32. During a capture, it therefore
+acts as the CPU's autocast, on CPU tensors. The two cast different ops: on CUDA softmax, norms, powers, exponentials and
+losses run in fp32, on a CPU mostly in 16 bits. So CUDA's lists (from PyTorch's documentation of `torch.amp`) apply from
+the first such region on. Nesting and disabling contexts work as usual.
 
-Departs: gradient scalers stay disabled, and what the CPU's list alone casts to fp32 (transforms of Fourier, some of
-linear algebra) is cast.
+Departs: gradient scalers stay disabled, and ops that only the CPU's list casts to fp32 (Fourier transforms, some linear
+algebra) are cast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 LOWER = ("addmv", "addr", "mv", "prelu")
-"""What CUDA's autocast computes in 16 bits, and the CPU's does not."""
+"""Ops that CUDA's autocast computes in 16 bits and the CPU's does not."""
 
 _FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
@@ -28,20 +28,20 @@ _FP32 = """
     dist pdist cdist renorm logsumexp
 """
 FP32 = tuple(_FP32.split())
-"""What CUDA's autocast computes in fp32."""
+"""Ops that CUDA's autocast computes in fp32."""
 
 FP32_RESULT = ("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "linalg_vector_norm")
-"""What it computes in fp32 from 16 bits, without a copy of its operand, where no type is asked for."""
+"""Ops that it computes in fp32 from 16 bits, without a copy of the operand, if no type is requested."""
 
 PROMOTED = ("addcdiv", "addcmul", "atan2", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot")
-"""What it computes in the widest type of its operands."""
+"""Ops that it computes in the widest type of their operands."""
 
 
 @contextmanager
 def cuda_autocast(count: Callable[[str], None]) -> Iterator[None]:
-    """Let `torch.autocast("cuda")` work on fake CPU tensors; `count` is told of each region.
+    """Let `torch.autocast("cuda")` work on fake CPU tensors; `count` is called for each region.
 
-    The registrations are global while the context lasts, and gone afterwards.
+    The registrations are global while the context lasts, and removed afterwards.
     """
     torch: Any = import_module("torch")
     autocast = torch.amp.autocast_mode.autocast
@@ -68,7 +68,7 @@ def cuda_autocast(count: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Casts:
-    """Registers CUDA's lists in place of the CPU's, once they are needed."""
+    """Registers CUDA's lists in place of the CPU's when they are first needed."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -77,7 +77,7 @@ class _Casts:
         self.below = partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(key))
 
     def register(self) -> None:
-        """From here on until `close`."""
+        """Apply CUDA's lists until `close`."""
         if self.library is not None:
             return
         self.library = self.torch.library.Library("aten", "IMPL")
@@ -87,15 +87,15 @@ class _Casts:
                 for overload in packet.overloads() if packet is not None else ():
                     op = getattr(packet, overload)
                     if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
-                        continue  # in place or into a given tensor: autocast leaves those alone
+                        continue  # in place or into a given tensor: autocast does not change these
                     if not self.torch._C._dispatch_has_kernel(op.name()):
-                        continue  # of TorchScript's numbers
+                        continue  # an overload for TorchScript's numbers
                     if self.torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
                         continue  # the CPU's list has it, and casts it as well
                     self.library.impl(op, partial(rule, op), "AutocastCPU")
 
     def close(self) -> None:
-        """Take all registrations back."""
+        """Remove all registrations."""
         if self.library is not None:
             self.library._destroy()
 
@@ -107,29 +107,29 @@ class _Casts:
 
     def wide(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         types = {x.dtype for x in self.leaves((args, kwargs)) if self.is_cast(x)}
-        wanted = self.torch.float32 if self.torch.float32 in types else self.torch.get_autocast_dtype("cpu")
-        return self.run(op, wanted if types else None, args, kwargs)
+        widest = self.torch.float32 if self.torch.float32 in types else self.torch.get_autocast_dtype("cpu")
+        return self.run(op, widest if types else None, args, kwargs)
 
     def result(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         names = [argument.name for argument in op._schema.arguments]
-        place = names.index("dtype") if "dtype" in names else len(args)
-        asked = kwargs.get("dtype") if place >= len(args) else args[place]
+        position = names.index("dtype") if "dtype" in names else len(args)
+        requested = kwargs.get("dtype") if position >= len(args) else args[position]
         half = self.is_cast(args[0]) and args[0].dtype != self.torch.float32
-        if not half or asked is not None or "dtype" not in names:
+        if not half or requested is not None or "dtype" not in names:
             return self.run(op, None, args, kwargs)
         softmax = {"softmax": "_softmax", "log_softmax": "_log_softmax"}.get(op._overloadpacket.__name__)
         if softmax and args[0].dtype == self.torch.float16 and isinstance(args[1], int):
-            # the kernel that reads 16 bits and writes 32
+            # this kernel reads 16 bits and writes 32
             with self.below():
                 return getattr(self.torch.ops.aten, softmax).default(args[0], args[1], True)
-        if place < len(args):
-            args = (*args[:place], self.torch.float32, *args[place + 1 :])
+        if position < len(args):
+            args = (*args[:position], self.torch.float32, *args[position + 1 :])
         else:
             kwargs = {**kwargs, "dtype": self.torch.float32}
         return self.run(op, None, args, kwargs)
 
     def run(self, op: Any, dtype: Any, args: Any, kwargs: Any) -> Any:
-        """The op without autocast, its tensors cast first."""
+        """Cast the tensors, then run the op without autocast."""
         with self.below():
             if dtype is not None:
                 args, kwargs = self.map(lambda x: x.to(dtype) if self.is_cast(x) else x, (args, kwargs))

@@ -1,4 +1,4 @@
-"""From a recording to a trace: storages become tensors, one for each value they hold."""
+"""Builds a trace from a recording: each storage becomes one tensor per value that it holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ PERSISTENT = ("weight", "optimizer_state")
 
 
 def build_trace(recording: Recording, meta: dict[str, Any], rounding: int) -> Trace:
-    """The trace of a recording; every size is rounded up to a multiple of `rounding` bytes.
+    """The trace of a recording.
 
-    A storage lives as long as PyTorch held it: where that is longer than its last reader (a Python local, a saved
-    tensor), it is released by the last op that had run then.
+    A storage lives as long as PyTorch held it. Where that is beyond its last reader (a Python local, a saved tensor),
+    it is released by the last op that had run by then.
+
+    recording: one iteration.
+    meta: metadata of the trace.
+    rounding: every size is rounded up to a multiple of this many bytes.
     """
     return _Building(recording, meta, rounding).run()
 
@@ -26,7 +30,7 @@ class _Building:
     def __init__(self, recording: Recording, meta: dict[str, Any], rounding: int) -> None:
         self.recording, self.rounding = recording, rounding
         self.builder = TraceBuilder(dict(meta))
-        self.now: dict[int, int] = {}
+        self.current: dict[int, int] = {}
         self.first: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.versions: dict[int, int] = {}
@@ -36,12 +40,12 @@ class _Building:
     def run(self) -> Trace:
         storages, kernels = self.recording.storages, self.recording.kernels
         self._name_addends()
-        there = [i for i, s in storages.items() if s.made < 0 and not (s.freed is not None and s.freed < 0)]
-        for i in there:
+        initial = [i for i, s in storages.items() if s.made < 0 and not (s.freed is not None and s.freed < 0)]
+        for i in initial:
             self._tensor(i, storages[i])
-        leaving = [self.now[i] for i in there if storages[i].freed is not None]
+        leaving = [self.current[i] for i in initial if storages[i].freed is not None]
         if leaving:
-            # what is there at the start and goes during the iteration needs a producer, or it would stay for good
+            # a storage that exists at the start and is released during the iteration needs a producer, or it would stay
             self.builder.op("start", "copy", writes=leaving, bytes=0, duration=0)
         held: dict[int, list[int]] = {}
         for i, storage in storages.items():
@@ -52,22 +56,22 @@ class _Building:
         kept = [
             i
             for i, s in storages.items()
-            if i in self.now and s.freed is None and (s.role in PERSISTENT or s.made >= 0 or s.mutated)
+            if i in self.current and s.freed is None and (s.role in PERSISTENT or s.made >= 0 or s.mutated)
         ]
-        carry = [(self.now[i], self.first[i]) for i in kept if storages[i].made < 0]
-        return self.builder.build(outputs=[self.now[i] for i in kept], carry=carry)
+        carry = [(self.current[i], self.first[i]) for i in kept if storages[i].made < 0]
+        return self.builder.build(outputs=[self.current[i] for i in kept], carry=carry)
 
     def _name_addends(self) -> None:
-        """What backward adds to a gradient is a gradient, too: the parts of a tied weight's, those of microbatches."""
+        """Give addends of gradients the role of a gradient: the parts of a tied weight's, those of microbatches."""
         storages = self.recording.storages
-        for kernel in reversed(self.recording.kernels):  # a sum of three is a sum of sums
-            into = [storages[i] for i in (*kernel.made, *kernel.changed)]
-            if kernel.phase != "backward" or not any(one.role == "gradient" for one in into):
+        for kernel in reversed(self.recording.kernels):  # in reverse, so that addends of a sum of sums are found
+            results = [storages[i] for i in (*kernel.made, *kernel.changed)]
+            if kernel.phase != "backward" or not any(result.role == "gradient" for result in results):
                 continue
             if kernel.op.split(".")[1:2] not in (["add"], ["add_"]):
                 continue
             for part in (storages[i] for i in kernel.reads):
-                if part.role == "temporary" and part.made >= 0 and part.bytes == into[0].bytes:
+                if part.role == "temporary" and part.made >= 0 and part.bytes == results[0].bytes:
                     part.role = "gradient"
 
     def _tensor(self, i: int, storage: Storage, replaces: int | None = None) -> int:
@@ -77,7 +81,7 @@ class _Building:
         else:
             name = self.names[i] = _unique(storage.name, self.tensor_names)
         self.versions[i] = self.versions.get(i, 0) + 1
-        self.now[i] = self.builder.tensor(
+        self.current[i] = self.builder.tensor(
             name,
             size,
             storage.role,
@@ -87,13 +91,13 @@ class _Building:
             replaces=replaces,
             saved_for=storage.saved_for,
         )
-        self.first.setdefault(i, self.now[i])
-        return self.now[i]
+        self.first.setdefault(i, self.current[i])
+        return self.current[i]
 
     def _op(self, kernel: Kernel, held: Any) -> None:
         storages = self.recording.storages
-        reads = [self.now[i] for i in kernel.reads]
-        writes = [self._tensor(i, storages[i], replaces=self.now[i]) for i in kernel.changed]
+        reads = [self.current[i] for i in kernel.reads]
+        writes = [self._tensor(i, storages[i], replaces=self.current[i]) for i in kernel.changed]
         writes += [self._tensor(i, storages[i]) for i in kernel.made]
         short = kernel.op.split(".")[1] if "." in kernel.op else kernel.op
         kind = kind_of(kernel.op, kernel.phase)
@@ -111,11 +115,11 @@ class _Building:
             duration=0 if kernel.allocates else None,
             random=kernel.random,
             dtype=kernel.dtype,
-            releases=[t for t in (self.now[i] for i in held if i in self.now) if t not in (*reads, *writes)],
+            releases=[t for t in (self.current[i] for i in held if i in self.current) if t not in (*reads, *writes)],
         )
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
-    """The name, or with the next number behind it where it is taken."""
+    """The name, with the next free number appended if it is taken."""
     count = taken[name] = taken.get(name, 0) + 1
     return name if count == 1 else _unique(f"{name}.{count}", taken)

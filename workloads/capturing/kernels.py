@@ -1,12 +1,12 @@
-"""The kernels of a GPU on a CPU-only PyTorch, and the arithmetic of each op.
+"""A GPU's kernels on a CPU-only PyTorch.
 
-PyTorch chooses some kernels by device. Fake tensors of device "cuda" cannot be differentiated without a
-CUDA build, so a step is captured on the CPU, and the two choices that matter most for memory are made as
-on CUDA: dropout is one kernel that keeps a mask of one byte an element, and scaled_dot_product_attention is
-flash attention in 16 bits without a mask, memory-efficient attention otherwise, and single kernels where
-several queries share a key outside flash attention. The rest is the CPU's: recurrent layers (oneDNN instead
-of cuDNN, whose reserved space is not known), batch norm without cuDNN's reserved space, statistics of a 16-bit
-layer norm in 16 bits instead of fp32, no padding of masks.
+PyTorch chooses some kernels by device. Fake tensors of device "cuda" cannot be differentiated without a CUDA build, so
+a step is captured on the CPU, with the two choices that matter most for memory made as on CUDA. Dropout is one kernel
+that saves a mask of one byte per element. scaled_dot_product_attention is flash attention in 16 bits without a mask,
+memory-efficient attention otherwise, and single kernels where several query heads share a key head outside flash
+attention. Everything else is the CPU's: recurrent layers (oneDNN instead of cuDNN, whose reserved space is unknown),
+batch norm without cuDNN's reserved space, statistics of a 16-bit layer norm in 16 bits instead of fp32, no padding of
+masks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 CHOICES = ("cpu", "cuda")
 FLASH_HEAD = 256
-"""Largest head that flash attention takes."""
+"""The largest head that flash attention supports."""
 
 
 @contextmanager
 def mapped_to_cuda(count: Callable[[str], None]) -> Iterator[None]:
-    """Send dropout and attention to the kernels that they have on CUDA; `count` is told each time.
+    """Send dropout and attention to the kernels that they have on CUDA; `count` is called each time.
 
-    The registrations are global while the context lasts, and gone afterwards.
+    The registrations are global while the context lasts, and removed afterwards.
     """
     torch: Any = import_module("torch")
     aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What is recorded of a step: storages and when they lived, ops and what they touched. No PyTorch here."""
+"""The record of a step: storages and their lifetimes, ops and what they touch. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 class Storage:
     """One storage, however many views it has.
 
-    made: the op that made it, -1 if it was there before the iteration. freed: the last op that had run when
-    PyTorch released it, None if it still lives. mutated: whether an op of the iteration wrote it in place.
+    bytes: its size.
+    role, name, dtype, shape, layer, saved_for: as for `sim.trace.Tensor`.
+    made: the op that produced it, -1 if it existed before the iteration.
+    freed: the last op that had run when PyTorch released it, None if it still lives.
+    mutated: whether an op of the iteration wrote it in place.
     """
 
     bytes: int
@@ -29,8 +32,15 @@ class Storage:
 class Kernel:
     """One dispatched op that computes or allocates; reads and writes are ids of storages.
 
-    made: storages it allocates. changed: storages it writes in place. touched: bytes it reads and writes.
-    allocates: it only takes memory, nothing runs. again: a forward op that checkpointing runs again.
+    op: as PyTorch prints it.
+    module: path of its module.
+    phase, layer, flops, dtype, random: as for `sim.trace.Op`.
+    reads: storages that it reads.
+    made: storages that it allocates.
+    changed: storages that it writes in place.
+    touched: bytes that it reads and writes.
+    allocates: it only allocates memory; nothing runs.
+    recomputed: a forward op that checkpointing recomputes.
     """
 
     op: str
@@ -45,7 +55,7 @@ class Kernel:
     dtype: str
     random: bool
     allocates: bool
-    again: bool
+    recomputed: bool
 
 
 @dataclass
@@ -55,11 +65,11 @@ class Recording:
     kernels: list[Kernel] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
     folded: int = 0
-    """Ops that only make another view of a storage, or touch no tensor."""
+    """Ops that only create another view of a storage, or touch no tensor."""
     mapped: dict[str, int] = field(default_factory=dict)
     """Calls that were sent to the kernels of a GPU, by name."""
     host: int = 0
-    """Storages that PyTorch keeps on the host beside a GPU, left out."""
+    """Storages that PyTorch would keep on the host; they are left out."""
     layers: tuple[str, ...] = ()
     parameters: int = 0
     version: str = ""

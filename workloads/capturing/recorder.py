@@ -1,7 +1,7 @@
-"""Watches a step as PyTorch dispatches it: which op makes, reads and writes which storage, and when each dies.
+"""Observes a step as PyTorch dispatches it: which op allocates, reads and writes which storage, and when each is freed.
 
-A storage is known by its `UntypedStorage` object, and a weak reference to it says when PyTorch releases it,
-whoever held it last: Python, autograd, or an optimizer.
+A storage is identified by its `UntypedStorage` object. A weak reference to it tells when PyTorch releases it, whoever
+held it last: Python, autograd or an optimizer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new
 OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"))
 LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
-"""Running statistics: arguments that these ops write in place although their schema does not say so, in training
-(argument 5). They are recorded as an op of its own, so that the norm itself can be run again."""
+"""Positions of running statistics, which these ops write in place in training (argument 5) although their schema does
+not say so. The write is recorded as a separate op, so that the norm itself can be recomputed."""
 OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8", "int16": "int16"}
 
 
 class Recorder:
-    """Records from `begin` on; before that it only follows storages.
+    """Records a step from `begin` on; before that it only tracks storages.
 
-    layers: prefixes of module paths that end in a number, in the order of the model; an op belongs to the
-    layer whose prefix its module's path begins with.
+    root: the module.
+    cuda: whether the step stands for one on a GPU.
+    layers: prefixes of module paths that end in a number, in the order of the model; an op belongs to the layer whose
+        prefix starts its module's path.
     """
 
     def __init__(self, root: Any, *, cuda: bool) -> None:
@@ -54,20 +56,20 @@ class Recorder:
         self.parameters: dict[int, str] = {}
         self.active = False
         self.updating = False
-        self.going_back = False
+        self.in_backward = False
         self.after_backward = False
         self._stack: list[str] = []
-        self._since: list[int] = []  # number of the first autograd node made since …
+        self._since: list[int] = []  # sequence number of the next autograd node when …
         self._path: list[str] = []  # … this module became the innermost one
         self._ids: dict[int, int] = {}  # address of a storage -> its id
         self._weak: dict[int, Any] = {}
         self._host: set[int] = set()
         self._next = 0
 
-    # ---- what is known beforehand ------------------------------------------------------------
+    # ---- what is known in advance ------------------------------------------------------------
 
     def know(self, tensor: Any, name: str, role: str) -> None:
-        """Name a tensor and say what it is for; it is followed from now on."""
+        """Set the name and the role of a tensor, and track it from now on."""
         i = self._id(tensor)
         if i is None:
             i = self._follow(tensor, name, role, -1)
@@ -75,7 +77,7 @@ class Recorder:
         storage.name, storage.role, storage.layer = name, role, self._layer(name)
 
     def know_module(self) -> None:
-        """Name all parameters and buffers of the module; tied ones by their first name."""
+        """Name all parameters and buffers of the module; tied ones get their first name."""
         sizes = {}
         for name, parameter in self.root.named_parameters():
             self.parameters[id(parameter)] = name
@@ -88,7 +90,7 @@ class Recorder:
             self.know(buffer, name, "weight")
 
     def begin(self) -> None:
-        """Record from here on: what lives now is there from the start."""
+        """Start recording; the storages that live now exist from the start."""
         self.recording.kernels.clear()
         self.recording.mapped.clear()
         self.recording.folded = 0
@@ -107,14 +109,14 @@ class Recorder:
         return self.recording
 
     def count(self, kernel: str) -> None:
-        """Note that a call was sent to a GPU's kernel."""
+        """Record that a call was sent to a GPU's kernel."""
         self.recording.mapped[kernel] = self.recording.mapped.get(kernel, 0) + 1
 
     # ---- hooks -------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow modules, optimizers and dispatched ops while the context lasts."""
+        """Observe modules, optimizers and dispatched ops while the context lasts."""
         modules = import_module("torch.nn.modules.module")
         optimizers = import_module("torch.optim.optimizer")
         with ExitStack() as stack:
@@ -130,12 +132,12 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Ops in this context belong to the backward pass, also the one that makes the first gradient."""
-        self.going_back = True
+        """Ops in this context belong to the backward pass, including the one that creates the first gradient."""
+        self.in_backward = True
         try:
             yield
         finally:
-            self.going_back = False
+            self.in_backward = False
 
     def _enter(self, module: Any, args: Any) -> None:
         if not self._stack:
@@ -156,10 +158,10 @@ class Recorder:
 
     def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.updating = False
-        beside = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
         for parameter, state in optimizer.state.items():
             name = self.parameters.get(id(parameter), "parameter")
-            group = beside.get(id(parameter), {})
+            group = groups.get(id(parameter), {})
             for key, value in state.items() if isinstance(state, dict) else ():
                 if not isinstance(value, self.torch.Tensor):
                     continue
@@ -205,7 +207,7 @@ class Recorder:
             self.recording.storages.pop(i, None)
 
     def _resized(self, tensor: Any, i: int) -> bool:
-        """Whether a storage changed its size; it then counts as released, and what follows as another one."""
+        """Whether a storage changed its size; it then counts as released, and as a new storage from then on."""
         known = self.recording.storages.get(i)
         if known is None or known.bytes == tensor.untyped_storage().nbytes():
             return False
@@ -218,7 +220,7 @@ class Recorder:
         if func is self._asks_device and type(args[0]) is self.fake.FakeTensor:
             return args[0].fake_device  # two of three calls: answered here, for speed
         if any(kind is not self.fake.FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper: what it dispatches for its parts is seen
+            return NotImplemented  # a wrapper: the ops that it dispatches for its parts are observed
         try:
             out = func(*args, **kwargs)
         except TiersimError:
@@ -248,22 +250,22 @@ class Recorder:
                 if self._id(tensor) is None:
                     self._follow(tensor, short, "temporary", -1)
             return
-        # what lift_fresh reads is the number that a new tensor was made from, and no tensor of the model
+        # lift_fresh reads the number that a new tensor is made from, not a tensor of the model
         inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
                 raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
         module, phase = self._module(), self._phase(inputs)
         index = len(self.recording.kernels)
-        made: list[int] = []
+        allocated: list[int] = []
         changed: list[int] = []
         reads: list[int] = []
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
-        places = RUNNING[short] if short in RUNNING and args[5] else ()
-        renewed = [args[place] for place in places if args[place] is not None]
+        positions = RUNNING[short] if short in RUNNING and args[5] else ()
+        statistics = [args[position] for position in positions if args[position] is not None]
         for tensor in inputs:
-            if any(tensor is x for x in renewed):
+            if any(tensor is x for x in statistics):
                 continue
             i = self._id(tensor)
             if i is None and tensor.untyped_storage().nbytes():
@@ -277,19 +279,21 @@ class Recorder:
         role = {"forward": "activation"}.get(phase, "temporary")
         for tensor in outputs:
             if self._id(tensor) is None and tensor.untyped_storage().nbytes():
-                name = ".".join(filter(None, (module, short, f"out{len(made) or ''}")))
-                made.append(self._follow(tensor, name, role, index))
+                name = ".".join(filter(None, (module, short, f"out{len(allocated) or ''}")))
+                allocated.append(self._follow(tensor, name, role, index))
                 if self.cuda and short == "lift_fresh" and self.updating:
                     self._leave_out(tensor)  # a number on the host
-        made, changed, reads = ([i for i in dict.fromkeys(x) if i not in self._host] for x in (made, changed, reads))
-        if not made and not changed:
+        allocated, changed, reads = (
+            [i for i in dict.fromkeys(x) if i not in self._host] for x in (allocated, changed, reads)
+        )
+        if not allocated and not changed:
             self.recording.folded += 1
             return
         layer = self._layer(module)
         storages = self.recording.storages
         for i in changed:
             storages[i].mutated = True
-        for i in made:
+        for i in allocated:
             storages[i].layer = layer
         node = self._node()
         for i in reads if node is not None else ():
@@ -301,23 +305,23 @@ class Recorder:
                 module=module,
                 phase=phase,
                 layer=layer if phase != "update" else -1,
-                reads=tuple(i for i in reads if i not in made),
-                made=tuple(made),
+                reads=tuple(i for i in reads if i not in allocated),
+                made=tuple(allocated),
                 changed=tuple(changed),
                 flops=flops_of(self.flops, func, args, kwargs, out),
                 touched=0 if short in ALLOCATES else _touched(short, inputs, outputs),
                 dtype=next((d for x in (*inputs, *outputs) if (d := DTYPES.get(_plain(x.dtype)))), ""),
                 random=self.torch.Tag.nondeterministic_seeded in func.tags,
                 allocates=short in ALLOCATES,
-                again=phase == "backward" and bool(self._stack),
+                recomputed=phase == "backward" and bool(self._stack),
             )
         )
 
-        if renewed:
-            self._renew(renewed, module, phase, layer, made[1:])
+        if statistics:
+            self._update_statistics(statistics, module, phase, layer, allocated[1:])
 
-    def _renew(self, tensors: list[Any], module: str, phase: str, layer: int, batch: Iterable[int]) -> None:
-        """Record that running statistics take in those of this batch."""
+    def _update_statistics(self, tensors: list[Any], module: str, phase: str, layer: int, batch: Iterable[int]) -> None:
+        """Record that running statistics are updated with those of this batch."""
         ids = tuple(i for x in tensors if (i := self._id(x)) in self.recording.storages and i is not None)
         storages = self.recording.storages
         for i in ids:
@@ -336,24 +340,24 @@ class Recorder:
             dtype="fp32",
             random=False,
             allocates=False,
-            again=phase == "backward" and bool(self._stack),
+            recomputed=phase == "backward" and bool(self._stack),
         )
         if ids:
             self.recording.kernels.append(kernel)
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
         """The tensors that an op writes in place."""
-        found: list[Any] = []
-        for place, argument in enumerate(func._schema.arguments):
+        written: list[Any] = []
+        for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                found += value if isinstance(value, (list, tuple)) else [value]
-        return [x for x in found if isinstance(x, self.torch.Tensor)]
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                written += value if isinstance(value, (list, tuple)) else [value]
+        return [x for x in written if isinstance(x, self.torch.Tensor)]
 
     # ---- where the step is -------------------------------------------------------------------
 
     def _node(self) -> Any:
-        """The autograd node that runs, None outside the backward pass."""
+        """The running autograd node, None outside the backward pass."""
         if self.torch._C._current_graph_task_id() == -1:
             return None
         return self.torch._C._current_autograd_node()
@@ -361,17 +365,17 @@ class Recorder:
     def _phase(self, inputs: Iterable[Any]) -> str:
         if self.updating:
             return "update"
-        if self.going_back or self.torch._C._current_graph_task_id() != -1:
+        if self.in_backward or self.torch._C._current_graph_task_id() != -1:
             self.after_backward = True
             return "backward"
         if self.after_backward and not self._stack:
-            # between backward and the next forward pass: clipping and the like, unless it makes the next batch
+            # between backward and the next forward pass: clipping and the like, unless it prepares the next batch
             roles = [self.recording.storages[i].role for x in inputs if (i := self._id(x)) in self.recording.storages]
             return "forward" if roles and set(roles) <= {"input"} else "update"
         return "forward"
 
     def _module(self) -> str:
-        """Path of the module at work; in backward, of the one whose forward pass made the autograd node."""
+        """Path of the running module; in backward, of the one whose forward pass created the autograd node."""
         if self._stack:
             return self._stack[-1]
         node = self._node()
@@ -379,8 +383,8 @@ class Recorder:
             return ""
         if hasattr(node, "variable"):
             return self.parameters.get(id(node.variable), "").rpartition(".")[0]
-        at = bisect_right(self._since, node._sequence_nr()) - 1
-        return self._path[at] if at >= 0 else ""
+        index = bisect_right(self._since, node._sequence_nr()) - 1
+        return self._path[index] if index >= 0 else ""
 
     def _layer(self, path: str) -> int:
         return self.layers.get(_numbered(path), -1)
@@ -409,7 +413,7 @@ def _covers(tensor: Any) -> bool:
 
 
 def _touched(short: str, inputs: list[Any], outputs: list[Any]) -> int:
-    """Bytes of all operands; of a broadcast or a part of a storage what it shows; of a lookup its rows."""
+    """Bytes of all operands; of a broadcast or partial view, the bytes it shows; of a lookup, its rows."""
 
     def size(tensor: Any) -> int:
         shown = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
@@ -421,13 +425,13 @@ def _touched(short: str, inputs: list[Any], outputs: list[Any]) -> int:
 
 
 def _dispatch_mode(handle: Callable[[Any, Any, Any, Any], Any]) -> Any:
-    """A dispatch mode that gives each op to `handle`."""
+    """A dispatch mode that passes each op to `handle`."""
     base: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
 
     class Mode(base):  # type: ignore[misc]
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # nothing is compiled here, and the guard against it takes as long as the handler
+            return False  # nothing is compiled here, and the guard would take as long as the handler
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handle(func, types, args, kwargs or {})

@@ -1,4 +1,4 @@
-"""Fake stand-ins for modules, optimizers and inputs: shapes and types, no data."""
+"""Fake substitutes for modules, optimizers and inputs: shapes and types, no data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.errors import WorkloadError
 
 
 def fake_like(torch: Any, value: Any) -> Any:
-    """The same structure with fake tensors; a function is called. To be used under a fake mode."""
+    """The same structure with fake tensors; a function is called for its result. Call it under a fake mode."""
     if callable(value) and not isinstance(value, torch.Tensor):
         value = value()
     if isinstance(value, torch.Tensor):
@@ -25,16 +25,22 @@ def fake_like(torch: Any, value: Any) -> Any:
 
 
 def fake_module(torch: Any, mode: Any, module: Any, optimizer: Any) -> tuple[Any, Any]:
-    """A module without data and its optimizer or None, for use under `mode`, a fake mode.
+    """A module without data, and its optimizer or None, for use under a fake mode.
 
-    A function builds the module on the "meta" device, where `to` works as ever, or if that fails under `mode`.
+    torch: the package.
+    mode: the fake mode.
+    module: a module to copy, or a function that builds one: on the "meta" device, where `to` works as usual, or if that
+        fails under `mode`.
+    optimizer: an optimizer of the module, a function of its parameters, or None.
+
+    Raises WorkloadError for wrong arguments.
     """
     ready = isinstance(module, torch.nn.Module)
     if not ready and not callable(module):
         raise WorkloadError(f"module: needs a torch.nn.Module or a function that builds one, has {module!r}")
     tuned = isinstance(optimizer, torch.optim.Optimizer)
     if tuned and not ready:
-        raise WorkloadError("optimizer: give a function of the parameters, for the module is built by a function")
+        raise WorkloadError("optimizer: give a function of the parameters, because the module is built by a function")
     if not ready:
         module = _built(torch, mode, module)
     _refuse_compiled(module)
@@ -59,7 +65,7 @@ def _refuse_compiled(module: Any) -> None:
             which = f"part {name!r}" if name else "it"
             raise WorkloadError(
                 f"module: {which} was compiled with torch.compile, whose kernels are not PyTorch's own; capture the "
-                "module as it was before"
+                "module uncompiled"
             )
 
 
@@ -68,23 +74,23 @@ def _built(torch: Any, mode: Any, build: Any) -> Any:
         with torch.device("meta"):
             module = build()
     except Exception:
-        with mode:  # it asks for values while it is built
+        with mode:  # it reads values while it is built
             module = build()
     if not isinstance(module, torch.nn.Module):
-        raise WorkloadError(f"module: the function returned {type(module).__name__}, no torch.nn.Module")
+        raise WorkloadError(f"module: the function returned {type(module).__name__}, not a torch.nn.Module")
     return module
 
 
 def _fake(torch: Any, tensor: Any) -> Any:
     if tensor.layout != torch.strided:
         raise WorkloadError(f"a tensor of layout {tensor.layout} has no storage to simulate")
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _memo(torch: Any, mode: Any, module: Any, optimizer: Any) -> dict[int, Any]:
-    """What a deep copy puts in place of each tensor; tensors that share a storage share one again."""
-    # a module may also hold tensors that it has not registered
+    """The substitute of each tensor in a deep copy; tensors that share a storage keep sharing one."""
+    # a module may also hold tensors that are not registered
     held = import_module("torch.utils._pytree").tree_leaves([vars(part) for part in module.modules()])
     tensors = [*module.parameters(), *module.buffers()]
     known = set(map(id, tensors))
@@ -94,25 +100,25 @@ def _memo(torch: Any, mode: Any, module: Any, optimizer: Any) -> dict[int, Any]:
             raise WorkloadError("optimizer: updates parameters that the module does not have")
         for state in optimizer.state.values():
             tensors += [x for x in state.values() if isinstance(x, torch.Tensor)]
-    numbers = {id(x): x.item() for x in tensors if _is_number(torch, x)}  # may be asked for: step counters
+    scalars = {id(x): x.item() for x in tensors if _is_number(torch, x)}  # step counters, whose values may be read
     sharing = Counter(x.untyped_storage()._cdata for x in tensors)
     flat: dict[tuple[int, Any], Any] = {}
     memo: dict[int, Any] = {}
     for tensor in tensors:
         storage, dtype = tensor.untyped_storage(), tensor.dtype
         with mode:
-            if id(tensor) in numbers:
-                made = torch.tensor(numbers[id(tensor)], dtype=dtype)
+            if id(tensor) in scalars:
+                fake = torch.tensor(scalars[id(tensor)], dtype=dtype)
             elif sharing[storage._cdata] == 1:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             else:
                 key = (storage._cdata, dtype)
                 if key not in flat:
                     flat[key] = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
-                made = flat[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                fake = flat[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = made
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake
     return memo
 
 

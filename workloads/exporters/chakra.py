@@ -1,16 +1,16 @@
-"""A run as Chakra execution traces (MLCommons): one file `<prefix>.<rank>.et` a device, for network simulators.
+"""Writes a run as Chakra execution traces (MLCommons), one file `<prefix>.<rank>.et` per device.
 
-Every run of an op is a COMP_NODE, recomputation included; every move between tiers is a MEM_STORE_NODE (away from a
-device's own memory) or a MEM_LOAD_NODE (into it) with its bytes in `tensor_size`; every member of a group is a
-COMM_SEND_NODE, COMM_RECV_NODE or COMM_COLL_NODE with its bytes in `comm_size`. Data dependencies say what made the
-operands available (an op or a load; for a load the store before it), control dependencies what ran before on the same
-engine or link.
+Every run of an op is a COMP_NODE, recomputation included. Every move between tiers is a MEM_STORE_NODE (out of a
+device's own memory) or a MEM_LOAD_NODE (into it), with its bytes in `tensor_size`. Every member of a group is a
+COMM_SEND_NODE, COMM_RECV_NODE or COMM_COLL_NODE, with its bytes in `comm_size`. Data dependencies point to the nodes
+that made the operands available (an op or a load; for a load, the preceding store), control dependencies to the
+preceding node on the same engine or link.
 
-What the format does not carry: capacities, when memory is released, and times below a microsecond; the exact
-nanoseconds stand in the attribute `duration_ns`. A collective's type is not part of a trace: `comm_type` is
-ALL_REDUCE unless the op's name tells another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`,
-…) and a table of tensors in the head let `workloads.importers.chakra` rebuild the trace. Of ops, alternatives, splits,
-views and engines other than the device's main one are not written.
+The format lacks capacities, the release of memory, and times below a microsecond; the attribute `duration_ns` has the
+exact nanoseconds. A trace does not record the type of a collective: `comm_type` is ALL_REDUCE unless the op's name
+implies another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`, …) and a table of tensors in the
+head let `workloads.importers.chakra` rebuild the trace. Alternatives, splits, views, and engines other than the
+device's main one are not written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMM = {"send": "COMM_SEND_NODE", "recv": "COMM_RECV_NODE"}
 
 @dataclass(slots=True)
 class _Step:
-    """Something that a lane did: run an op (of a group, perhaps), or move a tensor."""
+    """What a lane did in one interval: run an op (possibly of a group) or move a tensor."""
 
     start: int
     end: int
@@ -50,7 +50,13 @@ class _Step:
 
 @dataclass
 class _Rank:
-    """What has been written of one device: nodes, and per tensor when which node made it available."""
+    """What has been written for one device.
+
+    nodes: in order.
+    ready: per tensor, (time in ns, node) of each op or load that made it available.
+    stored: the same for stores.
+    last: the last node of each lane.
+    """
 
     nodes: list[Any] = field(default_factory=list)
     ready: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -59,10 +65,12 @@ class _Rank:
 
 
 def export_chakra(log: EventLog, prefix: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write a run, one file `<prefix>.<device>.et` for each device, and return their paths.
+    """Write a run, one file `<prefix>.<device>.et` per device. Returns their paths.
 
-    Each file appears whole or not at all. Raises TraceError for a run without ops, OSError where the place cannot
-    be written.
+    log: of the run.
+    prefix: of the paths; each file appears complete or not at all.
+
+    Raises TraceError for a run without ops, OSError where a file cannot be written.
     """
     steps = sorted(_steps(log), key=lambda s: (s.start, s.end, s.op, s.device))
     if not steps:
@@ -100,8 +108,8 @@ def _steps(log: EventLog) -> Iterator[_Step]:
     for (start, end, tensor, device), hops in moves.items():
         target = log.platform.links[hops[-1][0]].target
         lane, size = hops[0]
-        at = max(0, device)
-        yield _Step(start, end, at, engines + lane, "move", -1, tensor, size, loads=target in homes)
+        index = max(0, device)
+        yield _Step(start, end, index, engines + lane, "move", -1, tensor, size, loads=target in homes)
     for (_, _, name), (start, end, size) in met.items():
         for op in groups[name]:
             device = int(trace.op_columns.device[op])
@@ -148,14 +156,14 @@ def _write_node(log: EventLog, rank: _Rank, step: _Step, order: int) -> None:
 
 
 def _available(ready: dict[int, list[tuple[int, int]]], tensors: Any, start: int) -> list[int]:
-    """The last nodes that had made these tensors available by that time."""
-    found: dict[int, None] = {}
+    """The last nodes that made these tensors available before `start`."""
+    nodes: dict[int, None] = {}
     for tensor in tensors:
         for end, number in reversed(ready.get(tensor, ())):
             if end <= start:
-                found[number] = None
+                nodes[number] = None
                 break
-    return list(found)
+    return list(nodes)
 
 
 def _type_of(op: Op, step: _Step) -> str:
@@ -201,7 +209,7 @@ def _ends(log: EventLog, op: Op) -> Iterator[Any]:
 
 
 def _list(side: Any, log: EventLog, tensors: Any) -> None:
-    """Tensors as PyTorch's execution traces list them: tensor, storage, offset, elements, bytes of one, device."""
+    """List tensors as in PyTorch's execution traces: tensor, storage, offset, elements, bytes per element, device."""
     column, rows, kinds = log.trace.tensor_columns, [], []
     for tensor in tensors:
         storage = int(tensor)
@@ -230,14 +238,14 @@ def _head(log: EventLog) -> Any:
 
 
 def _save(path: Path, data: bytes) -> None:
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as out:
             out.write(data)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(aside, 0o666 & ~mask)
-        os.replace(aside, path)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""Reading a trace of whatever format: the content tells which one it is, never the name."""
+"""Reads a trace in any supported format, which is recognised by the content, never by the name."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ FORMATS = (
     "Chakra .et (protobuf or JSON; a file, or the prefix of all ranks)",
     "DTR operator log",
 )
-"""What `load_trace` reads; each plain or gzipped."""
+"""The formats that `load_trace` reads, each plain or gzipped."""
 
 START = 4096
 
 FIRST_ROWS, FIRST_BYTES = 100, 1 << 20
-"""Rows that are looked at for what they are."""
+"""How many rows are inspected to recognise the format."""
 
 
 def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
-    """A trace from a file of any format in `FORMATS`, told by its content; gzip is unpacked.
+    """Read a trace from a file in any of `FORMATS`, recognised by its content.
 
-    The rows of Chrome JSON, execution traces and DTR logs are read one after another; op-trace-1 and Chakra are held
-    whole while they are read.
+    Chrome JSON, execution traces and DTR logs are streamed row by row; op-trace-1 and Chakra are held in memory whole.
 
-    max_bytes: most bytes to read, after unpacking. step: which step of a profiler's Chrome JSON, by its number there;
-    None for the last complete one. Raises TraceError, one line that names the file and what is wrong with it, or lists
-    the formats where it is none of them.
+    path: the file, plain or gzipped.
+    max_bytes: the most bytes to read, after unpacking.
+    step: which step of a profiler's Chrome JSON, by its number there; None for the last complete one.
+
+    Raises TraceError, one line that names the file and its fault, or lists the formats where it has none of them.
     """
     try:
         if not Path(path).exists() and rank_files(path):
@@ -75,7 +76,7 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
 
 
 def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None) -> Trace:
-    """A trace from a JSON document, or several after each other, told by its keys."""
+    """A trace from one or more JSON documents in a file, recognised by their keys."""
     with open_document(path, max_bytes) as document:
         try:
             kind, rows = _kind(document)
@@ -99,11 +100,11 @@ def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step:
 
 
 def _kind(document: Document) -> tuple[str, Iterable[Any]]:
-    """The format, or what stands in it if it is none, and the rows of those formats that are streamed."""
+    """The format, or a description of the content if it is unknown, and the rows if the format is streamed."""
     if document.is_list:
         first, rows = _first(document.rows(), document)
         if _is_chakra(first):
-            return "chakra", _past(rows)
+            return "chakra", _exhausted(rows)
         if any(isinstance(row, dict) and "ph" in row for row in first):
             return "chrome", rows
         return "a JSON list", ()
@@ -115,7 +116,7 @@ def _kind(document: Document) -> tuple[str, Iterable[Any]]:
             return "chakra", ()
         if name == "nodes":
             first, rows = _first(document.rows(name), document)
-            return ("chakra", _past(rows)) if _is_chakra(first) else ("execution trace", rows)
+            return ("chakra", _exhausted(rows)) if _is_chakra(first) else ("execution trace", rows)
         if document.about[name] == FORMAT:
             return FORMAT, ()
     return f"a JSON object with the keys {', '.join(map(repr, list(document.about)[:6]))[:200]}", ()
@@ -132,30 +133,30 @@ def _first(rows: Iterable[Any], document: Document) -> tuple[list[Any], Iterable
     return first, chain(first, rows)
 
 
-def _past(rows: Iterable[Any]) -> tuple[()]:
-    """No rows, after all have been read: what is no JSON in a format that is held whole is placed as in the others."""
+def _exhausted(rows: Iterable[Any]) -> tuple[()]:
+    """No rows, after reading them all, so that a JSON error is located as precisely as in the streamed formats."""
     for _ in rows:
         pass
     return ()
 
 
 def _is_chakra(nodes: list[Any]) -> bool:
-    """Whether these are Chakra nodes: PyTorch's own list tensors and callers, not dependencies on data."""
+    """Whether these are Chakra nodes; PyTorch's own nodes list tensors and callers, but no data dependencies."""
     keys = {"data_deps", "dataDeps", "duration_micros", "durationMicros"}
     return any(isinstance(row, dict) and keys & row.keys() for row in nodes)
 
 
 def _may_be_chakra(start: bytes) -> bool:
-    """Whether the bytes start with a length and then a message whose first field is one of GlobalMetadata's or none."""
+    """Whether the bytes start with a length and a message whose first field, if any, is one of GlobalMetadata's."""
     length = shift = 0
-    for at, byte in enumerate(start[:5]):
+    for index, byte in enumerate(start[:5]):
         length |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
-            body = start[at + 1 : at + 1 + length]
-            return (not length and len(start) > at + 1) or body[:1] in (b"\x0a", b"\x12")
+            body = start[index + 1 : index + 1 + length]
+            return (not length and len(start) > index + 1) or body[:1] in (b"\x0a", b"\x12")
     return False
 
 
-def _unknown(path: str | os.PathLike[str], what: str) -> TraceError:
-    return TraceError(f"{path}: no trace of a known format ({what}); accepted: {'; '.join(FORMATS)}")
+def _unknown(path: str | os.PathLike[str], content: str) -> TraceError:
+    return TraceError(f"{path}: not a trace in a known format ({content}); accepted: {'; '.join(FORMATS)}")

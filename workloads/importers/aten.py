@@ -1,4 +1,4 @@
-"""What the names and shapes of PyTorch's ops tell: which run no kernel, which phase, how many FLOPs."""
+"""What the names and shapes of PyTorch's ops reveal: whether they run a kernel, their phase, their FLOPs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SILENT = """
     unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real _reshape_alias _unsafe_view
 """
 SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "detach_"))
-"""Ops that only allocate or only make a view; such an op that calls another (a copy) is none of them."""
+"""Ops that only allocate or only create a view, unless they call another op (a copy)."""
 _WRAPPER = re.compile(r"^autograd::engine::|^torch::autograd::AccumulateGrad$|^\w+Backward\d+$")
 
 
 def is_silent(name: str) -> bool:
-    """Whether an op runs no kernel itself: it allocates, makes a view, or only calls others for autograd."""
+    """Whether an op runs no kernel itself: it allocates, creates a view, or only calls other ops for autograd."""
     return name in SILENT or _WRAPPER.search(name) is not None
 
 
@@ -46,7 +46,7 @@ def kind_of(name: str, phase: str) -> str:
 
 
 def phase_of(names: Iterable[str]) -> str | None:
-    """The phase that an op's own name or the nearest name round it tells, None where none does. Innermost first."""
+    """The phase that the names of an op and its enclosing calls (innermost first) imply, None if none does."""
     for name in names:
         if name.startswith("aten::") and "backward" not in name:
             continue
@@ -57,11 +57,13 @@ def phase_of(names: Iterable[str]) -> str | None:
 
 
 def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> int:
-    """FLOPs of a matmul, a convolution or an attention (2 a multiply-add, by the textbook), 0 for any other op.
+    """FLOPs of a matmul, a convolution or an attention, 2 per multiply-add; 0 for any other op.
 
-    inputs, outputs: the shapes of its tensors, in order. Shapes that do not fit the op give 0. A convolution's
-    backward counts the products that it makes (two where `outputs` is empty); a fused attention's backward the five
-    of its published form.
+    The backward of a convolution counts the gradients among its outputs (two where `outputs` is empty), that of a fused
+    attention the five products of its published form. Shapes that do not fit the op give 0.
+
+    name: of the op.
+    inputs, outputs: the shapes of its tensors, in order.
     """
     base = name.rsplit("::", 1)[-1].split(".")[0]
     dims = [tuple(shape) for shape in inputs]
@@ -81,9 +83,9 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
         shapes = [shape for shape in dims if len(shape) >= 3]
         if len(shapes) < 2 + backward or not (backward or outputs):
             return 0
-        made, (x, weight) = (shapes[0], shapes[1:3]) if backward else (tuple(outputs[0]), shapes[:2])
+        result, (x, weight) = (shapes[0], shapes[1:3]) if backward else (tuple(outputs[0]), shapes[:2])
         products = sum(1 for shape in outputs if len(shape) >= 3) or 2 if backward else 1
-        return 2 * products * _multiplied(x, weight, made, "transpose" in base) * math.prod(weight[1:])
+        return 2 * products * _multiplied(x, weight, result, "transpose" in base) * math.prod(weight[1:])
     if "attention" in base and not base.startswith("_fused_sdp_choice"):
         backward = "backward" in base
         query, key, value = dims[backward : backward + 3] if len(dims) >= 3 + backward else ((), (), ())
@@ -97,19 +99,19 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
 _CONVOLUTION = re.compile(r"convolution|conv_?(transpose|depthwise)?[123]d")
 
 
-def _multiplied(x: tuple[int, ...], weight: tuple[int, ...], made: tuple[int, ...], transposed: bool) -> int:
-    """Elements that a convolution multiplies by a filter each: of its result, or of its input where it is transposed.
+def _multiplied(x: tuple[int, ...], weight: tuple[int, ...], result: tuple[int, ...], transposed: bool) -> int:
+    """The number of elements that are multiplied by a filter: of the result, or of the input if it is transposed.
 
-    A transposed one is called like any other; its weight has the input's channels in front, not the result's. Where
-    both are as many, the smaller of the two is that with strides between its elements.
+    A transposed convolution has the same name as others, but its weight has the input's channels in front, not the
+    result's. If both have equally many, the smaller of the two tensors is the one whose elements are strided.
     """
-    if transposed or len(made) < 2 or weight[0] != made[1]:
+    if transposed or len(result) < 2 or weight[0] != result[1]:
         return math.prod(x)
-    return math.prod(made) if weight[0] != x[1] else min(math.prod(x), math.prod(made))
+    return math.prod(result) if weight[0] != x[1] else min(math.prod(x), math.prod(result))
 
 
 def _grouped_product(*pair: tuple[int, ...]) -> int:
-    """Rows, or terms of a sum, that are dealt out to groups: each is multiplied once."""
+    """FLOPs where the rows, or the terms of a sum, are distributed over groups: each is multiplied once."""
     if len(pair) != 2 or not {len(pair[0]), len(pair[1])} <= {2, 3}:
         return 0
     groups = pair[0][0] if len(pair[0]) == len(pair[1]) == 3 else 1

@@ -1,4 +1,4 @@
-"""Nested calls on a time line, turned into ops: which calls run something themselves, and for how long."""
+"""Turns nested calls on a timeline into ops: which calls run something themselves, and for how long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from workloads.importers.aten import is_silent
 
 @dataclass(slots=True)
 class Call:
-    """One recorded call: times in ns, its thread, its arguments as recorded. parent, root: places among the calls."""
+    """One recorded call.
+
+    name, thread, args: as recorded.
+    start, end: in ns.
+    is_op: whether it is an op, not an annotation.
+    parent, root: positions of the enclosing call and of the outermost op, -1 for none.
+    silent: it runs no kernel, nor do its calls.
+    longest: ns of the longest op that it calls.
+    """
 
     name: str
     start: int
@@ -28,7 +36,12 @@ class Call:
 
 @dataclass(slots=True)
 class Unit:
-    """A stretch of one call that is an op of the trace. time_ns: its own, and what was folded into it."""
+    """A section of one call that is an op of the trace.
+
+    call: position of the call.
+    start: in ns.
+    time_ns: its own time plus the time folded into it.
+    """
 
     call: int
     start: int
@@ -39,9 +52,9 @@ class Unit:
 class Timeline:
     """Calls in order of start, and the ops found in them.
 
-    A call that calls nothing but silent ones (allocations, views) is one op, with their time. Of a call that
-    calls others, the longest stretch of its own is an op if it is longer than any call in it; its other own
-    time is added to the op before it in the same outermost call, or to the next one.
+    A call that calls only silent ones (allocations, views) is one op, including their time. If a call has other calls,
+    the longest section of its own time is an op if it is longer than any of them; the rest of its own time is added to
+    the preceding op of the same outermost call, or to the next one.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -49,7 +62,11 @@ class Timeline:
 
     @classmethod
     def of(cls, calls: Sequence[Call], busy: Sequence[int]) -> Timeline:
-        """The time line of some calls; silent calls count only where one of the times `busy` (sorted) lies in them."""
+        """The timeline of some calls.
+
+        calls: in any order.
+        busy: sorted times in ns; a silent outermost call is an op only if one of them falls into it.
+        """
         line = cls(sorted(calls, key=lambda c: (c.start, -c.end)))
         _nest(line.calls)
         threads: dict[Any, list[int]] = {}
@@ -62,7 +79,7 @@ class Timeline:
         return line
 
     def above(self, call: int) -> list[str]:
-        """The name of a call and of those round it, innermost first (at most the nearest thousand)."""
+        """The names of a call and its enclosing calls, innermost first (at most a thousand)."""
         names: list[str] = []
         while call >= 0 and len(names) < 1000:
             names.append(self.calls[call].name)
@@ -71,7 +88,7 @@ class Timeline:
 
 
 def _nest(calls: list[Call]) -> None:
-    """Set parents, and mark the silent; a call that outlasts the one round it is cut."""
+    """Set parents and mark silent calls; a call that outlasts its enclosing one is truncated."""
     stacks: dict[Any, list[int]] = {}
     for i, call in enumerate(calls):
         stack = stacks.setdefault(call.thread, [])
@@ -84,7 +101,7 @@ def _nest(calls: list[Call]) -> None:
         call.root = above.root if above is not None and above.is_op else i
         call.silent = call.is_op and is_silent(call.name)
         stack.append(i)
-    for call in reversed(calls):  # children stand after their parents
+    for call in reversed(calls):  # children come after their parents
         if call.parent >= 0 and call.is_op:
             above = calls[call.parent]
             above.silent = above.silent and call.silent
@@ -93,7 +110,7 @@ def _nest(calls: list[Call]) -> None:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _Section:
     call: int
     start: int
     end: int
@@ -101,9 +118,9 @@ class _Stretch:
 
 
 def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Unit]:
-    stretches = _stretches(calls, order, busy)
-    best: dict[int, _Stretch] = {}
-    for part in stretches:
+    sections = _sections(calls, order, busy)
+    best: dict[int, _Section] = {}
+    for part in sections:
         if not part.is_unit and (
             part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start
         ):
@@ -111,9 +128,9 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     for call, part in best.items():
         part.is_unit = part.end - part.start > calls[call].longest
     units: list[Unit] = []
-    waiting: _Stretch | None = None
+    waiting: _Section | None = None
     root, time_before, first = -1, 0, 0
-    for part in stretches:
+    for part in sections:
         if calls[part.call].root != root:
             root, waiting, time_before = calls[part.call].root, None, 0
             first = len(units)
@@ -129,16 +146,16 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     return units
 
 
-def _stretches(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[_Stretch]:
-    """The time of one thread's ops, cut where another call begins or ends."""
-    found: list[_Stretch] = []
-    stack: list[list[int]] = []  # [call, time up to which it is accounted for]
+def _sections(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[_Section]:
+    """The time of one thread's ops, split wherever another call starts or ends."""
+    sections: list[_Section] = []
+    stack: list[list[int]] = []  # [call, time up to which its time is assigned]
     covered = -1
 
     def close(until: int) -> None:
         while stack and calls[stack[-1][0]].end <= until:
             call, since = stack.pop()
-            found.append(_Stretch(call, since, calls[call].end, False))
+            sections.append(_Section(call, since, calls[call].end, False))
             if stack:
                 stack[-1][1] = calls[call].end
 
@@ -150,19 +167,19 @@ def _stretches(calls: list[Call], order: list[int], busy: Sequence[int]) -> list
         if call.silent and (stack or not _any_between(busy, call.start, call.end)):
             continue
         if stack:
-            found.append(_Stretch(stack[-1][0], stack[-1][1], call.start, False))
+            sections.append(_Section(stack[-1][0], stack[-1][1], call.start, False))
             stack[-1][1] = call.start
         if call.longest:
             stack.append([i, call.start])
         else:
-            found.append(_Stretch(i, call.start, call.end, True))
+            sections.append(_Section(i, call.start, call.end, True))
             covered = i
             if stack:
                 stack[-1][1] = call.end
     close(1 << 62)
-    return found
+    return sections
 
 
 def _any_between(times: Sequence[int], start: int, end: int) -> bool:
-    at = bisect_left(times, start)
-    return at < len(times) and times[at] < end
+    index = bisect_left(times, start)
+    return index < len(times) and times[index] < end

@@ -1,21 +1,23 @@
 """Chakra execution traces (MLCommons): `<prefix>.<rank>.et` in protobuf, or their JSON forms.
 
-What they carry: nodes that compute, load or store memory, send, receive or take part in a collective; their
-dependencies; times in whole microseconds; anything else in named attributes, of which these are read: `num_ops`,
-`tensor_size`, `comm_size`, `comm_type`, `comm_src`, `comm_dst`, `comm_tag`, `comm_priority`, `pg_name`, `op_schema`
-(signed or unsigned alike). What they do not: when memory is released, phases, and often tensors.
+The format has nodes that compute, load or store memory, send, receive or take part in a collective; their dependencies;
+and times in whole microseconds. Everything else is in named attributes, of which these are read (signed or unsigned):
+`num_ops`, `tensor_size`, `comm_size`, `comm_type`, `comm_src`, `comm_dst`, `comm_tag`, `comm_priority`, `pg_name`,
+`op_schema`. It lacks the release of memory, phases, and often tensors.
 
-What becomes of it: one op a node, a device a rank. Where a node lists its tensors, these are used, a storage a
-tensor. Where it does not, it makes one tensor of `comm_size` or `tensor_size` bytes (0 if neither is there), which
-the nodes that depend on it read. Loads and stores are ops of kind `copy` on the device; a store reads, a load makes
-its tensor anew. Nodes of other types are left out and counted; who depends on them depends on what they depended on.
-The k-th collectives of one process group and type meet, as do the k-th send and receive of one source, destination
-and tag; where the other rank's file is not read they keep their duration, and a send or receive is a `copy`.
-Assumed: a tensor goes after its last reader; tensors that no node makes are inputs; nodes of one rank run one after
-the other, in the order of the file where dependencies leave it open.
+Import: each node becomes one op, each rank one device. If a node lists its tensors, these are used, one storage per
+tensor. Otherwise it writes one tensor of `comm_size` or `tensor_size` bytes (0 without either), which the nodes that
+depend on it read. Loads and stores become ops of kind `copy` on the device; a store reads its tensor, a load writes a
+new one. Nodes of other types are left out and counted; their dependencies are passed on to the nodes that depend on
+them. The k-th collectives of one process group and type form a group, and so do the k-th send and receive of one
+source, destination and tag. If the other rank's file is not read, they keep their duration, and a send or receive
+becomes a `copy`.
 
-Files that `workloads.exporters.chakra` wrote say all that a trace does: tensors, kinds, phases, nanoseconds. Of these,
-`added=False` leaves out what a plan added (moves, recomputation), so that the original computation remains.
+Assumptions: a tensor is released after its last reader; tensors that no node writes are inputs; the nodes of a rank
+run one after the other, in the order of the file where dependencies do not decide.
+
+Files written by `workloads.exporters.chakra` contain everything that a trace does: tensors, kinds, phases, nanoseconds.
+For these, `added=False` leaves out what a plan added (moves, recomputation), so that the original computation remains.
 """
 
 from __future__ import annotations
@@ -49,9 +51,12 @@ MOST_RANKS = 1 << 16
 
 
 def read_chakra(path: str | os.PathLike[str], *, added: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from one Chakra file, or from all ranks of a prefix: `run` reads `run.0.et`, `run.1.et`, ….
+    """Read a trace from one Chakra file, or from the files of all ranks.
 
-    added: keep what a plan of this simulator added, as ops. max_bytes: most bytes of all files together.
+    path: a file, or the prefix of all ranks: `run` reads `run.0.et`, `run.1.et`, ….
+    added: keep the moves and recomputations that a plan of this simulator added, as ops.
+    max_bytes: the most bytes to read, of all files together.
+
     Raises TraceError naming the file and the node.
     """
     files = rank_files(path)
@@ -63,24 +68,24 @@ def read_chakra(path: str | os.PathLike[str], *, added: bool = True, max_bytes: 
 
 
 def rank_files(path: str | os.PathLike[str]) -> list[str]:
-    """The file itself, or the files of all ranks where the path is their prefix. Raises TraceError if a rank lacks."""
+    """The file itself, or the files of all ranks if the path is their prefix. Raises TraceError for a missing rank."""
     if Path(path).is_file():
         return [str(path)]
-    found: dict[int, str] = {}
+    by_rank: dict[int, str] = {}
     for name in glob.glob(glob.escape(str(path)) + ".*.et*"):
         rank = re.search(r"\.(\d{1,6})\.et(\.gz)?$", name[len(str(path)) :])
         if rank:
-            found[int(rank.group(1))] = name
-    if not found:
+            by_rank[int(rank.group(1))] = name
+    if not by_rank:
         raise TraceError(f"{path}: no such file, and no {path}.0.et")
-    for rank_number in range(max(found) + 1):
-        if rank_number not in found:
+    for rank_number in range(max(by_rank) + 1):
+        if rank_number not in by_rank:
             raise TraceError(f"{path}: rank {rank_number} is missing ({path}.{rank_number}.et)")
-    return [found[rank_number] for rank_number in sorted(found)]
+    return [by_rank[rank_number] for rank_number in sorted(by_rank)]
 
 
 def build_chakra(files: list[tuple[str, bytes]], path: str, *, added: bool = True) -> Trace:
-    """As `read_chakra`, of the content of each rank's file."""
+    """Like `read_chakra`, given the name and content of each rank's file."""
     reader = _Reader(path, added, len(files))
     for rank, (name, data) in enumerate(files):
         try:
@@ -117,7 +122,7 @@ class _Reader:
     # ---- one rank ----------------------------------------------------------------------------------
 
     def rank(self, rank: int, head: dict[str, Any], nodes: list[ChakraNode]) -> None:
-        """Take the nodes of one rank; the ops are made in `trace`, when all groups are known."""
+        """Take the nodes of one rank; the ops are added in `trace`, when all groups are known."""
         if rank >= MOST_RANKS:
             raise TraceError(f"more than {MOST_RANKS} ranks")
         ours = head.get("tiersim") is not None
@@ -134,12 +139,12 @@ class _Reader:
             group = self._group(node, rank, seen)
             if group:
                 self.groups.setdefault(group, []).append(KIND[node.type])
-            # a plan may change the order of ops; the computation has that of the trace
+            # a plan may change the order of ops; the original computation has the order of the trace
             order = node.number("order" if self.added else "op", most=1 << 40) if ours else place
             self.rows.append((place if order is None else order, rank, node, {"group": group, "ours": ours}))
 
     def _group(self, node: ChakraNode, rank: int, seen: Counter[tuple[Any, ...]]) -> str:
-        """The name under which a node meets the nodes of other ranks."""
+        """The name of the group that joins a node with nodes of other ranks, "" for none."""
         if node.text("group"):
             return node.text("group")[:300]
         if node.type == "COMM_COLL_NODE":
@@ -157,7 +162,7 @@ class _Reader:
     # ---- the trace ---------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
-        """The trace of all ranks; their nodes take turns, so that the order in each rank is kept."""
+        """The trace of all ranks; their nodes alternate, so that the order within each rank is kept."""
         self.rows.sort(key=lambda row: (row[0], row[1]))
         for _, rank, node, more in self.rows:
             if node.type in RUN:

@@ -17,7 +17,14 @@ MOST_NODES = 10_000_000
 
 @dataclass(slots=True)
 class ChakraNode:
-    """One node. duration: ns. inputs, outputs: (values, shapes, types), each nested lists or None."""
+    """One node.
+
+    id, name, type: as in the file.
+    deps: ids of the nodes that it depends on.
+    duration: in ns.
+    attrs: attributes by name.
+    inputs, outputs: (values, shapes, types), each nested lists or None.
+    """
 
     id: int
     name: str
@@ -29,7 +36,7 @@ class ChakraNode:
     outputs: tuple[Any, Any, Any] = (None, None, None)
 
     def number(self, *names: str, most: int = 1 << 50) -> int | None:
-        """The first attribute of these names that is there, whether it was written signed or unsigned."""
+        """The first of these attributes that exists, whether it was written signed or unsigned; None if none does."""
         for name in names:
             if self.attrs.get(name) is not None:
                 value = self.attrs[name]
@@ -39,22 +46,22 @@ class ChakraNode:
         return None
 
     def text(self, name: str) -> str:
-        """An attribute that is a text, "" where it is none."""
+        """The value of an attribute if it is text, else ""."""
         value = self.attrs.get(name)
         return value if isinstance(value, str) else ""
 
 
 def nodes_of(data: bytes) -> tuple[dict[str, Any], list[ChakraNode]]:
-    """The attributes of the file and its nodes. Raises TraceError on what is no Chakra trace."""
+    """The attributes of the file, and its nodes. Raises TraceError if it is not a Chakra trace."""
     if data[:64].lstrip()[:1] in (b"{", b"["):
         return _from_json(_documents(data))
-    found = chakra_schema.decode(data)
-    head = {attr.name: chakra_schema.value_of(attr) for attr in next(found).attr}
-    return head, _collect(_from_message(message) for message in found)
+    stream = chakra_schema.decode(data)
+    head = {attr.name: chakra_schema.value_of(attr) for attr in next(stream).attr}
+    return head, _collect(_from_message(message) for message in stream)
 
 
 def _collect(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
-    """The nodes so that each stands after those it depends on, otherwise in the order of the file."""
+    """The nodes in topological order, otherwise in the order of the file."""
     rows: dict[int, ChakraNode] = {}
     for node in nodes:
         if node.id in rows:
@@ -63,25 +70,25 @@ def _collect(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
         if len(rows) > MOST_NODES:
             raise TraceError(f"more than {MOST_NODES:,} nodes")
     if not rows:
-        raise TraceError("no node in it")
+        raise TraceError("it has no nodes")
     done: dict[int, ChakraNode] = {}
     open_: dict[int, int] = {}
     for start in rows:
         stack = [start] if start not in done else []
         while stack:
-            at = stack[-1]
-            node, next_dep = rows[at], open_.get(at, 0)
-            if at in done:
+            current = stack[-1]
+            node, next_dep = rows[current], open_.get(current, 0)
+            if current in done:
                 stack.pop()
             elif next_dep == len(node.deps):
-                done[at] = node
+                done[current] = node
                 stack.pop()
             else:
-                open_[at] = next_dep + 1
+                open_[current] = next_dep + 1
                 dep = node.deps[next_dep]
-                if dep in rows and dep not in done and dep != at:
+                if dep in rows and dep not in done and dep != current:
                     if dep in open_:
-                        raise TraceError(f"node {dep} depends on itself through node {at}")
+                        raise TraceError(f"node {dep} depends on itself through node {current}")
                     stack.append(dep)
     return list(done.values())
 
@@ -104,19 +111,19 @@ def _from_message(message: Any) -> ChakraNode:
 
 
 def _documents(data: bytes) -> list[Any]:
-    """One JSON document, or several after each other."""
+    """The JSON documents in a file, one or more."""
     try:
         text = data.decode()
-        decoder, at = json.JSONDecoder(), 0
-        found: list[Any] = []
+        decoder, position = json.JSONDecoder(), 0
+        documents: list[Any] = []
         while True:
-            at = re.compile(r"\s*").match(text, at).end()  # type: ignore[union-attr]
-            if at >= len(text):
-                return found
-            document, at = decoder.raw_decode(text, at)
-            found.append(document)
+            position = re.compile(r"\s*").match(text, position).end()  # type: ignore[union-attr]
+            if position >= len(text):
+                return documents
+            document, position = decoder.raw_decode(text, position)
+            documents.append(document)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"no valid JSON ({' '.join(str(error).split())[:100]})") from None
+        raise TraceError(f"not valid JSON ({' '.join(str(error).split())[:100]})") from None
 
 
 def _from_json(documents: list[Any]) -> tuple[dict[str, Any], list[ChakraNode]]:
@@ -134,7 +141,7 @@ def _from_json(documents: list[Any]) -> tuple[dict[str, Any], list[ChakraNode]]:
 
 
 def _from_row(row: dict[str, Any], place: int) -> ChakraNode:
-    """A node with the field names of the schema, of protobuf's JSON, or of the feeder's own JSON."""
+    """A node with the field names of the schema, of protobuf's JSON, or of the Chakra feeder's JSON."""
     row = {re.sub(r"(?<=[a-z])([A-Z])", r"_\1", str(key)).lower(): value for key, value in row.items()}
     number = _int(row.get("id", 0), f"node {place}: id", 1 << 64)
     where = f"node {number}"
@@ -165,13 +172,13 @@ def _from_row(row: dict[str, Any], place: int) -> ChakraNode:
 
 
 def _attrs(rows: Any, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for attr in need(rows, list, f"{where}: attr"):
         for key, value in need(attr, dict, f"{where}: attr").items():
             if key not in ("name", "docString", "doc_string"):
-                held = value.get("values", []) if isinstance(value, dict) else value
-                found[str(attr.get("name"))] = held
-    return found
+                plain = value.get("values", []) if isinstance(value, dict) else value
+                attributes[str(attr.get("name"))] = plain
+    return attributes
 
 
 def _int(value: Any, where: str, most: int) -> int:
@@ -186,15 +193,15 @@ def _io(*parts: Any) -> tuple[Any, Any, Any]:
 
 
 def _nested(value: Any) -> Any:
-    """Nested lists from a text, JSON or as Python prints them; None where it is neither."""
+    """Nested lists from text in JSON or Python notation; None if it is neither."""
     if not isinstance(value, str):
         return value if isinstance(value, list) else None
     if not value:
         return None
     for text in (value, re.sub(r"\b(None|True|False)\b", "null", value.replace("'", '"'))):
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        return found if isinstance(found, list) else None
+        return parsed if isinstance(parsed, list) else None
     return None

@@ -1,9 +1,9 @@
 """The Chakra execution-trace schema (MLCommons, version 0.0.4), as far as it is read and written here.
 
-A file is a sequence of messages, each after its length: one GlobalMetadata, then Nodes. The message classes are
-built when first asked for, from the list of fields below, so that no generated code has to fit the installed protobuf.
-Field numbers: `et_def.proto` of the MLCommons Chakra repository. Enumerations are read as whole numbers, which is the
-same on the wire and keeps values that later versions add; unknown fields (typed storage records) are skipped.
+A file is a sequence of length-prefixed messages: one GlobalMetadata, then Nodes. The message classes are built on first
+use from the list of fields below, so that no generated code has to match the installed protobuf.
+Field numbers: `et_def.proto` of the MLCommons Chakra repository. Enumerations are read as whole numbers, which are
+encoded identically and preserve values that later versions add; unknown fields (typed storage records) are skipped.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attribute(name: str, kind: str, value: Any) -> Any:
 
 
 def value_of(attr: Any) -> Any:
-    """The value of an attribute, a list for a list, None where there is none."""
+    """The value of an attribute, a list if it has several, None if it has none."""
     which = attr.WhichOneof("value")
     if which is None:
         return None
@@ -97,18 +97,18 @@ def value_of(attr: Any) -> Any:
 
 
 def decode(data: bytes) -> Iterator[Any]:
-    """The messages of a file: its GlobalMetadata, then every Node. Raises TraceError on what is no such file."""
+    """The messages of a file: its GlobalMetadata, then every Node. Raises TraceError if it is not such a file."""
     from google.protobuf.message import DecodeError
     from google.protobuf.proto import parse_length_prefixed
 
     stream, classes = io.BytesIO(data), messages()
     count = 0
     while stream.tell() < len(data):
-        at = stream.tell()
+        offset = stream.tell()
         try:
             message = parse_length_prefixed(classes["Node" if count else "GlobalMetadata"], stream)
         except (DecodeError, ValueError, EOFError) as error:
-            raise TraceError(f"message {count} at byte {at}: {' '.join(str(error).split())[:200]}") from None
+            raise TraceError(f"message {count} at byte {offset}: {' '.join(str(error).split())[:200]}") from None
         if message is None:
             break
         count += 1

@@ -1,4 +1,4 @@
-"""The tensors of Chakra nodes: those they list, those of this simulator's own files, or one a node."""
+"""The tensors of Chakra nodes: those they list, those of this simulator's own files, or one per node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass
 class Tensors:
-    """Which tensors a node reads and makes.
+    """Which tensors a node reads and writes.
 
     Storages are keyed (rank, number) where nodes list tensors, (rank, node, "made") where they do not.
     """
@@ -37,7 +37,7 @@ class Tensors:
     size: dict[Hashable, int] = field(default_factory=dict)
     now: dict[Hashable, int] = field(default_factory=dict)
     lives: Counter[Hashable] = field(default_factory=Counter)
-    gone: set[int] = field(default_factory=set)
+    overwritten: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.storages = Storages(self.builder)
@@ -45,7 +45,7 @@ class Tensors:
     # ---- files that this simulator wrote -------------------------------------------------------------
 
     def declare(self, rank: int, text: Any, meta: dict[str, Any]) -> None:
-        """Take the table of tensors that heads one of our own files."""
+        """Read the table of tensors at the head of a file written by this simulator."""
         head = need(parse_json(need(text, str, "tiersim"), "tiersim"), dict, "tiersim")
         for key, value in need(head.get("meta", {}), dict, "tiersim: meta").items():
             meta.setdefault(key, value) if key != "model" else meta.update(model=value)
@@ -67,7 +67,7 @@ class Tensors:
             self.carry.append((whole(last, "tiersim: carry"), whole(first, "tiersim: carry")))
 
     def ends(self, *, exact: bool) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
-        """Outputs and carry; those of our own files only where the original computation was asked for."""
+        """Outputs and carry: those of this simulator's own file if the original computation is requested, else None."""
         if self.given and exact:
             outputs = [self.now[t] for t in dict.fromkeys(self.outputs) if t in self.now]
             pairs = dict.fromkeys(self.carry)
@@ -77,7 +77,7 @@ class Tensors:
     # ---- one node --------------------------------------------------------------------------------------
 
     def of(self, rank: int, node: ChakraNode, phase: str) -> tuple[Shapes, list[int], list[int], Shapes]:
-        """Shapes given, ids read, ids written, shapes returned."""
+        """For one node: shapes of its inputs, ids that it reads, ids that it writes, shapes of its outputs."""
         given = self._listed(node, node.inputs, "inputs")
         made = self._listed(node, node.outputs, "outputs")
         if self.given:
@@ -89,7 +89,7 @@ class Tensors:
         return [s.shape for s in given], *self._stored(rank, node, phase, given, made), [s.shape for s in made]
 
     def pass_on(self, rank: int, node: ChakraNode) -> None:
-        """A node that is left out: who depends on it depends on what it depended on."""
+        """Leave a node out: nodes that depend on it inherit its dependencies."""
         self.made_by[rank, node.id] = self._from(rank, node)
 
     def _from(self, rank: int, node: ChakraNode) -> tuple[Hashable, ...]:
@@ -102,7 +102,7 @@ class Tensors:
         return tensors_in((values, shapes, types, None), f"node {node.id} ({node.name}): {what}")
 
     def _known(self, seen: Seen) -> int:
-        """A tensor of our own table that a node reads; one that nothing has made was there from the start."""
+        """A tensor of the file's table that a node reads; one without a producer exists from the start."""
         key = seen.tensor
         if key not in self.now:
             self._declared(key, None)
@@ -115,9 +115,9 @@ class Tensors:
         if old >= 0:
             if old not in self.now:
                 self._declared(old, None)
-            if self.now[old] not in self.gone:
+            if self.now[old] not in self.overwritten:
                 taken = self.now[old]
-                self.gone.add(taken)
+                self.overwritten.add(taken)
         return self._declared(key, taken)
 
     def _declared(self, key: int, taken: int | None) -> int:
@@ -152,7 +152,7 @@ class Tensors:
                 self.storages.make(key, self._label(key), seen.bytes, "input", dtype=DTYPES.get(seen.kind, ""))
         marked = written(node.name, schema)[0]
         changed = {(rank, seen.storage) for seen in given if seen.argument in marked and seen.bytes}
-        # what other nodes made but this one depends on without listing it
+        # results of other nodes that this one depends on without listing them
         reads = [now[key] for key in (*inside, *self._from(rank, node))]
         fresh = {(rank, seen.storage): seen for seen in made if seen.bytes and (rank, seen.storage) not in inside}
         writes = [self.storages.change(key, self._label(key), _role(phase)) for key in sorted(changed)]
@@ -161,7 +161,7 @@ class Tensors:
             dtype = DTYPES.get(seen.kind, "")
             writes.append(self.storages.make(key, self._label(key), seen.bytes, _role(phase), dtype=dtype))
         self.made_by[rank, node.id] = ()
-        if not writes:  # something for those that depend on this node alone
+        if not writes:  # a token for nodes that depend only on this one
             token = (rank, node.id, "done")
             writes.append(self.storages.make(token, f"r{rank}.n{node.id}.done", 0, "temporary"))
             self.made_by[rank, node.id] = (token,)

@@ -1,18 +1,19 @@
 """PyTorch profiler traces: the Chrome JSON that `export_chrome_trace` writes, plain or gzipped.
 
-What it carries: calls with start and duration on each thread, shapes and element types of their inputs
-(`record_shapes`), every allocation and release with address, bytes and the allocator's total (`profile_memory`),
-GPU kernels and what launched them. What it does not: which tensor an op read (inputs have no identity), FLOPs, and
-what was allocated before the recording (parameters, optimizer state, the batch).
+The format has calls with start and duration on each thread, shapes and element types of their inputs (`record_shapes`),
+every allocation and release with address, bytes and the allocator's total (`profile_memory`), and GPU kernels with
+their launches. It lacks the tensors that an op reads (inputs have no identity), FLOPs, and everything allocated before
+the recording (parameters, optimizer state, the batch).
 
-What becomes of it: the ops that run something, in order, with their measured time (that of the kernels they launched
-where there are kernels); an allocation is a tensor from the op in which it was made to the op in or after which it was
-released (its release point, no read); one that lives within one op is workspace. So a replay that
-keeps everything has exactly the allocator's own peak. Assumed: an input is the newest live storage of as many bytes,
-those that the forward op of the same sequence number touched first; inputs that match none were there before the
-recording and are left out; a name that ends in `_` writes its first input in place. What the allocator already held
-at the first event stays as one tensor to the end. Time between ops (Python, the launch of views) is not replayed; it
-is in meta["between_ops_ns"].
+Import: the ops that run something, in order, with their measured time (that of their kernels, where there are kernels).
+An allocation is a tensor that lives from the op of its allocation to the op in or after which it was released (its
+release point, which is not a read); an allocation that lives within one op is workspace. A replay that keeps everything
+therefore has exactly the allocator's own peak.
+
+Assumptions: an input is the newest live storage of equal size, preferring those that the forward op of the same
+sequence number touched; inputs without a match were allocated before the recording and are left out; an op whose name
+ends in `_` writes its first input in place. Memory that the allocator held before the first event is one tensor that
+stays to the end. Time between ops (Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
 """
 
 from __future__ import annotations
@@ -40,17 +41,22 @@ from workloads.importers.streaming import open_document
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 KEPT = ("Sequence number", "Input type", "Input Dims")
-"""Arguments of a call that are used; the others are not held."""
+"""The arguments of a call that are used; others are not stored."""
 MARK = re.compile(r"ProfilerStep#(\d{1,12})")
 MOST_INPUTS = 4096
 MOST_TOUCHED = 64
-"""Storages remembered for one sequence number."""
+"""How many storages are remembered per sequence number."""
 ROUNDING = 512
 
 
 @dataclass(slots=True)
 class _Event:
-    """One allocation (bytes > 0) or release (bytes < 0), in ns; total: what the allocator then held."""
+    """One allocation (bytes > 0) or release (bytes < 0).
+
+    time: in ns.
+    bytes, address: of the block.
+    total: bytes that the allocator held afterwards, None where unknown.
+    """
 
     time: int
     bytes: int
@@ -60,9 +66,13 @@ class _Event:
 
 @dataclass(slots=True)
 class _Part:
-    """A stretch of a unit in which nothing is allocated after something older was released.
+    """A section of a unit in which nothing is allocated after an older storage was released.
 
-    made: storages with their bytes that outlive it; held, most: bytes that it made, now and at the highest.
+    unit: position of the unit.
+    first: whether it is the first section of its unit.
+    made: bytes of the storages that it allocated and that outlive it.
+    released: older storages that it released.
+    held, most: bytes that it allocated, now and at the peak.
     """
 
     unit: int
@@ -74,17 +84,17 @@ class _Part:
 
     @property
     def workspace(self) -> int:
-        """Bytes that it held at the highest beyond what it made to last."""
+        """Peak bytes that it held beyond the storages that outlive it."""
         return self.most - sum(self.made.values())
 
     def make(self, storage: int, size: int) -> None:
-        """An allocation."""
+        """Record an allocation."""
         self.made[storage] = size
         self.held += size
         self.most = max(self.most, self.held)
 
     def release(self, storage: int) -> None:
-        """A release, of what it made itself or of something older."""
+        """Record a release, of its own storage or an older one."""
         if storage in self.made:
             self.held -= self.made.pop(storage)
         else:
@@ -92,11 +102,16 @@ class _Part:
 
 
 def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
-    """A trace of one step from a PyTorch profiler's Chrome JSON.
+    """Read a trace of one step from a PyTorch profiler's Chrome JSON.
 
-    step: which one, by the N of the profiler's mark `ProfilerStep#N`; None for the last that is complete. A recording
-    without marks is one step. meta["steps"] says which there are, meta["step"] which it is.
-    The device whose allocations add up to most is taken; events of others are counted in meta["left_out"].
+    Only the device with the most allocated bytes is imported; events of others are counted in meta["left_out"].
+    meta["steps"] lists the steps of the recording, meta["step"] is the imported one.
+
+    path: the file, plain or gzipped.
+    max_bytes: the most bytes to read, after unpacking.
+    step: the N of the profiler's mark `ProfilerStep#N`; None for the last complete step. A recording without marks is
+        one step.
+
     Raises TraceError naming the file and the entry.
     """
     with open_document(path, max_bytes) as document:
@@ -105,12 +120,12 @@ def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, ste
 
 
 def build_chrome(rows: Iterable[Any], path: str, step: int | None = None) -> Trace:
-    """As `read_chrome`, of its events, which are read once and not held. Errors do not name the file."""
+    """Like `read_chrome`, given the events, which are streamed. Errors do not name the file."""
     return _Reader(path, rows, step).trace()
 
 
 def _steps(calls: list[Call]) -> dict[int, tuple[int, int, int]]:
-    """Per step that the profiler marked its begin and end in ns, and how many ops began in it."""
+    """For each step that the profiler marked: its start and end in ns, and how many ops started in it."""
     marks = {int(found[1]): call for call in calls if not call.is_op and (found := MARK.fullmatch(call.name))}
     starts = sorted(call.start for call in calls if call.is_op)
     return {
@@ -120,11 +135,11 @@ def _steps(calls: list[Call]) -> dict[int, tuple[int, int, int]]:
 
 
 def _chosen(steps: dict[int, tuple[int, int, int]], step: int | None) -> int | None:
-    """The step that is meant, None where none is marked. One of less than half of the most ops is not complete."""
+    """The requested step, None if none is marked. A step with less than half of the most ops is incomplete."""
     if step is not None:
         if step not in steps:
-            known = f"there are {', '.join(map(str, steps))}" if steps else "no step is marked in it"
-            raise TraceError(f"step {step}: is not in it; {known}")
+            known = f"there are {', '.join(map(str, steps))}" if steps else "it has no marked steps"
+            raise TraceError(f"step {step}: is not in the recording; {known}")
         return step
     most = max((ops for _, _, ops in steps.values()), default=0)
     complete = [number for number, (_, _, ops) in steps.items() if ops and 2 * ops >= most]
@@ -160,16 +175,16 @@ class _Reader:
         self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
         self.left_out["memory events of other devices"] = sum(map(len, by_device.values())) - len(self.events)
         if not self.calls:
-            raise TraceError("no CPU op in it: record with ProfilerActivity.CPU")
+            raise TraceError("it has no CPU ops: record with ProfilerActivity.CPU")
         if not has_memory:
             raise TraceError(
-                "no memory events in it, so that nothing is known of any tensor: record with "
+                "it has no memory events, so that its tensors are unknown: record with "
                 "profile(profile_memory=True, record_shapes=True)"
             )
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
         if not self.line.units:
-            raise TraceError("no op in it that runs anything")
+            raise TraceError("it has no op that runs anything")
         self.meta: dict[str, Any] = {
             "model": "imported",
             "source": f"import of {os.path.basename(path)}",
@@ -217,7 +232,7 @@ class _Reader:
             self.left_out[f"{str(category)[:40]} events"] += 1
 
     def _durations(self) -> list[int]:
-        """Per unit the time of the kernels it launched; its own where the file has no kernels."""
+        """For each unit, the time of the kernels it launched; its own time if the file has no kernels."""
         units = self.line.units
         if not self.kernels:
             return [unit.time_ns for unit in units]
@@ -230,24 +245,24 @@ class _Reader:
         spans = [0] * len(units)
         for correlation, span in self.kernels:
             time, thread = self.launches.get(correlation, (-1, None))
-            at = bisect_right(starts.get(thread, []), time) - 1
-            if correlation is None or at < 0:
+            index = bisect_right(starts.get(thread, []), time) - 1
+            if correlation is None or index < 0:
                 self.left_out["kernels without a launch"] += 1
             else:
-                spans[places[thread][at]] += span
+                spans[places[thread][index]] += span
         self.assumed["ops timed by their kernels"] = sum(1 for span in spans if span)
         return spans
 
     # ---- memory ------------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[list[_Part], list[int], int]:
-        """The units cut into parts, what was there at the start and is released, and what else was there."""
+        """The parts of all units, the initial storages that are released, and the bytes of the other initial ones."""
         starts = [unit.start for unit in self.line.units]
         of_unit: list[list[_Event]] = [[] for _ in starts]
         for event in self.events:
             of_unit[max(0, bisect_right(starts, event.time) - 1)].append(event)
         address: dict[int, int] = {}
-        there: list[int] = []
+        initial: list[int] = []
         parts: list[_Part] = []
         for i, events in enumerate(of_unit):
             part = _Part(i)
@@ -267,28 +282,28 @@ class _Reader:
                 else:
                     if storage not in self.size:
                         self.size[storage] = -event.bytes
-                        there.append(storage)
+                        initial.append(storage)
                     part.release(storage)
         base = 0
         if self.events and self.events[0].total is not None:
-            base = self.events[0].total - self.events[0].bytes - sum(self.size[s] for s in there)
-        return parts, there, max(0, base)
+            base = self.events[0].total - self.events[0].bytes - sum(self.size[s] for s in initial)
+        return parts, initial, max(0, base)
 
     # ---- building ----------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
         durations = self._durations()
-        parts, there, base = self._parts()
+        parts, initial, base = self._parts()
         keep: list[int] = []
         if base:
             self.assumed["bytes allocated before the recording"] = base
             keep.append(self.builder.tensor("allocated before", base, "weight"))
-        for storage in there:
-            self._come(storage, "forward")
-        if there:
-            # what is there at the start but goes during the recording needs a producer, or it would stay
-            born = [self.storages.now[s] for s in there]
-            self.builder.op("start", "copy", writes=born, bytes=0, duration=0)
+        for storage in initial:
+            self._allocate(storage, "forward")
+        if initial:
+            # a storage that exists at the start and is released during the recording needs a producer, or it would stay
+            tensors = [self.storages.now[s] for s in initial]
+            self.builder.op("start", "copy", writes=tensors, bytes=0, duration=0)
         phases = self._phases()
         for part in parts:
             self._add(part, phases[part.unit], durations[part.unit] if part.first else 0)
@@ -306,23 +321,23 @@ class _Reader:
         return self.builder.build(outputs=keep, carry=())
 
     def _phases(self) -> list[str]:
-        found = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
-        if all(phase is None for phase in found):
-            self.assumed["ops without a phase, taken as forward"] = len(found)
-        # what comes right before a backward pass is a forward pass, also that of a second step or micro-batch
+        known = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
+        if all(phase is None for phase in known):
+            self.assumed["ops without a phase, taken as forward"] = len(known)
+        # ops directly before a backward pass are a forward pass, also of a second step or microbatch
         following: str | None = None
-        for i in reversed(range(len(found))):
-            if found[i] is None and following == "backward":
-                found[i] = "forward"
+        for i in reversed(range(len(known))):
+            if known[i] is None and following == "backward":
+                known[i] = "forward"
             else:
-                following = found[i] or following
+                following = known[i] or following
         phases, last = [], "forward"
-        for phase in found:
+        for phase in known:
             last = phase or last
             phases.append(last)
         return phases
 
-    def _come(self, storage: int, phase: str) -> int:
+    def _allocate(self, storage: int, phase: str) -> int:
         role = {"forward": "activation", "backward": "temporary"}.get(phase, "temporary")
         size = self.size[storage]
         self.live.setdefault(size, {})[storage] = None
@@ -336,7 +351,7 @@ class _Reader:
         now = self.storages.now
         reads = [now[s] for s in used]
         writes = [self.storages.change(s, f"s{s}", "temporary") for s in changed]
-        writes += [self._come(s, phase) for s in part.made]
+        writes += [self._allocate(s, phase) for s in part.made]
         self.later = 0 if part.first else self.later + 1
         sequence = self._sequence(self.line.units[part.unit].call)
         if sequence is not None and phase == "forward":
@@ -374,39 +389,39 @@ class _Reader:
         return None
 
     def _match(self, inputs: list[tuple[list[int], str]], sequence: int | None) -> list[int]:
-        """The live storages that an op's inputs most likely are, by size alone."""
+        """The live storages that are most likely an op's inputs, judged only by size."""
         first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
-        found: dict[int, None] = {}
+        matched: dict[int, None] = {}
         for shape, kind in inputs:
             size = math.prod(shape) * ITEM_BYTES.get(kind, 4)
             for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
                 held = self.live.get(wanted, {})
-                choice = next((s for s in reversed(held) if s not in found), None)
-                saved = next((s for s in first if s in held and s not in found), None)
-                choice = choice if saved is None or (choice is not None and not found) else saved
+                choice = next((s for s in reversed(held) if s not in matched), None)
+                saved = next((s for s in first if s in held and s not in matched), None)
+                choice = choice if saved is None or (choice is not None and not matched) else saved
                 if choice is not None:
-                    found[choice] = None
+                    matched[choice] = None
                     self.assumed["inputs matched by size"] += 1
                     break
             else:
                 self.left_out["inputs from before the recording, or views of part of a storage"] += 1
-        return list(found)
+        return list(matched)
 
 
 def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:
-    """Shape and element type of each tensor that an op was given; those of a list follow each other."""
+    """Shape and element type of each tensor among an op's arguments, lists flattened."""
     kinds, dims = args.get("Input type"), args.get("Input Dims")
     if not isinstance(kinds, list) or not isinstance(dims, list):
         return []
-    found: list[tuple[list[int], str]] = []
+    tensors: list[tuple[list[int], str]] = []
     for kind, shape in zip(kinds[:MOST_INPUTS], dims):
         if not isinstance(kind, str) or not isinstance(shape, list):
             continue
         if kind == "TensorList":
-            found += [(inner, "") for inner in shape[:MOST_INPUTS] if _is_shape(inner)]
+            tensors += [(inner, "") for inner in shape[:MOST_INPUTS] if _is_shape(inner)]
         elif kind in ITEM_BYTES and _is_shape(shape):
-            found.append((shape, kind))
-    return found
+            tensors.append((shape, kind))
+    return tensors
 
 
 def _is_shape(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The nodes of a PyTorch execution trace: calls, and the tensors among their values."""
+"""The nodes of a PyTorch execution trace: calls, and the tensors among their arguments and results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from sim.errors import TraceError
 from workloads.importers.reading import need, texts, whole
 
 MOST_VALUES = 1 << 20
-"""Values of one call that are looked at; more is refused."""
+"""The most values of one call; more are refused."""
 
 
 class Seen(NamedTuple):
-    """A tensor among the values of a call; argument: which one it belongs to."""
+    """A tensor among the values of a call.
+
+    storage, bytes, shape, kind, device, offset, tensor: as recorded; `kind` is its element type.
+    argument: index of the argument or result that it belongs to.
+    """
 
     storage: int
     bytes: int
@@ -25,15 +29,21 @@ class Seen(NamedTuple):
     tensor: int
 
     def covers(self, size: int) -> bool:
-        """Whether it is all of a storage of that size."""
+        """Whether it covers all of a storage of that size."""
         return self.offset == 0 and self.bytes >= size
 
 
 @dataclass(slots=True)
 class Node:
-    """One call: its place among the others, what it was given and returned, which arguments it writes.
+    """One call.
 
-    given_on: storages among its outputs that its own calls have made.
+    id, name, parent, schema: as recorded.
+    inputs, outputs: tensors among its arguments and results.
+    written, overwritten: arguments that it writes in place, and those of them that it overwrites completely.
+    silent: whether it runs no kernel.
+    inner: whether it is part of an op.
+    last: the largest id among its calls.
+    given_on: storages among its outputs that its own calls produced.
     """
 
     id: int
@@ -51,7 +61,7 @@ class Node:
 
 
 def read_node(row: dict[str, Any], where: str) -> Node:
-    """One node of the JSON, in the old or the new layout. Raises TraceError naming where it stands."""
+    """One node of the JSON, in the old or the new layout. Raises TraceError naming `where` it is."""
     number = whole(row.get("id"), f"{where}: id", 0, 1 << 62)
     attrs = row.get("attrs", [])
     named: dict[str, Any] = {}
@@ -70,32 +80,32 @@ def read_node(row: dict[str, Any], where: str) -> Node:
 
 
 def written(name: str, schema: str) -> tuple[frozenset[int], frozenset[int]]:
-    """Which arguments a schema such as `add_(Tensor(a!) self, Tensor other) -> …` marks as written.
+    """The arguments that a call writes in place, and those of them that it overwrites completely.
 
-    And which of these keep nothing of their old value: those after the star (`*, Tensor(a!) out`), and the first of
-    `fill_`, `zero_` and `copy_`.
+    The schema marks the former: `add_(Tensor(a!) self, Tensor other) -> …`. The latter are those after the star
+    (`*, Tensor(a!) out`), and the first argument of `fill_`, `zero_` and `copy_`.
     """
     text = schema.split("->")[0]
     start = text.find("(")
     if start < 0:
         return frozenset(), frozenset()
-    depth, argument, found, results, star, since = 0, 0, set(), set(), False, start + 1
-    for at in range(start + 1, len(text)):
-        sign = text[at]
-        depth += (sign in "([") - (sign in ")]")
-        if sign == "," and depth == 0:
-            if text[since:at].strip() == "*":  # the bare star is no argument
+    depth, argument, marked, results, star, since = 0, 0, set(), set(), False, start + 1
+    for position in range(start + 1, len(text)):
+        char = text[position]
+        depth += (char in "([") - (char in ")]")
+        if char == "," and depth == 0:
+            if text[since:position].strip() == "*":  # the bare star is not an argument
                 star = True
             else:
                 argument += 1
-            since = at + 1
-        elif sign == "!":
-            found.add(argument)
+            since = position + 1
+        elif char == "!":
+            marked.add(argument)
             if star:
                 results.add(argument)
-    if name in ("aten::fill_", "aten::zero_", "aten::copy_") and 0 in found:
+    if name in ("aten::fill_", "aten::zero_", "aten::copy_") and 0 in marked:
         results.add(0)
-    return frozenset(found), frozenset(results)
+    return frozenset(marked), frozenset(results)
 
 
 def _fields(row: dict[str, Any], side: str) -> tuple[Any, Any, Any, Any]:
@@ -106,33 +116,33 @@ def _fields(row: dict[str, Any], side: str) -> tuple[Any, Any, Any, Any]:
 
 
 def tensors_in(fields: tuple[Any, Any, Any, Any], where: str) -> list[Seen]:
-    """The tensors among nested values; shapes and strides are nested in the same way."""
+    """The tensors among nested values; shapes and strides are nested alike."""
     values, shapes, types, strides = fields
-    found: list[Seen] = []
+    tensors: list[Seen] = []
     budget = MOST_VALUES
     for argument, value in enumerate(need(values, list, where)):
-        kind = _at(types, argument)
+        kind = _item(types, argument)
         kind = kind if isinstance(kind, str) else ""
-        stack = [(value, _at(shapes, argument), _at(strides, argument))]
+        stack = [(value, _item(shapes, argument), _item(strides, argument))]
         while stack:
             value, shape, stride = stack.pop()
             budget -= 1
             if budget < 0:
                 raise TraceError(f"{where}: more than {MOST_VALUES:,} values")
             if _is_tensor(value):
-                found.append(_seen(value, shape, stride, kind, argument, where))
+                tensors.append(_seen(value, shape, stride, kind, argument, where))
             elif isinstance(value, list):
                 inner = range(len(value) - 1, -1, -1)
-                stack += [(value[i], _at(shape, i), _at(stride, i)) for i in inner if isinstance(value[i], list)]
-    return found
+                stack += [(value[i], _item(shape, i), _item(stride, i)) for i in inner if isinstance(value[i], list)]
+    return tensors
 
 
-def _at(value: Any, index: int) -> Any:
+def _item(value: Any, index: int) -> Any:
     return value[index] if isinstance(value, list) and index < len(value) else None
 
 
 def _is_tensor(value: Any) -> bool:
-    """Six numbers of a tensor: five whole ones and the name of a device."""
+    """Whether these are the six values of a tensor: five whole numbers and the name of a device."""
     return (
         isinstance(value, list)
         and len(value) == 6
@@ -143,8 +153,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _seen(value: list[Any], shape: Any, stride: Any, kind: str, argument: int, where: str) -> Seen:
     _, storage, offset, elements, item, device = value
-    for part, what in ((offset, "offset"), (elements, "elements"), (item, "bytes an element")):
-        whole(part, f"{where}: tensor {value[0]}: {what}", 0, 1 << 48)
+    for part, noun in ((offset, "offset"), (elements, "elements"), (item, "bytes per element")):
+        whole(part, f"{where}: tensor {value[0]}: {noun}", 0, 1 << 48)
     sides = tuple(shape) if isinstance(shape, list) and all(type(s) is int and 0 <= s < 1 << 48 for s in shape) else ()
     steps = stride if isinstance(stride, list) and all(type(s) is int for s in stride) else []
     extent = elements

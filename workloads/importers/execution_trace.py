@@ -1,18 +1,19 @@
 """PyTorch execution traces: the JSON of `ExecutionTraceObserver` (schema 1.0 and later, also "1.1.1-chakra").
 
-What it carries: every call with its caller, its schema, and the identity of the tensors it was given and returned:
-[tensor, storage, offset, elements, bytes an element, device]. What it does not: durations, FLOPs and when a storage
-was released. FLOPs of matmuls, convolutions and attention are computed from the shapes; times come from the
-platform's model.
+The format has every call with its caller, its schema, and the identity of its input and output tensors: [tensor,
+storage, offset, elements, bytes per element, device]. It lacks durations, FLOPs and the release of storages. FLOPs of
+matmuls, convolutions and attention are computed from the shapes; times come from the platform's cost model.
 
-What becomes of it: a call that calls nothing but allocations and views is an op; so is one whose result none of its
-calls made. Views fold into their storage. A storage number is an address and is used again: a call that returns a
-storage which it was not given begins a new one; so does one that overwrites all of a storage (`out=`, `fill_`,
-`zero_`, `copy_`) unless that was there from the start and had been used before. Arguments that the schema marks with
-"!" are written in place. Assumed: a storage goes after its last reader (real programs hold some longer, so the peak
-is a lower bound); a storage that no call made was there from the start and stays; of those, one that the update
-writes is a weight if forward or backward read it, else optimizer state; one written elsewhere is a weight (a buffer);
-one never written is an input, or a weight in a trace without an update unless it holds whole numbers.
+Import: a call is an op if it calls only allocations and views, or if none of its calls produced its result. Views are
+folded into their storage. A storage number is an address and is reused: a call that returns a storage that was not
+among its arguments starts a new one. So does a call that overwrites all of a storage (`out=`, `fill_`, `zero_`,
+`copy_`), unless the storage exists from the start and has been used before. Arguments that the schema marks with "!"
+are written in place.
+
+Assumptions: a storage is released after its last reader (real programs hold some longer, so the peak is a lower bound).
+A storage that no call produced exists from the start and stays. Of these, one that the update writes is a weight if
+forward or backward reads it, else optimizer state; one written elsewhere is a weight (a buffer); one never written is
+an input, or a weight in a trace without an update, unless it contains whole numbers.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ from workloads.importers.storages import Storages
 from workloads.importers.streaming import open_document
 
 Life = tuple[int, int]
-"""One storage: its number, and how often that number had been used before."""
+"""One storage: its number, and how often that number was used before."""
 
 
 def read_execution_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from the JSON of PyTorch's ExecutionTraceObserver.
+    """Read a trace from the JSON of PyTorch's ExecutionTraceObserver.
 
-    Tensors on another device than the one that holds most are left out and counted in meta["left_out"].
+    Only the device with the most bytes is imported; tensors on others are counted in meta["left_out"].
+
+    path: the file, plain or gzipped.
+    max_bytes: the most bytes to read, after unpacking.
+
     Raises TraceError naming the file and the node.
     """
     with open_document(path, max_bytes) as document:
@@ -50,9 +55,11 @@ def read_execution_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_B
 
 
 def build_execution_trace(rows: Iterable[Any], about: dict[str, Any], path: str) -> Trace:
-    """As `read_execution_trace`, of its nodes, which are read once and not held.
+    """Like `read_execution_trace`, given the nodes, which are streamed. Errors do not name the file.
 
-    about: the other members of the document, there when all nodes have been read. Errors do not name the file.
+    rows: the nodes.
+    about: the other members of the document, complete when all nodes have been read.
+    path: of the file.
     """
     return _Reader(path, rows, about).trace()
 
@@ -68,7 +75,7 @@ class _Reader:
             node.name, node.schema = sys.intern(node.name), sys.intern(node.schema)
             self.nodes[node.id] = node
         if not self.nodes:
-            raise TraceError("no node in it")
+            raise TraceError("it has no nodes")
         self.order = sorted(self.nodes)
         self._keep_one_device()
         self.meta: dict[str, Any] = {"model": "imported", "source": f"import of {os.path.basename(path)}"}
@@ -91,7 +98,7 @@ class _Reader:
     # ---- which calls are ops -----------------------------------------------------------------------
 
     def _choose(self) -> list[Node]:
-        """The calls that are ops, in the order in which they run; silent calls outside ops stand among them."""
+        """The calls that are ops, in the order in which they run, and the silent calls outside ops."""
         nodes = self.nodes
         for i in self.order:
             node = nodes[i]
@@ -117,21 +124,21 @@ class _Reader:
         return self._with_callers(chosen, callers)
 
     def _with_callers(self, chosen: list[Node], callers: set[int]) -> list[Node]:
-        """Add the calls that touch a storage which none of their calls touches, after these."""
+        """Add the calls that touch a storage that none of their own calls touches, after these."""
         kept = list(chosen)
         below: dict[int, set[int]] = {node.id: _touched(node) for node in chosen}
         for i in reversed(self.order):
             node, above = self.nodes[i], self.nodes.get(self.nodes[i].parent)
             if i in callers and not node.inner:
-                inside = below.setdefault(i, set())
-                if not is_silent(node.name) and not _touched(node) <= inside:
-                    node.given_on = inside & {seen.storage for seen in node.outputs}
+                touched_inside = below.setdefault(i, set())
+                if not is_silent(node.name) and not _touched(node) <= touched_inside:
+                    node.given_on = touched_inside & {seen.storage for seen in node.outputs}
                     kept.append(node)
-                    inside |= _touched(node)
+                    touched_inside |= _touched(node)
             if above is not None and above.id < i and i in below:
                 mine = below.pop(i)
                 more = below.setdefault(above.id, set())
-                if len(mine) > len(more):  # join the smaller into the larger
+                if len(mine) > len(more):  # merge the smaller set into the larger
                     mine, more = more, mine
                     below[above.id] = more
                 more |= mine
@@ -170,22 +177,22 @@ class _Reader:
                 written.add(seen.storage)
         fresh = {seen.storage: seen for seen in node.outputs if seen.bytes and seen.storage not in given}
         needed = {seen.storage for seen in node.inputs if seen.argument not in node.overwritten}
-        whole_ones = _written(node, node.overwritten) - needed - node.given_on
+        overwritten = _written(node, node.overwritten) - needed - node.given_on
         if not node.silent and not node.schema and not fresh and not written:
             self.left_out["calls that return nothing"] += 1
             return None
         if not given and not fresh:
             return None
-        return _Step(node, node.silent, given, fresh, written, whole_ones & written)
+        return _Step(node, node.silent, given, fresh, written, overwritten & written)
 
     def _lives(self, steps: list[_Step]) -> None:
-        """Number the uses of each address; find sizes, and how each storage is used."""
+        """Number the successive storages at each address; determine their sizes and uses."""
         self.size: dict[Life, int] = {}
         self.kind: dict[Life, str] = {}
         self.uses: dict[Life, set[str]] = {}
         now: dict[int, Life] = {}
-        made: set[Life] = set()
-        bare: set[Life] = set()  # allocated, and not touched since
+        produced: set[Life] = set()
+        untouched: set[Life] = set()  # allocated but not touched since
         for step in steps:
             for storage in step.fresh:
                 step.began[storage] = (storage, now[storage][1] + 1 if storage in now else 0)
@@ -193,13 +200,13 @@ class _Reader:
                 old = now.get(storage)
                 if old is None:
                     step.began[storage] = (storage, 0)
-                elif old in made and old not in bare and step.given[storage].covers(self.size[old]):
+                elif old in produced and old not in untouched and step.given[storage].covers(self.size[old]):
                     step.began[storage] = (storage, old[1] + 1)
-            made.update(step.began.values())
+            produced.update(step.began.values())
             if step.silent:
-                bare.update(step.began.values())
+                untouched.update(step.began.values())
             else:
-                bare.difference_update(now[s] for s in step.given if s in now)
+                untouched.difference_update(now[s] for s in step.given if s in now)
             for storage, seen in step.given.items():
                 life = now[storage] = step.began.get(storage) or now.get(storage, (storage, 0))
                 step.lives[storage] = life
@@ -218,25 +225,25 @@ class _Reader:
     # ---- building ------------------------------------------------------------------------------------
 
     def _build(self, steps: list[_Step]) -> Trace:
-        began = {life for step in steps for life in step.began.values()}
+        started = {life for step in steps for life in step.began.values()}
         updates = any("update" in use for uses in self.uses.values() for use in uses)
-        there = [life for life in self.size if life not in began and life in self.uses]
-        for life in there:
+        initial = [life for life in self.size if life not in started and life in self.uses]
+        for life in initial:
             role = self.roles[life] = self._role_at_start(life, updates)
             self.storages.make(life, _name(life), self.size[life], role, dtype=DTYPES.get(self.kind[life], ""))
         at_start = Counter(self.roles.values())
-        self.unborn: dict[Life, str] = {}
+        self.unallocated: dict[Life, str] = {}
         for step in steps:
             if step.silent:
-                self.unborn |= dict.fromkeys(step.began.values(), step.node.name)
+                self.unallocated |= dict.fromkeys(step.began.values(), step.node.name)
                 self.left_out["allocations and views"] += 1
             else:
                 self._add(step)
         roles_assumed = {f"there from the start, role {role}": count for role, count in sorted(at_start.items())}
-        self.meta["assumed"] = {**roles_assumed, "storages released after their last reader": len(began)}
+        self.meta["assumed"] = {**roles_assumed, "storages released after their last reader": len(started)}
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
         now, first = self.storages.now, self.storages.first
-        return self.builder.build(outputs=[now[k] for k in there], carry=[(now[k], first[k]) for k in there])
+        return self.builder.build(outputs=[now[k] for k in initial], carry=[(now[k], first[k]) for k in initial])
 
     def _role_at_start(self, life: Life, updates: bool) -> str:
         uses = self.uses[life]
@@ -252,25 +259,25 @@ class _Reader:
     def _add(self, step: _Step) -> None:
         node, now = step.node, self.storages.now
         phase = self._phases[node.id]
-        made = dict.fromkeys(step.began.values())
+        allocated = dict.fromkeys(step.began.values())
         for storage in step.given:
             life = step.lives[storage]
-            if life in self.unborn and life not in made:  # allocated by a call that is no op
+            if life in self.unallocated and life not in allocated:  # allocated by a call that is not an op
                 if storage in step.written:
-                    made[life] = None
-                    del self.unborn[life]
+                    allocated[life] = None
+                    del self.unallocated[life]
                 else:
-                    name = self.unborn.pop(life)
+                    name = self.unallocated.pop(life)
                     self.builder.op(
-                        f"{node.id}.{name}.s{life[0]}.{life[1]}", writes=[self._come(life, phase)], phase=phase
+                        f"{node.id}.{name}.s{life[0]}.{life[1]}", writes=[self._allocate(life, phase)], phase=phase
                     )
-        for life in made:
-            self.unborn.pop(life, None)
-        reads = [now[step.lives[s]] for s in step.given if step.lives[s] in now and step.lives[s] not in made]
+        for life in allocated:
+            self.unallocated.pop(life, None)
+        reads = [now[step.lives[s]] for s in step.given if step.lives[s] in now and step.lives[s] not in allocated]
         changed = [step.lives[s] for s in step.given if s in step.written and step.lives[s] in now]
-        changed = [life for life in dict.fromkeys(changed) if life not in made]
+        changed = [life for life in dict.fromkeys(changed) if life not in allocated]
         writes = [self.storages.change(k, _name(k), self._role(k, phase)) for k in changed]
-        writes += [self._come(life, phase) for life in made]
+        writes += [self._allocate(life, phase) for life in allocated]
         self.builder.op(
             f"{node.id}.{node.name}",
             kind_of(node.name, phase),
@@ -282,12 +289,12 @@ class _Reader:
             dtype=next((DTYPES[s.kind] for s in (*node.inputs, *node.outputs) if s.kind in DTYPES), ""),
         )
 
-    def _come(self, life: Life, phase: str) -> int:
+    def _allocate(self, life: Life, phase: str) -> int:
         dtype = DTYPES.get(self.kind[life], "")
         return self.storages.make(life, _name(life), self.size[life], self._role(life, phase), dtype=dtype)
 
     def _role(self, life: Life, phase: str) -> str:
-        if life in self.roles:  # a later version is for what the first one was for
+        if life in self.roles:  # later versions keep the role of the first
             return self.roles[life]
         role = "temporary"
         if phase == "forward":
@@ -300,7 +307,15 @@ class _Reader:
 
 @dataclass(slots=True)
 class _Step:
-    """A call with the storages it was given, made and wrote; lives and began: which life of each address."""
+    """A call with its storages, by address.
+
+    node: the call.
+    silent: whether it runs no kernel.
+    given, fresh: tensors among its arguments, and among its results but not its arguments.
+    written, overwritten: storages that it writes in place, and those of them that it overwrites completely.
+    lives: the storage that each address refers to.
+    began: the storages that start with this call.
+    """
 
     node: Node
     silent: bool

@@ -1,8 +1,8 @@
-"""Op-level JSON of format "op-trace-1": the ops of one iteration and the life of every storage.
+"""Op-level JSON of format "op-trace-1": the ops of one iteration and the lifetime of every storage.
 
-What it carries: the order of ops, module, phase, FLOPs, which storages each reads, makes and changes in
-place, when each storage was allocated and released. What it does not: durations, workspace inside kernels,
-and streams; op times come from the platform's model. Pure views fold into the storage they show.
+The format has the order of ops, module, phase, FLOPs, the storages that each op reads, allocates and writes in place,
+and when each storage was allocated and released. It lacks durations, workspace inside kernels, and streams; op times
+come from the platform's cost model. Views are folded into their storage.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ROUNDING = 512
 
 
 def kind_of(op: str, phase: str) -> str:
-    """The kind of an ATen op by its name."""
+    """The kind of an ATen op, judged by its name."""
     if phase == "update":
         return "optimizer"
     return next((kind for pattern, kind in KINDS if re.search(pattern, op)), "elementwise")
@@ -63,13 +63,13 @@ def kind_of(op: str, phase: str) -> str:
 
 def layer_of(module: str) -> int:
     """The first number in a module path (`transformer.h.3.mlp` -> 3), -1 without one."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
-    return int(found.group(1)) if found else -1
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return int(match.group(1)) if match else -1
 
 
 @dataclass
 class _Storages:
-    """Which tensor stands for a storage now: every in-place write makes the next one."""
+    """The tensor that currently represents each storage; every in-place write creates a new one."""
 
     builder: TraceBuilder
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -87,11 +87,15 @@ class _Storages:
 
 
 def read_optrace(path: str | os.PathLike[str], *, rounding: int = ROUNDING, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from an op-trace-1 file, which is held whole while it is read.
+    """Read a trace from an op-trace-1 file, which is held in memory whole.
 
-    rounding: storage sizes are rounded up to this many bytes, as PyTorch's allocator does, so that a
-    replay that keeps everything has PyTorch's own peak; 1 for true sizes. Storages on other devices than
-    the one that holds most are left out and counted in meta["left_out"].
+    Only the device with the most bytes is imported; storages on others are counted in meta["left_out"].
+
+    path: the file, plain or gzipped.
+    rounding: storage sizes are rounded up to multiples of this many bytes, as by PyTorch's allocator, so that a replay
+        that keeps everything has PyTorch's own peak; 1 for exact sizes.
+    max_bytes: the most bytes to read, after unpacking.
+
     Raises TraceError naming the file and the entry.
     """
     data = need(read_json(path, max_bytes), dict, f"{path}")
@@ -126,12 +130,12 @@ def _build(data: dict[str, Any], rounding: int, path: str) -> Trace:
             storages.rows[row["id"]] = {**row, "bytes": size, "role": ROLES.get(row["kind"], "temporary")}
     kernels = [i for i, op in enumerate(ops) if not op.get("view")]
     held = _holds(storages.rows, kernels, len(ops))
-    there = [key for key, row in storages.rows.items() if row["alloc_op"] < 0]
-    for key in there:
+    initial = [key for key, row in storages.rows.items() if row["alloc_op"] < 0]
+    for key in initial:
         storages.make(key, -1)
-    leaving = [storages.now[key] for key in there if not _stays(storages.rows[key], len(ops))]
+    leaving = [storages.now[key] for key in initial if not _stays(storages.rows[key], len(ops))]
     if leaving:
-        # what is there at the start but goes during the iteration needs a producer, or it would stay for good
+        # a storage that exists at the start and is released during the iteration needs a producer, or it would stay
         builder.op("start", "copy", writes=leaving, bytes=0, duration=0)
     for i in kernels:
         _add_op(builder, storages, ops[i], i, held.get(i, ()))
@@ -144,19 +148,19 @@ def _build(data: dict[str, Any], rounding: int, path: str) -> Trace:
 
 
 def _stays(row: dict[str, Any], ops: int) -> bool:
-    """Whether a storage is still there when the last op has run."""
+    """Whether a storage is still live after the last op."""
     return not 0 <= row["free_before_op"] < ops
 
 
 def _holds(rows: dict[int, dict[str, Any]], kernels: list[int], count: int) -> dict[int, list[int]]:
-    """Per op the storages that were released right after it."""
+    """The storages that were released directly after each op."""
     held: dict[int, list[int]] = {}
     for key, row in rows.items():
         if not -1 <= row["free_before_op"] <= count:
             raise TraceError(f"storage {key}: free_before_op {row['free_before_op']} is out of range -1..{count}")
-        at = bisect_left(kernels, row["free_before_op"]) - 1
-        if at >= 0 and not _stays(row, count):
-            held.setdefault(kernels[at], []).append(key)
+        index = bisect_left(kernels, row["free_before_op"]) - 1
+        if index >= 0 and not _stays(row, count):
+            held.setdefault(kernels[index], []).append(key)
     return held
 
 
@@ -166,9 +170,11 @@ def _add_op(builder: TraceBuilder, storages: _Storages, op: dict[str, Any], i: i
     reads = [storages.now[entry[0]] for entry in op["ins"] if entry[0] in storages.now]
     changed = [key for key in dict.fromkeys(op.get("writes", ())) if key in storages.now]
     touched = sum(builder.bytes_of(t) for t in dict.fromkeys(reads))
-    made = [entry[0] for entry in op["outs"] if entry[3] and entry[0] in storages.rows and entry[0] not in storages.now]
+    allocated = [
+        entry[0] for entry in op["outs"] if entry[3] and entry[0] in storages.rows and entry[0] not in storages.now
+    ]
     writes = [storages.make(key, layer, replaces=storages.now[key]) for key in changed]
-    writes += [storages.make(key, layer) for key in dict.fromkeys(made)]
+    writes += [storages.make(key, layer) for key in dict.fromkeys(allocated)]
     touched += sum(builder.bytes_of(t) for t in writes)
     dtype = next((DTYPES[entry[2]] for entry in (*op["ins"], *op["outs"]) if entry[2] in DTYPES), "")
     builder.op(

@@ -1,4 +1,4 @@
-"""Storages of a foreign trace and the tensors that stand for them: every in-place write makes the next one."""
+"""Storages of a foreign trace and the tensors that represent them: each in-place write creates a new tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from sim.trace.builder import TraceBuilder
 
 @dataclass
 class Storages:
-    """Which tensor stands for a storage now; a key names a storage for as long as it lives."""
+    """The tensors that represent storages; a key identifies a storage while it lives.
+
+    builder: of the trace.
+    now: the current tensor of each storage.
+    first: the first tensor of each storage.
+    versions: how often each storage was overwritten.
+    """
 
     builder: TraceBuilder
     now: dict[Hashable, int] = field(default_factory=dict)
@@ -18,7 +24,7 @@ class Storages:
     versions: dict[Hashable, int] = field(default_factory=dict)
 
     def make(self, key: Hashable, name: str, size: int, role: str, *, dtype: str = "", layer: int = -1) -> int:
-        """The tensor of a storage that comes to be."""
+        """The first tensor of a new storage."""
         self.now[key] = self.first[key] = self.builder.tensor(name, size, role, dtype=dtype, layer=layer)
         self.versions[key] = 0
         return self.now[key]

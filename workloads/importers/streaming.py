@@ -1,7 +1,8 @@
-"""JSON documents larger than memory: the rows of one array one after another, never the document.
+"""JSON documents larger than memory: streams the rows of one array and never holds the whole document.
 
-Text is read in chunks and each value decoded where it stands. A value that the end of the text cuts is decoded again
-with twice as much, so that a long one costs its length times a small constant. Held at once: a chunk, or one row.
+Text is read in chunks, and values are decoded one by one. A value that is cut off by the end of the text is decoded
+again with twice as much text, so that a long one costs its length times a small constant. Only one chunk, or one row,
+is held at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from sim.errors import TraceError
 from workloads.importers.reading import MAX_BYTES, check_memory, need, open_unpacked
 
 CHUNK = 1 << 18
-"""Bytes read at a time."""
+"""Bytes to read at a time."""
 
 MAX_ROW = 1 << 26
-"""Characters of one row above which a file is refused."""
+"""The most characters of one row; a file with a longer one is refused."""
 
 MAX_MEMBERS = 1000
-"""Members of the document above which it is refused."""
+"""The most members of the document; one with more is refused."""
 
 TAIL = 16
-"""Characters at the end of a text in which an error may come from the cut; the longest words are `-Infinity` and
-the two halves of an escaped sign beyond 16 bits."""
+"""Number of characters at the end of a text in which an error may be caused by the cut; the longest tokens are
+`-Infinity` and the two halves of an escaped character beyond 16 bits."""
 
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 DECODER = json.JSONDecoder()
@@ -38,7 +39,7 @@ NUMBER_CUT = re.compile(r"\d[.eE+-]{0,2}\Z")
 
 @contextmanager
 def open_document(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, chunk: int = CHUNK) -> Iterator[Document]:
-    """A JSON file, plain or gzipped. Whatever is found wrong while it is open is one TraceError that names the file."""
+    """Open a JSON file, plain or gzipped. Any fault found while it is open becomes a TraceError naming the file."""
     with open_unpacked(path) as file:
         try:
             yield Document(file, max_bytes, chunk)
@@ -51,7 +52,8 @@ def open_document(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, chun
 class Document:
     """A JSON object or array that is read once, from front to back.
 
-    about: its members so far; a list or object stands there empty. bytes: how many have been read, unpacked.
+    about: its members so far; lists and objects are empty there.
+    bytes: how many have been read, unpacked.
     """
 
     def __init__(self, file: BinaryIO, max_bytes: int = MAX_BYTES, chunk: int = CHUNK) -> None:
@@ -59,7 +61,7 @@ class Document:
         self.bytes = 0
         self._file, self._max_bytes, self._chunk = file, max_bytes, chunk
         self._text, self._at, self._ended = "", 0, False
-        self._lines, self._columns = 0, 0  # line breaks before the text, and signs since the last of them
+        self._lines, self._columns = 0, 0  # line breaks before the text, and characters since the last one
         start = self._read(4)
         self._decoder = codecs.getincrementaldecoder(json.detect_encoding(start))("surrogatepass")
         self._text = self._decode(start)
@@ -71,13 +73,13 @@ class Document:
     # ---- what is in it -----------------------------------------------------------------------------
 
     def find(self, *names: str) -> str | None:
-        """Go on to the next member of one of these names, which is then in `about`; None at the end of the document."""
+        """Advance to the next member with one of these names, which is then in `about`; None at the end."""
         return next((name for name in self._members if name in names), None)
 
     def rows(self, name: str = "") -> Iterator[Any]:
-        """The entries of the member that `find` found, or of a document that is a list; then all that follows is read.
+        """The entries of the member that `find` returned, or of a document that is a list; then reads to the end.
 
-        Raises TraceError if the member is no list, and on what is no JSON.
+        Raises TraceError if the member is not a list, or for invalid JSON.
         """
         if not self.is_list:
             need(self.about.get(name), list, name)
@@ -108,7 +110,7 @@ class Document:
                 self._value()
 
     def _entries(self) -> Iterator[Any]:
-        """The values of the array here."""
+        """The values of the array at the current position."""
         self._take("[", "Expecting value")
         if self._peek() != "]":
             yield self._value()
@@ -118,7 +120,7 @@ class Document:
         self._take("]", "Expecting ',' delimiter")
 
     def _names(self) -> Iterator[str]:
-        """The names in the object here; whoever asks for the next has read the value."""
+        """The names in the object at the current position; the caller reads each value before the next name."""
         self._take("{", "Expecting value")
         more = self._peek() != "}"
         while more:
@@ -138,7 +140,7 @@ class Document:
     # ---- text --------------------------------------------------------------------------------------
 
     def _peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """The next character that is not whitespace; "" at the end."""
         while True:
             match = WHITESPACE.match(self._text, self._at)
             self._at = match.end() if match else self._at
@@ -152,7 +154,7 @@ class Document:
         self._at += 1
 
     def _value(self) -> Any:
-        """The value here, whole."""
+        """The complete value at the current position."""
         self._peek()
         while True:
             try:
@@ -165,14 +167,14 @@ class Document:
                 if self._ended or not NUMBER_CUT.search(self._text[-4:]):
                     raise self._wrong(type(error).__name__, self._at) from None
             else:
-                # of a number, the text may hold the first digits: two more signs can stand between it and the next
+                # the text may contain only the first digits of a number: up to two more characters can follow it
                 if self._ended or self._text[end - 1] in '"]}' or end + 2 < len(self._text):
                     self._at = end
                     return value
             self._fill()
 
     def _fill(self) -> None:
-        """Drop what is done, and read as much again as is left."""
+        """Drop the text that has been processed, and read as much again as is left."""
         lines = self._text.count("\n", 0, self._at)
         self._columns = self._at - 1 - self._text.rfind("\n", 0, self._at) if lines else self._columns + self._at
         self._lines += lines
@@ -205,5 +207,5 @@ class Document:
         column = at - self._text.rfind("\n", 0, at) if lines else self._columns + at + 1
         return f"line {self._lines + lines + 1}, column {column}"
 
-    def _wrong(self, what: str, at: int) -> TraceError:
-        return TraceError(f"{self._place(at)}: no valid JSON ({what})")
+    def _wrong(self, message: str, at: int) -> TraceError:
+        return TraceError(f"{self._place(at)}: not valid JSON ({message})")
