@@ -375,7 +375,7 @@ def packed(piece: bytes, size: int) -> bytes:
         (b'{"schema": "1", "nodes": [' + b'{"a":{}},' * (MOST // 10) + b"0]}", "node 0: id"),
         (b'{"traceEvents": [[' + b"[]," * (MOST // 4) + b"0]]}", "memory"),
         (b'{"schema": "1", "x": {"y": [' + b'{"a":{}},' * (MOST // 10) + b"0]}}", "memory"),
-        (b'{"schema": ["1", ' + b"{}," * (MOST // 4) + b"0]}", "of a known format"),
+        (b'{"schema": ["1", ' + b"{}," * (MOST // 4) + b"0]}", "in a known format"),
         (b'[{"data_deps": [], "id": 0}, ' + b"{}," * (MOST // 4) + b"0]", "memory"),
         (b'{"format": "op-trace-1", "ops": ' + b"[" * (MOST // 2) + b"}", "memory"),
         (b'{"traceEvents": [' + b"9" * (MOST // 2) + b"]}", "not valid JSON"),
