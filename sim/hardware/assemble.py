@@ -92,7 +92,6 @@ class _Assembly:
                     kind=part.kind,
                     device=device,
                     allocator=Allocator(part.allocator.name, part.allocator.options),
-                    compact_rate=part.compact_rate.value.number if part.compact_rate else 0,
                 )
 
     def _engines(self) -> Iterator[Engine]:

@@ -55,7 +55,6 @@ class Tier:
     kind: `hbm`, `ddr`, `nvme`, `pooled`, ….
     device: the device that owns it, -1 for a memory that all devices share.
     allocator: how it allocates memory.
-    compact_rate: bytes/s at which it compacts live blocks, 0 where it cannot.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Tier:
     kind: str = "hbm"
     device: int = -1
     allocator: Allocator = Allocator()
-    compact_rate: int = 0
 
 
 @dataclass(frozen=True, slots=True)

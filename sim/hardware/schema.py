@@ -234,7 +234,7 @@ def _named(value: Any) -> Any:
 class TierPart(Sourced):
     """A memory."""
 
-    FIGURES = ("nominal", "capacity", "bandwidth", "latency", "compact_rate")
+    FIGURES = ("nominal", "capacity", "bandwidth", "latency")
 
     kind: str
     per_device: StrictBool = False
@@ -242,7 +242,6 @@ class TierPart(Sourced):
     capacity: Size
     bandwidth: Rate
     latency: Time | None = None
-    compact_rate: Rate | None = None
     allocator: Annotated[AllocatorPart, BeforeValidator(_named)] = AllocatorPart(name="exact")
 
 
