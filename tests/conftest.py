@@ -14,6 +14,36 @@ settings.register_profile("tiersim", deadline=None, database=None, derandomize=T
 settings.load_profile("tiersim")
 
 LOCKS = "TIERSIM_TEST_LOCKS"
+TESTS = Path(__file__).parent
+QUICK = {
+    "sim": ("test_units.py", "test_public_api.py", "test_quick.py"),
+    "sim.analysis": (
+        "analysis/test_time.py",
+        "analysis/test_figures.py",
+    ),
+    "sim.commands": ("test_options.py",),
+    "sim.conformance": ("conformance/test_checker.py", "policies/test_law_in_brief.py"),
+    "sim.engine": ("engine/test_timeline.py",),
+    "sim.eviction": ("policies/test_law_in_brief.py",),
+    "sim.hardware": ("hardware/test_platform.py", "hardware/test_profile.py"),
+    "sim.measure": ("measure/test_fit.py",),
+    "sim.policies": ("policies/recompute/test_chen.py", "policies/offload/test_swap_all.py"),
+    "sim.report": ("report/test_table.py", "report/test_files.py"),
+    "sim.rewrites": ("rewrites/test_fuse.py",),
+    "sim.scaffold": (
+        "test_scaffold.py::test_a_name",
+        "test_scaffold.py::test_an_unknown",
+        "test_scaffold.py::test_a_file",
+    ),
+    "sim.solvers": ("solvers/test_unnecessary.py",),
+    "sim.sweeps": ("sweep/test_study.py",),
+    "sim.trace": ("trace/test_graph.py", "trace/test_io.py"),
+    "workloads": ("workloads/test_synthetic.py", "workloads/test_models.py"),
+    "workloads.capturing": ("workloads/test_capture_without_torch.py",),
+    "workloads.exporters": ("workloads/test_chakra.py",),
+    "workloads.importers": ("workloads/test_importers.py",),
+}
+"""Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 
 def pytest_configure(config):
@@ -22,6 +52,23 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="tiersim-locks-")
         os.environ[LOCKS] = folder.name
         config.add_cleanup(folder.cleanup)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """For the quick tests alone only their files are read."""
+    files = {TESTS / test.partition("::")[0] for tests in QUICK.values() for test in tests}
+    quick_alone = config.option.markexpr == "quick" and collection_path.is_relative_to(TESTS)
+    return True if quick_alone and collection_path.suffix == ".py" and collection_path not in files else None
+
+
+def pytest_collection_modifyitems(items):
+    """The one place where a test becomes quick."""
+    quick = tuple(test for tests in QUICK.values() for test in tests)
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            name = item.path.relative_to(TESTS).as_posix() + "::" + item.nodeid.partition("::")[2]
+            if name.startswith(quick):
+                item.add_marker(pytest.mark.quick)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
