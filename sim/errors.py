@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sim.log import EventLog
+from typing import Any
 
 
 class TiersimError(Exception):
@@ -80,13 +77,17 @@ class Infeasible(TiersimError):
     """No plan of this policy's class fits.
 
     floor_bytes: the smallest budget known to fit, None if unknown.
-    log: the partial log of the run, None if there is none.
+    log: the `EventLog` of the run until then, None if nothing ran.
     """
 
-    def __init__(self, message: str, *, floor_bytes: int | None = None, log: EventLog | None = None) -> None:
+    def __init__(self, message: str, *, floor_bytes: int | None = None, log: Any = None) -> None:
         self.floor_bytes = floor_bytes
         self.log = log
         super().__init__(message)
+
+    def attach(self, log: Any) -> None:
+        """What ran until then."""
+        self.log = log
 
 
 class Thrashing(Infeasible):
@@ -106,7 +107,7 @@ class Thrashing(Infeasible):
         ideal_ns: int = 0,
         limit: float = 0,
         floor_bytes: int | None = None,
-        log: EventLog | None = None,
+        log: Any = None,
     ) -> None:
         self.recompute_ns = recompute_ns
         self.ideal_ns = ideal_ns
@@ -137,7 +138,7 @@ class OutOfMemory(Infeasible):
         holders: tuple[tuple[str, int, str], ...] = (),
         full: tuple[str, ...] = (),
         floor_bytes: int | None = None,
-        log: EventLog | None = None,
+        log: Any = None,
     ) -> None:
         self.tier = tier
         self.need_bytes = need_bytes

@@ -48,6 +48,39 @@ class _Block:
     def is_segment(self) -> bool:
         return self.below is None and self.above is None
 
+    def hold(self, live: bool) -> None:
+        """Whether a request holds it."""
+        self.live = live
+
+    def back(self, mapped: bool) -> None:
+        """Whether the tier backs it."""
+        self.mapped = mapped
+
+    def link_below(self, below: _Block) -> None:
+        """Another block lies just below it now."""
+        self.below = below
+
+    def cut(self, size: int) -> _Block:
+        """Shorten it to `size`; returns what was above, linked."""
+        rest = _Block(self.pool, self.address + size, self.size - size, self.mapped)
+        rest.link_below(self)
+        rest.link_above(self.above)
+        self.size = size
+        self.above = rest
+        return rest
+
+    def link_above(self, above: _Block | None) -> None:
+        """Another block, or none, lies just above it now."""
+        self.above = above
+        if above:
+            above.link_below(self)
+
+    def absorb_above(self) -> None:
+        """Take in the block just above it."""
+        if self.above:
+            self.size += self.above.size
+            self.link_above(self.above.above)
+
 
 class _Cache:
     """One of the two pools: its free blocks by size and, with expandable segments, the unmapped ones."""
@@ -66,6 +99,11 @@ class _Cache:
             insort(self.free, (block.size, block.address))
         else:
             insort(self.unmapped, block.address)
+
+    def reserve_range(self, base: int) -> None:
+        """Have an expandable range of addresses, none of it mapped yet."""
+        self.bottom = _Block(self, base, ENDLESS, mapped=False)
+        self.add(self.bottom)
 
     def remove(self, block: _Block) -> None:
         del self.at[block.address]
@@ -99,8 +137,7 @@ class Caching:
         self._next = 0
         if expandable_segments:
             for cache, base in ((self._small, 0), (self._large, ENDLESS)):
-                cache.bottom = _Block(cache, base, ENDLESS, mapped=False)
-                cache.add(cache.bottom)
+                cache.reserve_range(base)
 
     # ---- what the engine asks ----------------------------------------------------------------
 
@@ -143,7 +180,7 @@ class Caching:
             if block is None:
                 return None
             self._split(block, size)
-            block.live = True
+            block.hold(True)
             self.used += block.size
         handle, self._next = self._next, self._next + 1
         self._handles[handle] = block
@@ -155,7 +192,7 @@ class Caching:
         if block is None:
             return
         self.used -= block.size
-        block.live = False
+        block.hold(False)
         self._cached(self._merged(block))
 
     def fits(self, bytes: int, offset: int | None = None) -> bool:
@@ -248,32 +285,17 @@ class Caching:
         else:
             split = rest > SMALL_REQUEST and size < self._max_split
         if split:
-            self._cached(self._cut(block, size))
-
-    def _cut(self, block: _Block, size: int) -> _Block:
-        """Shorten a block to `size`; returns what was above, linked and in no list."""
-        rest = _Block(block.pool, block.address + size, block.size - size, block.mapped)
-        block.size = size
-        rest.below, rest.above, block.above = block, block.above, rest
-        if rest.above:
-            rest.above.below = rest
-        return rest
+            self._cached(block.cut(size))
 
     def _merged(self, block: _Block) -> _Block:
         """The block joined with its free neighbours of the same kind, in no list."""
         above, below = block.above, block.below
         if above and not above.live and above.mapped == block.mapped:
             self._uncached(above)
-            block.size += above.size
-            block.above = above.above
-            if block.above:
-                block.above.below = block
+            block.absorb_above()
         if below and not below.live and below.mapped == block.mapped:
             self._uncached(below)
-            below.size += block.size
-            below.above = block.above
-            if below.above:
-                below.above.below = below
+            below.absorb_above()
             return below
         return block
 
@@ -333,8 +355,8 @@ class Caching:
         self._uncached(block)
         bytes = min(block.size, _steps(size, block.pool.unit))
         if bytes < block.size:
-            self._cached(self._cut(block, bytes))
-        block.mapped = True
+            self._cached(block.cut(bytes))
+        block.back(True)
         self._reserved += bytes
         block = self._merged(block)
         self._cached(block)
@@ -348,12 +370,12 @@ class Caching:
         self._uncached(block)
         self._reserved -= high - low
         if high < block.address + block.size:
-            self._cached(self._cut(block, high - block.address))
+            self._cached(block.cut(high - block.address))
         if low > block.address:
-            middle = self._cut(block, low - block.address)
+            middle = block.cut(low - block.address)
             self._cached(block)
             block = middle
-        block.mapped = False
+        block.back(False)
         self._cached(self._merged(block))
 
     def _ranges(self, cache: _Cache, gone: dict[int, _Block]) -> Iterator[list[_Block]]:

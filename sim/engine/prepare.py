@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sim.errors import ProfileError, TraceError
 from sim.hardware.cost import op_times
-from sim.hardware.platform import Platform
+from sim.hardware.platform import Engine, Platform
 from sim.log import WHY
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
@@ -23,12 +23,25 @@ Charges = tuple[tuple[int, Fraction, Fraction], ...]
 """Of one user: (pool, bytes charged per byte of payload, factor while another member is active)."""
 
 
+class Plain(NamedTuple):
+    """An op without anything special. writes: with their sizes; out: bytes of all of them; workspace in bytes."""
+
+    reads: tuple[int, ...]
+    writes: tuple[tuple[int, int], ...]
+    out: int
+    workspace: int
+    ns: int
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """Flat lists, one entry an op or a tensor; ids of engines and tiers are positions in the platform.
 
-    plain[i]: (reads, writes with their sizes, bytes of all outputs, workspace, ns) of an op that takes a
-    fixed time on its device's main engine, makes every result anew, is in no group and no codec; None for others.
+    plain[i]: of an op that takes a fixed time on its device's main engine, produces every result in new space, is in
+    no group and no codec; None for others.
+    operands: per op what it reads and writes; touched: that, and what the program lets go at its end.
+    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is no output; permanent:
+    whether it never is, since nothing overwrites it either.
     uses: per tensor what keeps it from being freed: its readers, and the program while it holds it (`releases`:
     per op what it lets go). why: what the log calls each op's first run. plans: of plans that have run, by id: a
     weak reference and their actions by anchor.
@@ -36,9 +49,11 @@ class Prepared:
 
     trace: Trace
     order: tuple[tuple[int, ...], ...]
-    plain: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, int] | None]
+    plain: list[Plain | None]
     reads: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
+    operands: list[tuple[int, ...]]
+    touched: list[tuple[int, ...]]
     engine: list[int]
     device: list[int]
     fixed: list[int]
@@ -58,6 +73,7 @@ class Prepared:
     uses: list[int]
     releases: Mapping[int, tuple[int, ...]]
     freeable: list[bool]
+    permanent: list[bool]
     groups: Mapping[str, tuple[int, ...]]
     group_of: Mapping[int, str]
     why: list[int]
@@ -117,36 +133,33 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
     main = tuple(platform.engine_for(d) for d in range(trace.devices))
     reads = _rows(c.read_start.tolist(), c.read_ids.tolist(), unique=True)
     writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
+    operands = [(*read, *written) for read, written in zip(reads, writes, strict=True)]
     device = c.device.tolist()
     size = t.bytes.tolist()
     total, workspace = times.total.tolist(), c.workspace.tolist()
     flow_bytes, flow_rate, fixed = times.bytes.tolist(), times.rate.tolist(), times.fixed.tolist()
-    replaces = t.replaces.tolist()
-    codes = (c.kind == KINDS.index("codec")).tolist()
-    plain: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, int] | None] = []
-    for i, written in enumerate(writes):
-        flows = engine[i] in pooled and flow_bytes[i] > 0
-        beside = engine[i] != main[device[i]] or i in c.group or codes[i]
-        if flows or beside or any(replaces[w] >= 0 for w in written):
-            plain.append(None)
-            continue
-        sizes = tuple((w, size[w]) for w in written)
-        plain.append((reads[i], sizes, sum(s for _, s in sizes), workspace[i], total[i]))
     for i in range(len(writes)):
         if engine[i] not in pooled:
             fixed[i], flow_bytes[i] = total[i], 0
+    replaces, codes = t.replaces.tolist(), (c.kind == KINDS.index("codec")).tolist()
+    plain: list[Plain | None] = [None] * len(writes)
+    for i, written in enumerate(writes):
+        beside = flow_bytes[i] > 0 or engine[i] != main[device[i]] or i in c.group or codes[i]
+        if not beside and all(replaces[w] < 0 for w in written):
+            sizes = tuple((w, size[w]) for w in written)
+            plain[i] = Plain(reads[i], sizes, sum(s for _, s in sizes), workspace[i], total[i])
     outputs = np.zeros(len(size), np.bool_)
     outputs[list(trace.outputs)] = True
-    tier_ids = platform.tier_ids
-    order: list[list[int]] = [[] for _ in range(trace.devices)]
-    for i, d in enumerate(device):
-        order[d].append(i)
+    freeable = (trace.producer >= 0) & ~outputs
+    reaches = [_reach_order(unit, platform) for unit in platform.engines]
     return Prepared(
         trace=trace,
-        order=tuple(map(tuple, order)),
+        order=tuple(tuple(i for i, d in enumerate(device) if d == own) for own in range(trace.devices)),
         plain=plain,
         reads=reads,
         writes=writes,
+        operands=operands,
+        touched=[(*pair, *c.releases[i]) if i in c.releases else pair for i, pair in enumerate(operands)],
         engine=engine,
         device=device,
         fixed=fixed,
@@ -155,11 +168,9 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         total=total,
         workspace=workspace,
         main=main,
-        home=[tier_ids[unit.home] for unit in platform.engines],
-        reach=[sum(1 << tier_ids[name] for name in {unit.home, *unit.reaches}) for unit in platform.engines],
-        reach_order=[
-            tuple(tier_ids[name] for name in dict.fromkeys((unit.home, *unit.reaches))) for unit in platform.engines
-        ],
+        home=[tiers[0] for tiers in reaches],
+        reach=[sum(1 << tier for tier in tiers) for tiers in reaches],
+        reach_order=reaches,
         charges=charges,
         size=size,
         producer=trace.producer.tolist(),
@@ -167,11 +178,17 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         replaced_by=trace.replaced_by.tolist(),
         uses=(trace.read_counts + (trace.released >= 0)).tolist(),
         releases=c.releases,
-        freeable=((trace.producer >= 0) & ~outputs).tolist(),
+        freeable=freeable.tolist(),
+        permanent=(~freeable & (trace.replaced_by < 0)).tolist(),
         groups=_groups(trace),
         group_of=dict(c.group),
         why=[WHY["codec"] if is_codec else WHY["run"] for is_codec in codes],
     )
+
+
+def _reach_order(unit: Engine, platform: Platform) -> tuple[int, ...]:
+    """The tiers that an engine reads and writes in place, its home first."""
+    return tuple(platform.tier_ids[name] for name in dict.fromkeys((unit.home, *unit.reaches)))
 
 
 def _rows(start: list[int], ids: list[int], unique: bool = False) -> list[tuple[int, ...]]:

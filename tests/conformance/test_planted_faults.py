@@ -13,13 +13,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-import sim.engine.flows
+import sim.engine.event_path.flows
 from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, replayed, run_policy
 from sim.conformance.suite import breaks
-from sim.engine.device import Device
+from sim.engine.event_path.lifetimes import Lifetimes
+from sim.engine.event_path.outputs import Outputs
+from sim.engine.event_path.restore import Restore
 from sim.engine.replay import replay
-from sim.engine.state import State
 from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
@@ -166,7 +167,7 @@ def test_one_byte_over_capacity_breaks_capacity():
 
 def test_an_engine_that_does_not_free_leaks(monkeypatch):
     run = good()
-    monkeypatch.setattr(State, "bury", lambda *_: None)
+    monkeypatch.setattr(Lifetimes, "free_after", lambda *_: None)
     leaky = replace(run, log=replay(run.plan, run.platform, fast=False))
     found = edited(
         run, "changes", lambda table: np.delete(table, rows(run.log, "changes", tensor="b.y", cause="freed"), 0)
@@ -240,7 +241,7 @@ def overwriting() -> Trace:
 def test_copying_a_value_while_it_is_overwritten_breaks_values(monkeypatch):
     actions = (Move("old", "host", keep=True, after="read"),)
     good(actions, overwriting())
-    monkeypatch.setattr(Device, "_no_hazard", lambda *_: iter(()))
+    monkeypatch.setattr(Outputs, "overwritable", lambda *_: iter(()))
     run = replayed(Honest(), Plan(overwriting(), actions), overwriting(), machine())
     assert broken(run) == {"values"}
 
@@ -261,11 +262,11 @@ def rectified() -> tuple[Trace, tuple[Action, ...]]:
 def test_an_overwritten_value_that_stays_when_its_op_runs_again_breaks_values(monkeypatch):
     trace, actions = rectified()
     good(actions, trace)
-    take = Device._take_space
+    take = Outputs.take_space
 
     def beside(self, work, engine):
         """Puts the result of a rerun beside the old value."""
-        replaces = self._state.prepared.replaces
+        replaces = self._prepared.replaces
         kept = [replaces[t] for t in trace.writes(work.op)]
         if work.why == "recompute":
             for t in trace.writes(work.op):
@@ -274,18 +275,18 @@ def test_an_overwritten_value_that_stays_when_its_op_runs_again_breaks_values(mo
         for t, old in zip(trace.writes(work.op), kept, strict=True):
             replaces[t] = old
 
-    monkeypatch.setattr(Device, "_take_space", beside)
+    monkeypatch.setattr(Outputs, "take_space", beside)
     assert broken(replayed(Honest(), Plan(trace, actions), trace, machine())) == {"values"}
 
 
 def test_running_in_place_again_on_its_own_result_breaks_values(monkeypatch):
-    def skip(self, work, begun):
+    def skip(self, op, *, fetched):
         """Restores nothing: what an op overwrote is taken to be there."""
         return -1
         yield
 
     trace, _ = rectified()
-    monkeypatch.setattr(Device, "_restore", skip)
+    monkeypatch.setattr(Restore, "reads", skip)
     run = replayed(Honest(), Plan(trace, (Recompute("relu_", before="late"),)), trace, machine())
     assert "values" in broken(run)
 
@@ -452,9 +453,9 @@ POOLS = (
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
 def test_ignoring_a_pool_breaks_order(pool, monkeypatch):
     assert broken(both_ways((pool,))) == set()
-    own = sim.engine.flows.fair_rates
+    own = sim.engine.event_path.flows.fair_rates
     alone = lambda flows, rates, _: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
-    monkeypatch.setattr(sim.engine.flows, "fair_rates", alone)
+    monkeypatch.setattr(sim.engine.event_path.flows, "fair_rates", alone)
     assert broken(both_ways((pool,))) == {"order"}
 
 

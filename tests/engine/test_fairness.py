@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from sim.engine.fairness import fair_rates
+from sim.engine.event_path.fairness import fair_rates
 
 GB = 10**9
 

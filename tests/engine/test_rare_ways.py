@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from sim.engine.event_path.record import Columns
 from sim.engine.replay import replay
-from sim.engine.state import Columns
 from sim.errors import IllegalPlan, TraceError
 from sim.hardware.platform import Allocator, Link, Tier
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait

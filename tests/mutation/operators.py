@@ -31,7 +31,7 @@ ARITHMETIC: dict[type[ast.operator], str] = {
     ast.LShift: ">>",
 }
 SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "append": "appendleft", "sorted": "list"}
-MESSAGES = {"out_of_memory", "_stuck", "absent", "_illegal", "_name", "_tensor", "__repr__"}
+MESSAGES = {"out_of_memory", "_stuck", "absent", "_illegal", "_op", "_read", "reading", "waiting_transfers", "__repr__"}
 """Functions that word an error: not mutated, nor is what stands in a `raise` or an f-string."""
 
 

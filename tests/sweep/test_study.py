@@ -283,7 +283,7 @@ def test_what_shows_figures_is_no_part_of_the_engine():
     from sim.sweeps.identity import ENGINE, files_of
 
     names = set(files_of(ENGINE))
-    assert {"sim.engine.device", "sim.hardware.cost", "sim.analysis.summary", "sim.sweeps.cell"} <= names
+    assert {"sim.engine.event_path.device", "sim.hardware.cost", "sim.analysis.summary", "sim.sweeps.cell"} <= names
     assert not [name for name in names if name.startswith(("sim.report", "sim.pages", "sim.sweeps.store", "sim.cli"))]
 
 

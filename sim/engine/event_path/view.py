@@ -4,67 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sim.engine.links import Links
-from sim.engine.state import State
+from sim.engine.event_path.clock import Clock
+from sim.engine.event_path.lifetimes import Lifetimes
+from sim.engine.event_path.links import Links
+from sim.engine.event_path.residency import Residency
+from sim.engine.event_path.space import Space
+from sim.hardware.platform import Platform
 
 
 class View:
     """The run's state, read-only; see `sim.plan.Memory`."""
 
-    def __init__(self, state: State, links: Links) -> None:
-        self._state = state
+    def __init__(
+        self, platform: Platform, clock: Clock, space: Space, residency: Residency, lifetimes: Lifetimes, links: Links
+    ) -> None:
+        self._platform = platform
+        self._clock = clock
+        self._space = space
+        self._residency = residency
+        self._lifetimes = lifetimes
         self._links = links
-        self._ids = state.platform.tier_ids
+        self._ids = platform.tier_ids
 
     @property
     def now(self) -> int:
         """The present time."""
-        return self._state.now
+        return self._clock.now
 
     def free(self, tier: str) -> int:
         """Bytes not taken."""
-        i = self._ids[tier]
-        return self._state.capacity[i] - self._state.used[i]
+        return self._space.free(self._ids[tier])
 
     def leaving(self, tier: str) -> int:
         """Bytes that copies under way will release."""
-        return self._state.leaving[self._ids[tier]]
+        return self._space.leaving[self._ids[tier]]
 
     def arriving(self, tier: str) -> int:
         """Bytes taken by copies that have not ended."""
-        return self._state.arriving[self._ids[tier]]
+        return self._space.arriving[self._ids[tier]]
 
     def largest_hole(self, tier: str) -> int:
         """The largest contiguous free range."""
-        return self._state.hole(self._ids[tier])
+        return self._space.largest_free_block(self._ids[tier])
 
     def where(self, tensor: int) -> tuple[str, ...]:
         """The tiers that hold a complete copy."""
-        copies = self._state.copies[tensor]
-        return tuple(name for i, name in enumerate(self._state.names) if copies & 1 << i)
+        copies = self._residency.copies[tensor]
+        return tuple(name for i, name in enumerate(self._space.names) if copies & 1 << i)
 
     def in_flight(self, tensor: int) -> str | None:
         """The tier that a copy of it is on its way to."""
-        transfer = self._state.transfers.get(tensor)
-        return None if transfer is None else self._state.names[transfer.target]
+        transfer = self._residency.in_flight.get(tensor)
+        return None if transfer is None else self._space.names[transfer.target]
 
     def is_locked(self, tensor: int) -> bool:
         """Whether something that runs, or is being restored, needs it where it is."""
-        return self._state.locks[tensor] > 0
+        return self._lifetimes.pins[tensor] > 0
 
     def last_read(self, tensor: int) -> int:
         """When an op that reads it was last reached; -1 for never."""
-        return self._state.last_read[tensor]
+        return self._residency.last_read[tensor]
 
     def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:
         """Free bytes just below and just above it."""
-        return self._state.neighbours(tensor, self._ids[tier])
+        return self._space.neighbours(tensor, self._ids[tier])
 
     def link_free_at(self, source: str, target: str) -> int:
         """When what is queued on that route now will have ended."""
-        return self._links.free_at(self._state.platform.route(source, target), self._state.now)
+        return self._links.free_at(self._platform.route(source, target), self._clock.now)
 
     def residents(self, tier: str) -> Iterator[int]:
         """The tensors with a complete copy in a tier, by id."""
         bit = 1 << self._ids[tier]
-        return (t for t, copies in enumerate(self._state.copies) if copies & bit)
+        return (t for t, copies in enumerate(self._residency.copies) if copies & bit)

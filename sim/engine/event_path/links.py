@@ -1,4 +1,4 @@
-"""Links: what is to be copied queues by priority, then first come, and occupies its whole route at once."""
+"""Links: a job queues by priority, then first come, and occupies its whole route at once."""
 
 from __future__ import annotations
 
@@ -6,79 +6,111 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from sim.engine.events import COPIES, At, Event
-from sim.engine.flows import Flow, Flows
+from sim.engine.event_path.clock import COPIES, Clock
+from sim.engine.event_path.flows import Flow, Flows
 from sim.engine.prepare import Charges
-from sim.engine.state import State
+from sim.hardware.platform import Platform
 from sim.hardware.transfer_time import transfer_ns
 
 
 class Job:
-    """Bytes for a route of links; subclasses say what follows when it starts and ends.
+    """Bytes for a route of links; a subclass says what follows when they have arrived.
 
-    key: its place in the queues, least first; unique. rank: that of its end. chunk: bytes between points where
-    one of higher priority may go first, 0 for none.
+    key: its place in the queues, least first; unique, and () while it stands in none. rank: that of its end. chunk:
+    bytes between points where one of higher priority may go first, 0 for none. bytes: what has not been started.
+    began: when its first chunk started, -1 before. ends: when the present one ends if it is not slowed down.
     """
 
     __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "rank", "route")
 
-    def __init__(self, route: tuple[int, ...], bytes: int, key: tuple[int, ...], rank: int, chunk: int = 0) -> None:
+    def __init__(self, route: tuple[int, ...], bytes: int, rank: int, chunk: int = 0) -> None:
         self.route = route
         self.bytes = bytes
-        self.key = key
         self.rank = rank
         self.chunk = chunk
+        self.key: tuple[int, ...] = ()
         self.began = -1
         self.ends = -1
         self.flow: Flow | None = None
         self.is_waiting = False
 
-    def started(self) -> None:
-        """It has its links for the first time."""
-
     def done(self, now: int) -> None:
         """All its bytes have arrived."""
         raise NotImplementedError
+
+    def enqueue(self, key: tuple[int, ...]) -> None:
+        """It stands in the queues of its links, at that place."""
+        self.key = key
+        self.is_waiting = True
+
+    def withdraw(self) -> None:
+        """It is to be forgotten."""
+        self.is_waiting = False
+
+    def start(self, now: int, fixed: int, rate: int) -> int:
+        """Start its next chunk; the bytes of that. Only the first one pays the route's fixed time."""
+        self.is_waiting = False
+        if self.began < 0:
+            self.began = now
+        else:
+            fixed = 0
+        part = min(self.bytes, self.chunk) if self.chunk else self.bytes
+        self.bytes -= part
+        self.ends = now + transfer_ns(part, rate, fixed)
+        return part
+
+    def share(self, flow: Flow) -> None:
+        """Its present chunk shares bandwidth."""
+        self.flow = flow
 
 
 class Links:
     """The queues of all links."""
 
-    def __init__(self, state: State, charges: Mapping[str, Charges], flows: Flows) -> None:
-        self._state = state
-        self._env = state.env
-        self._platform = state.platform
-        self._links = state.platform.links
+    def __init__(self, platform: Platform, charges: Mapping[str, Charges], flows: Flows, clock: Clock) -> None:
+        self._platform = platform
+        self._links = platform.links
         self._charges = charges
         self._flows = flows
+        self._clock = clock
         self._free = [link.copy_engines for link in self._links]
         self._queues: list[list[tuple[tuple[int, ...], Job]]] = [[] for _ in self._links]
         self._shared = [link.name in charges for link in self._links]
         self._running: dict[Job, None] = {}
         self.stale: set[int] = set()
-        self.sequence = count()  # of all jobs, so that no two keys are equal
+        self._sequence = count()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; the next `start_ready` begins it if its links are free."""
-        job.is_waiting = True
+    def next_number(self) -> int:
+        """A number for what else is queued by priority and time, so that nothing stands at one place with another."""
+        return next(self._sequence)
+
+    def submit(self, job: Job, priority: int, device: int) -> None:
+        """Queue a job behind those of a lower `priority` value; the next `settle` begins it if its links are free."""
+        self._enqueue(job, (priority, self._clock.now, device, next(self._sequence)))
+
+    def _enqueue(self, job: Job, key: tuple[int, ...]) -> None:
+        job.enqueue(key)
         for link in job.route:
-            heappush(self._queues[link], (job.key, job))
+            heappush(self._queues[link], (key, job))
         self.stale.update(job.route)
+        self._clock.poke()
 
     def cancel(self, job: Job) -> None:
         """Forget a job that has not started."""
-        job.is_waiting = False
+        job.withdraw()
         self.stale.update(job.route)
 
-    def start_ready(self, now: int) -> None:
+    def settle(self) -> None:
         """Start every job that is first in the queues of all its links and finds each free."""
         while self.stale:
             link = self.stale.pop()
+            if not self._free[link]:
+                continue
             job = self._first(link)
-            if job is None or not self._free[link]:
+            if job is None:
                 continue
             if len(job.route) == 1 or all(self._free[i] and self._first(i) is job for i in job.route):
-                self._start(job, now)
+                self._start(job, self._clock.now)
                 self.stale.update(job.route)
 
     def _first(self, link: int) -> Job | None:
@@ -88,29 +120,23 @@ class Links:
         return queue[0][1] if queue else None
 
     def _start(self, job: Job, now: int) -> None:
-        job.is_waiting = False
         self._running[job] = None
-        fixed, rate = self._platform.pace(job.route)
         shared = False
         for i in job.route:
             heappop(self._queues[i])
             self._free[i] -= 1
             shared = shared or self._shared[i]
-        if job.began < 0:
-            job.began = now
-            job.started()
-        else:
-            fixed = 0  # the later chunks of a job that has paid it
-        part = min(job.bytes, job.chunk) if job.chunk else job.bytes
-        job.bytes -= part
-        job.ends = now + transfer_ns(part, rate, fixed)
+        fixed, rate = self._platform.pace(job.route)
+        is_first = job.began < 0
+        part = job.start(now, fixed, rate)
         if not shared or not part:  # 0 bytes share nothing
-            At(self._env, job.ends - self._env.now, job.rank, lambda event: self._end(job, job.ends))
+            self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
             return
         users = tuple(self._user(link) for link in job.route)
-        flow = job.flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
-        if fixed:
-            At(self._env, now + fixed - self._env.now, COPIES, lambda event: self._flow(flow, event))
+        flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
+        job.share(flow)
+        if fixed and is_first:
+            self._clock.at(now + fixed, COPIES, lambda _: self._begin_flow(flow))
         else:
             self._flows.start(flow, now)
 
@@ -118,27 +144,25 @@ class Links:
         name = self._links[link].name
         return name, self._links[link].rate, self._charges.get(name, ())
 
-    def _flow(self, flow: Flow, _: Event) -> None:
-        now = int(self._env.now)
-        self._state.tick(now)
-        self._flows.start(flow, now)
-        self._state.wanted = True
-        self._state.flush()
+    def _begin_flow(self, flow: Flow) -> None:
+        self._clock.catch_up()
+        self._flows.start(flow, self._clock.now)
+        self._clock.poke()
+        self._clock.flush()
 
     def _end(self, job: Job, now: int) -> None:
-        self._state.tick(now)
+        self._clock.now = now
         del self._running[job]
         for link in job.route:
             self._free[link] += 1
             if self._queues[link]:
                 self.stale.add(link)
-                self._state.wanted = True
+                self._clock.poke()
         if job.bytes:
-            self.submit(job)
-            self._state.wanted = True
+            self._enqueue(job, job.key)
         else:
             job.done(now)
-        self._state.flush()
+        self._clock.flush()
 
     def free_at(self, route: Sequence[int], now: int) -> int:
         """When what is queued or running on a route now will have ended, at present rates."""

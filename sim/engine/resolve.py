@@ -1,21 +1,19 @@
-"""A plan's actions with names resolved, and the drops and moves among them carried out."""
+"""A plan's actions with names resolved, by anchor; and those of an online answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 from sim.engine.prepare import Prepared
-from sim.engine.state import DROPPED, FREED, State
-from sim.engine.transfer import Transfers
 from sim.errors import IllegalPlan, TraceError, near
 from sim.hardware.platform import Platform
-from sim.plan import Action, Drop, Move, Online, Plan, Recompute, Wait
+from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
 
 
 class Act(NamedTuple):
-    """An action with ids. target: a tensor, or the op to run again; tier: where to drop, or to move to."""
+    """An action with ids. target: a tensor, or the op to recompute; tier: where to drop, or to move to."""
 
     kind: str
     target: int
@@ -23,19 +21,23 @@ class Act(NamedTuple):
     move: Move | None = None
 
 
-class Actions:
-    """All that a plan asks for: actions by anchor, where results are born, and the online part."""
+class Resolved:
+    """All that a plan asks for: actions by anchor, and where tensors are to be produced.
 
-    def __init__(self, plan: Plan, platform: Platform, prepared: Prepared, state: State, transfers: Transfers) -> None:
+    before, after: per op the actions anchored there. slow_before, slow_after: ops where some of them take the device's
+    time. recomputed: the ops of its Recomputes. born: per tensor that it places its tier and offset; special: the
+    producers of those.
+    """
+
+    def __init__(self, plan: Plan, platform: Platform, prepared: Prepared) -> None:
+        """Raises IllegalPlan naming an action that cannot be carried out on this trace and platform."""
         self._platform = platform
         self._prepared = prepared
         self._tier_ids: Mapping[str, int] = platform.tier_ids
         self._ops, self._tensors = len(prepared.reads), len(prepared.size)
-        self._state = state
-        self._transfers = transfers
         self.before: dict[int, list[Act]] = {}
         self.after: dict[int, list[Act]] = {}
-        self.slow_before: set[int] = set()  # anchors with actions that take the device's time
+        self.slow_before: set[int] = set()
         self.slow_after: set[int] = set()
         self.recomputed: list[int] = []
         known = prepared.plans.get(id(plan))
@@ -45,15 +47,14 @@ class Actions:
             for action in plan.actions:
                 if not (type(action) is Move and self._plain_move(action)):
                     self._anchor(action)
-            found = (self.before, self.after, self.slow_before, self.slow_after, self.recomputed)
+            resolved = (self.before, self.after, self.slow_before, self.slow_after, self.recomputed)
             plans, key = prepared.plans, id(plan)
-            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), found)
+            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), resolved)
         self.born: dict[int, tuple[int, int | None]] = {}
         for tensor, where in plan.place.items():
             name, offset = (where, None) if isinstance(where, str) else where
             self.born[prepared.trace.tensor_id(tensor)] = (self._tier(name, f"place of tensor {tensor!r}"), offset)
         self.special = {prepared.producer[t] for t in self.born}
-        self.asks_before = state.online is not None and type(state.online).before is not Online.before
 
     # ---- names -------------------------------------------------------------------------------
 
@@ -130,25 +131,3 @@ class Actions:
             except TraceError as error:
                 raise IllegalPlan(f"{action}: {error}") from None
         return acts
-
-    # ---- doing -------------------------------------------------------------------------------
-
-    def apply(self, act: Act, device: int, op: int, strict: bool) -> None:
-        """Carry out a drop or a move. strict: an online one, which must leave locked tensors alone."""
-        state, tensor = self._state, act.target
-        if not state.made[tensor]:
-            raise self._illegal(act, op, "it has not been made yet")
-        if strict and state.locks[tensor]:
-            raise self._illegal(act, op, "it is locked by what runs now")
-        if act.move is not None:
-            self._transfers.move(tensor, act.move, act.tier, device, op)
-        elif state.copies[tensor] & 1 << act.tier:
-            # where the plan keeps the dead, dropping one is what frees it
-            self._transfers.release_copy(tensor, act.tier, op, FREED if tensor in state.dead else DROPPED)
-        else:
-            state.counters["ignored_actions"] += 1
-
-    def _illegal(self, act: Act, op: int, why: str) -> IllegalPlan:
-        trace: Any = self._prepared.trace
-        tensor, name = trace.tensor_columns.name[act.target], trace.op_columns.name[op]
-        return IllegalPlan(f"{act.kind.capitalize()} of tensor {tensor!r} at op {name!r}: {why}")

@@ -1,0 +1,99 @@
+"""Bandwidth that is shared: flows whose rates change when one of them starts or ends.
+
+Remaining work is an exact number of 1e-9 bytes and rates are exact fractions of bytes per second, so that
+a flow's progress in whole nanoseconds is exact; its end rounds up to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from sim.engine.event_path.clock import ENDS, Clock
+from sim.engine.event_path.fairness import Users, fair_rates
+
+NANO = 10**9
+
+
+class Flow:
+    """Bytes under way. rank: that of its end; done: called with the time of its end."""
+
+    __slots__ = ("_since", "done", "rank", "rate", "remaining", "users")
+
+    def __init__(self, bytes: int, users: Users, done: Callable[[int], None], rank: int) -> None:
+        self.remaining: int | Fraction = bytes * NANO
+        self.users = users
+        self.done = done
+        self.rank = rank
+        self.rate: int | Fraction = 0
+        self._since = 0
+
+    def flow_until(self, now: int) -> None:
+        """Count what has flowed at the present rate."""
+        self.remaining -= self.rate * (now - self._since)
+        self._since = now
+
+    def flow_at(self, rate: Fraction) -> None:
+        """Flow at this rate from now on."""
+        self.rate = rate
+
+    def has_ended(self, now: int) -> bool:
+        """Whether all its bytes have flowed by now."""
+        return self.remaining <= self.rate * (now - self._since)
+
+    def ends_at(self, now: int, alone: int) -> int:
+        """When it will end at its present rate; `alone` while it has none."""
+        if not self.rate:
+            return alone
+        remaining = self.remaining - self.rate * (now - self._since)
+        return now + max(0, int(-(-remaining // self.rate)))
+
+
+class Flows:
+    """All flows now under way, with the pools that they share."""
+
+    def __init__(self, pool_rates: Sequence[int | None], first_link: int, clock: Clock) -> None:
+        """pool_rates: bytes/s of each pool, and from `first_link` on of each link, which is a pool of its own."""
+        self._clock = clock
+        self._pool_rates = pool_rates
+        self._first_link = first_link
+        self._active: list[Flow] = []
+        self._alarm = 0
+        self._known: dict[tuple[Users, ...], list[Fraction]] = {}
+        self.stale = False
+
+    def start(self, flow: Flow, now: int) -> None:
+        """Let a flow begin; rates are settled at the end of this instant."""
+        flow.flow_until(now)
+        self._active.append(flow)
+        self.stale = True
+
+    def settle(self) -> None:
+        """If any has started or ended, give every flow its new rate and set the alarm for the next end."""
+        self.stale = False
+        self._alarm += 1
+        now = self._clock.now
+        for flow in self._active:
+            flow.flow_until(now)
+        key = tuple(flow.users for flow in self._active)
+        if key not in self._known:
+            self._known[key] = fair_rates(key, self._pool_rates, self._first_link)
+        for flow, rate in zip(self._active, self._known[key], strict=True):
+            flow.flow_at(rate)
+        if self._active:
+            soonest = min(int(-(-flow.remaining // flow.rate)) for flow in self._active)
+            alarm = self._alarm
+            self._clock.at(now + soonest, ENDS, lambda _: self._end(alarm))
+
+    def _end(self, alarm: int) -> None:
+        if alarm != self._alarm:
+            return
+        self._clock.catch_up()
+        now = self._clock.now
+        ended = [flow for flow in self._active if flow.has_ended(now)]
+        self._active = [flow for flow in self._active if flow not in ended]
+        self.stale = True
+        for flow in ended:
+            self._clock.at(now, flow.rank, lambda _, flow=flow: flow.done(now))  # type: ignore[misc]
+        self._clock.poke()
+        self._clock.flush()

@@ -1,0 +1,148 @@
+"""Groups: ops of several devices that start together, for a collective or a send with its receive."""
+
+from __future__ import annotations
+
+from sim.engine.event_path.clock import ENDS, Clock
+from sim.engine.event_path.links import Job, Links
+from sim.engine.event_path.op_end import OpEnd
+from sim.engine.event_path.ops_under_way import OpsUnderWay
+from sim.engine.event_path.record import Record
+from sim.engine.event_path.residency import Residency
+from sim.engine.event_path.work import Work
+from sim.engine.prepare import Prepared
+from sim.errors import IllegalPlan
+from sim.hardware.platform import Platform
+
+COLLECTIVE_CHUNK = 4 << 20
+"""Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
+partition that ByteScheduler ships with."""
+
+
+class Groups:
+    """Has the members of each group meet, and moves what they exchange."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        prepared: Prepared,
+        clock: Clock,
+        record: Record,
+        residency: Residency,
+        links: Links,
+        ops: OpsUnderWay,
+        op_end: OpEnd,
+    ) -> None:
+        self._platform = platform
+        self._prepared = prepared
+        self._clock = clock
+        self._record = record
+        self._residency = residency
+        self._links = links
+        self._ops = ops
+        self._op_end = op_end
+        self._tiers = [tier.name for tier in platform.tiers]
+        self._first_link = len(platform.engines)
+        self._runs: dict[int, int] = {}
+        self._meeting: dict[tuple[str, int], list[Work]] = {}
+
+    def join(self, work: Work) -> None:
+        """A member of a group has its inputs and its space; the last one to come starts the transfer."""
+        name = self._prepared.group_of[work.op]
+        turn = self._runs[work.op] = self._runs.get(work.op, 0) + 1
+        members = self._meeting.setdefault((name, turn), [])
+        members.append(work)
+        self._ops.begin(work, "peer")
+        if len(members) == len(self._prepared.groups[name]):
+            del self._meeting[name, turn]
+            self._start(sorted(members, key=lambda member: member.op))
+
+    def absent(self) -> list[str]:
+        """For each group that waits: which members have not come."""
+        names = self._prepared.trace.op_columns.name
+        rows = []
+        for (name, _), here in sorted(self._meeting.items()):
+            missing = set(self._prepared.groups[name]) - {work.op for work in here}
+            rows.append(f"group {name!r} waits for {', '.join(repr(names[op]) for op in sorted(missing))}")
+        return rows
+
+    def _start(self, members: list[Work]) -> None:
+        """All members are there: the bytes that they exchange queue for the links of their route."""
+        prepared, clock = self._prepared, self._clock
+        ops = [prepared.trace.ops[work.op] for work in members]
+        if {op.kind for op in ops} == {"send", "recv"}:
+            hops, payload = self._pair(members)
+            chunk = 0
+        else:
+            hops, payload = self._ring(members)
+            chunk = COLLECTIVE_CHUNK
+        route = self._route(hops, ops[0].name)
+        if route:
+            job = GroupJob(self, members, route, payload, chunk)
+            self._links.submit(job, min(op.priority for op in ops), members[0].device)
+        else:  # they share a tier: nothing to move
+            clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
+
+    def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
+        """From where to where a send goes, and how many bytes."""
+        prepared, ops = self._prepared, self._prepared.trace.ops
+        sender, receiver = members if ops[members[0].op].kind == "send" else members[::-1]
+        stated = [bytes for work in members if (bytes := ops[work.op].bytes) is not None]
+        payload = stated[0] if stated else sum(prepared.size[t] for t in prepared.writes[receiver.op])
+        return [(self._tier(sender), self._tier(receiver))], payload
+
+    def _ring(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
+        """The hops of a collective's ring, and how many bytes go over each."""
+        prepared = self._prepared
+        payload = max(int(prepared.trace.touched[work.op]) for work in members)
+        homes = [self._tiers[prepared.home[prepared.main[work.device]]] for work in members]
+        return list(zip(homes, homes[1:] + homes[:1], strict=True)), payload
+
+    def _route(self, hops: list[tuple[str, str]], op: str) -> tuple[int, ...]:
+        """The links of all hops, each once."""
+        route: dict[int, None] = {}
+        for source, target in hops:
+            links = self._platform.route(source, target)
+            if not links and source != target:
+                raise IllegalPlan(f"op {op!r}: no route from {source!r} to {target!r}")
+            route.update(dict.fromkeys(links))
+        return tuple(route)
+
+    def _tier(self, work: Work) -> str:
+        """Where a send reads, or a recv writes."""
+        prepared = self._prepared
+        if work.fresh:
+            return self._tiers[work.fresh[0][1]]
+        engine = prepared.engine[work.op]
+        for tensor in prepared.reads[work.op]:
+            for tier in prepared.reach_order[engine]:
+                if self._residency.has_copy(tensor, tier):
+                    return self._tiers[tier]
+        return self._tiers[prepared.home[engine]]
+
+    def _end_at_once(self, members: list[Work]) -> None:
+        self._clock.catch_up()
+        self._op_end.together(members, "peer")
+        self._clock.flush()
+
+    def end(self, job: GroupJob, now: int) -> None:
+        """The bytes of a group have arrived: all its members end."""
+        first, last = job.members[0], job.members[-1]
+        for link in job.route:
+            self._record.moved(job.began, now, first.device, self._first_link + link, last.op, -1, job.payload)
+        self._op_end.together(job.members, "peer")
+
+
+class GroupJob(Job):
+    """The bytes that the members of a group exchange."""
+
+    __slots__ = ("members", "owner", "payload")
+
+    def __init__(self, owner: Groups, members: list[Work], route: tuple[int, ...], payload: int, chunk: int) -> None:
+        super().__init__(route, payload, ENDS + members[0].op, chunk)
+        self.owner = owner
+        self.members = members
+        self.payload = payload
+
+    def done(self, now: int) -> None:
+        """All members end."""
+        self.owner.end(self, now)

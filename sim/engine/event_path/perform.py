@@ -1,0 +1,131 @@
+"""The general path of one op: restore its reads, take space, run; and what a plan has the device do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.engine.event_path.clock import AFTERS, ENDS, FREES, STARTS
+from sim.engine.event_path.outputs import Outputs
+from sim.engine.event_path.parts import Parts
+from sim.engine.event_path.restore import Restore
+from sim.engine.event_path.waits import Steps, Waits
+from sim.engine.event_path.work import Work
+from sim.engine.resolve import Act
+from sim.errors import IllegalPlan
+
+
+class Perform:
+    """Performs ops and actions for one device."""
+
+    def __init__(self, parts: Parts, waits: Waits) -> None:
+        self._parts = parts
+        self._waits = waits
+        self._prepared = parts.prepared
+        self._clock = parts.clock
+        self._lane = parts.prepared.main[waits.index]
+        self._home = parts.prepared.home[self._lane]
+        self.restore = Restore(parts, waits)
+        self._outputs = Outputs(parts, waits)
+
+    # ---- actions -----------------------------------------------------------------------------
+
+    def actions(self, acts: Sequence[Act], op: int, *, online: bool = False) -> Steps:
+        """Carry out actions at an op, in order. online: they answer a question."""
+        parts = self._parts
+        for act in acts:
+            if act.kind == "wait":
+                while act.target in parts.residency.in_flight:
+                    yield from self._waits.transfer_of(act.target, "wait", op)
+            elif act.kind == "recompute":
+                yield from self.op(act.target, why="recompute", counted=not online)
+            else:
+                parts.actions.apply((act,), self._waits.index, op, online=online)
+
+    # ---- one op ------------------------------------------------------------------------------
+
+    def op(self, op: int, why: str = "run", counted: bool = True, fetched: bool = False) -> Steps:
+        """Run an op, and first, on an explicit stack, all that must be recomputed for its reads.
+
+        fetched: what it reads has been sent for, and waited for, before.
+        """
+        produced, writes = self._parts.residency.produced, self._prepared.writes
+        if why == "recompute" and writes[op] and not any(produced[tensor] for tensor in writes[op]):
+            yield from self._first_end(op)
+        stack = [self._open(op, why, counted)]
+        while stack:
+            work = stack[-1]
+            producer = yield from self.restore.reads(work.op, fetched=fetched)
+            fetched = False
+            if producer >= 0:
+                self._parts.record.count("implicit_recomputes")
+                stack.append(self._open(producer, "recompute", False))
+                continue
+            yield from self._execute(work)
+            stack.pop()
+
+    def _first_end(self, op: int) -> Steps:
+        """Wait for the first run of an op that has been handed to another engine and has not ended."""
+        result = self._prepared.writes[op][0]
+        awaited = self._parts.residency.awaited
+        if result not in awaited:
+            raise IllegalPlan(f"op {self._prepared.trace.op_columns.name[op]!r}: Recompute before it has run")
+        yield from self._waits.arrival(result, awaited[result], op)
+
+    def _open(self, op: int, why: str, counted: bool) -> Work:
+        """An op is reached: what it reads is pinned until it has ended."""
+        parts, reads = self._parts, self._prepared.reads[op]
+        if why == "recompute":
+            parts.recompute_limit.spend(op)
+        parts.lifetimes.pin(reads)
+        for tensor in reads:
+            parts.residency.read(tensor, self._home)
+        return Work(op, self._waits.index, why, counted)
+
+    def _execute(self, work: Work) -> Steps:
+        """Take space, then run: here, on another engine, or with the other members of a group."""
+        parts, prepared, op = self._parts, self._prepared, work.op
+        engine = prepared.engine[op]
+        yield from self._outputs.overwritable(op)
+        parts.lifetimes.pin(prepared.writes[op])
+        yield from self._outputs.take_space(work, engine)
+        if op in prepared.group_of:
+            parts.groups.join(work)
+        elif engine != self._lane:
+            parts.engines.enqueue(work)
+        else:
+            yield from self._run_here(work)
+
+    def _run_here(self, work: Work) -> Steps:
+        """Run on the device's main engine, and stay until all that happens at the op's end has happened."""
+        parts, waits, clock, op = self._parts, self._waits, self._clock, work.op
+        engines, op_end, after = parts.engines, parts.op_end, parts.resolved.after
+        while engines.guests[self._lane]:  # another device has an op recomputed here, and was first
+            wake = waits.wake_up()
+            engines.wait_for_guests(self._lane, wake)
+            yield from waits.stall(wake, "engine", op, -1, f"engine {parts.platform.engines[self._lane].name!r}")
+        engines.occupy(self._lane)
+        start = clock.now
+        yield from self._compute(work)
+        parts.record.ran(start, clock.now, waits.index, self._lane, self._prepared.logged(op, work.why), op)
+        engines.vacate(self._lane)
+        op_end.deliver(work)
+        if work.why == "run" and op in after:
+            yield from waits.turn(AFTERS + op)
+            yield from self.actions(after[op], op)
+        yield from waits.turn(FREES + op)
+        op_end.free(work)
+        yield from waits.turn(STARTS + waits.index)
+
+    def _compute(self, work: Work) -> Steps:
+        """Let the op's time pass: a fixed one, or what the bandwidth that it shares leaves it."""
+        waits, clock = self._waits, self._clock
+        fixed, flowing = self._parts.engines.parts(work)
+        if flowing:
+            end = clock.wake_up(ENDS + work.op)
+            self._parts.engines.launch(work, lambda _: end.fire())
+            yield from waits.end_of(work.op, end)
+        else:
+            if fixed:
+                clock.flush()
+            clock.advance(clock.now + fixed)
+            yield from waits.turn(ENDS + work.op)

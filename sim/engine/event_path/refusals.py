@@ -1,0 +1,95 @@
+"""Why a run is refused, in words: no space, thrashing, or nothing can happen any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.engine.event_path.residency import Residency
+from sim.engine.event_path.space import Space
+from sim.engine.prepare import Prepared
+from sim.errors import OutOfMemory, Thrashing
+from sim.hardware.platform import Platform
+from sim.units import format_time
+
+HOLDERS = 10
+"""How many of the largest residents an error names; its text three."""
+
+
+class RecomputeLimit:
+    """How much a run may recompute: a multiple of the ideal time of the trace, None for no limit."""
+
+    def __init__(self, prepared: Prepared, limit: float | None) -> None:
+        self._prepared = prepared
+        self._limit = limit
+        self._spent_ns = 0
+
+    def spend(self, op: int) -> None:
+        """An op is to be recomputed. Raises Thrashing past the limit."""
+        self._spent_ns += max(1, self._prepared.total[op])
+        limit, ideal = self._limit, self._prepared.ideal_ns
+        if limit is not None and self._spent_ns > limit * ideal:
+            raise Thrashing(
+                f"op {self._prepared.trace.op_columns.name[op]!r}: recomputation takes more than {limit:g} times "
+                f"the {format_time(ideal)} that all ops take once: the run thrashes",
+                recompute_ns=self._spent_ns,
+                ideal_ns=ideal,
+                limit=limit,
+            )
+
+
+def out_of_memory(
+    prepared: Prepared,
+    platform: Platform,
+    space: Space,
+    residency: Residency,
+    request: tuple[int, int, int, str],
+) -> OutOfMemory:
+    """The error of a request (tier, bytes, op or -1, reason) that cannot be met, with the table of holders."""
+    tier, bytes, op, reason = request
+    name = space.names[tier]
+    holders = _holders(prepared, space, residency, tier)
+    what = f"op {prepared.trace.op_columns.name[op]!r}" if op >= 0 else "the start"
+    top = ", ".join(f"{holder} ({size:,} B)" for holder, size, _ in holders[:3])
+    full = [i for i, other in enumerate(platform.tiers) if i != tier and other.device < 0 and space.free(i) < bytes]
+    others = ", ".join(f"{space.names[i]!r} ({space.free(i):,} B of {space.capacity[i]:,} B free)" for i in full)
+    largest = space.largest_free_block(tier)
+    return OutOfMemory(
+        f"{what} needs {bytes:,} B in {name!r} for {reason}; {space.free(tier):,} B of {space.capacity[tier]:,} B are "
+        f"free (largest hole {largest:,} B); largest holders: {top or 'none'}"
+        + (f"; nor has this room for as much: {others}" if others else ""),
+        tier=name,
+        need_bytes=bytes,
+        free_bytes=space.free(tier),
+        largest_hole_bytes=largest,
+        holders=holders,
+        full=(name, *(space.names[i] for i in full)),
+    )
+
+
+def _holders(prepared: Prepared, space: Space, residency: Residency, tier: int) -> tuple[tuple[str, int, str], ...]:
+    """Name, bytes and role of the largest tensors of a tier."""
+    held = [
+        (-space.size_in(tensor, tier), tensor)
+        for tensor in range(len(prepared.size))
+        if residency.has_copy(tensor, tier) or space.has_taken(tensor, tier)
+    ]
+    tensors = prepared.trace.tensors
+    return tuple((tensors[t].name, -size, tensors[t].role) for size, t in sorted(held)[:HOLDERS])
+
+
+def waiting_transfers(prepared: Prepared, space: Space, residency: Residency) -> Sequence[str]:
+    """The transfers under way, for a deadlock's list of waiters."""
+    names = prepared.trace.tensor_columns.name
+    return [
+        f"the copy of {names[tensor]!r} to {space.names[transfer.target]!r} {transfer.stage}"
+        for tensor, transfer in sorted(residency.in_flight.items())
+    ]
+
+
+def stuck_transfer(prepared: Prepared, space: Space, residency: Residency) -> tuple[int, int, int, str] | None:
+    """The request of a transfer that waits for space to the end, if there is one."""
+    for tensor, transfer in sorted(residency.in_flight.items()):
+        if transfer.waits and not space.fits(transfer.target, transfer.size):
+            name = prepared.trace.tensor_columns.name[tensor]
+            return transfer.target, transfer.size, transfer.op, f"the copy of {name!r}, which waits to the end"
+    return None

@@ -1,0 +1,124 @@
+"""Which tiers hold a copy of each tensor, what is on its way, and who waits for it to arrive."""
+
+from __future__ import annotations
+
+from sim.engine.event_path.clock import Clock, Wake
+from sim.engine.event_path.transfer import Transfer
+from sim.plan import Change, Online
+
+LEAVING = 1 << 62
+"""Bit of `Residency.copies` of a tensor whose running copy will release its source."""
+
+
+class Residency:
+    """Per tensor its copies, and what is about to change them.
+
+    copies: a bit per tier with a complete copy, and `LEAVING`. produced: whether there has ever been one. in_flight:
+    the transfer under way, at most one per tensor; `Transfers` keeps it. reproducing: (tensor, tier) of results that
+    an op produces once more. overwriting: old values that an op under way overwrites in place, and in which tier.
+    awaited: results of ops on another engine or device, and why one waits for them. waiters: who waits for a copy.
+    began_in: where what has no producer was at the start.
+    """
+
+    def __init__(self, tensors: int, tiers: list[str], clock: Clock, online: Online | None) -> None:
+        self.copies = [0] * tensors
+        self.produced = [False] * tensors
+        self.last_read = [-1] * tensors
+        self.in_flight: dict[int, Transfer] = {}
+        self.reproducing: set[tuple[int, int]] = set()
+        self.overwriting: dict[int, int] = {}
+        self.awaited: dict[int, str] = {}
+        self.began_in: dict[int, int] = {}
+        self.waiters: dict[int, list[Wake]] = {}
+        self._tiers = tiers
+        self._clock = clock
+        self._online = online
+
+    # ---- copies ------------------------------------------------------------------------------
+
+    def place(self, tensor: int, tier: int) -> None:
+        """What has no producer is there from the start."""
+        self.began_in[tensor] = tier
+        self.arrive(tensor, tier)
+
+    def arrive(self, tensor: int, tier: int) -> None:
+        """A copy is complete: whoever waits for it goes on."""
+        self.copies[tensor] |= 1 << tier
+        self.produced[tensor] = True
+        if self._online is not None:
+            self._online.notice(Change("came", tensor, self._tiers[tier], self._clock.now))
+        if tensor in self.waiters:
+            self.wake_waiters(tensor)
+
+    def tell_removed(self, tensor: int, tier: int) -> None:
+        """Tell the online part that a copy is no longer there."""
+        if self._online is not None:
+            self._online.notice(Change("went", tensor, self._tiers[tier], self._clock.now))
+
+    def read(self, tensor: int, tier: int) -> None:
+        """An op of a device whose home is that tier has been reached and reads it."""
+        self.last_read[tensor] = self._clock.now
+        if self._online is not None:
+            self._online.notice(Change("read", tensor, self._tiers[tier], self._clock.now))
+
+    def held(self, tensor: int) -> int:
+        """The tiers with a complete copy, as bits."""
+        return self.copies[tensor] & ~LEAVING
+
+    def has_copy(self, tensor: int, tier: int) -> bool:
+        """Whether a tier has a complete copy."""
+        return bool(self.copies[tensor] & 1 << tier)
+
+    # ---- leaving -----------------------------------------------------------------------------
+
+    def mark_leaving(self, tensor: int) -> None:
+        """Its transfer will release the source."""
+        self.copies[tensor] |= LEAVING
+
+    def unmark_leaving(self, tensor: int) -> None:
+        """Its transfer has released the source, or will keep it."""
+        self.copies[tensor] &= ~LEAVING
+
+    def is_leaving(self, tensor: int, tier: int) -> bool:
+        """Whether the tensor is being moved away and that tier holds a copy of it."""
+        bits = 1 << tier | LEAVING
+        return self.copies[tensor] & bits == bits
+
+    # ---- in flight ---------------------------------------------------------------------------
+
+    def waiting_for_space(self, tensor: int) -> Transfer | None:
+        """The tensor's transfer if it still waits for space."""
+        transfer = self.in_flight.get(tensor)
+        return transfer if transfer is not None and transfer.waits else None
+
+    def wait_for(self, tensor: int, wake: Wake) -> None:
+        """Fire an event when a copy arrives, or when its transfer is given up."""
+        self.waiters.setdefault(tensor, []).append(wake)
+
+    def wake_waiters(self, tensor: int) -> None:
+        """Whoever waits for a tensor looks again."""
+        self._clock.wake(self.waiters.pop(tensor, ()))
+
+    # ---- results of ops under way ------------------------------------------------------------
+
+    def await_result(self, tensor: int, cause: str) -> None:
+        """A result is to come from another engine or device; `cause` is the stall of who waits for it."""
+        self.awaited[tensor] = cause
+
+    def begin_overwriting(self, old: int, tier: int) -> None:
+        """An op is about to overwrite a value in place."""
+        self.overwriting[old] = tier
+
+    def end_overwriting(self, old: int) -> None:
+        """The op that overwrites a value has ended."""
+        self.overwriting.pop(old, None)
+
+    def begin_reproducing(self, tensor: int, tier: int) -> None:
+        """An op is about to produce a result once more."""
+        self.reproducing.add((tensor, tier))
+
+    def deliver(self, tensor: int, tier: int) -> None:
+        """The op that produces a tensor has ended."""
+        self.reproducing.discard((tensor, tier))
+        self.awaited.pop(tensor, None)
+        self.arrive(tensor, tier)

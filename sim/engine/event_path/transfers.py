@@ -1,0 +1,231 @@
+"""Transfers: copies of tensors between tiers, beside the compute.
+
+A transfer takes space at its destination, then joins the queues of its links; without space it waits
+outside every queue, first come first served. At most one per tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from sim.engine.event_path.clock import FOLLOWS, Clock
+from sim.engine.event_path.lifetimes import MOVED_OUT, Lifetimes
+from sim.engine.event_path.links import Links
+from sim.engine.event_path.ops_under_way import OpsUnderWay
+from sim.engine.event_path.record import Record
+from sim.engine.event_path.residency import LEAVING, Residency
+from sim.engine.event_path.routes import Routes
+from sim.engine.event_path.space import Space
+from sim.engine.event_path.space_queue import SpaceQueue
+from sim.engine.event_path.transfer import Transfer
+from sim.engine.prepare import Prepared
+from sim.hardware.platform import Platform
+from sim.plan import Move
+
+
+class Transfers:
+    """Carries out `Move`s, and fetches what an op reads."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        prepared: Prepared,
+        clock: Clock,
+        record: Record,
+        residency: Residency,
+        space: Space,
+        space_queue: SpaceQueue,
+        lifetimes: Lifetimes,
+        links: Links,
+        routes: Routes,
+        ops: OpsUnderWay,
+    ) -> None:
+        self._tier_ids = platform.tier_ids
+        self._size = prepared.size
+        self._first_link = len(platform.engines)
+        self._clock = clock
+        self._record = record
+        self._residency = residency
+        self._in_flight = residency.in_flight
+        self._space = space
+        self._space_queues = space_queue.queues
+        self._lifetimes = lifetimes
+        self._links = links
+        self._routes = routes
+        self._ops = ops
+        self._outside: list[deque[Transfer]] = [deque() for _ in platform.tiers]
+
+    # ---- asking ------------------------------------------------------------------------------
+
+    def move(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
+        """Begin, replace, turn round or follow a transfer, as docs/model.md says."""
+        if tensor in self._residency.overwriting:
+            self._record.count("ignored_actions")  # the value is about to be overwritten
+            return
+        if self._lifetimes.put_off:
+            self._lifetimes.want_copy(tensor, target)
+        transfer = self._in_flight.get(tensor)
+        if transfer is None:
+            self._begin(tensor, move, target, device, op)
+        elif transfer.began >= 0:
+            self._redirect(transfer, move, target)
+        else:
+            (self.call_back if target == transfer.source else self.cancel)(transfer)
+            self._begin(tensor, move, target, device, op)
+        if self._lifetimes.put_off:
+            self._lifetimes.transfer_given_up(tensor, op)
+
+    def _redirect(self, transfer: Transfer, move: Move, target: int) -> None:
+        """A transfer that runs is turned round, changed, or followed."""
+        if target == transfer.source:
+            self._keep_source(transfer)
+            transfer.drop_on_arrival(not move.keep)
+        elif target == transfer.target and not transfer.followers:
+            transfer.drop_on_arrival(False)
+            if transfer.keep and not move.keep:
+                transfer.release_source()
+                self._space.begin_leaving(transfer.tensor, transfer.source)
+        else:
+            transfer.follow_with(move)
+
+    def _begin(self, tensor: int, move: Move, target: int, device: int, op: int) -> None:
+        """A transfer of a tensor that has none under way."""
+        residency, space = self._residency, self._space
+        held = residency.copies[tensor] & ~LEAVING
+        if not held:
+            self._record.count("ignored_actions")
+            return
+        if held & 1 << target or (tensor, target) in residency.reproducing:
+            if not move.keep and held != 1 << target:
+                source, _ = self._routes.source(tensor, held & ~(1 << target), target)
+                self._lifetimes.release(tensor, source, op, MOVED_OUT)
+            return
+        source, route = self._routes.source(tensor, held, target)
+        # a copy that the link compressed is unpacked where the next move takes it
+        size = self._size[tensor]
+        wire = space.size_in(tensor, source) if space.compressed else size
+        sizes = (size, wire) if move.wire is None else (move.wire, move.wire)
+        transfer = Transfer(self, tensor, (source, target), route, move, sizes, device, op)
+        self._in_flight[tensor] = transfer
+        if self._outside[target] or self._space_queues[target] or not space.fits(target, transfer.size):
+            self._outside[target].append(transfer)
+            space.begin_waiting()
+        else:
+            self._admit(transfer, op)
+
+    def fetch(self, tensor: int, target: int, device: int, op: int) -> None:
+        """A device, which has space for it, needs a tensor; an implicit fetch keeps its source."""
+        held = self._residency.held(tensor)
+        if tensor in self._residency.overwriting:
+            held &= ~(1 << self._residency.overwriting[tensor])
+        source, route = self._routes.source(tensor, held, target)
+        move = Move(tensor, self._space.names[target], keep=True)
+        sizes = (self._size[tensor], self._space.size_in(tensor, source))
+        transfer = Transfer(self, tensor, (source, target), route, move, sizes, device, op)
+        self._in_flight[tensor] = transfer
+        self._admit(transfer, op)
+
+    def adopt(self, transfer: Transfer, op: int) -> None:
+        """A device whose op waits for a transfer outside the queues has space for it."""
+        self._outside[transfer.target].remove(transfer)
+        self._space.end_waiting()
+        self._admit(transfer, op)
+
+    def keep_leaving(self, tensor: int, source: int) -> None:
+        """A copy that leaves is wanted back: its release is cancelled, and who waits for that space asks again."""
+        transfer = self._in_flight.get(tensor)
+        if transfer is not None and not transfer.keep and transfer.source == source:
+            self._keep_source(transfer)
+
+    # ---- from queue to end -------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let transfers that wait outside in, first come first served, where no device waits for the space."""
+        for tier, queue in enumerate(self._outside):
+            while queue and not self._space_queues[tier] and self._space.fits(tier, queue[0].size):
+                self._space.end_waiting()
+                transfer = queue.popleft()
+                self._admit(transfer, transfer.op)
+
+    def _admit(self, transfer: Transfer, op: int) -> None:
+        """There is space for a transfer: it takes it, for an op, and queues for its links."""
+        tensor, target = transfer.tensor, transfer.target
+        self._space.begin_arrival(tensor, target, transfer.size, op)
+        if not transfer.keep:
+            self._space.begin_leaving(transfer.tensor, transfer.source)
+        self._links.submit(transfer, transfer.priority, transfer.device)
+
+    def end(self, transfer: Transfer, now: int) -> None:
+        """A copy is complete: release its source, wake who waits, begin what follows."""
+        residency, space = self._residency, self._space
+        tensor, source, target, op = transfer.tensor, transfer.source, transfer.target, transfer.op
+        self._record.ended(now)
+        for link in transfer.route:
+            lane = self._first_link + link
+            self._record.moved(transfer.began, now, transfer.device, lane, op, tensor, transfer.wire)
+        del self._in_flight[tensor]
+        space.end_arrival(tensor, target, transfer.size)
+        if not transfer.keep:
+            self._space.end_leaving(transfer.tensor, transfer.source)
+        residency.arrive(tensor, target)
+        if not transfer.keep:
+            self._lifetimes.release(tensor, source, op, MOVED_OUT)
+        if transfer.drop_target:
+            self._lifetimes.release(tensor, target, op, MOVED_OUT)
+        if transfer.waiters:
+            self._clock.wake(transfer.waiters)
+        if transfer.followers:
+            self._clock.then(FOLLOWS + tensor, partial(self._follow, transfer))
+        else:
+            self._last_ended(transfer)
+
+    def _follow(self, transfer: Transfer) -> None:
+        """The moves of a tensor that were asked for while it was being copied elsewhere."""
+        tensor, moves = transfer.tensor, transfer.followers
+        for i, move in enumerate(moves):
+            self.move(tensor, move, self._tier_ids[move.to], transfer.device, transfer.op)
+            follower = self._in_flight.get(tensor)
+            if follower is not None:
+                follower.follow_with(*moves[i + 1 :])
+                return
+        self._last_ended(transfer)
+
+    def _last_ended(self, transfer: Transfer) -> None:
+        """Nothing follows: what waited for the end of the tensor's copies happens."""
+        self._lifetimes.transfer_ended(transfer.tensor, transfer.op)
+        self._ops.note_idle()
+
+    # ---- changes of mind ---------------------------------------------------------------------
+
+    def call_back(self, transfer: Transfer) -> None:
+        """Cancel a transfer that has not started: what it was to take stays where it lies, and that is counted."""
+        self._record.cancelled(transfer.wire, without_space=transfer.waits)
+        self.cancel(transfer)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Forget a transfer that has not started."""
+        tensor, target, space = transfer.tensor, transfer.target, self._space
+        del self._in_flight[tensor]
+        if transfer.waits:
+            self._outside[target].remove(transfer)
+            space.end_waiting()
+        else:
+            self._links.cancel(transfer)
+            if not transfer.keep:
+                self._space.end_leaving(transfer.tensor, transfer.source)
+                space.offer(transfer.source)  # who counted on that space asks again
+            space.give_up_arrival(tensor, target, transfer.size, transfer.op)
+        if transfer.waiters:
+            self._clock.wake(transfer.waiters)
+        if tensor in self._residency.waiters:
+            self._residency.wake_waiters(tensor)
+        self._clock.poke()
+
+    def _keep_source(self, transfer: Transfer) -> None:
+        """The source is not released after all; who counted on that space asks again."""
+        if not transfer.keep:
+            if not transfer.waits:
+                self._space.end_leaving(transfer.tensor, transfer.source)
+            transfer.keep_source()
+            self._space.offer(transfer.source)

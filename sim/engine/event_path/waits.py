@@ -1,0 +1,152 @@
+"""How a device waits: for space, for a tensor, for what is under way; each wait that takes time is a stall."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from sim.engine.event_path.clock import STARTS, Event, Wake
+from sim.engine.event_path.parts import Parts
+from sim.engine.event_path.space_queue import Request
+from sim.engine.event_path.transfer import Transfer
+from sim.plan import Need
+
+Steps = Generator[Event, None, None]
+
+
+class Waits:
+    """The waits of one device.
+
+    reason: what it waits for at present, in words, "" for nothing. request: (tier, bytes, op, reason) of the space that
+    it waits for.
+    """
+
+    def __init__(self, index: int, parts: Parts) -> None:
+        self.index = index
+        self.reason = ""
+        self.request: tuple[int, int, int, str] | None = None
+        self._parts = parts
+        self._clock = parts.clock
+        self._lane = parts.prepared.main[index]
+        names = parts.prepared.trace
+        self._op_names, self._tensor_names = names.op_columns.name, names.tensor_columns.name
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def wake_up(self) -> Wake:
+        """What this device can wait for."""
+        return self._clock.wake_up(STARTS + self.index)
+
+    def turn(self, rank: int) -> Steps:
+        """Go on when all has happened that comes before this rank at this instant."""
+        clock = self._clock
+        if not clock.is_next(rank):
+            yield clock.at(clock.now, rank)
+            clock.catch_up()
+
+    def catch_up(self) -> Steps:
+        """Let the event queue come up to this device."""
+        clock = self._clock
+        clock.flush()
+        if clock.now > clock.env.now:
+            yield clock.at(clock.now, STARTS + self.index)
+            clock.catch_up()
+
+    def end_of(self, op: int, end: Wake) -> Steps:
+        """Until an op ends that shares bandwidth, so that nobody knows when."""
+        self.reason = f"op {self._op_names[op]!r} to end"
+        self._clock.flush()
+        yield end
+        self._clock.catch_up()
+
+    def stall(self, wake: Event, cause: str, op: int, tensor: int, what: str = "") -> Steps:
+        """Wait for an event. cause: as the log names it; what: in words, by default the tensor."""
+        clock = self._clock
+        start = clock.now
+        subject = what or f"tensor {self._tensor_names[tensor]!r}"
+        self.reason = f"op {self._op_names[op]!r} waits for {subject} ({cause})"
+        clock.flush()
+        yield wake
+        clock.catch_up()
+        self.reason = ""
+        if clock.now > start:
+            self._parts.record.stalled(start, clock.now, self.index, self._lane, op, tensor, cause)
+
+    # ---- tensors -----------------------------------------------------------------------------
+
+    def arrival(self, tensor: int, cause: str, op: int) -> Steps:
+        """Until a copy of a tensor arrives, or its transfer is given up."""
+        wake = self.wake_up()
+        self._parts.residency.wait_for(tensor, wake)
+        yield from self.stall(wake, cause, op, tensor)
+
+    def transfer_of(self, tensor: int, cause: str, op: int) -> Steps:
+        """Until the transfer of a tensor has ended; where it has no space yet, see to that first."""
+        waiting = self._parts.residency.waiting_for_space(tensor)
+        if waiting is not None:
+            yield from self.demand(waiting, op)
+            return
+        wake = self.wake_up()
+        self._parts.residency.in_flight[tensor].wake_at_end(wake)
+        yield from self.stall(wake, cause, op, tensor)
+
+    def demand(self, transfer: Transfer, op: int) -> Steps:
+        """A transfer that a device waits for gets space as an op would."""
+        yield from self.space(transfer.target, transfer.size, op, self.reading(transfer.tensor))
+        if self._parts.residency.waiting_for_space(transfer.tensor) is transfer:
+            self._parts.transfers.adopt(transfer, op)
+
+    def reading(self, tensor: int) -> str:
+        """The reason of a request for the space of a tensor that an op reads."""
+        return f"reading {self._tensor_names[tensor]!r}"
+
+    def idle(self, op: int) -> Steps:
+        """Until nothing is under way: for ops first, then for copies."""
+        while True:
+            pending = self._parts.ops.pending()
+            if pending is None:
+                return
+            cause, what = pending
+            wake = self.wake_up()
+            self._parts.ops.wait_for_end(wake)
+            yield from self.stall(wake, cause, op, -1, what)
+
+    # ---- space -------------------------------------------------------------------------------
+
+    def space(self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None) -> Steps:
+        """Return once a request fits and no device came before; ask the policy, then wait."""
+        space, queue = self._parts.space, self._parts.space_queue
+        place = -1
+        while True:
+            # first come, first served; `SpaceQueue.wake_waiters` says who may pass
+            if space.fits(tier, bytes, offset) and (place >= 0 or not queue.queues[tier]):
+                if queue.queues[tier]:
+                    space.offer(tier)
+                return
+            if (
+                not space.fits_later(tier, bytes, offset)
+                and not space.fits(tier, bytes, offset)
+                and self._relieve(tier, bytes, op, reason)
+            ):
+                continue
+            request = Request(bytes, offset, self.wake_up())
+            queue.join(tier, request, place)
+            self.request = (tier, bytes, op, reason)
+            what = f"{bytes:,} B in {space.names[tier]!r} for {reason}"
+            yield from self.stall(request.wake, "space", op, -1, what)
+            self.request = None
+            place = queue.leave(tier, request)
+
+    def _relieve(self, tier: int, bytes: int, op: int, reason: str) -> bool:
+        """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""
+        parts = self._parts
+        if parts.online is None:
+            return parts.lazy and parts.lifetimes.free_longest_dead(tier)
+        space, changes = parts.space, parts.record.changes.rows
+        deficit = bytes - space.free(tier) - space.leaving[tier]
+        need = Need(space.names[tier], bytes, max(1, deficit), op, reason)
+        parts.record.count("pressure_calls")
+        # where the plan keeps dead tensors, they are the online part's to drop
+        answer = parts.resolved.answer(parts.online.on_pressure(need, parts.view), self.index, pressure=True)
+        before = space.leaving[tier], len(changes)
+        parts.actions.apply(answer, self.index, op, online=True)
+        return before != (space.leaving[tier], len(changes))
