@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.hardware.cost import op_times
+from sim.plan import Move
 from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
@@ -62,7 +63,7 @@ class _Costs:
                 self.attributes(op, least)
         self.times(ops, wanted)
         self.pieces(ops)
-        self.codecs(ops)
+        self.moving(ops)
 
     # ---- what an op must cost ----------------------------------------------------------------
 
@@ -223,29 +224,56 @@ class _Costs:
             return min(said, LONGEST_LAUNCH) if isinstance(said, int) else 0
         return self.run.platform.engines[engine].launch
 
-    def codecs(self, ops: list[Op]) -> None:
-        """To encode and to decode takes the time of the bytes that are read and written, at least."""
+    def moving(self, ops: list[Op]) -> None:
+        """What computes nothing of the base takes the time of the bytes that it moves, at least.
+
+        To encode and to decode moves all that is read and written. Any other such op, a concatenation or a copy, moves
+        what it reads and writes but for a value that takes over another's storage: one that only gives bytes a new name
+        moves none. Members of groups move theirs over links.
+        """
         tensors, size = Origin.identity(self.trace).tensors, self.trace.tensor_columns.bytes
-        coding = [
-            op
-            for op, expr in zip(ops, self.exprs, strict=True)
-            if isinstance(expr, Glue) and any(_is_code(tensors[t]) for t in (*op.reads, *op.writes)) and not op.group
-        ]
-        if not coding:
+        replaces = self.trace.tensor_columns.replaces
+        least: dict[int, int] = {}
+        codes: set[int] = set()
+        for op, expr in zip(ops, self.exprs, strict=True):
+            if not isinstance(expr, Glue) or op.group:
+                continue
+            operands = [*op.reads, *op.writes]
+            if any(_is_code(tensors[t]) for t in operands):
+                codes.add(op.id)
+            elif self.is_sent(op):
+                continue
+            else:
+                over = {t: int(replaces[t]) for t in op.writes if replaces[t] in op.reads}
+                operands = [t for t in operands if t not in over and t not in over.values()]
+            least[op.id] = sum(int(size[t]) for t in operands)
+        if not least:
             return
-        ids = [op.id for op in coding]
+        ids = list(least)
         flops, duration = self.trace.op_columns.flops.copy(), self.trace.op_columns.duration.copy()
         touched = self.trace.touched.copy()
-        flops[ids], duration[ids] = 0, -1
-        touched[ids] = [sum(int(size[t]) for t in (*op.reads, *op.writes)) for op in coding]
+        flops[ids], duration[ids], touched[ids] = 0, -1, list(least.values())
         plain = with_columns(self.trace, flops=flops, bytes=touched, duration=duration)
         has, needs = (op_times(trace, self.run.platform).total for trace in (self.trace, plain))
-        for op in coding:
-            if has[op.id] < needs[op.id]:
+        for i, bytes in least.items():
+            if bytes and has[i] < needs[i]:
+                does = "encodes or decodes" if i in codes else "moves"
                 raise LawBroken(
-                    f"op {op.name!r} encodes or decodes {touched[op.id]} B in {has[op.id]} ns; "
-                    f"to read and write them takes {needs[op.id]} ns there"
+                    f"op {ops[i].name!r} {does} {bytes} B in {has[i]} ns; "
+                    f"to read and write them takes {needs[i]} ns there"
                 )
+
+    def is_sent(self, op: Op) -> bool:
+        """Whether an op copies a tensor that then goes to another tier at once, and the policy declares it."""
+        if "copy" not in self.saves or op.kind != "copy" or len(op.reads) != 1 or len(op.writes) != 1:
+            return False
+        assert self.run.plan is not None
+        moves = [act for act in self.run.plan.actions if isinstance(act, Move) and act.after is not None]
+        return any(
+            self.trace.tensor_id(act.tensor) == op.writes[0] and self.trace.op_id(act.after) == op.id
+            for act in moves
+            if act.after is not None
+        )
 
     def pieces(self, ops: list[Op]) -> None:
         """All parts of an op together do what it does."""

@@ -339,7 +339,7 @@ class StaleWeights(Honest):
             reads = [copy if op.name == "use" else ids[t] for t in op.reads]
             new.op(op, reads=reads, writes=[ids[t] for t in op.writes])
             if first:
-                new.glue("keep", "copy", [ids[0]], [copy], phase="forward", layer=-1, device=0, duration=0)
+                new.glue("keep", "copy", [ids[0]], [copy], phase="forward", layer=-1, device=0)
             first = False
         return Plan(
             new.build(outputs=[ids[t] for t in trace.outputs], carry=[(ids[a], ids[b]) for a, b in trace.carry])
@@ -890,6 +890,39 @@ def test_a_codec_takes_the_time_of_its_bytes():
     assert broken(run(None), COSTS) == set()
     assert broken(run(15), COSTS) == set()  # 10 bytes and 5, at a byte per ns
     assert broken(run(14), COSTS) == {"costs"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sends(Rewrites):
+    moves = True
+    saves: ClassVar[Mapping[str, str]] = {"copy": "straight from the original"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "duration", "over", "sent", "ok"),
+    [
+        (Rewrites(), None, False, False, True),  # the model's price of 40 bytes read and 40 written
+        (Rewrites(), 0, False, False, False),
+        (Rewrites(), 79, False, False, False),
+        (Rewrites(), 80, False, False, True),
+        (Rewrites(), 0, True, False, True),  # a new name for bytes that stay where they are
+        (Sends(), 0, False, False, False),
+        (Sends(), 0, False, True, True),  # it goes to the host at once
+        (Rewrites(), 0, False, True, False),  # which nobody declared
+    ],
+)
+def test_what_computes_nothing_takes_the_time_of_the_bytes_that_it_moves(policy, duration, over, sent, ok):
+    trace = pair()
+    new = Rewriter(trace)
+    ids = new.all_tensors()
+    f, g = trace.ops
+    again = new.tensor(trace.tensors[f.writes[0]], name="again", replaces=ids[f.writes[0]] if over else None)
+    new.op(f, reads=[ids[t] for t in f.reads], writes=[ids[t] for t in f.writes])
+    copy = new.glue("copy", "copy", [ids[f.writes[0]]], [again], duration=duration)
+    new.op(g, reads=[again], writes=[ids[t] for t in g.writes])
+    actions = [Move(again, "host", after=copy), Wait(again, after=copy)] if sent else []
+    plan = Plan(new.build(outputs=[ids[t] for t in trace.outputs], carry=()), actions)
+    assert broken(replayed(policy, plan, trace, machine()), COSTS) == (set() if ok else {"costs"})
 
 
 def test_a_lossless_code_of_nothing_breaks_values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sim.errors import PolicyError
@@ -65,6 +66,7 @@ class SaveOnCpu(Policy):
 
     moves = True
     rewrites = True
+    saves = MappingProxyType({"copy": "PyTorch copies to the host straight from the saved tensor"})
     needs = frozenset({"host"})
     fidelity = "code"
     other_values = by_parameter(pin_memory=True, weights=False, duplicates=False)
