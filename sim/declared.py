@@ -115,6 +115,8 @@ def expected(declared: Any) -> str:
         return f"tuple of {expected(inside[0])}"
     if origin is frozenset:
         return f"frozenset of {expected(inside[0])}"
+    if origin is Mapping:
+        return f"mapping from {expected(inside[0])} to {expected(inside[1])}"
     if origin is not Annotated:
         return inspect.formatannotation(declared)
     for each in _details(declared):

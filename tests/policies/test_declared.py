@@ -221,6 +221,7 @@ def test_a_registry_that_grows_is_a_choice_that_grows():
     ("manages", ("activation",), "(did you mean 'activations'"),
     ("fidelity", "equation", "(did you mean 'equations'"),
     ("saves", {"lunch": "all of it"}, "(did you mean 'launch'"),
+    ("saves", {"magic": "all of it"}, "'copy' or 'fusion' to str"),
     ("online", 1, "online is 1; expected bool"),
     ("warm_up", -1, "warm_up is -1; expected int of at least 0"),
     ("optimal", True, "optimal is True; expected str"),
