@@ -6,12 +6,15 @@ python scripts/make_coverage.py --check    say whether it is current; exit statu
 
 from __future__ import annotations
 
+import ast
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from sim.policies import names
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "coverage.toml"
@@ -33,8 +36,27 @@ published system; a profile's page (`tiersim profiles NAME`) says where each fig
 
 
 def load_table() -> dict[str, Any]:
-    """The table as read."""
-    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    """The table as read; policies that no item names are the last group's, each with the first line of its file."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    table["group"][-1]["items"] += unnamed(table)
+    return table
+
+
+def unnamed(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An item for each policy of the tree that the table does not name."""
+    named = {name for item in items(table) for name in item.get("policies", ())}
+    files = {name: policy_file(name) for name in names() if name not in named}
+    return [
+        {
+            "item": (ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) or name)
+            .split("\n", 1)[0]
+            .rstrip("."),
+            "source": "not named",
+            "policies": [name],
+        }
+        for name, path in files.items()
+        if path is not None
+    ]
 
 
 def items(table: Mapping[str, Any]) -> list[dict[str, Any]]:

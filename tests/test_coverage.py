@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.policies import FAMILIES
+from sim.policies import FAMILIES, family, names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,10 +47,14 @@ def test_an_item_has_a_status_and_its_files_are_there(item):
 
 def test_every_policy_of_the_tree_stands_in_the_table():
     named = {name for item in ITEMS for name in item.get("policies", ())}
-    named |= {Path(path).stem for item in ITEMS for path in item.get("files", ())}
-    folders = [ROOT / "sim" / "policies" / family for family in FAMILIES]
-    there = {path.stem for folder in folders for path in folder.glob("*.py") if not path.stem.startswith("_")}
-    assert there - named == set()
+    assert {name for name in names() if family(name) in FAMILIES} - named == set()
+
+
+def test_a_policy_that_no_item_names_stands_there_by_itself():
+    (found,) = coverage.unnamed({"group": [{"items": [{"policies": [name for name in names() if name != "vlad"]}]}]})
+    assert (found["policies"], found["source"]) == (["vlad"], "not named")
+    assert found["item"]
+    assert coverage.status_of(found) == "done"
 
 
 def test_every_profile_of_the_tree_stands_in_the_table_or_is_a_composite():

@@ -46,7 +46,7 @@ def test_a_new_optimizer_is_an_axis_of_studies(lion):
     study = {"model": "gpt2", "sequence": 16, "profile": "a100_40_pcie", "policy": "keep_all"}
     cells = load_study({**study, "optimizer": ["sgd", "lion_test"]}).cells()
     assert [cell.labels["optimizer"] for cell in cells] == ["sgd", "lion_test"]
-    with pytest.raises(TiersimError, match=r"sgd_momentum, lion_test \(did you mean 'lion_test'"):
+    with pytest.raises(TiersimError, match=r", lion_test \(did you mean 'lion_test'"):
         load_study({**study, "optimizer": "lion_tst"})
 
 
