@@ -217,12 +217,12 @@ def allows_tuples(declared: Any) -> bool:
 
 
 def is_trait(declared: Any) -> bool:
-    """Whether it is of the class and no parameter."""
+    """Whether it belongs to the class and is not a parameter."""
     return declared is ClassVar or get_origin(declared) is ClassVar
 
 
 def _details(declared: Any) -> Iterator[Any]:
-    """What stands beside the type in `Annotated`, groups such as `Interval` and `Len` taken apart."""
+    """The metadata of the type in `Annotated`, with groups such as `Interval` and `Len` split up."""
     for each in getattr(declared, "__metadata__", ()):
         if isinstance(each, annotated_types.GroupedMetadata):
             yield from each

@@ -2,7 +2,7 @@
 
 Both bisect. A policy need not be monotone in its budget: it may fit a smaller budget and fail with a larger one. This
 holds for online policies, whose decisions depend on what is full at the moment; for offline plans that prefetch, since
-a prefetch that finds free space takes it from the ops that follow; and for planners, which plan anew for each budget.
+a prefetch that finds free space takes it from the ops that follow; and for planners, which plan each budget separately.
 The result is therefore *a* boundary: a budget that was run and fits, and one below it, within the tolerance, that was
 run and does not. It is known to be the minimum only where it is the least that any op needs.
 """

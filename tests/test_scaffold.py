@@ -103,7 +103,7 @@ def test_what_is_written_in_the_tree_passes_its_tests(checkout, kind):
 
 @pytest.mark.parametrize("name", ["my policy", "class", "MyPolicy", "_mine", ""])
 def test_a_name_that_is_none_is_refused(tmp_path, name):
-    with pytest.raises(PolicyError, match="no name for a policy"):
+    with pytest.raises(PolicyError, match="not a name for a policy"):
         write_policy(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -115,7 +115,7 @@ def test_an_unknown_kind_names_the_nearest(tmp_path):
 
 def test_a_file_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "test_mine.py").write_text("mine")
-    with pytest.raises(PolicyError, match="exists already"):
+    with pytest.raises(PolicyError, match="already exists"):
         write_policy("mine", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
 

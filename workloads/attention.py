@@ -94,7 +94,7 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
         (k, "keys"),
         (v, "values"),
         (out, "result of attention"),
-        (lse, "scale of each row of probabilities, which are computed again"),
+        (lse, "scale of each row of probabilities, which are recomputed"),
         (seed, "random state of dropout"),
         (offset, "random state of dropout"),
     ):

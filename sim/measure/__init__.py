@@ -1,4 +1,7 @@
-"""The machine at hand: real training steps beside simulated ones, and a profile fitted to it. Needs PyTorch."""
+"""Measurements on the local machine: a profile fitted to it, and real training steps next to simulated ones.
+
+Needs PyTorch.
+"""
 
 # mypy: allow-subclassing-any
 
@@ -9,14 +12,17 @@ from importlib.util import find_spec
 from sim.errors import TiersimError
 
 
-def require_torch(what: str) -> None:
-    """Raise TiersimError saying how to install PyTorch, which is an extra, where it is missing."""
+def require_torch(command: str) -> None:
+    """Raise TiersimError, saying how to install it, if PyTorch (an extra) is missing."""
     if find_spec("torch") is None:
-        raise TiersimError(f"{what} runs on the real machine and needs PyTorch: pip install 'tiersim[torch]'")
+        raise TiersimError(f"{command} runs on the real machine and needs PyTorch: pip install 'tiersim[torch]'")
 
 
 def choose_device(name: str | None) -> str:
-    """`cuda` where there is such a device, else `cpu`; or the one named (`cuda:1`). Raises TiersimError without it."""
+    """The device to measure on. Raises TiersimError if it is unknown or does not exist.
+
+    name: `cpu`, `cuda` or `cuda:1`; None for `cuda` where there is such a device, else `cpu`.
+    """
     import torch
 
     if name is None:

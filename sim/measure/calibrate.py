@@ -1,4 +1,4 @@
-"""A profile of the machine at hand: ops and copies timed over sizes, fitted, and written as a TOML file."""
+"""Writes a profile of the local machine: times ops and copies of many sizes, and fits the time model to them."""
 
 # mypy: allow-subclassing-any
 
@@ -20,7 +20,7 @@ from sim.measure.fit import LinkFit, fit_copies, fit_ops
 from sim.measure.profile_text import Links, Machine, profile_text
 
 Progress = Callable[[int, int, str], None]
-"""Told how many sizes are done, of how many, and what was timed last."""
+"""Called with the number of finished sizes, their total, and what was timed last."""
 
 
 def calibrate(
@@ -30,14 +30,19 @@ def calibrate(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Measure, fit, and write a profile that `load_profile` reads; its path.
+    """Measure this machine and write a profile that `load_profile` reads. Returns its path.
 
-    Timed: matrix products and attention in each type, six kinds of op that memory bounds (Adam among them), and
-    on CUDA copies to and from the host, alone and both at once, pinned and pageable, and the host's own ops.
-    What a CPU has no second memory for is left out. The constants come from least squares of relative errors;
-    their residuals are in the file. Every figure has this date and device as its source.
-    quick: few and small sizes; for trying it out, not for use. progress: by default a line on a terminal.
-    The file appears only when all is done (it is written beside and renamed); an interruption leaves nothing.
+    It times matrix products and attention in each type, and six kinds of memory-bound op (Adam included); on CUDA also
+    copies to and from the host, one direction at a time and both at once, pinned and pageable, and the host's own ops.
+    The constants come from a least-squares fit of relative errors; their residuals are in the file. Every figure names
+    the date and the device as its source. The file appears only when everything is done; an interruption leaves nothing
+    behind.
+
+    out: path of the file, ending in `.toml`.
+    quick: few and small sizes, for trying it out, not for use.
+    device: see `choose_device`.
+    progress: called after each size; by default a line on a terminal.
+
     Raises TiersimError without PyTorch or the device, or where the file cannot be written.
     """
     require_torch("tiersim calibrate")
@@ -54,18 +59,18 @@ def calibrate(
     is_cuda = place.type == "cuda"
     effort = QUICK if quick else FULL
     dtypes = [name for name in DTYPES if is_cuda or name == "fp32"]
-    here = replace(effort, streams=CUDA_STREAMS) if is_cuda and not quick else effort
-    total = op_sizes(here, len(dtypes)) + (op_sizes(effort, 1) + 3 * len(effort.copies) if is_cuda else 0)
-    say = progress or _on_terminal
+    device_effort = replace(effort, streams=CUDA_STREAMS) if is_cuda and not quick else effort
+    total = op_sizes(device_effort, len(dtypes)) + (op_sizes(effort, 1) + 3 * len(effort.copies) if is_cuda else 0)
+    report = progress or _on_terminal
     done = 0
 
-    def tick(what: str) -> None:
+    def tick(label: str) -> None:
         nonlocal done
         done += 1
-        say(min(done, total), total, what)
+        report(min(done, total), total, label)
 
-    say(0, total, f"about {_minutes(_seconds(total, effort.seconds))} on {place}")
-    bench = Bench(place, here, tick)
+    report(0, total, f"about {_minutes(_seconds(total, effort.seconds))} on {place}")
+    bench = Bench(place, device_effort, tick)
     machine = _machine(place)
     with torch.no_grad(), _no_tf32():
         ops = fit_ops(op_samples(bench, dtypes))
@@ -73,12 +78,16 @@ def calibrate(
         if is_cuda:
             host = fit_ops(op_samples(Bench(torch.device("cpu"), effort, tick), ["fp32"]))
             links = _measure_links(bench)
-    say(total, total, "")
+    report(total, total, "")
     return _write(path, profile_text(machine, ops, host, links))
 
 
 def seconds_needed(*, quick: bool = False, cuda: bool = False) -> float:
-    """About how many seconds `calibrate` takes."""
+    """The approximate duration of `calibrate` in seconds.
+
+    quick: see `calibrate`.
+    cuda: whether the device is a CUDA device.
+    """
     require_torch("tiersim calibrate")
     from sim.measure.samples import FULL, QUICK, op_sizes
 
@@ -103,7 +112,7 @@ def _measure_links(bench: object) -> Links:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    """A product in fp32 is to be one, not one in TF32."""
+    """Compute fp32 products in fp32, not in TF32."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -130,26 +139,26 @@ def _machine(place: object) -> Machine:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write beside the target, check that it is a profile, and rename."""
+    """Write a temporary file, check that it is a valid profile, and rename it."""
     from sim.hardware.profile import load_profile
 
-    aside = ""
+    temporary = ""
     try:
-        handle, aside = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".toml", dir=path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".toml", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        load_profile(aside)
-        os.replace(aside, path)
+        load_profile(temporary)
+        os.replace(temporary, path)
     except OSError as error:
         raise TiersimError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        if aside and os.path.exists(aside):
-            os.unlink(aside)
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
     return path
 
 
 def _seconds(sizes: int, each: float) -> float:
-    """Time for that many sizes: the largest of a kind runs a few times, however long it takes."""
+    """Time for that many sizes: the largest one of each kind runs a few times, however long it takes."""
     return sizes * (1.5 * each + 0.1)
 
 
@@ -158,7 +167,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _on_terminal(done: int, total: int, what: str) -> None:
-    """One line on standard error, written over; nothing where that is no terminal."""
+    """Overwrite one line on standard error; do nothing where that is not a terminal."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         sys.stderr.write(f"\r\x1b[Kcalibrate: {done}/{total} {what}{end}")

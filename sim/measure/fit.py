@@ -1,4 +1,4 @@
-"""From times of ops and copies to the constants of the time model, by least squares. No PyTorch needed."""
+"""Fits the constants of the time model to times of ops and copies, by least squares. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import numpy as np
 from sim.errors import TiersimError
 
 MAX_SHARE = 10.0
-"""Largest share of a tier's bandwidth that is believed: beyond it the byte part of an op is nothing."""
+"""The largest plausible share of a tier's bandwidth; beyond it the byte part of an op is negligible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One op of some size: its kind and type, FLOPs, bytes of its operands, and the nanoseconds that it took."""
+    """One measured op.
+
+    kind, dtype: as in `sim.trace.Op`.
+    flops: floating-point operations.
+    bytes: of its operands.
+    ns: measured duration.
+    """
 
     kind: str
     dtype: str
@@ -28,8 +34,14 @@ class Sample:
 class OpFit:
     """Constants of `launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth)`.
 
-    launch_ns; peak: FLOP/s by type, the fastest kind's; efficiency: by (kind, type); bandwidth: bytes/s of the
-    fastest stream; share: by kind. error: mean relative error of the fit; worst: the largest, and its sample.
+    launch_ns: fixed time per op.
+    peak: FLOP/s by type, of the fastest kind.
+    efficiency: by (kind, type).
+    bandwidth: bytes/s of the fastest memory-bound kind.
+    share: of that bandwidth, by kind.
+    error: mean relative error of the fit.
+    worst, worst_sample: the largest relative error, and its sample.
+    residuals: mean relative error by kind.
     """
 
     launch_ns: float
@@ -45,7 +57,12 @@ class OpFit:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Constants of `fixed + bytes / rate`: ns and bytes/s, with the mean relative error."""
+    """Constants of `fixed + bytes / rate`.
+
+    fixed_ns: ns per copy.
+    rate: bytes/s.
+    error: mean relative error of the fit.
+    """
 
     fixed_ns: float
     rate: float
@@ -53,7 +70,7 @@ class LinkFit:
 
 
 def fit_ops(samples: Sequence[Sample]) -> OpFit:
-    """All kinds in one fit, for they share `launch`; each sample counts by its relative error.
+    """Fit all kinds together, because they share `launch`; each sample counts by its relative error.
 
     Raises TiersimError where there are too few samples, or no rate can be found from them.
     """
@@ -73,22 +90,22 @@ def fit_ops(samples: Sequence[Sample]) -> OpFit:
             matrix[row, columns[sample.kind, sample.dtype]] = sample.flops
         matrix[row, streams[sample.kind]] = sample.bytes
     weighted = matrix / ns[:, None]
-    size = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)  # columns of FLOPs and of 1 differ by 10^12
-    found = nnls(weighted / size, np.ones(len(samples)))[0] / size
-    off = np.abs(matrix @ found / ns - 1)
-    return _constants(samples, found, columns, streams, off)
+    size = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)  # the columns differ by a factor of 10^12
+    constants = nnls(weighted / size, np.ones(len(samples)))[0] / size
+    errors = np.abs(matrix @ constants / ns - 1)
+    return _constants(samples, constants, columns, streams, errors)
 
 
 def _constants(
     samples: Sequence[Sample],
-    found: np.ndarray,
+    constants: np.ndarray,
     columns: Mapping[tuple[str, str], int],
     streams: Mapping[str, int],
-    off: np.ndarray,
+    errors: np.ndarray,
 ) -> OpFit:
-    speed = {key: 1e9 / found[at] for key, at in columns.items() if found[at] > 0}
-    rate = {kind: 1e9 / found[at] for kind, at in streams.items() if found[at] > 0}
-    # a kind's own byte part is a stream only where it does no products
+    speed = {key: 1e9 / constants[column] for key, column in columns.items() if constants[column] > 0}
+    rate = {kind: 1e9 / constants[column] for kind, column in streams.items() if constants[column] > 0}
+    # a kind's byte rate is a bandwidth only if the kind computes no products
     plain = {kind: value for kind, value in rate.items() if not any(key[0] == kind for key in columns)}
     if not speed or not plain:
         raise TiersimError("the measurements give no rate of computing or of memory: all took the same time")
@@ -96,18 +113,18 @@ def _constants(
     for (_, dtype), value in speed.items():
         peak[dtype] = max(peak.get(dtype, 0.0), value)
     bandwidth = max(plain.values())
-    worst = int(np.argmax(off))
+    worst = int(np.argmax(errors))
     kinds = sorted(streams)
     return OpFit(
-        launch_ns=float(found[0]),
+        launch_ns=float(constants[0]),
         peak=peak,
         efficiency={key: speed[key] / peak[key[1]] for key in speed},
         bandwidth=bandwidth,
         share={kind: min(rate.get(kind, np.inf) / bandwidth, MAX_SHARE) for kind in kinds},
-        error=float(off.mean()),
-        worst=float(off[worst]),
+        error=float(errors.mean()),
+        worst=float(errors[worst]),
         worst_sample=samples[worst],
-        residuals={kind: float(off[[s.kind == kind for s in samples]].mean()) for kind in kinds},
+        residuals={kind: float(errors[[s.kind == kind for s in samples]].mean()) for kind in kinds},
     )
 
 
@@ -124,5 +141,5 @@ def fit_copies(sizes: Sequence[int], ns: Sequence[float]) -> LinkFit:
     fixed, slope = nnls(weighted / size, np.ones(len(sizes)))[0] / size
     if slope <= 0:
         raise TiersimError("copies of all sizes took the same time: no rate can be fitted")
-    off = np.abs(matrix @ np.array([fixed, slope]) / time - 1)
-    return LinkFit(float(fixed), float(1e9 / slope), float(off.mean()))
+    errors = np.abs(matrix @ np.array([fixed, slope]) / time - 1)
+    return LinkFit(float(fixed), float(1e9 / slope), float(errors.mean()))

@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, op for op as Hugging Face's class computes it, so that memory and ops are those of the model."""
+"""GPT-2 in PyTorch, with the same ops as Hugging Face's class, so that memory and times are those of the model."""
 
 # mypy: allow-subclassing-any
 
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 Layered = Callable[[Tensor], Tensor]
 Run = Callable[[Layered, Tensor], Tensor]
-"""How a layer is called: as it is, or under a checkpoint."""
+"""How a layer is called: plainly, or under a checkpoint."""
 
-DEAR = (
+EXPENSIVE = (
     *("mm", "addmm", "bmm", "baddbmm"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
@@ -28,7 +28,7 @@ DEAR = (
 
 
 class Product(nn.Module):
-    """x W + b with W stored input first, as GPT-2's `Conv1D` has it."""
+    """x W + b with W stored input first, like GPT-2's `Conv1D`."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Gpt2(nn.Module):
         return next_token_loss(F.linear(x, self.wte.weight), labels)
 
     def body(self, ids: Tensor, run: Run) -> Tensor:
-        """What the head is given. (batch, seq) -> (batch, seq, hidden)."""
+        """The input of the head. (batch, seq) -> (batch, seq, hidden)."""
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         x = F.dropout(self.wte(ids) + self.wpe(positions), self.p, self.training)
         mask = causal_mask(ids, x.dtype) if self.attention == "eager" else None
@@ -108,18 +108,18 @@ class Gpt2(nn.Module):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32; 16-bit logits are held meanwhile, as Hugging Face's models hold them."""
+    """Mean cross-entropy in fp32; 16-bit logits stay resident meanwhile, as in Hugging Face's models."""
     wide = logits.float()
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(wide.view(-1, wide.size(-1)), shifted.view(-1))
 
 
 def causal_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a token may look, the least number elsewhere. (batch, 1, seq, seq)."""
+    """0 where a token may attend, the lowest number elsewhere. (batch, 1, seq, seq)."""
     batch, seq = ids.shape
-    at = torch.arange(seq, device=ids.device)
-    seen = (at[None, :] <= at[:, None]).expand(batch, 1, seq, seq)
-    return torch.where(seen, torch.zeros((), dtype=dtype, device=ids.device), torch.finfo(dtype).min)
+    positions = torch.arange(seq, device=ids.device)
+    visible = (positions[None, :] <= positions[:, None]).expand(batch, 1, seq, seq)
+    return torch.where(visible, torch.zeros((), dtype=dtype, device=ids.device), torch.finfo(dtype).min)
 
 
 # ---- policies ------------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def checkpointed(layer: Layered, x: Tensor) -> Tensor:
 
 
 def selective(layer: Layered, x: Tensor) -> Tensor:
-    """Call a layer under a checkpoint that keeps the results of dear ops."""
+    """Call a layer under a checkpoint that keeps the results of expensive ops."""
 
     def choose(_context: Any, op: Any, *_args: Any, **_named: Any) -> CheckpointPolicy:
-        keeps = getattr(op, "_opname", "") in DEAR
+        keeps = getattr(op, "_opname", "") in EXPENSIVE
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, choose)
@@ -150,6 +150,6 @@ def selective(layer: Layered, x: Tensor) -> Tensor:
 
 @contextmanager
 def saved_on_host() -> Iterator[None]:
-    """Saved tensors go to ordinary host memory and come back in backward."""
+    """Offload saved tensors to pageable host memory and fetch them in backward."""
     with torch.autograd.graph.save_on_cpu(pin_memory=False):
         yield

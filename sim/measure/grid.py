@@ -1,9 +1,9 @@
-"""calibrate, then validate over a grid of models, lengths, types and budgets on a CUDA device, in one command.
+"""Calibrates, then validates over a grid of models, lengths, types and budgets on a CUDA device, in one command.
 
     python -m sim.measure.grid -o my_machine
 
-writes my_machine.toml (the profile) and my_machine.json (a row a step), and prints each row. It ends within ten
-minutes: what there was no time or no memory for is in the file by name. Needs PyTorch with CUDA.
+writes my_machine.toml (the profile) and my_machine.json (one row per step), and prints each row. It finishes within ten
+minutes; steps for which time or memory was too short are listed in the file. Needs PyTorch with CUDA.
 """
 
 # mypy: allow-subclassing-any
@@ -31,15 +31,20 @@ from sim.measure.validate import POLICIES, Row, config_of, roomy, rounded_peak, 
 from workloads.transformer import transformer
 
 SECONDS = 570.0
-"""Time for everything."""
+"""Total time in seconds."""
 
 ON_DEVICE = ("none", "checkpoint", "selective checkpoint")
-"""Policies that copy nothing; `save_on_cpu` moves all that is saved through ordinary memory, slow for large steps."""
+"""Policies without copies; `save_on_cpu` moves all saved tensors through pageable memory, slow for large steps."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, batch, length and type, and which policies it runs under. budget: also with too little memory."""
+    """One job to validate.
+
+    model, batch, sequence, precision: as for `transformer`.
+    policies: names of `sim.measure.validate.POLICIES`.
+    budget: also run it with too little memory.
+    """
 
     model: str
     batch: int
@@ -64,12 +69,12 @@ GRID = (
     Case("gpt2-xl", 2, 1024, "bf16"),
     Case("gpt2-xl", 4, 1024, "amp_bf16", budget=True),
 )
-"""From small to large, so that what does not fit any more comes last."""
+"""From small to large, so that jobs that do not fit come last."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a step runs in `limit` bytes, really and simulated."""
+    """Whether a step fits into `limit` bytes, in reality and in the simulation."""
 
     policy: str
     limit: int
@@ -78,7 +83,7 @@ class Fit:
 
 
 def budget_rows(case: Case, platform: Platform, device: str) -> list[Fit]:
-    """Steps with and without checkpointing in a budget half-way between their simulated peaks."""
+    """Steps with and without checkpointing, with a budget halfway between their simulated peaks."""
     from sim.measure.steps import Steps
 
     config = config_of(case.model, case.sequence)
@@ -87,7 +92,7 @@ def budget_rows(case: Case, platform: Platform, device: str) -> list[Fit]:
     peaks = {name: simulated_peak(case, name) for name in ("none", "checkpoint")}
     limit = sum(peaks.values()) // 2
     steps = Steps(config, case.batch, case.sequence, case.precision, "sdpa", dropout, device)
-    steps.peak("checkpoint")  # makes the optimizer's state, and finds what lies beside
+    steps.peak("checkpoint")  # creates the optimizer's state, and determines `steps.beside`
     rows = []
     for name in peaks:
         policy, parameters = POLICIES[name]
@@ -100,7 +105,7 @@ def budget_rows(case: Case, platform: Platform, device: str) -> list[Fit]:
 
 
 def simulated_peak(case: Case, policy: str) -> int:
-    """The peak of a case, from the configuration alone."""
+    """The simulated peak of a case in bytes, from the configuration alone."""
     config = config_of(case.model, case.sequence)
     trace = transformer(config, batch=case.batch, sequence=case.sequence, precision=case.precision)
     name, parameters = POLICIES[policy]
@@ -116,17 +121,25 @@ def run(
     say: Callable[[str], None],
     free: Callable[[], int],
 ) -> list[dict[str, Any]]:
-    """A row a case and policy. stop: `time.monotonic()` at which no further case begins. free: bytes on the device."""
+    """Validate a grid. Returns one row per case and policy.
+
+    grid: the cases.
+    platform: profile of this machine.
+    device: to run on.
+    stop: value of `time.monotonic()` after which no further case starts.
+    say: called with what is running.
+    free: returns the free bytes on the device.
+    """
     rows: list[dict[str, Any]] = []
     longest = 0.0
     for case in grid:
         about = {"model": case.model, "batch": case.batch, "sequence": case.sequence, "precision": case.precision}
-        began = time.monotonic()
+        started = time.monotonic()
         policies = [name for name in case.policies if simulated_peak(case, name) < 0.9 * free()]
         for name in case.policies:
             if name not in policies:
                 rows.append({**about, "policy": name, "not_run": "it needs more memory than there is"})
-        if began + longest > stop:
+        if started + longest > stop:
             rows += [{**about, "policy": name, "not_run": "there was no time left"} for name in policies]
             continue
         if policies:
@@ -145,7 +158,7 @@ def run(
         if case.budget and policies and device.startswith("cuda"):
             gc.collect()
             rows += [{**about, **asdict(fit)} for fit in budget_rows(case, platform, device)]
-        longest = max(longest, time.monotonic() - began)
+        longest = max(longest, time.monotonic() - started)
         gc.collect()
     return rows
 
@@ -155,19 +168,19 @@ def _shown(row: Row) -> dict[str, Any]:
 
 
 def write(path: Path, machine: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as JSON, one a line, written aside and renamed."""
+    """Write the rows as JSON, one per line; the file appears complete or not at all."""
     text = ",\n".join(json.dumps(row) for row in rows)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")
-    os.replace(aside, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything. Returns 0, or 2 with one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m sim.measure.grid", description="calibrate and validate, CUDA")
-    parser.add_argument("-o", "--out", required=True, help="name of what is written, without .toml and .json")
-    parser.add_argument("--profile", help="profile of this machine; none: it is measured first")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything")
+    parser.add_argument("-o", "--out", required=True, help="name of the files to write, without .toml and .json")
+    parser.add_argument("--profile", help="profile of this machine; by default it is measured first")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="total time in seconds")
     given = parser.parse_args(arguments)
     stop = time.monotonic() + given.seconds
     try:

@@ -1,4 +1,4 @@
-"""Watching a real iteration: a ledger of storages, and a clock for each op."""
+"""Observes a real iteration: a ledger of storages, and a clock for each op."""
 
 # mypy: allow-subclassing-any
 
@@ -25,10 +25,14 @@ VIEWS = frozenset((
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of all live storages of one device, each counted once however many views it has.
+    """Bytes of all live storages on one device, each counted once however many views it has.
 
-    peak: the most after any op; highest: the same by phase. Storages that live already are told with `hold`.
-    Counts what PyTorch allocates as tensors; scratch space inside kernels is not seen.
+    It counts what PyTorch allocates as tensors; workspaces inside kernels are invisible. Storages that are live at the
+    start must be registered with `hold`.
+
+    live: bytes now.
+    phase: of the iteration, set from outside.
+    highest: the most bytes after any op, by phase.
     """
 
     def __init__(self, device: str) -> None:
@@ -41,7 +45,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """The most in bytes, over all phases."""
+        """The most bytes over all phases."""
         return max(self.highest.values(), default=0)
 
     def hold(self, tensors: Iterable[Any]) -> None:
@@ -63,7 +67,7 @@ class Ledger(TorchDispatchMode):
         self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, then count what it made."""
+        """Run the op, then count its results."""
         out = func(*args, **(kwargs or {}))
         self.hold(tree_leaves(out))
         self.highest[self.phase] = max(self.highest.get(self.phase, 0), self.live)
@@ -71,10 +75,12 @@ class Ledger(TorchDispatchMode):
 
 
 class OpClock(TorchDispatchMode):
-    """Time of every op. phase, layer: of the op that runs now, set from outside; layer -1 for none.
+    """The time of every op.
 
-    On a CPU it is wall time. On a CUDA device it is the time between two events on the op's stream, so that the
-    device is not made to wait for Python after each op; what it waits for Python all the same is in it.
+    On a CPU it is wall-clock time. On a CUDA device it is the time between two events on the op's stream, so that the
+    device need not synchronise with Python after each op; any time that it waits for Python is included.
+
+    phase, layer: of the current op, set from outside; layer -1 for none.
     """
 
     def __init__(self, device: str) -> None:
@@ -85,7 +91,7 @@ class OpClock(TorchDispatchMode):
         self._seen: list[tuple[MeasuredOp, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op and note how long it took."""
+        """Run the op and record its time."""
         name = str(func)
         view = getattr(func, "_opname", "") in VIEWS or name.startswith("profiler")
         layer = -1 if self.phase == "update" else self.layer
@@ -104,7 +110,7 @@ class OpClock(TorchDispatchMode):
 
     @property
     def ops(self) -> list[MeasuredOp]:
-        """All ops with their times; on a CUDA device it waits until the last has ended."""
+        """All ops with their times; on a CUDA device this waits for the last one to end."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return [replace(op, ns=round(first.elapsed_time(last) * 1e6)) for op, (first, last) in self._seen]

@@ -1,4 +1,4 @@
-"""Llama in PyTorch, op for op as Hugging Face's class computes it, so that memory and ops are those of the model."""
+"""Llama in PyTorch, with the same ops as Hugging Face's class, so that memory and times are those of the model."""
 
 # mypy: allow-subclassing-any
 
@@ -18,7 +18,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
-    """In fp32, then back to the type of x, then times the weight."""
+    """RMSNorm in fp32, cast back to the type of x, then multiplied by the weight."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Llama(nn.Module):
         return next_token_loss(self.lm_head(x), labels)
 
     def body(self, ids: Tensor, run: Run) -> Tensor:
-        """What the head is given. (batch, seq) -> (batch, seq, hidden)."""
+        """The input of the head. (batch, seq) -> (batch, seq, hidden)."""
         x = self.embed(ids)
         mask = causal_mask(ids, x.dtype) if self.attention == "eager" else None
         rotary = self.rotary(ids.shape[1], x)
@@ -118,7 +118,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Each key or value once for each query head of its group."""
+    """Repeat each key or value for every query head of its group."""
     if times == 1:
         return x
     batch, heads, seq, head = x.shape

@@ -1,4 +1,4 @@
-"""A hardware profile as TOML text, from fitted constants. No PyTorch needed."""
+"""Formats fitted constants as the TOML text of a hardware profile. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from sim.measure.fit import LinkFit, OpFit
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of the machine without timing it. Bytes; names; the date as ISO text."""
+    """What is known about the machine without timing it.
+
+    device: its name.
+    is_cuda: whether it is a CUDA device.
+    date: of the measurement, as ISO text.
+    torch: version of PyTorch.
+    memory, free: total and free bytes of its memory.
+    host_memory: bytes of the host's memory.
+    """
 
     device: str
     is_cuda: bool
@@ -24,14 +32,24 @@ class Machine:
 
 @dataclass(frozen=True)
 class Links:
-    """Fits of the copies between a CUDA device and the host, by name, and what is left with both directions."""
+    """Copies between a CUDA device and the host.
+
+    fits: by name of the link.
+    factors: fraction of its rate that remains when both directions are active, by name of the link.
+    """
 
     fits: Mapping[str, LinkFit]
     factors: Mapping[str, float]
 
 
 def profile_text(machine: Machine, ops: OpFit, host: OpFit | None = None, links: Links | None = None) -> str:
-    """The TOML text. host: the fit of the CPU's ops on a machine with a CUDA device; links: its copies."""
+    """The TOML text of a profile.
+
+    machine: what is known without timing.
+    ops: fit of the device's ops.
+    host: fit of the CPU's ops on a machine with a CUDA device.
+    links: its copies.
+    """
     tier = "hbm" if machine.is_cuda else "ram"
     source = f"tiersim calibrate, {machine.date}, {machine.device}, PyTorch {machine.torch}"
     worst = ops.worst_sample
@@ -60,7 +78,7 @@ def profile_text(machine: Machine, ops: OpFit, host: OpFit | None = None, links:
     if host is not None:
         for name in ("host", "host_pageable"):
             half = _figure(
-                f"{machine.host_memory // 2} B", "half of the machine's memory each, pinned and not", "assumed"
+                f"{machine.host_memory // 2} B", "half of the machine's memory each, pinned and pageable", "assumed"
             )
             lines += [
                 f"[tiers.{name}]",
@@ -104,12 +122,14 @@ def _engine(name: str, home: str, main: bool, fit: OpFit, source: str, reaches: 
     lines += ["", f"[engines.{name}.efficiency]"]
     lines += [f"{kind}_{dtype} = {_number(min(1.0, value))}" for (kind, dtype), value in fit.efficiency.items()]
     first = next(iter(fit.peak))
-    dear = min(1.0, fit.efficiency.get(("matmul", first), 1.0))
-    default = _figure(_number(dear), "other kinds were not measured: as matrix products", "assumed", bare=True)
+    of_products = min(1.0, fit.efficiency.get(("matmul", first), 1.0))
+    default = _figure(
+        _number(of_products), "other kinds were not measured: same as matrix products", "assumed", bare=True
+    )
     lines += [f"default = {default}", "", f"[engines.{name}.bandwidth_share]"]
     lines += [f"{kind} = {_number(share)}" for kind, share in fit.share.items()]
     other = fit.share.get("elementwise", 1.0)
-    default = _figure(_number(other), "other kinds were not measured: as element-wise ops", "assumed", bare=True)
+    default = _figure(_number(other), "other kinds were not measured: same as elementwise ops", "assumed", bare=True)
     return [*lines, f"default = {default}", ""]
 
 
@@ -148,13 +168,13 @@ def _links(links: Links, source: str, host: OpFit | None) -> list[str]:
 
 
 def _figure(value: str, source: str, standing: str, *, bare: bool = False) -> str:
-    """A figure as a table. bare: the value is a number (or the words for none), not a quantity."""
+    """A figure as a table. bare: the value is a number (or "no measurement"), not a quantity with a unit."""
     shown = value if bare and value != "no measurement" else _text(value)
     return f"{{ value = {shown}, source = {_text(source)}, standing = {_text(standing)} }}"
 
 
 def _number(value: float) -> str:
-    """A positive number in TOML, three digits, never 0 and never with an exponent that TOML lacks."""
+    """A positive number in TOML: four decimals, never 0 and never with an exponent."""
     return f"{max(value, 1e-4):.4f}"
 
 

@@ -1,4 +1,4 @@
-"""Times of ops and copies on the machine at hand, over sizes."""
+"""Measures the times of ops and copies of many sizes on the local machine."""
 
 # mypy: allow-subclassing-any
 
@@ -17,17 +17,21 @@ from sim.measure.fit import Sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAM_BYTES = 28
-"""Bytes a parameter that Adam in fp32 moves: reads weight, gradient and two moments, writes three of them."""
+"""Bytes per parameter that Adam in fp32 moves: it reads weight, gradient and two moments, and writes three of them."""
 
 BATCH_BYTES, MOST_COPIES = 1 << 22, 16
-"""So many bytes are copied between two events, in at most so many copies."""
+"""Bytes to copy between two events, and the most copies to do it in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: seconds a size, and the sizes: powers of two.
+    """How much to measure; sizes are exponents of two.
 
-    Streams are either tiny, which tells what an op costs that moves nothing, or larger than caches.
+    seconds: per size.
+    products: edge of matrices.
+    streams: elements of memory-bound ops, either tiny, which reveals the fixed cost of an op, or larger than caches.
+    copies: bytes.
+    attention: sequence lengths.
     """
 
     seconds: float
@@ -39,13 +43,18 @@ class Effort:
 
 FULL = Effort(0.5, range(7, 14), (6, 8, *range(21, 27)), range(12, 30), range(7, 14))
 CUDA_STREAMS = (6, 8, *range(25, 29))
-"""Sizes of streams on a GPU, whose caches hold more than a CPU core's: 128 MiB a tensor and more."""
+"""Sizes of memory-bound ops on a GPU, whose caches are larger than a CPU core's: 128 MiB per tensor and more."""
 QUICK = Effort(0.02, range(6, 10), (6, 14, 18, 20), range(14, 24, 3), range(6, 10))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how hard to measure. tick: told of every size that was tried."""
+    """Where and how much to measure.
+
+    device: to measure on.
+    effort: how much.
+    tick: called for every size that was tried.
+    """
 
     device: torch.device
     effort: Effort
@@ -57,43 +66,43 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def ns(self, run: Callable[[], object]) -> float:
-        """Median nanoseconds of one call among batches of them, back to back as in a training step."""
+        """Median nanoseconds of a call, measured in batches of consecutive calls as in a training step."""
         run()
         self.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         run()
         self.synchronize()
-        one = max(time.perf_counter() - began, 1e-7)
-        calls = max(1, min(1000, round(self.effort.seconds / 8 / one)))
-        taken: list[float] = []
+        single_s = max(time.perf_counter() - started, 1e-7)
+        calls = max(1, min(1000, round(self.effort.seconds / 8 / single_s)))
+        times: list[float] = []
         stop = time.perf_counter() + self.effort.seconds
-        while len(taken) < 3 or time.perf_counter() < stop:
-            began = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() < stop:
+            started = time.perf_counter()
             for _ in range(calls):
                 run()
             self.synchronize()
-            taken.append((time.perf_counter() - began) / calls)
-            if one > self.effort.seconds:
+            times.append((time.perf_counter() - started) / calls)
+            if single_s > self.effort.seconds:
                 break
-        return statistics.median(taken) * 1e9
+        return statistics.median(times) * 1e9
 
     def sweep(
         self, sizes: Sequence[int], make: Callable[[int], tuple[Sample, Callable[[], object]]]
     ) -> Iterator[Sample]:
-        """Samples of growing size, until a call takes so long that the next would not do, or memory ends."""
+        """Samples of growing size, until a call takes too long to try the next one, or memory is exhausted."""
         for tried, size in enumerate(sizes, 1):
             try:
-                what, run = make(1 << size)
-                took = self.ns(run)
+                sample, run = make(1 << size)
+                ns = self.ns(run)
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
                     raise
-                took = float("inf")
+                ns = float("inf")
             else:
-                yield Sample(what.kind, what.dtype, what.flops, what.bytes, took)
-                self.tick(f"{what.kind} {what.dtype} 2^{size}")
-            if took > 0.5e9 * self.effort.seconds:
-                for _ in range(len(sizes) - tried + (took == float("inf"))):
+                yield Sample(sample.kind, sample.dtype, sample.flops, sample.bytes, ns)
+                self.tick(f"{sample.kind} {sample.dtype} 2^{size}")
+            if ns > 0.5e9 * self.effort.seconds:
+                for _ in range(len(sizes) - tried + (ns == float("inf"))):
                     self.tick("")
                 return
 
@@ -104,8 +113,8 @@ def op_sizes(effort: Effort, dtypes: int) -> int:
 
 
 def op_samples(bench: Bench, dtypes: list[str]) -> list[Sample]:
-    """Matrix products and attention in each type; ops bound by memory in the first."""
-    found: list[Sample] = []
+    """Samples of matrix products and attention in each type, and of memory-bound ops in fp32."""
+    samples: list[Sample] = []
     for dtype in dtypes:
         kind = DTYPES[dtype]
         width = kind.itemsize
@@ -119,27 +128,27 @@ def op_samples(bench: Bench, dtypes: list[str]) -> list[Sample]:
         def attention(
             n: int, kind: torch.dtype = kind, dtype: str = dtype, width: int = width
         ) -> tuple[Sample, Callable[[], object]]:
-            heads, head = 8, 64  # causal, and counted whole, as traces of language models do
+            heads, head = 8, 64  # causal, and counted in full, as in traces of language models
             q, k, v = (torch.randn(1, heads, n, head, device=bench.device).to(kind) for _ in range(3))
             flops = 4 * heads * n * n * head
             return Sample(
                 "attention", dtype, flops, 4 * width * heads * n * head, 0
             ), lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        found += bench.sweep(bench.effort.products, product)
-        found += bench.sweep(bench.effort.attention, attention)
+        samples += bench.sweep(bench.effort.products, product)
+        samples += bench.sweep(bench.effort.attention, attention)
     for name in STREAMS:
-        found += bench.sweep(bench.effort.streams, partial(stream, name, bench.device))
-    return found
+        samples += bench.sweep(bench.effort.streams, partial(stream, name, bench.device))
+    return samples
 
 
 STREAMS = ("elementwise", "norm", "softmax", "reduce", "copy", "optimizer")
 
 
 def stream(name: str, device: torch.device, n: int) -> tuple[Sample, Callable[[], object]]:
-    """An op on n fp32 elements that memory bounds, and the bytes that it reads and writes."""
+    """A memory-bound op on n fp32 elements, with the bytes that it reads and writes."""
     x = torch.ones(n, device=device)
-    # where it can be, the result's memory is there before: on a CPU fresh pages cost more than the op itself
+    # where possible, the result's memory is allocated in advance: on a CPU new pages cost more than the op itself
     z, row = torch.ones(n, device=device), min(1024, n)
     if name == "elementwise":
         y = torch.ones(n, device=device)
@@ -160,20 +169,23 @@ def stream(name: str, device: torch.device, n: int) -> tuple[Sample, Callable[[]
     options = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
     def adam() -> None:
-        # the kernel itself: the optimizer class spends more in Python than a small one takes
+        # the kernel itself: the optimizer class takes longer in Python than a small kernel
         torch._fused_adamw_([x], [gradient], [mean], [square], [], [count], **options, amsgrad=False, maximize=False)
 
     return Sample(name, "fp32", 0, ADAM_BYTES * n, 0), adam
 
 
 def copy_times(bench: Bench, *, pinned: bool, both: bool) -> tuple[list[int], dict[str, list[float]]]:
-    """Sizes and, by direction (`d2h`, `h2d`), nanoseconds of copies between a CUDA device and the host.
+    """Sizes in bytes and, by direction (`d2h`, `h2d`), nanoseconds of copies between a CUDA device and the host.
 
-    Each direction has a stream of its own and is timed by events on it, small copies several at a time. both: the
-    two directions at once.
+    Each direction has its own stream and is timed by events on it, small copies several at a time.
+
+    bench: where and how much to measure.
+    pinned: use pinned host memory.
+    both: run both directions at once.
     """
     sizes: list[int] = []
-    found: dict[str, list[float]] = {"d2h": [], "h2d": []}
+    medians: dict[str, list[float]] = {"d2h": [], "h2d": []}
     streams = {"d2h": torch.cuda.Stream(bench.device), "h2d": torch.cuda.Stream(bench.device)}
     for power in bench.effort.copies:
         size = 1 << power
@@ -205,7 +217,7 @@ def copy_times(bench: Bench, *, pinned: bool, both: bool) -> tuple[list[int], di
                 for way, (first, last) in marks.items():
                     times[way].append(first.elapsed_time(last) * 1e6 / calls)
         sizes.append(size)
-        for way in found:
-            found[way].append(statistics.median(times[way][1:]))  # the first copy pays for what is set up once
+        for way in medians:
+            medians[way].append(statistics.median(times[way][1:]))  # the first copy includes one-time setup
         bench.tick(f"{'pinned' if pinned else 'pageable'} copies{', both ways' if both else ''} 2^{power}")
-    return sizes, found
+    return sizes, medians

@@ -1,4 +1,4 @@
-"""Training steps of a GPT-2 or a Llama on the machine at hand, measured."""
+"""Measures training steps of a GPT-2 or a Llama on the local machine."""
 
 # mypy: allow-subclassing-any
 
@@ -21,12 +21,12 @@ from sim.measure.llama import Llama
 from workloads.measured import MeasuredOp
 
 WARM_UP = 2
-"""Steps before the measured ones: the optimizer's state is made in the first."""
+"""Steps before the measured ones; the first one creates the optimizer's state."""
 
 COPY_BYTES = 1 << 26
 """Size of the copies that `copy_rates` times."""
 UNIT = 512
-"""To multiples of so many bytes PyTorch's CUDA allocator rounds."""
+"""PyTorch's CUDA allocator rounds sizes up to multiples of this many bytes."""
 
 RUNS: Mapping[str, Run] = {
     "none": plain,
@@ -40,8 +40,11 @@ RUNS: Mapping[str, Run] = {
 class Steps:
     """One model with its data and optimizer (AdamW, foreach) on one device.
 
-    config: keys of a Hugging Face `config.json` of GPT-2 or Llama. beside: bytes on a CUDA device, as `peak` found
-    them, that no tensor of the step holds: workspaces that cuBLAS keeps once it has them.
+    config: keys of a Hugging Face `config.json` of GPT-2 or Llama.
+    batch, sequence, precision, attention, dropout: as for `transformer`.
+    device: to run on.
+    beside: bytes on a CUDA device, measured by `peak`, that belong to no tensor of the step: workspaces that cuBLAS
+        keeps once it has them.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Steps:
             torch.cuda.synchronize(self.device)
 
     def step(self, policy: str, enter: Callable[[str], None] = lambda phase: None) -> None:
-        """One iteration; `enter` is told each phase as it begins."""
+        """Run one iteration; `enter` is called at the start of each phase."""
         enter("forward")
         with saved_on_host() if policy == "save_on_cpu" else nullcontext(), self._autocast():
             loss = self.model(self.ids, self.labels, RUNS[policy])
@@ -90,25 +93,25 @@ class Steps:
         return torch.autocast(self.device.type, torch.bfloat16) if wanted else nullcontext()
 
     def peak(self, policy: str) -> int:
-        """The most bytes on the device in one iteration in the steady state."""
+        """The peak bytes on the device during an iteration in the steady state."""
         for _ in range(WARM_UP):
             self.step(policy)
         return self._cuda_peak(policy) if self.is_cuda else self._ledger_peak(policy)
 
     def times(self, policies: Sequence[str], repeats: int) -> dict[str, int]:
-        """Median nanoseconds of an iteration under each policy, run in turn so that drift hits all alike."""
-        taken: dict[str, list[int]] = {policy: [] for policy in policies}
+        """Median nanoseconds of an iteration under each policy; they alternate so that drift affects all equally."""
+        times: dict[str, list[int]] = {policy: [] for policy in policies}
         for _ in range(repeats):
             for policy in policies:
                 self.synchronize()
-                began = time.perf_counter_ns()
+                started = time.perf_counter_ns()
                 self.step(policy)
                 self.synchronize()
-                taken[policy].append(time.perf_counter_ns() - began)
-        return {policy: round(statistics.median(each)) for policy, each in taken.items()}
+                times[policy].append(time.perf_counter_ns() - started)
+        return {policy: round(statistics.median(samples)) for policy, samples in times.items()}
 
     def _held(self) -> list[Tensor]:
-        """All tensors that there are between two steps; a step counter is 4 bytes that none of ours stands for."""
+        """All tensors that live between two steps, except step counters, which a trace does not have."""
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         return [*self.model.parameters(), *(v for v in state if v.numel() > 1), self.ids, self.labels]
 
@@ -136,7 +139,7 @@ class Steps:
         return ledger.peak
 
     def fits(self, policy: str, limit: int) -> bool:
-        """Whether a step runs on a CUDA device of which PyTorch may take `limit` bytes."""
+        """Whether a step runs on a CUDA device if PyTorch may use `limit` bytes of it."""
         whole = torch.cuda.get_device_properties(self.device).total_memory
         gc.collect()
         torch.cuda.empty_cache()
@@ -168,20 +171,20 @@ class Steps:
         return [replace(op, ns=round(statistics.median(times))) for op, times in _zipped(lists)]
 
     def copy_rates(self) -> tuple[int, int]:
-        """Bytes per second of copies to new pages of ordinary host memory, and back."""
+        """Bytes per second of copies to new pages of pageable host memory, and back."""
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        there, back = [], []
+        to_host, back = [], []
         for _ in range(5):
             self.synchronize()
-            began = time.perf_counter_ns()
+            started = time.perf_counter_ns()
             packed = source.to("cpu", copy=True)
             self.synchronize()
             middle = time.perf_counter_ns()
             packed.to(self.device, copy=True)
             self.synchronize()
-            there.append(middle - began)
+            to_host.append(middle - started)
             back.append(time.perf_counter_ns() - middle)
-        out, home = (round(COPY_BYTES * 10**9 / statistics.median(times)) for times in (there, back))
+        out, home = (round(COPY_BYTES * 10**9 / statistics.median(times)) for times in (to_host, back))
         return out, home
 
 
@@ -193,7 +196,7 @@ def _zipped(lists: list[list[MeasuredOp]]) -> Iterator[tuple[MeasuredOp, list[in
 
 @contextmanager
 def _layers_known(model: Gpt2 | Llama, clock: OpClock) -> Iterator[None]:
-    """While this lasts the clock knows the layer: forward from the calls, backward from the gradients as they pass."""
+    """Keep `clock.layer` up to date while the context lasts: in forward by calls, in backward by gradients."""
 
     def set_to(layer: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
@@ -205,7 +208,7 @@ def _layers_known(model: Gpt2 | Llama, clock: OpClock) -> Iterator[None]:
         def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
             clock.layer = layer
             if inputs[0].requires_grad:
-                inputs[0].register_hook(set_to(layer - 1))  # its gradient is whole: what follows is the layer before
+                inputs[0].register_hook(set_to(layer - 1))  # its gradient is complete: the preceding layer follows
 
         return hook
 

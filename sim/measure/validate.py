@@ -1,8 +1,8 @@
-"""A real training step under four ways to hold activations, beside the same step simulated.
+"""Compares a real training step, under four ways of keeping activations, with the same step simulated.
 
-Memory of the simulated step comes from the configuration alone. Its time comes from a profile of this
-machine where one is given (`tiersim calibrate` makes one), else from the op times of the real plain step:
-then the row of `none` is given, and the others are predictions.
+The memory of the simulated step follows from the configuration alone. Its time comes from a profile of this machine, if
+one is given (`tiersim calibrate` writes one), else from the op times of the real plain step; in that case the row of
+`none` is an input, and the others are predictions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TINY = {
     "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 1024,
     "activation_function": "gelu_new",
 }  # fmt: skip
-"""The model that is meant where none is named: seconds on any machine."""
+"""The default model: takes seconds on any machine."""
 
 POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "none": ("keep_all", {}),
@@ -35,14 +35,21 @@ POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "selective checkpoint": ("selective_recompute", {"recompute": "all_but_matmul"}),
     "save_on_cpu": ("save_on_cpu", {}),
 }
-"""What is done in PyTorch, and the policy that simulates it."""
+"""The mechanism in PyTorch -> the policy that simulates it, with its parameters."""
 
 PRECISIONS = ("fp32", "bf16", "amp_bf16")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy: bytes and nanoseconds, measured and simulated; None where `note` says why it was not run."""
+    """One policy's peak and time, measured and simulated; None where `note` says why it was not run.
+
+    policy: a key of `POLICIES`.
+    simulated_by: the policy of this package.
+    measured_bytes, simulated_bytes: peaks.
+    measured_ns, simulated_ns: times of a step.
+    note: remarks, "" for none.
+    """
 
     policy: str
     simulated_by: str
@@ -54,12 +61,12 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        """Simulated over measured peak, less 1."""
+        """Simulated / measured peak - 1."""
         return _error(self.simulated_bytes, self.measured_bytes)
 
     @property
     def time_error(self) -> float | None:
-        """Simulated over measured time, less 1."""
+        """Simulated / measured time - 1."""
         return _error(self.simulated_ns, self.measured_ns)
 
 
@@ -80,18 +87,24 @@ def validate(
     policies: Sequence[str] = tuple(POLICIES),
     progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Run and simulate one step under each of `policies`; a row each.
+    """Run and simulate one step under each policy. Returns one row per policy.
 
-    model: a GPT-2 or a Llama by name, a config, or None for a tiny GPT-2. precision: fp32, bf16, amp_bf16.
-    attention: sdpa or eager. device: `cuda` or `cpu`, by default the first of them there is. repeats: steps timed
-    a policy, the median counts. profile: of this machine, for the times. policies: names in `POLICIES`. progress:
-    told what runs.
+    On CUDA the measured peak is `max_memory_allocated` minus the memory that is allocated between steps without
+    belonging to a tensor of the step (cuBLAS's workspaces; a note says how much). It includes temporary workspaces of
+    kernels and the allocator's rounding. On a CPU it is a ledger of storages, which includes neither; dropout is 0
+    there, because its CPU kernel saves a mask of another size.
 
-    On CUDA the measured peak is `max_memory_allocated` without what is allocated between steps and belongs to no
-    tensor of the step (cuBLAS's workspaces; a note says how much); workspaces that kernels take for a moment and
-    the allocator's rounding are in it. On a CPU it is a ledger of storages, which has neither; dropout is 0 there,
-    because its CPU kernel keeps a mask of another size. Raises TiersimError without PyTorch or the device,
-    WorkloadError for a model of another family.
+    model: a GPT-2 or a Llama by name, a config, or None for a tiny GPT-2.
+    batch, sequence: samples per step, tokens per sample.
+    precision: fp32, bf16 or amp_bf16.
+    attention: sdpa or eager.
+    device: `cuda` or `cpu`; by default `cuda` where there is such a device.
+    repeats: timed steps per policy, of which the median counts.
+    profile: of this machine, for the simulated times.
+    policies: names in `POLICIES`.
+    progress: called with what is running.
+
+    Raises TiersimError without PyTorch or the device, WorkloadError for a model of another family.
     """
     require_torch("tiersim validate")
     from sim.measure.steps import Steps
@@ -113,92 +126,97 @@ def validate(
         config, batch=batch, sequence=sequence, precision=precision, attention=attention, dropout=dropout
     )
     steps = Steps(config, batch, sequence, precision, attention, dropout, place)
-    say = progress or (lambda text: None)
+    report = progress or (lambda text: None)
     run = [policy for policy in policies if on_cuda or policy != "save_on_cpu"]
     peaks, beside = {}, {}
     for policy in run:
-        say(f"{policy}: memory of a step on {place}")
+        report(f"{policy}: memory of a step on {place}")
         peaks[policy], beside[policy] = steps.peak(policy), steps.beside
-    say(f"{repeats} steps under each policy, in turn")
+    report(f"{repeats} steps under each policy, in turn")
     times = steps.times(run, repeats)
-    say("op times of the plain step")
+    report("op times of the plain step")
     timed = _timed(trace, steps, times.get("none") or steps.times(["none"], repeats)["none"]) if not profile else trace
     platform = roomy(*steps.copy_rates()) if profile is None else unlimited(profile)
     rows = []
     for policy in policies:
         name, parameters = POLICIES[policy]
         if policy not in run:
-            rows.append(Row(policy, name, None, None, None, None, "the host is the device here: nothing would move"))
+            rows.append(
+                Row(policy, name, None, None, None, None, "the host is the device here: nothing would be moved")
+            )
             continue
-        say(f"{policy}: simulated by {name}")
+        report(f"{policy}: simulated by {name}")
         log = simulate(timed, platform, name, **parameters).log
         peak = rounded_peak(log, 512 if on_cuda else 1)
-        notes = ["its op times are given"] if policy == "none" and profile is None else []
+        notes = ["its op times are the measured ones"] if policy == "none" and profile is None else []
         if beside[policy]:
-            notes.append(f"{beside[policy] / 2**20:.1f} MiB that lie beside it left out")
+            notes.append(f"{beside[policy] / 2**20:.1f} MiB outside the step's tensors left out")
         rows.append(Row(policy, name, peaks[policy], peak, times[policy], log.end, "; ".join(notes)))
     return rows
 
 
 def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
-    """Keys of a `config.json` for `sim.measure.steps`. Raises WorkloadError for a family that cannot be run here."""
-    found = read_config(model)
-    positions = max(found.positions, sequence)
-    if found.family == "gpt2":
+    """Keys of a `config.json` for `sim.measure.steps`. Raises WorkloadError for a family that is not supported."""
+    config = read_config(model)
+    positions = max(config.positions, sequence)
+    if config.family == "gpt2":
         return {
             "model_type": "gpt2",
-            "n_layer": found.layers,
-            "n_head": found.heads,
-            "n_embd": found.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_embd": config.hidden,
             "n_positions": positions,
-            "vocab_size": found.vocabulary,
+            "vocab_size": config.vocabulary,
             "activation_function": "gelu_new",
         }
-    if found.family == "llama" and not found.biases and found.activation == "silu":
+    if config.family == "llama" and not config.biases and config.activation == "silu":
         return {
             "model_type": "llama",
-            "num_hidden_layers": found.layers,
-            "num_attention_heads": found.heads,
-            "num_key_value_heads": found.kv_heads,
-            "head_dim": found.head,
-            "hidden_size": found.hidden,
-            "intermediate_size": found.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head,
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
             "max_position_embeddings": positions,
-            "vocab_size": found.vocabulary,
-            "tie_word_embeddings": found.tied,
+            "vocab_size": config.vocabulary,
+            "tie_word_embeddings": config.tied,
         }
     names = [name for name in model_names() if name.startswith(("gpt2", "llama"))]
-    raise WorkloadError(f"model {found.name!r} is neither a GPT-2 nor a Llama{near(found.name, names)}")
+    raise WorkloadError(f"model {config.name!r} is neither a GPT-2 nor a Llama{near(config.name, names)}")
 
 
 def _timed(trace: Trace, steps: Any, plain_ns: int) -> Trace:
-    """The trace with op durations of the plain step, spread so that they sum to its time."""
+    """The trace with op durations of the plain step, scaled so that they sum to its time."""
     ops = steps.op_times()
     spent = {phase: sum(op.ns for op in ops if op.phase == phase) for phase in ("forward", "backward", "update")}
-    whole = sum(spent.values())
-    return with_measured(trace, ops, phase_ns={p: round(plain_ns * ns / whole) for p, ns in spent.items()}).trace
+    total = sum(spent.values())
+    return with_measured(trace, ops, phase_ns={p: round(plain_ns * ns / total) for p, ns in spent.items()}).trace
 
 
 def roomy(out: int, back: int) -> Platform:
-    """A machine whose memory never fills, for traces that bring their own op times; rates of copies in bytes/s."""
-    room = 1 << 60
+    """A machine with unlimited memory, for traces with measured op times.
+
+    out, back: rates of copies to and from the host in bytes/s.
+    """
+    capacity = 1 << 60
     return Platform(
         "this machine",
-        (Tier("hbm", room, room, 10**12, device=0), Tier("host", room, room, 10**11, kind="ddr")),
+        (Tier("hbm", capacity, capacity, 10**12, device=0), Tier("host", capacity, capacity, 10**11, kind="ddr")),
         (Engine("device", 0, "hbm", ("hbm",), {"fp32": 10**13}),),
         (Link("d2h", "hbm", "host", out), Link("h2d", "host", "hbm", back)),
     )
 
 
 def rounded_peak(log: EventLog, unit: int) -> int:
-    """The most bytes in the home tier of device 0 with every tensor rounded up to `unit` bytes."""
-    here = log.change("tier") == log.platform.tier_ids[log.platform.home(0).name]
-    delta = log.change("delta")[here]
+    """The peak bytes in the home tier of device 0 with every tensor rounded up to a multiple of `unit` bytes."""
+    in_home = log.change("tier") == log.platform.tier_ids[log.platform.home(0).name]
+    delta = log.change("delta")[in_home]
     return int(np.cumsum(np.sign(delta) * (-(-np.abs(delta) // unit) * unit)).max(initial=0))
 
 
 def as_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Rows to print: policy, MiB and milliseconds measured and simulated with their errors, note."""
+    """Rows to print: policy, measured and simulated MiB and milliseconds with their errors, note."""
 
     def cell(value: float | None, form: str, scale: float = 1.0) -> str:
         return "–" if value is None else format(value / scale, form)
@@ -219,4 +237,4 @@ def as_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 HEADER = ("policy", "real MiB", "simulated", "error", "real ms", "simulated", "error", "note")
-"""Heads of the columns of `as_table`."""
+"""Headings of the columns of `as_table`."""

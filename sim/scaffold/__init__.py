@@ -1,7 +1,7 @@
-"""Starts a policy of one's own: a file that works, and a test that passes.
+"""Creates a new policy: a file that works, and a test that passes.
 
-Each kind is a module of this package and a test beside it, linted, typed and run as they stand; what is written is
-their text under another name.
+Each kind is a module of this package with a test next to it, which are linted, type-checked and run like any other; the
+new files are their text under another name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ def test_it_keeps_the_law_of_all_policies() -> None:
 
 
 def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute", in_tree: bool = False) -> list[Path]:
-    """Write a policy and its test, and return what was written.
+    """Write a policy and its test. Returns the paths of the files written; existing files are left alone.
 
-    folder: where NAME.py and test_NAME.py go; with `in_tree` the root of a checkout, in which they go to the folders of
-    the kind's family, and the policy gets its row in the table of coverage and its page. Existing files are left alone.
-    Raises PolicyError for a name that is none or taken, an unknown kind, or a folder that is no checkout.
+    name: of the policy, written like a Python module.
+    folder: for NAME.py and test_NAME.py; with `in_tree` the root of a checkout.
+    kind: one of `KINDS`.
+    in_tree: write to the folders of the kind's family, and add the policy to the table of coverage and its page.
+
+    Raises PolicyError for a name that is invalid or taken, an unknown kind, or a folder that is not a checkout.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name.startswith("_"):
-        raise PolicyError(f"{name!r} is no name for a policy: write it as a Python module, for example 'my_policy'")
+        raise PolicyError(
+            f"{name!r} is not a name for a policy: write it like a Python module, for example 'my_policy'"
+        )
     if kind not in KINDS:
         raise PolicyError(f"no kind of policy is called {kind!r}{near(kind, KINDS)}")
     root, family = Path(folder), KINDS[kind]
@@ -48,14 +53,14 @@ def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute"
         test = root / "tests" / "policies" / family / test.name
     for path in (policy, test):
         if path.exists():
-            raise PolicyError(f"{path} exists already; nothing was written")
+            raise PolicyError(f"{path} already exists; nothing was written")
     policy.write_text(_renamed(f"{kind}.py", kind, name), encoding="utf-8")
     test.write_text(_test(kind, name, in_tree), encoding="utf-8")
     return [policy, test, *(_cover(root, name, family) if in_tree else ())]
 
 
 def class_name(name: str) -> str:
-    """The class of a policy by the name of its file: `MyPolicy` of `my_policy`."""
+    """The class of a policy, given the name of its file: `MyPolicy` for `my_policy`."""
     return "".join(part.capitalize() for part in name.split("_"))
 
 
@@ -77,7 +82,7 @@ def _test(kind: str, name: str, in_tree: bool) -> str:
 
 
 def _cover(root: Path, name: str, family: str) -> list[Path]:
-    """Put the policy into the table of coverage, last in its family's group, and make its page again."""
+    """Add the policy to the table of coverage, last in its family's group, and regenerate the page."""
     table = root / "docs" / "coverage.toml"
     title = {"recompute": "Systems: recomputation", "offload": "Systems: offload"}[family]
     row = f'  {{ item = "{name}", source = "not named", policies = ["{name}"] }},\n'

@@ -39,7 +39,7 @@ class ScaffoldOffload(Policy):
     ahead: Annotated[int, Ge(0)] = 4
 
     def plan(self, problem: Problem) -> Plan:
-        """Two moves for each tensor that leaves; what the host has no room for goes on to the tier behind it."""
+        """Two moves for each offloaded tensor; what does not fit into the host goes on to the tier behind it."""
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"{platform.name} has no host tier to offload to")

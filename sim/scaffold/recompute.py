@@ -34,7 +34,7 @@ class ScaffoldRecompute(Policy):
     share: Annotated[float, Ge(0), Le(1)] = 0.5
 
     def plan(self, problem: Problem) -> Plan:
-        """Choose the activations; when each is dropped follows from when its producer runs again."""
+        """Choose the activations; when each is dropped follows from when it is recomputed."""
         trace = problem.trace
         ledger = Ledger(trace)
         size, backward = ledger.size, set(backward_ops(trace).tolist())

@@ -259,7 +259,7 @@ def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
     """The positions in the forward order after which a stage ends, and the tensor that is live at each."""
     ops = forward_ops(trace)
     alone = _alone(*_spans(trace, ops, _counted(trace)), max(len(ops) - 1, 0))
-    # a tensor that is overwritten in place is no checkpoint, and its bytes belong to the one that overwrites it
+    # a tensor that is overwritten in place cannot be a checkpoint, and its bytes belong to the one that overwrites it
     positions = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
     # where the same tensor stays the only one, the stage ends at once: the ops that follow depend on weights alone
     keep = np.ones(len(positions), np.bool_)

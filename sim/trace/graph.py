@@ -216,9 +216,9 @@ class Trace:
 
     @cached_property
     def view_of(self) -> Mapping[int, int]:
-        """Per view the tensor in whose storage it lies."""
-        made = ((i, zip(self.writes(i), places, strict=True)) for i, places in self.op_columns.views.items())
-        return {view: self.reads(i)[place] for i, pairs in made for view, place in pairs if place >= 0}
+        """The tensor whose storage each view shares."""
+        written = ((i, zip(self.writes(i), places, strict=True)) for i, places in self.op_columns.views.items())
+        return {view: self.reads(i)[place] for i, pairs in written for view, place in pairs if place >= 0}
 
     @cached_property
     def read_counts(self) -> Ints:

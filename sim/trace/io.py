@@ -372,7 +372,7 @@ class _Reader:
                 row[key] = [self._tensor(t) for t in row[key]]
         for place in row.get("views", ()):
             if type(place) is not int:
-                raise TraceError(f"views: {_shown(place)!r} is no place in its reads")
+                raise TraceError(f"views: {_shown(place)!r} is not a position in its reads")
         for t in row.get("writes", ()):
             if self.produced[t]:
                 raise TraceError(f"tensor {self._name(t)!r} already has a producer")

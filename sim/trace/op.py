@@ -76,7 +76,7 @@ class Op:
     alternatives: other implementations.
     splits: the ways in which it may be split, of `SPLITS`.
     releases: tensors that the program releases when the op ends, in this order. They are not reads and add no edges.
-    views: per result the place in `reads` of the tensor in whose storage it lies, -1 where it has its own; () where all
+    views: for each result, the position in `reads` of the tensor whose storage it shares, -1 for its own; () where all
         have. A view has no bytes, and whoever reads it reads that tensor, too.
     """
 

@@ -75,29 +75,29 @@ def _check_groups(trace: Trace) -> None:
 
 
 def _check_views(trace: Trace, reader: Ints) -> None:
-    """A view lies in a storage that is no view itself, and whoever reads it reads that storage."""
+    """Raise TraceError unless each view shares the storage of a tensor that its readers read and that is not a view."""
     t, c = trace.tensor_columns, trace.op_columns
     for op, places in c.views.items():
-        made, read = len(trace.writes(op)), len(trace.reads(op))
-        if len(places) != made or not all(-1 <= place < read for place in places):
-            raise TraceError(f"op {c.name[op]!r}: views: {places} does not fit {made} results and {read} reads")
+        results, read = len(trace.writes(op)), len(trace.reads(op))
+        if len(places) != results or not all(-1 <= place < read for place in places):
+            raise TraceError(f"op {c.name[op]!r}: views: {places} does not fit {results} results and {read} reads")
     views = trace.view_of
     for view, storage in views.items():
         why = ""
         if t.bytes[view]:
             why = f"has {t.bytes[view]} bytes of its own"
         elif storage in views:
-            why = f"lies in {t.name[storage]!r}, which is a view itself"
+            why = f"shares the storage of {t.name[storage]!r}, which is a view itself"
         elif t.replaces[view] >= 0 or trace.replaced_by[view] >= 0:
             why = "is overwritten, or overwrites"
         if why:
             raise TraceError(f"op {c.name[trace.producer[view]]!r}: view {t.name[view]!r} {why}")
     if not views:
         return
-    for at in np.flatnonzero(np.isin(c.read_ids, list(views))).tolist():
-        op, view = int(reader[at]), int(c.read_ids[at])
+    for entry in np.flatnonzero(np.isin(c.read_ids, list(views))).tolist():
+        op, view = int(reader[entry]), int(c.read_ids[entry])
         if views[view] not in trace.reads(op):
-            both = f"view {t.name[view]!r}, but not {t.name[views[view]]!r}, in which it lies"
+            both = f"view {t.name[view]!r}, but not {t.name[views[view]]!r}, whose storage it shares"
             raise TraceError(f"op {c.name[op]!r}: reads {both}")
 
 
@@ -180,7 +180,9 @@ def check_ends(trace: Trace) -> None:
     kept, size = set(trace.outputs), trace.tensor_columns.bytes
     for t in kept & trace.view_of.keys():
         if trace.view_of[t] not in kept:
-            raise TraceError(f"view {name[t]!r} is an output, but {name[trace.view_of[t]]!r}, in which it lies, is not")
+            raise TraceError(
+                f"view {name[t]!r} is an output, but {name[trace.view_of[t]]!r}, whose storage it shares, is not"
+            )
     for last, first in trace.carry:
         why = ""
         if last not in kept:

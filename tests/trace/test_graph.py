@@ -250,10 +250,10 @@ def test_a_view_lies_in_the_storage_that_its_op_names() -> None:
     ("fields", "message"),
     [
         ({"size": 4}, "op 'view': view 'v' has 4 bytes of its own"),
-        ({"into": "v"}, "op 'again': view 'u' lies in 'v', which is a view itself"),
-        ({"reads": "v"}, "op 'g': reads view 'v', but not 'x', in which it lies"),
+        ({"into": "v"}, "op 'again': view 'u' shares the storage of 'v', which is a view itself"),
+        ({"reads": "v"}, "op 'g': reads view 'v', but not 'x', whose storage it shares"),
         ({"place": 2}, "op 'again': views: (2,) does not fit 1 results and 2 reads"),
-        ({"outputs": "v"}, "view 'v' is an output, but 'x', in which it lies, is not"),
+        ({"outputs": "v"}, "view 'v' is an output, but 'x', whose storage it shares, is not"),
     ],
 )
 def test_a_view_that_cannot_be_is_named(fields: dict[str, Any], message: str) -> None:

@@ -425,7 +425,7 @@ def test_a_constant_after_a_call_takes_its_space_at_its_line_and_stays(tmp_path:
     [
         (
             '{"INSTRUCTION": "CALL", "NAME": "f", "ARGS": ["q"], "RESULT": [], "TIME": 1}',
-            "line 1: ARGS: no tensor 'q' is there",
+            "line 1: ARGS: there is no tensor 'q'",
         ),
         ('{"INSTRUCTION": "CONSTANT", "NAME": "w"}', "line 1: expected the MEMORY of 'w' after it"),
         ('{"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": 1}', "line 1: MEMORY does not follow its CONSTANT or CALL"),

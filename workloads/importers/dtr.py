@@ -1,20 +1,20 @@
-"""Operator logs of the DTR prototype (the simulator simrd of Kirisame et al., ICLR 2021): one JSON object a line.
+"""Operator logs of the DTR prototype (the simulator simrd of Kirisame et al., ICLR 2021): a JSON object per line.
 
-Instructions, as simrd's parser reads them: CONSTANT (NAME) with a MEMORY line (NAME, MEMORY bytes) after it; CALL
-(NAME, ARGS, RESULT names, TIME) with a MEMORY and an ALIAS line (NAME, ALIAS: which argument a result is a view of,
--1 none) for each result; MUTATE (NAME, ARGS, MUTATE: which arguments, TIME); COPY (DST, SRC: a second name);
-COPY_FROM (DST, SRC: the name now means the other tensor); RELEASE (NAME); ANNOTATE (ANNOTATION: START, BACKWARD).
-Numbers may be texts. Other instructions are refused there; here they are left out and counted. The unit of TIME is
-nowhere stated; it is taken as ns.
+Instructions, as simrd's parser reads them: CONSTANT (NAME), followed by a MEMORY line (NAME, MEMORY in bytes); CALL
+(NAME, ARGS, RESULT names, TIME), followed by a MEMORY and an ALIAS line for each result (NAME, ALIAS: the argument that
+it is a view of, -1 for none); MUTATE (NAME, ARGS, MUTATE: arguments that it changes, TIME); COPY (DST, SRC: a second
+name); COPY_FROM (DST, SRC: the name now refers to that tensor); RELEASE (NAME); ANNOTATE (ANNOTATION: START,
+BACKWARD). Numbers may be text. simrd refuses other instructions; here they are left out and counted. The unit of TIME
+is not documented; it is read as ns. The format lacks shapes, FLOPs, workspace, and the role of constants.
 
-What it does not carry: shapes, FLOPs, workspace, what a constant is. What becomes of it: lines up to the first START
-are left out, as simrd does (none, where there is no START); a result that is a view is a tensor without bytes
-(`Op.views`), which is evicted with its storage and recomputed when it is read; a constant is a weight, there from its
-line to the end, made by an op of 0 ns where a call comes before it (where simrd banishes, it goes at its release);
-names still held at the end are outputs, in the order in which the names came up; the last release of a storage is a
-release point of the op before it, in the log's order; MUTATE makes new tensors of the old ones and lets the names mean
-them, as in simrd (the framework writes in place), so that what it makes can be made again. Assumed: a call is backward
-from BACKWARD, or from the first call whose name has "backward" in it.
+Import: lines up to the first START, if there is one, are left out, as by simrd. A result that is a view becomes a
+tensor without bytes (`Op.views`), which is evicted with its storage and recomputed when it is read. A constant becomes
+a weight that exists from its line to the end, produced by an op of 0 ns if a call precedes it (when simrd banishes, it
+is freed at its release). Names that are held at the end are outputs, in the order of their first lines. The last
+release of a storage is a release point of the preceding op, in the log's order. MUTATE produces new tensors and lets
+the names refer to them, as in simrd (the framework writes in place), so that its results can be recomputed.
+
+Assumption: a call is backward from BACKWARD on, or from the first call whose name contains "backward".
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ from workloads.importers.reading import MAX_BYTES, need, open_unpacked, parse_js
 INSTRUCTIONS = ("CONSTANT", "MEMORY", "ALIAS", "CALL", "MUTATE", "COPY", "COPY_FROM", "RELEASE", "ANNOTATE")
 
 Row = tuple[str, dict[str, Any], str]
-"""Instruction, the object, and where it stands."""
+"""Instruction, the whole object, and its line."""
 
 
 def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int = MAX_BYTES) -> Trace:
-    """A trace from a DTR log, whose lines are read one after another.
+    """Read a trace from a DTR log, which is streamed.
 
-    hold: a storage stays until the log releases it (a release point, no read). False: it goes after its last reader.
+    path: the file, plain or gzipped.
+    hold: keep a storage until the log releases it (a release point, which is not a read); False: release it after its
+        last reader.
+    max_bytes: the most bytes to read, after unpacking.
+
     Raises TraceError naming the file and the line.
     """
     with open_unpacked(path) as file:
@@ -63,7 +67,7 @@ def read_dtr(path: str | os.PathLike[str], *, hold: bool = True, max_bytes: int 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a name means: a tensor, and the one in whose storage it lies (itself, if it is no view)."""
+    """What a name refers to: a tensor, and the tensor whose storage it shares (itself, unless it is a view)."""
 
     tensor: int
     storage: int
@@ -80,12 +84,12 @@ class _Reader:
         self.builder = TraceBuilder(self.meta)
         self.meaning: dict[str, _Value] = {}
         self.last_meaning: dict[str, _Value] = {}  # of every name, released or not, in the order of their first lines
-        self.held: Counter[int] = Counter()  # per tensor how many names mean it
-        self.lying: Counter[int] = Counter()  # per storage how many names mean a tensor that lies in it
+        self.held: Counter[int] = Counter()  # number of names that refer to each tensor
+        self.lying: Counter[int] = Counter()  # number of names that refer to a tensor in each storage
         self.backward = False
         self.hold = hold
         self.rows: list[dict[str, Any]] = []
-        self.constants: dict[int, bool] = {}  # whether it is there before the first call
+        self.constants: dict[int, bool] = {}  # whether it exists before the first call
         self.names: Counter[str] = Counter()
 
     def trace(self, rows: Iterator[Row]) -> Trace:
@@ -137,16 +141,16 @@ class _Reader:
 
     def _unknown(self, name: str, where: str) -> None:
         if name in self.meaning:
-            raise TraceError(f"{where}: {name!r} is there already")
+            raise TraceError(f"{where}: {name!r} exists already")
 
     def _known(self, name: Any, where: str) -> _Value:
         name = texts(name, where)
         if name not in self.meaning:
-            raise TraceError(f"{where}: no tensor {name!r} is there{near(name, list(self.meaning)[-500:])}")
+            raise TraceError(f"{where}: there is no tensor {name!r}{near(name, list(self.meaning)[-500:])}")
         return self.meaning[name]
 
     def _make(self, name: str, label: str, size: int, role: str, storage: int = -1) -> int:
-        """A new tensor, in a storage of its own or in another's, and what a name means from now on."""
+        """Create a tensor, in its own storage or in another's, and let a name refer to it from now on."""
         self.names[label] += 1  # a name may be used again after its release
         unique = label if self.names[label] == 1 else f"{label}#{self.names[label]}"
         tensor = self.builder.tensor(unique, size, role)
@@ -159,7 +163,7 @@ class _Reader:
         self.lying[value.storage] += 1
 
     def _let_go(self, value: _Value | None) -> None:
-        """A name does not mean this value any more."""
+        """A name no longer refers to this value."""
         if value is None:
             return
         self.held[value.tensor] -= 1
@@ -203,7 +207,7 @@ class _Reader:
         time = _number(row.get("TIME"), f"{where}: TIME")
         names, made = row["ARGS"], []
         olds = []
-        for place in places:  # the names mean the new values from here on
+        for place in places:  # the names refer to the new values from here on
             olds.append(self.meaning.pop(names[place]))
             size = self.builder.bytes_of(args[place].storage)
             made.append(self._make(names[place], f"{names[place]}$", size, role))
@@ -252,11 +256,11 @@ def _annotation(kind: str, row: dict[str, Any]) -> str:
 
 
 def _expect(rows: Iterator[Row], kind: str, name: str, where: str) -> Row:
-    """The next line, which must be of that kind and about that name."""
-    found = next(rows, None)
-    if found is None or found[0] != kind or found[1].get("NAME") != name:
-        raise TraceError(f"{where}: expected the {kind} of {name!r} after it{' at ' + found[2] if found else ''}")
-    return found
+    """The next line, which must be of this kind and about this name."""
+    row = next(rows, None)
+    if row is None or row[0] != kind or row[1].get("NAME") != name:
+        raise TraceError(f"{where}: expected the {kind} of {name!r} after it{' at ' + row[2] if row else ''}")
+    return row
 
 
 def _memory(row: Row) -> int:
@@ -268,7 +272,7 @@ def _list(row: dict[str, Any], key: str, where: str) -> list[Any]:
 
 
 def _number(value: Any, where: str, least: int = 0) -> int:
-    """A whole number, or a text of one."""
+    """A whole number, also as text."""
     if isinstance(value, str) and len(value) < 25 and value.lstrip("-").isdigit():
         value = int(value)
     return whole(value, where, least)
