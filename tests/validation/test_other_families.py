@@ -10,17 +10,17 @@ import statistics
 
 import pytest
 
-from tests.validation import more
+from tests.validation import other_families
 from tests.validation.oracle import PHASE_COLUMNS
 
-CASES = more.rows()
+CASES = other_families.rows()
 WHOLE = [case for case, row in CASES.items() if row["policy"] != "save_on_cpu" and "loss" not in row["arguments"]]
 """Without copies that come back, and gradients that are made in the forward pass: who made them is no category."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_peak_of_every_phase_agrees(case):
-    got, row = more.simulated(case), CASES[case]
+    got, row = other_families.simulated(case), CASES[case]
     for phase in PHASE_COLUMNS:
         assert got.total(phase) == pytest.approx(row["peaks"][phase]["total"], rel=3e-4), phase
     assert max(map(got.total, PHASE_COLUMNS)) == pytest.approx(max(p["total"] for p in row["peaks"].values()), rel=3e-4)
@@ -28,7 +28,7 @@ def test_peak_of_every_phase_agrees(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_optimizer_state_are_exact(case):
-    row, trace = CASES[case], more.trace_of(CASES[case])
+    row, trace = CASES[case], other_families.trace_of(CASES[case])
     start = {"weight": 0, "optimizer_state": 0}
     for tensor in trace.tensors:
         if trace.producer[tensor.id] < 0 and tensor.role in start:
@@ -41,7 +41,7 @@ def test_weights_and_optimizer_state_are_exact(case):
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_activations_at_the_highest_point_agree(case):
-    got, row = more.simulated(case), CASES[case]
+    got, row = other_families.simulated(case), CASES[case]
     for phase in PHASE_COLUMNS:
         want = row["peaks"][phase]
         # of two moments equally high either may be the first: they differ by one tensor's category
@@ -50,7 +50,7 @@ def test_activations_at_the_highest_point_agree(case):
 
 def test_the_error_is_within_the_goal():
     errors = [
-        abs(more.simulated(case).total(phase) / row["peaks"][phase]["total"] - 1)
+        abs(other_families.simulated(case).total(phase) / row["peaks"][phase]["total"] - 1)
         for case, row in CASES.items()
         for phase in PHASE_COLUMNS
     ]
