@@ -111,11 +111,11 @@ def memory_rows(cases: Iterable[str] | None = None) -> list[Row]:
 
 def more_rows() -> list[Row]:
     """Peaks of every phase of the cases that were made later, truth and ours."""
-    from tests.validation import more
+    from tests.validation import other_families
 
     found = []
-    for case, row in more.rows().items():
-        got = more.simulated(case)
+    for case, row in other_families.rows().items():
+        got = other_families.simulated(case)
         for phase, truth in row["peaks"].items():
             about = {"case": case, "stands": row["truth"], "policy": row["policy"], "phase": phase}
             found.append({**about, "truth": {"total": truth["total"]}, "ours": {"total": got.total(phase)}})
