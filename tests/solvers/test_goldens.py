@@ -18,8 +18,8 @@ import pytest
 
 from sim.conformance.checker import check
 from sim.experiment import Prices, simulate
-from sim.hardware.platform import Engine, Platform, Tier
 from sim.solvers.chain_dp import ChainCosts, solve
+from tests.machines import machine
 from tests.policies.recompute.test_checkmate import UNIT
 from tests.policies.recompute.test_revolve import TABLE, least
 from tests.policies.recompute.test_rotor import MIXED, MIXED_CHAIN, UNIT_CHAIN, costs, persistent_optimum
@@ -117,11 +117,6 @@ def test_a_golden_value_names_its_two_programs_and_its_test(golden):
     assert name in functions(file)
     assert golden.made_by
     assert bool(golden.agrees) is (golden.values not in ONE_SOURCE)
-
-
-def machine(budget: int) -> Platform:
-    tier = Tier("hbm", budget, budget, 10**9, device=0)
-    return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
 
 
 # ---- second programs -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sim.errors import Infeasible
 from sim.experiment import problem_for, simulate
-from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies.recompute.moccasin.retention import Retention
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.solvers.chain_dp import INF, ChainCosts, solve
@@ -21,6 +20,7 @@ from sim.solvers.outcome import Answer
 from sim.solvers.reversal import extra_steps
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace
+from tests.machines import machine
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads.synthetic import chain, uniform_chain
 
@@ -28,11 +28,6 @@ needs_cp = pytest.mark.skipif(find_spec("ortools") is None, reason="the extra `s
 
 ORDER = ("checkmate", "rockmate", "rotor")
 """Classes of plans, the widest first; Chen's, which knows no budget, lies in Rotor's."""
-
-
-def machine(budget: int) -> Platform:
-    tier = Tier("hbm", budget, budget, 10**9, device=0)
-    return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
 
 
 def time_of(policy: str, trace: Trace, budget: int, **parameters) -> float:

@@ -13,19 +13,12 @@ from sim import load_profile, simulate
 from sim.conformance import check_policy
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.experiment import problem_for
-from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies import load
 from sim.policies.recompute.mimose import Estimate, cover, input_size
 from sim.policies.recompute.mimose.shuttling import Measured, blocks_of, measured
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine
 from workloads import cnn, transformer
-
-ROOMY = 1 << 50
-
-
-def machine(budget: int = ROOMY) -> Platform:
-    tier = Tier("hbm", budget, budget, 10**12, device=0)
-    return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), ())
 
 
 def net(inner: list[int], *, edge: int = 10, sequence: int | None = None, batch: int = 1) -> Trace:
@@ -154,7 +147,7 @@ def test_what_no_quadratic_fits_is_said_to_be_so():
 # ---- the collecting iteration ------------------------------------------------------------------------
 
 
-def collecting(trace: Trace, budget: int = ROOMY):
+def collecting(trace: Trace, budget: int = 1 << 50):
     """The log of the sheltered iteration, and what it measured."""
     result = simulate(trace, machine(budget), "mimose")
     (first,) = result.warm_up

@@ -13,19 +13,14 @@ from sim import load_profile
 from sim.conformance.checker import check
 from sim.errors import Infeasible
 from sim.experiment import Prices, problem_for, simulate
-from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Drop, Plan, Recompute
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import MomentSearch
 from sim.solvers.runs import Ledger, runs
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine
 from tests.solvers.reruns import least_time, small_graphs, unit_mirror
 from workloads import transformer
-
-
-def machine(budget: int) -> Platform:
-    tier = Tier("hbm", budget, budget, 10**9, device=0)
-    return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
 
 
 def bound(trace: Trace, ops: Sequence[int], budget: int) -> int | None:
