@@ -7,6 +7,7 @@ new files are their text under another name.
 from __future__ import annotations
 
 import keyword
+import os
 import re
 import subprocess
 import sys
@@ -91,7 +92,9 @@ def _cover(root: Path, name: str, family: str) -> list[Path]:
     if count != 1:
         raise PolicyError(f"{table}: no group is titled {title!r}: write the row of {name!r} by hand")
     table.write_text(text, encoding="utf-8")
-    made = subprocess.run([sys.executable, "scripts/make_coverage.py"], cwd=root, capture_output=True, text=True)
+    ours = {**os.environ, "PYTHONPATH": str(root.resolve())}  # it lists the policies of this checkout
+    script = [sys.executable, "scripts/make_coverage.py"]
+    made = subprocess.run(script, cwd=root, env=ours, capture_output=True, text=True)
     if made.returncode:
         said = made.stdout.strip() or made.stderr.strip()
         raise PolicyError(
