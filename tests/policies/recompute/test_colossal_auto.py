@@ -235,7 +235,7 @@ def test_a_trace_that_is_no_chain_names_the_op():
     b.op("f0", reads=[x], writes=t[:2], duration=1)
     b.op("f1", reads=t[:1], writes=t[2:3], duration=1)
     b.op("f2", reads=t[1:3], writes=t[3:], duration=1)
-    with pytest.raises(PolicyError, match=r"policy 'colossal_auto': this trace is no chain: op 'f2' reads 't1'"):
+    with pytest.raises(PolicyError, match=r"policy 'colossal_auto': this trace is not a chain: op 'f2' reads 't1'"):
         simulate(b.build(outputs=(t[3],), carry=()), machine(), "colossal_auto")
 
 

@@ -30,7 +30,7 @@ def crossed() -> Trace:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_trace_that_is_no_chain_names_the_op_that_breaks_it(name, run):
-    with pytest.raises(PolicyError, match=r"no chain: op 'f2' reads 't1'") as refused:
+    with pytest.raises(PolicyError, match=r"not a chain: op 'f2' reads 't1', which 'f0' produced") as refused:
         run(crossed(), name, 4)
     assert name in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -319,7 +319,7 @@ def test_a_trace_that_is_no_chain_is_refused_naming_the_op(run):
     out, g = b.tensor("out", 1), b.tensor("g", 1, "temporary")
     b.op("join", reads=[made[0], made[-1]], writes=[out], duration=1)
     b.op("b", phase="backward", reads=[out, *made], writes=[g], duration=1)
-    with pytest.raises(PolicyError, match="policy 'tso': this trace is no chain: op 'join' reads 'left' that 'split'"):
+    with pytest.raises(PolicyError, match="'tso': this trace is not a chain: op 'join' reads 'left', which 'split'"):
         run(b.build(outputs=(g,), carry=()), "tso")
 
 
