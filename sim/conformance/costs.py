@@ -12,6 +12,7 @@ from sim.hardware.cost import op_times
 from sim.plan import Move
 from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
+from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
 from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
@@ -57,7 +58,7 @@ class _Costs:
 
     def check(self) -> None:
         ops = list(self.trace.ops)
-        wanted = [None if isinstance(expr, Glue) else self.wanted(op, expr) for op, expr in zip(ops, self.exprs)]
+        wanted = [self.wanted(op, expr) if _computes(expr) else None for op, expr in zip(ops, self.exprs)]
         for op, least in zip(ops, wanted, strict=True):
             if least is not None:
                 self.attributes(op, least)
@@ -87,8 +88,9 @@ class _Costs:
         return plain
 
     def of(self, op: Op, expr: Expr) -> _Cost:
-        if isinstance(expr, Fused):
-            return self.fused(op, [self.of(op, part) for part in expr.parts], expr.parts)
+        parts = list(_parts(expr))
+        if parts != [expr]:
+            return self.fused(op, [self.of(op, part) for part in parts], parts)
         if isinstance(expr, Part | Microbatch):
             whole, share = self.of(op, expr.of), Fraction(expr.stop - expr.first, expr.count)
             operands = len(op.reads) + len(op.writes)  # each of them is rounded down to whole bytes
@@ -114,7 +116,7 @@ class _Costs:
             frozenset((base.kind,)),
         )
 
-    def fused(self, op: Op, parts: list[_Cost], exprs: tuple[Expr, ...]) -> _Cost:
+    def fused(self, op: Op, parts: list[_Cost], exprs: list[Expr]) -> _Cost:
         """One kernel of several: all they do, each in its own type and its own measured time.
 
         Where that is declared it spares all launches but one, and touches each operand once: what only the parts pass
@@ -133,7 +135,7 @@ class _Costs:
             any(part.random for part in parts),
             frozenset().union(*(part.dtypes for part in parts)),
             frozenset().union(*(part.kinds for part in parts)),
-            self.together(op, exprs),
+            self.together(op, parts, exprs),
         )
         if "fusion" not in self.saves:
             # the time of each part was rounded up to the nanosecond
@@ -153,19 +155,23 @@ class _Costs:
             total=max(0, whole.total - spared) if whole.total >= 0 else -1,
         )
 
-    def together(self, op: Op, exprs: tuple[Expr, ...]) -> int:
-        """Nanoseconds of the base ops of a fusion one after the other, on its engine; -1 where it has parts of ops."""
-        ids = [expr.id for expr in exprs if isinstance(expr, Same)]
-        if len(ids) < len(exprs):
-            return -1
-        c, engine = self.base.op_columns, self.engine(op)
-        duration = c.duration.copy()
-        for i in ids:
-            if self.engine(self.base.ops[i]) != engine:
-                duration[i] = -1  # a measured time is one of its engine
-        name = self.run.platform.engines[engine].name
-        there = with_columns(self.base, engine={**c.engine, **dict.fromkeys(ids, name)}, duration=duration)
-        return int(op_times(there, self.run.platform).total[ids].sum())
+    def together(self, op: Op, parts: list[_Cost], exprs: list[Expr]) -> int:
+        """Nanoseconds of the parts of a fusion one after the other on its engine, each of its own kind and type."""
+        engine, alone = self.engine(op), TraceBuilder()
+        for i, (part, expr) in enumerate(zip(parts, exprs, strict=True)):
+            base = self.base.ops[leaves(expr)[0].id]
+            measured = part.duration >= 0 and self.engine(base) == engine  # a measured time is one of its engine
+            alone.op(
+                str(i),
+                base.kind,
+                flops=part.flops,
+                bytes=part.bytes,
+                device=op.device,
+                engine=self.run.platform.engines[engine].name,
+                duration=part.duration if measured else None,
+                dtype=base.dtype,
+            )
+        return int(op_times(alone.build(), self.run.platform).total.sum())
 
     def engine(self, op: Op) -> int:
         return self.run.platform.engine_for(op.device, op.engine)
@@ -236,7 +242,7 @@ class _Costs:
         least: dict[int, int] = {}
         codes: set[int] = set()
         for op, expr in zip(ops, self.exprs, strict=True):
-            if not isinstance(expr, Glue) or op.group:
+            if _computes(expr) or op.group:
                 continue
             operands = [*op.reads, *op.writes]
             if any(_is_code(tensors[t]) for t in operands):
@@ -276,26 +282,42 @@ class _Costs:
         )
 
     def pieces(self, ops: list[Op]) -> None:
-        """All parts of an op together do what it does."""
+        """All parts of an op together do what it does; those of ops that are fused part by part, of all these ops."""
         done: dict[Same, int] = defaultdict(int)
-        divided: set[Same] = set()
+        joined: dict[Same, frozenset[Same]] = {}
         for op, expr in zip(ops, self.exprs, strict=True):
-            for leaf in _ranges(expr):
-                done[leaf] += op.flops
-                divided.add(leaf)
-        for leaf in divided:
-            base = self.base.ops[leaf.id]
-            if done[leaf] < base.flops:
-                raise LawBroken(f"the parts of op {base.name!r} have {done[leaf]} FLOPs together, not {base.flops}")
+            parts = list(_parts(expr))
+            divided = [leaves(part)[0] for part in parts if isinstance(part, Part | Microbatch)]
+            if not divided:
+                continue
+            done[divided[0]] += op.flops - sum(self.of(op, part).flops for part in parts if isinstance(part, Same))
+            if not all(leaf in joined and joined[leaf] is joined[divided[0]] for leaf in divided):
+                all_of = frozenset(divided).union(*(joined[leaf] for leaf in divided if leaf in joined))
+                joined.update(dict.fromkeys(all_of, all_of))
+        for all_of in dict.fromkeys(joined.values()):
+            has, needs = (sum(flops) for flops in zip(*((done[leaf], self.base.ops[leaf.id].flops) for leaf in all_of)))
+            if has < needs:
+                names = ", ".join(
+                    repr(self.base.ops[leaf.id].name) for leaf in sorted(all_of, key=lambda leaf: leaf.id)
+                )
+                raise LawBroken(f"the parts of op {names} have {has} FLOPs together, not {needs}")
 
 
-def _ranges(expr: Expr) -> Iterator[Same]:
-    """The op that a part or microbatch is one of."""
-    inner = expr
-    while isinstance(inner, Part | Microbatch):
-        inner = inner.of
-    if inner is not expr and isinstance(inner, Same):
-        yield inner
+def _parts(expr: Expr) -> Iterator[Expr]:
+    """The ops and parts of ops that an op does, one after the other; a part of a fusion is a fusion of parts."""
+    if isinstance(expr, Fused):
+        for part in expr.parts:
+            yield from _parts(part)
+    elif isinstance(expr, Part | Microbatch):
+        for inner in _parts(expr.of):
+            yield replace(expr, of=inner)
+    elif not isinstance(expr, Glue):
+        yield expr
+
+
+def _computes(expr: Expr) -> bool:
+    """Whether an op does anything of the base."""
+    return next(_parts(expr), None) is not None
 
 
 def _is_code(expr: Expr) -> bool:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
+from sim.trace.op import Op
 from sim.trace.origin import Expr, Fused, Same
 
 Touched = Callable[[Sequence[int], Sequence[int]], int]
+WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64"))}
+"""Types by rising width; no engine computes faster in a wider one."""
 
 
 def fuse(
@@ -20,9 +23,10 @@ def fuse(
 
     The fused op reads the group's external inputs and writes the results that others read or that are kept to the end;
     tensors internal to the group are never in memory. FLOPs add up, and the workspace is the largest of the group's.
-    The fused op has no measured duration, because the measured ones belong to other kernels. Where an op outside the
-    group needs one of its results before the group is complete (or overwrites one of its inputs), the group is cut
-    there into several fused ops, so that no cycle arises.
+    The fused op has no measured duration, because the measured ones belong to other kernels. It computes in the widest
+    type of the group, so that no arithmetic is priced too fast. Where an op outside the group needs one of its results
+    before the group is complete (or overwrites one of its inputs), the group is cut there into several fused ops, so
+    that no cycle arises.
 
     trace: the trace to rewrite.
     groups: disjoint groups of op ids; the ops of a group share device, engine, kind and phase, and belong to no
@@ -66,12 +70,18 @@ def fuse(
             duration=None,
             random=any(op.random for op in ops),
             priority=min(op.priority for op in ops),
-            dtype=max(ops, key=lambda op: int(trace.touched[op.id])).dtype,
+            dtype=_widest(ops),
             alternatives=(),
             splits=(),
         )
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
+def _widest(ops: Sequence[Op]) -> str:
+    """The widest type in which ops compute; what only moves bytes computes in none."""
+    types = [op.dtype for op in ops if op.flops and op.dtype] or [op.dtype for op in ops]
+    return max(types, key=lambda dtype: WIDTH.get(dtype, len(WIDTH) if dtype else -1))
 
 
 def _pieces(trace: Trace, groups: Sequence[Sequence[int]]) -> list[tuple[bool, list[int]]]:

@@ -28,12 +28,12 @@ from sim.log import CAUSE, WHY, EventLog
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
 from sim.policies.base import MANAGES, Policy
 from sim.rewrites.holding import with_releases
-from sim.rewrites.rewrite import Codec, choose_implementation, encode, fuse, split_batch
+from sim.rewrites.rewrite import Codec, choose_implementation, encode, fuse, split_batch, split_tensors
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import KIND_CODE, Implementation
-from sim.trace.origin import Glue, Origin, Same
+from sim.trace.origin import Fused, Glue, Origin, Same
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 ONE_RUN = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried", "unlimited")
@@ -879,6 +879,45 @@ def test_a_fused_kernel_keeps_workspace_measured_times_and_types(key):
     cheap = {"workspace": {"workspace": columns.workspace - 1}, "duration": {}, "dtype": {"dtype": ["fp16"]}}[key]
     assert broken(replayed(Fuses(), Plan(with_columns(fused, **honest)), trace, platform), COSTS) == set()
     assert broken(replayed(Fuses(), Plan(with_columns(fused, **cheap)), trace, platform), COSTS) == {"costs"}
+
+
+def test_a_fused_kernel_computes_in_the_widest_type_of_its_ops():
+    trace = pair(flops=800, dtype="fp64")
+    platform = with_peaks(machine_with_launch(), {"fp16": 8 * GB, "fp32": GB, "fp64": GB // 8})
+    fused = fuse(trace, [[0, 1]])
+    assert [op.dtype for op in fused.ops] == ["fp64"]
+    assert broken(replayed(Fuses(), Plan(fused), trace, platform), COSTS) == set()
+    wrong = with_columns(fused, dtype=["fp32"])
+    assert broken(replayed(Fuses(), Plan(wrong), trace, platform), COSTS) == {"costs"}
+
+
+def with_peaks(platform: Platform, peak: Mapping[str, int]) -> Platform:
+    return replace(platform, engines=tuple(replace(engine, peak=peak) for engine in platform.engines))
+
+
+@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 2]]])
+def test_each_part_of_an_op_in_a_fused_kernel_takes_the_time_of_its_type(groups):
+    trace = pair(flops=800, dtype="fp16")
+    halves = split_tensors(trace, {"x": 2, "y": 2, "z": 2}, ops=["f", "g"])
+    assert [op.name for op in halves.ops] == ["f.part0", "f.part1", "g.part0", "g.part1"]
+    fused, platform = fuse(halves, groups), machine_with_launch()
+    assert broken(replayed(Fuses(), Plan(fused), trace, platform), COSTS) == set()
+    types = ["fp16" if isinstance(expr, Fused) else op.dtype for op, expr in zip(fused.ops, fused.origin.ops)]
+    assert broken(replayed(Fuses(), Plan(with_columns(fused, dtype=types)), trace, platform), COSTS) == {"costs"}
+    flops = fused.op_columns.flops.copy()
+    flops[-1] -= 1  # less than the op that is split has in all, though each part is only rounded
+    light = Plan(with_columns(fused, flops=flops))
+    assert broken(replayed(Fuses(), light, trace, platform), COSTS) == {"costs"}
+
+
+def test_a_part_of_a_fused_kernel_costs_its_share_of_it():
+    trace = pair(flops=800)
+    fused, platform = fuse(trace, [[0, 1]]), machine_with_launch()
+    halves = split_tensors(fused, {"x": 2, "z": 2}, ops=["g"])
+    assert len(halves.ops) == 2
+    assert broken(replayed(Fuses(), Plan(halves), trace, platform), COSTS) == set()
+    flops = halves.op_columns.flops - 10
+    assert broken(replayed(Fuses(), Plan(with_columns(halves, flops=flops)), trace, platform), COSTS) == {"costs"}
 
 
 def test_a_codec_takes_the_time_of_its_bytes():
