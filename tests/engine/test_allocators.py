@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine.allocators import OPTIONS, Blocks, Planned, Pool, make_allocator
-from sim.engine.caching import KIB, MIB, Caching
+from sim.engine.allocators.caching import KIB, MIB, Caching
 from sim.errors import IllegalPlan, ProfileError
 from sim.hardware.platform import Allocator, Tier
 

@@ -19,98 +19,33 @@ be mapped in full is not mapped in part. Ascend's and Moore Threads' allocators 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-KIB, MIB = 1 << 10, 1 << 20
-ROUND = 512
-SMALL_REQUEST = 1 * MIB
-SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB
-OWN_SEGMENT = 10 * MIB
-LARGE_ROUND = 2 * MIB
-ENDLESS = LARGE_SEGMENT << 30
+from sim.engine.allocators.cached_blocks import (
+    ENDLESS,
+    KIB,
+    LARGE_ROUND,
+    LARGE_SEGMENT,
+    MIB,
+    OWN_SEGMENT,
+    ROUND,
+    SMALL_REQUEST,
+    Block,
+    Cache,
+    emptied,
+    growable,
+    map_cost,
+    rounded,
+    run,
+    segment,
+    steps,
+    stretches,
+    to_map,
+)
 
-
-class _Block:
-    """A range of a segment. below, above: its neighbours there. mapped: backed by the tier."""
-
-    __slots__ = ("above", "address", "below", "live", "mapped", "pool", "size")
-
-    def __init__(self, pool: _Cache, address: int, size: int, mapped: bool = True) -> None:
-        self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
-        self.live = False
-        self.below: _Block | None = None
-        self.above: _Block | None = None
-
-    @property
-    def is_segment(self) -> bool:
-        return self.below is None and self.above is None
-
-    def hold(self, live: bool) -> None:
-        """Whether a request holds it."""
-        self.live = live
-
-    def back(self, mapped: bool) -> None:
-        """Whether the tier backs it."""
-        self.mapped = mapped
-
-    def link_below(self, below: _Block) -> None:
-        """Another block lies just below it now."""
-        self.below = below
-
-    def cut(self, size: int) -> _Block:
-        """Shorten it to `size`; returns what was above, linked."""
-        rest = _Block(self.pool, self.address + size, self.size - size, self.mapped)
-        rest.link_below(self)
-        rest.link_above(self.above)
-        self.size = size
-        self.above = rest
-        return rest
-
-    def link_above(self, above: _Block | None) -> None:
-        """Another block, or none, lies just above it now."""
-        self.above = above
-        if above:
-            above.link_below(self)
-
-    def absorb_above(self) -> None:
-        """Take in the block just above it."""
-        if self.above:
-            self.size += self.above.size
-            self.link_above(self.above.above)
-
-
-class _Cache:
-    """One of the two pools: its free blocks by size and, with expandable segments, the unmapped ones."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.unit = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.free: list[tuple[int, int]] = []  # (size, address)
-        self.unmapped: list[int] = []
-        self.at: dict[int, _Block] = {}  # free and unmapped blocks
-        self.bottom: _Block | None = None  # of the expandable range
-
-    def add(self, block: _Block) -> None:
-        self.at[block.address] = block
-        if block.mapped:
-            insort(self.free, (block.size, block.address))
-        else:
-            insort(self.unmapped, block.address)
-
-    def reserve_range(self, base: int) -> None:
-        """Have an expandable range of addresses, none of it mapped yet."""
-        self.bottom = _Block(self, base, ENDLESS, mapped=False)
-        self.add(self.bottom)
-
-    def remove(self, block: _Block) -> None:
-        del self.at[block.address]
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
+__all__ = ["KIB", "MIB", "Caching"]
 
 
 class Caching:
@@ -130,10 +65,10 @@ class Caching:
         self._reserved = 0
         self._expandable = expandable_segments
         self._max_split = max_split_size or ENDLESS
-        self._small, self._large = _Cache(True), _Cache(False)
+        self._small, self._large = Cache(True), Cache(False)
         self._idle = 0  # bytes of segments without a live block
         self._next_address = 0
-        self._handles: dict[int, _Block | None] = {}
+        self._handles: dict[int, Block | None] = {}
         self._next = 0
         if expandable_segments:
             for cache, base in ((self._small, 0), (self._large, ENDLESS)):
@@ -169,7 +104,7 @@ class Caching:
         """A handle of a new block, None where none fits after the cache has been emptied."""
         block = None
         if bytes > 0:
-            size = _rounded(bytes)
+            size = rounded(bytes)
             cache = self._cache(size)
             block = self._find(cache, size) or self._grow(cache, size)
             if block is None and self._release_oversize(cache, size):
@@ -203,19 +138,19 @@ class Caching:
         """Whether a request would fit once these blocks are given back."""
         if bytes <= 0:
             return True
-        size = _rounded(bytes)
+        size = rounded(bytes)
         cache = self._cache(size)
         if self._best(cache, size) is not None:
             return True
-        gone = {block.address: block for h in handles if (block := self._handles[h]) is not None}
+        released = {block.address: block for h in handles if (block := self._handles[h]) is not None}
         if self._expandable:
-            return self._expandable_fits(cache, size, gone)
+            return self._expandable_fits(cache, size, released)
         idle = self._idle
-        for low, total, whole in _stretches(gone):
+        for low, total, whole in stretches(released):
             if low.pool is cache and self._serves(total, size):
                 return True
             idle += total if whole else 0
-        return self._reserved - idle + _segment(size) <= self.capacity
+        return self._reserved - idle + segment(size) <= self.capacity
 
     def largest_hole(self) -> int:
         """The largest request that would fit with the cache emptied, or in a cached block if that is more."""
@@ -241,7 +176,7 @@ class Caching:
 
     # ---- blocks and segments -----------------------------------------------------------------
 
-    def _cache(self, size: int) -> _Cache:
+    def _cache(self, size: int) -> Cache:
         return self._small if size <= SMALL_REQUEST else self._large
 
     def _serves(self, block: int, size: int) -> bool:
@@ -250,35 +185,35 @@ class Caching:
             return size <= block and block < self._max_split
         return size <= block < size + LARGE_SEGMENT
 
-    def _best(self, cache: _Cache, size: int) -> _Block | None:
+    def _best(self, cache: Cache, size: int) -> Block | None:
         i = bisect_left(cache.free, (size, -1))
         if i == len(cache.free):
             return None
         if self._expandable:  # a block that can grow counts with what it can grow by
-            while i + 1 < len(cache.free) and _growable(cache, i + 1) < _growable(cache, i):
+            while i + 1 < len(cache.free) and growable(cache, i + 1) < growable(cache, i):
                 i += 1
         block = cache.at[cache.free[i][1]]
         return block if self._serves(block.size, size) else None
 
-    def _find(self, cache: _Cache, size: int) -> _Block | None:
+    def _find(self, cache: Cache, size: int) -> Block | None:
         block = self._best(cache, size)
         if block is not None:
             self._uncached(block)
         return block
 
-    def _grow(self, cache: _Cache, size: int) -> _Block | None:
+    def _grow(self, cache: Cache, size: int) -> Block | None:
         """A block from a new segment, or from newly mapped steps."""
         if self._expandable:
             return self._expand(cache, size)
-        bytes = _segment(size)
+        bytes = segment(size)
         if self._reserved + bytes > self.capacity:
             return None
         self._reserved += bytes
-        block = _Block(cache, self._next_address, bytes)
+        block = Block(cache, self._next_address, bytes)
         self._next_address += bytes
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: Block, size: int) -> None:
         rest = block.size - size
         if block.pool.small or self._expandable:
             split = rest >= ROUND
@@ -287,7 +222,7 @@ class Caching:
         if split:
             self._cached(block.cut(size))
 
-    def _merged(self, block: _Block) -> _Block:
+    def _merged(self, block: Block) -> Block:
         """The block joined with its free neighbours of the same kind, in no list."""
         above, below = block.above, block.below
         if above and not above.live and above.mapped == block.mapped:
@@ -299,21 +234,21 @@ class Caching:
             return below
         return block
 
-    def _cached(self, block: _Block) -> None:
+    def _cached(self, block: Block) -> None:
         block.pool.add(block)
         if block.is_segment and not self._expandable:
             self._idle += block.size
 
-    def _uncached(self, block: _Block) -> None:
+    def _uncached(self, block: Block) -> None:
         block.pool.remove(block)
         if block.is_segment and not self._expandable:
             self._idle -= block.size
 
-    def _release(self, segment: _Block) -> None:
+    def _release(self, segment: Block) -> None:
         self._uncached(segment)
         self._reserved -= segment.size
 
-    def _release_oversize(self, cache: _Cache, size: int) -> bool:
+    def _release_oversize(self, cache: Cache, size: int) -> bool:
         """Give back one cached block above the split limit that is large enough, or several, largest first."""
         if self._max_split == ENDLESS:
             return False
@@ -329,9 +264,9 @@ class Caching:
 
     # ---- expandable segments -----------------------------------------------------------------
 
-    def _expand(self, cache: _Cache, size: int) -> _Block | None:
+    def _expand(self, cache: Cache, size: int) -> Block | None:
         start = self._candidate(cache, size)
-        if self._reserved + _to_map(start, size) > self.capacity:
+        if self._reserved + to_map(start, size) > self.capacity:
             return None
         block = start if start.mapped else self._map(start, size)
         while block.size < size:
@@ -340,20 +275,20 @@ class Caching:
         self._uncached(block)
         return block
 
-    def _candidate(self, cache: _Cache, size: int) -> _Block:
+    def _candidate(self, cache: Cache, size: int) -> Block:
         """The lowest range with an unmapped part and room for `size`; its first block."""
         for address in cache.unmapped:
             block = cache.at[address]
             if block.below and not block.below.live:
                 block = block.below
-            if sum(piece.size for piece in _run(block)) >= size:
+            if sum(piece.size for piece in run(block)) >= size:
                 return block
         raise AssertionError("the range of an expandable segment has no end")
 
-    def _map(self, block: _Block, size: int) -> _Block:
+    def _map(self, block: Block, size: int) -> Block:
         """Back the first steps of an unmapped block; returns the free block they become part of."""
         self._uncached(block)
-        bytes = min(block.size, _steps(size, block.pool.unit))
+        bytes = min(block.size, steps(size, block.pool.unit))
         if bytes < block.size:
             self._cached(block.cut(bytes))
         block.back(True)
@@ -362,9 +297,9 @@ class Caching:
         self._cached(block)
         return block
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         unit = block.pool.unit
-        low, high = _steps(block.address, unit), (block.address + block.size) // unit * unit
+        low, high = steps(block.address, unit), (block.address + block.size) // unit * unit
         if low >= high:
             return
         self._uncached(block)
@@ -378,12 +313,12 @@ class Caching:
         block.back(False)
         self._cached(self._merged(block))
 
-    def _ranges(self, cache: _Cache, gone: dict[int, _Block]) -> Iterator[list[_Block]]:
+    def _ranges(self, cache: Cache, released: dict[int, Block]) -> Iterator[list[Block]]:
         """The ranges between blocks that stay live, lowest first, as lists of blocks."""
-        pieces: list[_Block] = []
+        pieces: list[Block] = []
         block = cache.bottom
         while block is not None:
-            if block.live and block.address not in gone:
+            if block.live and block.address not in released:
                 if pieces:
                     yield pieces
                 pieces = []
@@ -392,14 +327,14 @@ class Caching:
             block = block.above
         yield pieces
 
-    def _touched(self, gone: dict[int, _Block]) -> int:
+    def _touched(self, released: dict[int, Block]) -> int:
         """Bytes of the steps that blocks which stay live touch: what stays mapped with the cache empty."""
         total = 0
         for cache in (self._small, self._large):
             done = -1
             block = cache.bottom
             while block is not None:
-                if block.live and block.address not in gone:
+                if block.live and block.address not in released:
                     first = max(block.address // cache.unit, done + 1)
                     last = (block.address + block.size - 1) // cache.unit
                     total += (last - first + 1) * cache.unit
@@ -407,28 +342,28 @@ class Caching:
                 block = block.above
         return total
 
-    def _expandable_fits(self, cache: _Cache, size: int, gone: dict[int, _Block]) -> bool:
+    def _expandable_fits(self, cache: Cache, size: int, released: dict[int, Block]) -> bool:
         """Whether `size` fits with those blocks given back: cached, by growing, or with the cache emptied."""
-        ranges = list(self._ranges(cache, gone))
+        ranges = list(self._ranges(cache, released))
         for pieces in ranges:
             for mapped, group in groupby(pieces, key=lambda piece: piece.mapped):
                 if mapped and sum(piece.size for piece in group) >= size:
                     return True
         for pieces in ranges:
             if sum(piece.size for piece in pieces) >= size and not all(piece.mapped for piece in pieces):
-                if self._reserved + _map_cost(pieces, size, cache.unit) <= self.capacity:
+                if self._reserved + map_cost(pieces, size, cache.unit) <= self.capacity:
                     return True
                 break
-        room = self.capacity - self._touched(gone)
-        for start, stop, low, high in (_emptied(pieces, cache.unit) for pieces in ranges):
+        room = self.capacity - self._touched(released)
+        for start, stop, low, high in (emptied(pieces, cache.unit) for pieces in ranges):
             if stop - start >= size and low < high:
-                return min(_steps(size - (low - start), cache.unit), high - low) <= room
+                return min(steps(size - (low - start), cache.unit), high - low) <= room
         return False
 
-    def _largest_grown(self, cache: _Cache) -> int:
+    def _largest_grown(self, cache: Cache) -> int:
         """The largest request that newly mapped steps can serve once the cache is empty."""
         room, best, longest = self.capacity - self._touched({}), 0, 0
-        for start, stop, low, high in (_emptied(pieces, cache.unit) for pieces in self._ranges(cache, {})):
+        for start, stop, low, high in (emptied(pieces, cache.unit) for pieces in self._ranges(cache, {})):
             if low >= high:
                 continue
             steps = room // cache.unit * cache.unit
@@ -437,72 +372,3 @@ class Caching:
                 best = max(best, size)
             longest = max(longest, stop - start)
         return best
-
-
-def _rounded(bytes: int) -> int:
-    return -(-bytes // ROUND) * ROUND
-
-
-def _steps(bytes: int, unit: int) -> int:
-    """Rounded up to whole steps."""
-    return -(-bytes // unit) * unit
-
-
-def _segment(size: int) -> int:
-    """Bytes of the new segment that a request of `size` asks for."""
-    if size <= SMALL_REQUEST:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < OWN_SEGMENT else _steps(size, LARGE_ROUND)
-
-
-def _growable(cache: _Cache, i: int) -> int:
-    block = cache.at[cache.free[i][1]]
-    return block.size + (block.above.size if block.above and not block.above.mapped else 0)
-
-
-def _run(block: _Block | None) -> Iterator[_Block]:
-    """A block and those above it, up to the next live one."""
-    while block is not None and not block.live:
-        yield block
-        block = block.above
-
-
-def _to_map(start: _Block, size: int) -> int:
-    return _map_cost(_run(start), size, start.pool.unit)
-
-
-def _map_cost(pieces: Iterable[_Block], size: int, unit: int) -> int:
-    """Bytes of the steps to map so that the first `size` bytes of a range are backed."""
-    have = cost = 0
-    for piece in pieces:
-        if have >= size:
-            break
-        if not piece.mapped:
-            cost += min(piece.size, _steps(size - have, unit))
-        have += piece.size
-    return cost
-
-
-def _emptied(pieces: list[_Block], unit: int) -> tuple[int, int, int, int]:
-    """A range's start and stop, and the part of it in whole steps, which an emptied cache leaves unmapped."""
-    start, stop = pieces[0].address, pieces[-1].address + pieces[-1].size
-    return start, stop, _steps(start, unit), stop // unit * unit
-
-
-def _stretches(gone: dict[int, _Block]) -> Iterator[tuple[_Block, int, bool]]:
-    """What these blocks merge to, once free: the lowest, the bytes, and whether it is a whole segment."""
-    seen: set[int] = set()
-    for block in gone.values():
-        if block.address in seen:
-            continue
-        low = block
-        while low.below and (not low.below.live or low.below.address in gone):
-            low = low.below
-        total, at = 0, low
-        while True:
-            seen.add(at.address)
-            total += at.size
-            if not at.above or (at.above.live and at.above.address not in gone):
-                break
-            at = at.above
-        yield low, total, low.below is None and at.above is None
