@@ -35,16 +35,18 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Flat lists, one entry an op or a tensor; ids of engines and tiers are positions in the platform.
+    """Flat lists, one entry per op or tensor; ids of engines and tiers are positions in the platform.
 
-    plain[i]: of an op that takes a fixed time on its device's main engine, produces every result in new space, is in
-    no group and no codec; None for others.
-    operands: per op what it reads and writes; touched: that, and what the program lets go at its end.
-    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is no output; permanent:
-    whether it never is, since nothing overwrites it either.
-    uses: per tensor what keeps it from being freed: its readers, and the program while it holds it (`releases`:
-    per op what it lets go). why: what the log calls each op's first run. plans: of plans that have run, by id: a
-    weak reference and their actions by anchor.
+    plain: per op, of one that takes a fixed time on its device's main engine, produces every result in new space, is
+        in no group and no codec; None for others.
+    operands: per op what it reads and writes.
+    touched: per op its operands, and what the program lets go at its end.
+    uses: per tensor what keeps it from being freed: its readers, and the program while it holds it.
+    releases: per op what the program lets go.
+    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is no output.
+    permanent: per tensor whether it is never freed, since nothing overwrites it either.
+    why: per op what the log calls its first run.
+    plans: of plans that have run, by id: a weak reference, and their actions by anchor.
     """
 
     trace: Trace
@@ -80,7 +82,7 @@ class Prepared:
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def logged(self, op: int, why: str) -> int:
-        """What the log calls a run of an op: an encoding or decoding is `codec`, made again it is `recompute`."""
+        """What the log calls a run of an op: an encoding or decoding is `codec`, recomputed it is `recompute`."""
         return self.why[op] if why == "run" else WHY[why]
 
     @cached_property

@@ -24,9 +24,11 @@ class Act(NamedTuple):
 class Resolved:
     """All that a plan asks for: actions by anchor, and where tensors are to be produced.
 
-    before, after: per op the actions anchored there. slow_before, slow_after: ops where some of them take the device's
-    time. recomputed: the ops of its Recomputes. born: per tensor that it places its tier and offset; special: the
-    producers of those.
+    before, after: per op the actions anchored there.
+    slow_before, slow_after: ops where some of them take the device's time.
+    recomputed: the ops of its Recomputes.
+    born: per tensor that it places, tier and offset.
+    special: the producers of those.
     """
 
     def __init__(self, plan: Plan, platform: Platform, prepared: Prepared) -> None:

@@ -34,8 +34,9 @@ FREED, DROPPED, MOVED_OUT = CAUSE["freed"], CAUSE["dropped"], CAUSE["moved out"]
 class Lifetimes:
     """Per tensor what retains it: uses to come, and pins of ops under way.
 
-    uses: reads still to come, and one more while the program holds it. pins: how many ops under way, or being
-    restored, use it where it is. put_off: releases that wait: tensor -> tier -> cause.
+    uses: reads still to come, and one more while the program holds it.
+    pins: how many ops under way, or being restored, use it where it is.
+    put_off: releases that wait: tensor -> tier -> cause.
     """
 
     def __init__(

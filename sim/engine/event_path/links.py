@@ -16,9 +16,12 @@ from sim.hardware.transfer_time import transfer_ns
 class Job:
     """Bytes for a route of links; a subclass says what follows when they have arrived.
 
-    key: its place in the queues, least first; unique, and () while it stands in none. rank: that of its end. chunk:
-    bytes between points where one of higher priority may go first, 0 for none. bytes: what has not been started.
-    began: when its first chunk started, -1 before. ends: when the present one ends if it is not slowed down.
+    bytes: what has not been started.
+    rank: that of its end, see `clock`.
+    chunk: bytes between points where one of higher priority may go first, 0 for none.
+    key: its place in the queues, least first; unique, and () while it stands in none.
+    began: when its first chunk started, -1 before.
+    ends: when the present chunk ends if it is not slowed down.
     """
 
     __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "rank", "route")

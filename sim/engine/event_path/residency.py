@@ -13,11 +13,15 @@ LEAVING = 1 << 62
 class Residency:
     """Per tensor its copies, and what is about to change them.
 
-    copies: a bit per tier with a complete copy, and `LEAVING`. produced: whether there has ever been one. in_flight:
-    the transfer under way, at most one per tensor; `Transfers` keeps it. reproducing: (tensor, tier) of results that
-    an op produces once more. overwriting: old values that an op under way overwrites in place, and in which tier.
-    awaited: results of ops on another engine or device, and why one waits for them. waiters: who waits for a copy.
-    began_in: where what has no producer was at the start.
+    copies: a bit per tier with a complete copy, and `LEAVING`.
+    produced: whether there has ever been a copy.
+    last_read: when an op that reads it was last reached, -1 for never.
+    in_flight: the transfer under way, at most one per tensor; `Transfers` keeps it.
+    reproducing: (tensor, tier) of results that an op under way produces once more.
+    overwriting: old values that an op under way overwrites in place, and in which tier.
+    awaited: results of ops on another engine or device, and the cause of a stall that waits for them.
+    began_in: the tier of what has no producer, at the start.
+    waiters: who waits for a copy to arrive.
     """
 
     def __init__(self, tensors: int, tiers: list[str], clock: Clock, online: Online | None) -> None:

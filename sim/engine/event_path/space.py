@@ -16,9 +16,12 @@ MOVED_IN, FREED = CAUSE["moved in"], CAUSE["freed"]
 class Space:
     """Per tier its capacity and use in bytes; every change is a row of the log.
 
-    leaving: bytes that copies under way will release; arriving: bytes taken by copies that have not ended. blocks: the
-    allocators of tiers with addresses, None for the others. waiting: how many devices and transfers wait for space
-    anywhere; freed: the tiers where some was given back, or promised, since they were last served.
+    leaving: bytes that copies under way will release.
+    arriving: bytes taken by copies that have not ended.
+    blocks: the allocators of tiers with addresses, None for the others.
+    compressed: bytes of copies that a link compressed, by tensor and tier.
+    waiting: how many devices and transfers wait for space anywhere.
+    freed: tiers where some was released, or promised, since their waiters were last asked.
     """
 
     def __init__(self, platform: Platform, size: list[int], clock: Clock, record: Record, residency: Residency) -> None:

@@ -19,9 +19,12 @@ class Owner(Protocol):
 class Transfer(Job):
     """A copy from the tier `source` to `target` (positions in the platform).
 
-    keep: the source stays. size: bytes it takes at its destination; wire: bytes on the links. drop_target: the copy is
-    released as soon as it has arrived. followers: moves of the tensor that were asked for meanwhile. waiters: who is
-    woken when it is complete, or given up.
+    keep: whether the source stays.
+    size: bytes that it takes at its destination.
+    wire: bytes on the links.
+    drop_target: whether the copy is released as soon as it has arrived.
+    followers: moves of the tensor that were asked for meanwhile.
+    waiters: who is woken when it is complete, or given up.
     """
 
     __slots__ = (

@@ -16,8 +16,8 @@ Steps = Generator[Event, None, None]
 class Waits:
     """The waits of one device.
 
-    reason: what it waits for at present, in words, "" for nothing. request: (tier, bytes, op, reason) of the space that
-    it waits for.
+    reason: what it waits for at present, in words, "" for nothing.
+    request: (tier, bytes, op, reason) of the space that it waits for.
     """
 
     def __init__(self, index: int, parts: Parts) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 
 class Work:
-    """One run of an op: what it produces, what it overwrites, and the workspace that it holds.
+    """One run of an op: what it produces, what it overwrites, and the workspace that it takes.
 
-    why: `run` for the first one, else `recompute`. counted: whether its reads were expected beforehand, in program
-    order or by a planned Recompute. fresh: (tensor, tier) of results that take space. takeovers: (old value, new
-    value, tier); the new value is -1 where it is already there, so that nothing takes the old one's place.
-    workspace: (tier, bytes, handle), results that are there already among them. began: when it
-    began on an engine beside the device's main one.
+    why: `run` for the first one, else `recompute`.
+    counted: whether its reads were expected beforehand, in program order or by a planned Recompute.
+    fresh: (tensor, tier) of results that take space.
+    takeovers: (old value, new value, tier) of results in place; -1 for a new value that is resident already, so that
+        nothing takes over the storage of the old one.
+    workspace: (tier, bytes, handle); results that are resident already are recomputed there, too.
+    began: when it began on an engine beside the device's main one.
     """
 
     __slots__ = ("began", "counted", "device", "fresh", "op", "takeovers", "why", "workspace")
