@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.hardware.platform import Platform
 from sim.report.cells import cancelled_lines, ordered
-from sim.report.foot import Foot
+from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 
 if TYPE_CHECKING:  # they import this file where they write a page
@@ -29,7 +29,7 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
     links: (text, target) pairs to show.
     """
     policy = result.policy
-    foot = Foot(
+    footer = Footer(
         result.platform,
         warm_up=len(result.warm_up),
         command=command,
@@ -41,7 +41,7 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
         title=title or result.name,
         log=result.log,
         summary=result.summary(),
-        foot=foot,
+        footer=footer,
         fidelity=policy.fidelity,
         manages=policy.manages,
         doc=inspect.getdoc(type(policy)) or "",

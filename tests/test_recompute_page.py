@@ -13,7 +13,7 @@ from sim.experiment import Prices
 from sim.policies import family, names
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import MomentSearch
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {name for name in names() if family(name) == "recompute"}
@@ -89,10 +89,10 @@ def test_cells_are_what_is_simulated_now(found, traces, job, label, at):
 
 def test_bound_and_floor_are_what_is_computed_now(found, traces):
     for job, result in found.items():
-        ledger = Ledger(traces[job])
-        assert least_bytes(ledger) == result.job["floor_bytes"]
+        index = TraceIndex(traces[job])
+        assert least_bytes(index) == result.job["floor_bytes"]
         prices = Prices(traces[job], cases.platform())
-        search = MomentSearch(ledger, [prices.op_ns(op) for op in range(len(ledger.reads))])
+        search = MomentSearch(index, [prices.op_ns(op) for op in range(len(index.reads))])
         budget, bound = result.job["bounds"][len(result.job["bounds"]) // 2]
         assert cases.proven(search, budget) == pytest.approx(bound, rel=1e-5)
 

@@ -15,7 +15,7 @@ from sim.policies import family, names, policy_class
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.graph import Trace
 from workloads import transformer
 
@@ -77,7 +77,7 @@ class Entry:
     tried: Sequence[Mapping[str, Any]] = field(default=({},))
 
 
-STAGES = {"grain": "stage", "max_ops": 60}
+STAGES = {"granularity": "stage", "max_ops": 60}
 TUNED = (
     Entry("checkmate, MILP by stage", "checkmate", ({"method": "milp", "time_limit": 20.0, **STAGES},)),
     Entry("checkmate, LP rounding", "checkmate", ({"method": "rounding", **STAGES},)),
@@ -135,9 +135,9 @@ def facts(name: str, job: Job) -> dict[str, Any]:
     trace, card = job.trace(), platform()
     log = reference_run(trace, card)
     peak = peak_bytes(log)[card.home(0).name]
-    ledger, prices = Ledger(trace), Prices(trace, card)
-    floor = least_bytes(ledger)
-    search = MomentSearch(ledger, [prices.op_ns(op) for op in range(len(ledger.reads))])
+    index, prices = TraceIndex(trace), Prices(trace, card)
+    floor = least_bytes(index)
+    search = MomentSearch(index, [prices.op_ns(op) for op in range(len(index.reads))])
     budgets = {budget_at(floor, peak, i / BOUNDS) for i in range(BOUNDS + 1)}
     budgets |= {budget_at(floor, peak, share) for share in SHARES}
     bounds = [(budget, proven(search, budget)) for budget in sorted(budgets)]
@@ -153,7 +153,7 @@ def facts(name: str, job: Job) -> dict[str, Any]:
         "peak_bytes": peak,
         "activation_bytes": activation_bytes(log),
         "makespan_ns": log.end,
-        "static_bytes": sum(ledger.size[t] for t, maker in enumerate(ledger.producer) if maker < 0),
+        "static_bytes": sum(index.size[t] for t, maker in enumerate(index.producer) if maker < 0),
         "floor_bytes": floor,
         "capacity_bytes": card.home(0).nominal,
         "bounds": [[budget, bound] for budget, bound in bounds if bound is not None],

@@ -298,7 +298,7 @@ def _ends(trace: Trace) -> tuple[int, int]:
     """Peak without a limit, and the proven floor."""
     from sim.analysis.peak_memory import peak_bytes
     from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
-    from sim.solvers.runs import Ledger
+    from sim.solvers.schedule import TraceIndex
 
     card = platform()
-    return peak_bytes(reference_run(trace, card))[card.home(0).name], least_bytes(Ledger(trace))
+    return peak_bytes(reference_run(trace, card))[card.home(0).name], least_bytes(TraceIndex(trace))

@@ -59,7 +59,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
     from sim.outputs import check_folder, to_json, write_analyses, write_run
     from sim.pages import run_notes
     from sim.report.analyses import analysis_text
-    from sim.report.foot import Foot
+    from sim.report.footer import Footer
     from sim.report.table import print_summary
 
     policy, out, json = options["policy"], options["out"], options["json"]
@@ -86,8 +86,10 @@ def run(ctx: typer.Context, **options: Any) -> None:
     else:
         warm_up = len(result.warm_up)
         notes = run_notes(result)
-        foot = Foot(result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes)
-        print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, foot=foot)
+        footer = Footer(
+            result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes
+        )
+        print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
         for name, records in more.items():
             print(f"\n{analysis_text(name, records)}")
 
@@ -102,7 +104,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
     from sim.comparison import compare as run_all
     from sim.outputs import check_folder, to_json, write_comparison
     from sim.policies import names
-    from sim.report.foot import Foot
+    from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
 
     folder = check_folder(options["out"], "comparison") if options["out"] else None
@@ -128,16 +130,16 @@ def _compare(options: dict[str, Any], command: str) -> None:
     left_out = [f"not run: {name}: {why}" for name, why in comparison.left_out.items()]
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
-    foot = Foot(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=tuple(left_out))
+    footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=tuple(left_out))
     if folder:
-        text = comparison_text(comparison.rows, foot=foot)
+        text = comparison_text(comparison.rows, footer=footer)
         about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
         for path in write_comparison(comparison, folder, about=about, text=text):
             say(f"wrote {path}")
     if options["json"]:
         print(to_json([dict(row) for row in comparison.rows]))
     else:
-        print_comparison(comparison.rows, foot=foot)
+        print_comparison(comparison.rows, footer=footer)
     if comparison.failed:
         raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from sim.plan import Plan
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.graph import Trace
 
 PAIRS = 6
@@ -21,31 +21,31 @@ def rivals(trace: Trace) -> Iterator[Plan]:
     """
     if trace.devices > 1:
         return
-    ledger = Ledger(trace)
-    plain = runs(ledger, {})
+    index = TraceIndex(trace)
+    plain = schedule_of(index, {})
     yield Plan(trace, plain.actions())
     idle = _idle_at_peak(plain)
-    size = {op: sum(ledger.size[t] for t in ledger.writes[op]) for op in idle}
+    size = {op: sum(index.size[t] for t in index.writes[op]) for op in idle}
     orders = [sorted(idle, key=lambda op: (-size[op], op)), sorted(idle), sorted(idle, reverse=True)]
     chosen: set[tuple[int, ...]] = {(op,) for op in idle}
     chosen.update(combinations(orders[0][:PAIRS], 2))
     chosen |= {tuple(sorted(order[:count])) for order in orders for count in range(1, len(order) + 1)}
     for ops in sorted(chosen, key=lambda ops: (len(ops), ops)):
-        again: dict[int, list[int]] = {}
+        reruns: dict[int, list[int]] = {}
         for op in sorted(ops):
-            again.setdefault(idle[op], []).append(op)
-        yield Plan(trace, runs(ledger, again, prune=True).actions())
+            reruns.setdefault(idle[op], []).append(op)
+        yield Plan(trace, schedule_of(index, reruns, prune=True).actions())
 
 
-def _idle_at_peak(plain: Runs) -> dict[int, int]:
+def _idle_at_peak(plain: Schedule) -> dict[int, int]:
     """Per op whose results wait while the most is held: the op before which it could run again."""
-    ledger = plain.ledger
+    index = plain.index
     held = plain.peaks()[1:]
     peak = max(range(len(held)), key=held.__getitem__, default=0)
     found: dict[int, int] = {}
     for op in range(peak):
-        readers = [r for t in ledger.writes[op] for r in ledger.trace.readers(t)]
+        readers = [r for t in index.writes[op] for r in index.trace.readers(t)]
         later = min((r for r in readers if r > peak), default=-1)
-        if later >= 0 and peak not in readers and ledger.can_run_again(op, later):
+        if later >= 0 and peak not in readers and index.can_recompute(op, later):
             found[op] = later
     return found

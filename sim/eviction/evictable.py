@@ -1,4 +1,4 @@
-"""What an online policy may evict: the lineage of every tensor, and the pools of candidates.
+"""What an online policy may evict: the lineage of every tensor, and the sets of candidates.
 
 A tensor may be evicted if its producer can run again: not a member of a group, not an op of the update, nor one that
 overwrites what cannot come back itself. What cannot be brought back (a received tensor, an updated weight) is freed
@@ -168,7 +168,7 @@ class Kin:
         return storages
 
 
-class Table:
+class ScoreTable:
     """Per tensor, as arrays to score many at once: bytes, last access (ns), and since when it is evictable.
 
     order: a count that grows; `weight`: the numerator of its score, or a lower bound of it (ns).
@@ -182,7 +182,7 @@ class Table:
         self.weight = np.array(lineage.cost, np.float64)
 
 
-class Pool:
+class CandidateSet:
     """The candidates in one tier, packed."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.eviction.evictable import Kin, Lineage, Pool, Table
+from sim.eviction.evictable import CandidateSet, Kin, Lineage, ScoreTable
 from sim.eviction.ranking import ranking_for
 from sim.plan import Action, Change, Drop, Memory, Need, Online, Problem, Recompute
 
@@ -50,13 +50,13 @@ class Evictor(Online):
         self.line = lineage
         self.rules = rules
         self.tiers = tuple(tiers)
-        self.pools = {tier: Pool() for tier in evicts}
+        self.candidates = {tier: CandidateSet() for tier in evicts}
         self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
         self.copies = [0] * count
         self.gone = [False] * count  # made, nowhere any more, and part of the graph
         self.fixed = [False] * count  # something that its recomputation needs cannot come back
         self.kin = Kin(lineage)
-        self.table = Table(lineage)
+        self.table = ScoreTable(lineage)
         self.random = Random(seed)
         self.ranking, self.price = ranking_for(
             rules.heuristic,
@@ -107,14 +107,14 @@ class Evictor(Online):
             elif self.rules.reload_is_access:
                 self.table.access[tensor] = now
             self.copies[tensor] |= self.bit[tier]
-            pool = self.pools.get(tier)
-            if pool is not None and self.line.evictable[tensor] and not self.fixed[tensor]:
-                pool.add(tensor)
+            candidates = self.candidates.get(tier)
+            if candidates is not None and self.line.evictable[tensor] and not self.fixed[tensor]:
+                candidates.add(tensor)
         else:
             self.copies[tensor] &= ~self.bit[tier]
-            pool = self.pools.get(tier)
-            if pool is not None:
-                pool.remove(tensor)
+            candidates = self.candidates.get(tier)
+            if candidates is not None:
+                candidates.remove(tensor)
             self._leaving.pop(tensor, None)
             if not self.copies[tensor] and not self.gone[tensor]:
                 if self._locks[tensor]:
@@ -201,9 +201,9 @@ class Evictor(Online):
 
     def stay(self, tensor: int) -> None:
         """What was sent away is wanted, or was not sent: it is a candidate again."""
-        pool = self.pools[self._leaving.pop(tensor)]
+        candidates = self.candidates[self._leaving.pop(tensor)]
         if self.line.evictable[tensor] and not self.fixed[tensor]:
-            pool.add(tensor)
+            candidates.add(tensor)
 
     # ---- the dead ----------------------------------------------------------------------------
 
@@ -276,8 +276,8 @@ class Evictor(Online):
         for tier, bit in self.bit.items():
             if self.copies[tensor] & bit:
                 answer.append(Drop(tensor, tier))
-                if tier in self.pools:
-                    self.pools[tier].remove(tensor)
+                if tier in self.candidates:
+                    self.candidates[tier].remove(tensor)
                     self._leaving[tensor] = tier
         return answer + self._drop_views(tensor)
 
@@ -326,8 +326,8 @@ class Evictor(Online):
             self.fixed[tensor] = True
             if self._released[tensor] and self.copies[tensor] and self.rules.deallocation != "banish":
                 self._due.append(tensor)
-            for pool in self.pools.values():
-                pool.remove(tensor)
+            for candidates in self.candidates.values():
+                candidates.remove(tensor)
 
     # ---- pressure ----------------------------------------------------------------------------
 
@@ -335,8 +335,8 @@ class Evictor(Online):
         """The least candidates, one after the other, until their bytes are enough."""
         self._lose_overwritten()
         self._ended = -1
-        pool = self.pools.get(need.tier)
-        if pool is None:
+        candidates = self.candidates.get(need.tier)
+        if candidates is None:
             return ()
         for tensor in [t for t, tier in self._leaving.items() if tier == need.tier]:
             if self.copies[tensor] & self.bit[need.tier] and memory.in_flight(tensor) is None:
@@ -347,8 +347,8 @@ class Evictor(Online):
             answer = self._free_the_dead(memory)
             freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == need.tier)
         barred = self.locked
-        while freed < need.short and len(pool):
-            tensor = self.choose(pool, need.tier, memory, barred)
+        while freed < need.short and len(candidates):
+            tensor = self.choose(candidates, need.tier, memory, barred)
             if tensor < 0:
                 break
             action = None if memory.is_locked(tensor) else self.evict(tensor, need, memory)
@@ -357,26 +357,26 @@ class Evictor(Online):
                 continue
             answer.append(action)
             freed += self.line.size[tensor]
-            pool.remove(tensor)
+            candidates.remove(tensor)
             self._leaving[tensor] = need.tier
             if isinstance(action, Drop) and self.copies[tensor] == self.bit[need.tier]:
                 self._lose(tensor)
                 answer += self._drop_views(tensor)
         return answer
 
-    def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:
+    def choose(self, candidates: CandidateSet, tier: str, memory: Memory, barred: set[int]) -> int:
         """The candidate in a tier that goes next, -1 for none; never one of the barred."""
         rules, now = self.rules, memory.now
         if rules.ignore_small or rules.sample:
-            ids = self._subset(pool)
-            found = self.ranking.least(pool, now, barred, ids) if len(ids) else -1
+            ids = self._subset(candidates)
+            found = self.ranking.least(candidates, now, barred, ids) if len(ids) else -1
             if found >= 0:
                 return found
-        return self.ranking.least(pool, now, barred)
+        return self.ranking.least(candidates, now, barred)
 
-    def _subset(self, pool: Pool) -> NDArray[np.int64]:
+    def _subset(self, candidates: CandidateSet) -> NDArray[np.int64]:
         """The candidates that are large enough, or that steps of 1 … sqrt(candidates) hit."""
-        ids, random = pool.ids, self.random
+        ids, random = candidates.ids, self.random
         if self.rules.sample:
             stride = isqrt(len(ids))
             hit = list(accumulate(random.randint(1, stride) for _ in range(len(ids))))

@@ -1,6 +1,6 @@
 """What it would cost to bring a tensor back while its neighbours are evicted too.
 
-A `Price` keeps in `Table.weight` a lower bound of each candidate's cost and finds the exact one when
+A `Price` keeps in `ScoreTable.weight` a lower bound of each candidate's cost and finds the exact one when
 asked. Evictions only raise costs, so that bounds stay valid and nothing has to be done; a tensor that
 comes back lowers the costs of few, which are found without a search. So a choice looks closely at the
 few candidates that could win instead of keeping all exact.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from sim.eviction.evictable import Kin, Table
+from sim.eviction.evictable import Kin, ScoreTable
 
 
 class Price(Protocol):
@@ -20,7 +20,7 @@ class Price(Protocol):
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """Cost, and time of the last access to what it counts; None if the cost is above `limit`.
 
-        Either way `Table.weight` of that tensor is a lower bound afterwards.
+        Either way `ScoreTable.weight` of that tensor is a lower bound afterwards.
         """
 
     def went(self, tensor: int) -> None:
@@ -40,7 +40,7 @@ class Neighbourhood:
     tensor, whose bound counts it.
     """
 
-    def __init__(self, kin: Kin, table: Table, gone: list[bool], *, children: bool = True) -> None:
+    def __init__(self, kin: Kin, table: ScoreTable, gone: list[bool], *, children: bool = True) -> None:
         self._kin = kin
         self._table = table
         self._gone = gone
@@ -115,7 +115,7 @@ class CostClasses:
 
     SLACK = 4
 
-    def __init__(self, kin: Kin, table: Table, gone: list[bool]) -> None:
+    def __init__(self, kin: Kin, table: ScoreTable, gone: list[bool]) -> None:
         self._kin = kin
         self._table = table
         self._gone = gone

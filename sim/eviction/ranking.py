@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.eviction.evictable import Kin, Lineage, Pool, Table
+from sim.eviction.evictable import CandidateSet, Kin, Lineage, ScoreTable
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood, Price
 
 NEAR = 1e-12
@@ -26,7 +26,7 @@ class Ranking:
     """
 
     def __init__(
-        self, lineage: Lineage, table: Table, price: Price | None, *, by_size: bool, staleness: str, ties: str
+        self, lineage: Lineage, table: ScoreTable, price: Price | None, *, by_size: bool, staleness: str, ties: str
     ) -> None:
         self._lineage = lineage
         self._table = table
@@ -35,11 +35,13 @@ class Ranking:
         self._staleness = staleness
         self._last = ties == "last"
 
-    def least(self, pool: Pool, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None) -> int:
+    def least(
+        self, candidates: CandidateSet, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None
+    ) -> int:
         """The candidate of least score that is not barred, -1 if there is none. ids: look at those alone."""
         if ids is None:
-            ids = pool.ids
-            slots = [at for at in map(pool.slot, barred) if at >= 0]
+            ids = candidates.ids
+            slots = [at for at in map(candidates.slot, barred) if at >= 0]
         else:
             slots = [at for at, tensor in enumerate(ids.tolist()) if tensor in barred]
         if len(slots) == len(ids):
@@ -121,7 +123,7 @@ class Ranking:
 class Oldest(Ranking):
     """The least recently used. Its score is the access and 1, so that an access at 0 is no score of 0."""
 
-    def __init__(self, lineage: Lineage, table: Table, ties: str) -> None:
+    def __init__(self, lineage: Lineage, table: ScoreTable, ties: str) -> None:
         super().__init__(lineage, table, None, by_size=False, staleness="none", ties=ties)
 
     def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
@@ -134,13 +136,15 @@ class Oldest(Ranking):
 class Drawn(Ranking):
     """One at random."""
 
-    def __init__(self, lineage: Lineage, table: Table, random: Random) -> None:
+    def __init__(self, lineage: Lineage, table: ScoreTable, random: Random) -> None:
         super().__init__(lineage, table, None, by_size=False, staleness="none", ties="last")
         self._random = random
 
-    def least(self, pool: Pool, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None) -> int:
+    def least(
+        self, candidates: CandidateSet, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None
+    ) -> int:
         """Any candidate that is not barred, each as likely; -1 if there is none."""
-        free = [t for t in (pool.ids if ids is None else ids).tolist() if t not in barred]
+        free = [t for t in (candidates.ids if ids is None else ids).tolist() if t not in barred]
         free.sort(key=lambda tensor: self._table.order[tensor])
         return free[self._random.randrange(len(free))] if free else -1
 
@@ -153,7 +157,7 @@ def ranking_for(
     heuristic: str,
     lineage: Lineage,
     kin: Kin,
-    table: Table,
+    table: ScoreTable,
     gone: list[bool],
     *,
     staleness: str = "own",

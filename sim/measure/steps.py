@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sim.measure.gpt2 import Gpt2, Run, checkpointed, plain, saved_on_host, selective
-from sim.measure.ledger import Ledger, OpClock
 from sim.measure.llama import Llama
+from sim.measure.storages import OpClock, StorageTracker
 from workloads.measured import MeasuredOp
 
 WARM_UP = 2
@@ -96,7 +96,7 @@ class Steps:
         """The peak bytes on the device during an iteration in the steady state."""
         for _ in range(WARM_UP):
             self.step(policy)
-        return self._cuda_peak(policy) if self.is_cuda else self._ledger_peak(policy)
+        return self._cuda_peak(policy) if self.is_cuda else self._storages_peak(policy)
 
     def times(self, policies: Sequence[str], repeats: int) -> dict[str, int]:
         """Median nanoseconds of an iteration under each policy; they alternate so that drift affects all equally."""
@@ -126,17 +126,17 @@ class Steps:
         self.synchronize()
         return int(torch.cuda.max_memory_allocated(self.device)) - self.beside
 
-    def _ledger_peak(self, policy: str) -> int:
+    def _storages_peak(self, policy: str) -> int:
         gc.collect()
-        ledger = Ledger(self.device.type)
-        ledger.hold(self._held())
+        storages = StorageTracker(self.device.type)
+        storages.hold(self._held())
 
         def enter(phase: str) -> None:
-            ledger.phase = phase
+            storages.phase = phase
 
-        with ledger:
+        with storages:
             self.step(policy, enter)
-        return ledger.peak
+        return storages.peak
 
     def fits(self, policy: str, limit: int) -> bool:
         """Whether a step runs on a CUDA device if PyTorch may use `limit` bytes of it."""

@@ -47,7 +47,7 @@ SAVINGS = {
 
 @dataclass(frozen=True)
 class Beside:
-    """A value of a parameter that shows only beside values of others: `Beside(6, grain="stage")`."""
+    """A value of a parameter that shows only beside values of others: `Beside(6, granularity="stage")`."""
 
     value: Any
     others: Mapping[str, Any]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.plan import Problem
 from sim.policies.base import Policy, by_parameter
-from sim.solvers.runs import Runs
+from sim.solvers.schedule import Schedule
 from sim.solvers.unnecessary import remove_unnecessary
 
 
@@ -23,9 +23,9 @@ class RecomputationPlanner(Policy):
 
     remove_unnecessary: bool = False
 
-    def finished(self, problem: Problem, found: Runs) -> Runs:
+    def finished(self, problem: Problem, found: Schedule) -> Schedule:
         """The schedule as it leaves the planner."""
         if not self.remove_unnecessary:
             return found
-        cost = [problem.cost.op_ns(op) for op in range(len(found.ledger.reads))]
+        cost = [problem.cost.op_ns(op) for op in range(len(found.index.reads))]
         return remove_unnecessary(found, cost, problem.budget)

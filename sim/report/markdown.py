@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.report.cells import MODEL_ERROR, Row, columns, failure_lines, key_lines, ordered
-from sim.report.foot import Foot, foot_lines
+from sim.report.footer import Footer, footer_lines
 
 SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~$"})
 
@@ -13,7 +13,7 @@ SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~$"})
 def comparison_markdown(
     rows: Sequence[Row],
     *,
-    foot: Foot | None = None,
+    footer: Footer | None = None,
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
@@ -25,7 +25,7 @@ def comparison_markdown(
         *(_line([column.text(row) for column in shown]) for row in ordered(rows)),
     ]
     failing = failure_lines(rows, binary=binary)
-    below = [*key_lines(rows, model_error), *(foot_lines(foot, binary=binary) if foot else [])]
+    below = [*key_lines(rows, model_error), *(footer_lines(footer, binary=binary) if footer else [])]
     for block in (failing, below):
         if block:
             lines += ["", *(f"- {escaped(line)}" for line in block)]

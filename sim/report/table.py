@@ -25,7 +25,7 @@ from sim.report.cells import (
     text_of,
     total,
 )
-from sim.report.foot import Foot, foot_lines
+from sim.report.footer import Footer, footer_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,18 +40,18 @@ GAP = 2  # spaces between columns
 def comparison_text(
     rows: Sequence[Row],
     *,
-    foot: Foot | None = None,
+    footer: Footer | None = None,
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
-    """The comparison as plain text: aligned columns, one line a policy, then what does not fit, then the foot.
+    """The comparison as plain text: aligned columns, one line a policy, then what does not fit, then the footer.
 
     rows: see `sim.report.cells`. model_error: times nearer to the fastest than this fraction are marked as not
     distinguishable. binary: GiB instead of GB.
     """
     shown = columns(rows, model_error=model_error, binary=binary)
     lines = _aligned(shown, ordered(rows))
-    for block in _below(rows, foot, model_error, binary):
+    for block in _below(rows, footer, model_error, binary):
         lines += ["", *block]
     return "\n".join(lines) + "\n"
 
@@ -64,7 +64,7 @@ def comparison_table(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, b
 def print_comparison(
     rows: Sequence[Row],
     *,
-    foot: Foot | None = None,
+    footer: Footer | None = None,
     model_error: float = MODEL_ERROR,
     binary: bool = False,
     file: IO[str] | None = None,
@@ -77,13 +77,13 @@ def print_comparison(
 
     console = Console(file=file, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console.file.write(comparison_text(rows, foot=foot, model_error=model_error, binary=binary))
+        console.file.write(comparison_text(rows, footer=footer, model_error=model_error, binary=binary))
         return
     shown, left_out = _fitting(columns(rows, model_error=model_error, binary=binary), rows, console.width)
     console.print(_rich_table(shown, rows, model_error))
     if left_out:
         _print_lines(console, [f"too narrow for: {', '.join(left_out)}"], "dim")
-    failing, keys, about = _blocks(rows, foot, model_error, binary)
+    failing, keys, about = _blocks(rows, footer, model_error, binary)
     _print_lines(console, failing, "yellow")
     _print_lines(console, [*keys, *about], "dim")
 
@@ -116,14 +116,14 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _blocks(
-    rows: Sequence[Row], foot: Foot | None, model_error: float, binary: bool
+    rows: Sequence[Row], footer: Footer | None, model_error: float, binary: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    about = foot_lines(foot, binary=binary) if foot else []
+    about = footer_lines(footer, binary=binary) if footer else []
     return failure_lines(rows, binary=binary), key_lines(rows, model_error), about
 
 
-def _below(rows: Sequence[Row], foot: Foot | None, model_error: float, binary: bool) -> list[list[str]]:
-    return [block for block in _blocks(rows, foot, model_error, binary) if block]
+def _below(rows: Sequence[Row], footer: Footer | None, model_error: float, binary: bool) -> list[list[str]]:
+    return [block for block in _blocks(rows, footer, model_error, binary) if block]
 
 
 def _aligned(shown: Sequence[Column], rows: Sequence[Row]) -> list[str]:
@@ -209,18 +209,18 @@ def _with_share(key: str, value: Any, whole: int | None, binary: bool) -> str:
     return text
 
 
-def summary_text(summary: Mapping[str, Any], *, foot: Foot | None = None, binary: bool = False) -> str:
-    """One run's summary as plain text, one figure a line, then the foot."""
+def summary_text(summary: Mapping[str, Any], *, footer: Footer | None = None, binary: bool = False) -> str:
+    """One run's summary as plain text, one figure a line, then the footer."""
     pairs = summary_lines(summary, binary=binary)
     width = max((len(name) for name, _ in pairs), default=0)
     lines = [f"{name.ljust(width)}{' ' * GAP}{text}".rstrip() for name, text in pairs]
-    if foot:
-        lines += ["", *foot_lines(foot, binary=binary)]
+    if footer:
+        lines += ["", *footer_lines(footer, binary=binary)]
     return "\n".join(lines) + "\n"
 
 
 def print_summary(
-    summary: Mapping[str, Any], *, foot: Foot | None = None, binary: bool = False, file: IO[str] | None = None
+    summary: Mapping[str, Any], *, footer: Footer | None = None, binary: bool = False, file: IO[str] | None = None
 ) -> None:
     """Print one run's summary: coloured on a terminal, `summary_text` in a pipe or file."""
     from rich.console import Console
@@ -229,10 +229,10 @@ def print_summary(
 
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        console.file.write(summary_text(summary, foot=foot, binary=binary))
+        console.file.write(summary_text(summary, footer=footer, binary=binary))
         return
     table = Table(box=None, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
     for name, text in summary_lines(summary, binary=binary):
         table.add_row(Text(name, style="dim" if name.startswith(" ") else "bold"), Text(text))
     console.print(table)
-    _print_lines(console, foot_lines(foot, binary=binary) if foot else [], "dim")
+    _print_lines(console, footer_lines(footer, binary=binary) if footer else [], "dim")

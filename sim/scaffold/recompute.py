@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace.chain import backward_ops, saved_tensors
 
 
@@ -36,24 +36,24 @@ class ScaffoldRecompute(Policy):
     def plan(self, problem: Problem) -> Plan:
         """Choose the activations; when each is dropped follows from when it is recomputed."""
         trace = problem.trace
-        ledger = Ledger(trace)
-        size, backward = ledger.size, set(backward_ops(trace).tolist())
+        index = TraceIndex(trace)
+        size, backward = index.size, set(backward_ops(trace).tolist())
         saved = [t for t in saved_tensors(trace).tolist() if size[t]]
-        there = {*saved, *(t for t, producer in enumerate(ledger.producer) if producer < 0)}
+        there = {*saved, *(t for t, producer in enumerate(index.producer) if producer < 0)}
         left = int(self.share * sum(size[t] for t in saved))
         chosen: set[int] = set()
         needed: set[int] = set()
-        again: dict[int, list[int]] = {}
+        reruns: dict[int, list[int]] = {}
         for t in sorted(saved, key=lambda t: (-size[t], t)):
-            producer = ledger.producer[t]
-            reads = ledger.reads[producer]
+            producer = index.producer[t]
+            reads = index.reads[producer]
             anchor = next(op for op in trace.readers(t) if op in backward)
             if size[t] > left or t in needed or not chosen.isdisjoint(reads) or not there.issuperset(reads):
                 continue
-            if not ledger.may_go[t] or not ledger.can_run_again(producer, anchor):
+            if not index.droppable[t] or not index.can_recompute(producer, anchor):
                 continue
             left -= size[t]
             chosen.add(t)
             needed.update(reads)
-            again.setdefault(anchor, []).append(producer)
-        return Plan(trace, runs(ledger, again).actions())
+            reruns.setdefault(anchor, []).append(producer)
+        return Plan(trace, schedule_of(index, reruns).actions())

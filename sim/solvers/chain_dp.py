@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.solvers.reversal import Schedule
+from sim.solvers.reversal import ReversalSchedule
 
 INF = 1 << 60
 
@@ -76,10 +76,10 @@ class ChainTable:
         least = int(fits[0]) + self.x[0] if len(fits) else self.slots + 1
         return math.ceil(least * self.slot) if least <= self.slots else None
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ReversalSchedule:
         """The steps of a schedule of that least time; see `sim.solvers.reversal`."""
         end, uf = len(self.costs), (*self.costs.uf, 0)
-        found: Schedule = []
+        found: ReversalSchedule = []
         # entries to expand (first, last, free slots), or steps to append as they are
         stack: list[tuple[int, int, int] | tuple[str, int]] = [(0, end, self.slots - self.x[0])]
         while stack:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.solvers.regions import Region
-from sim.solvers.runs import Ledger, backward_slice
+from sim.solvers.schedule import TraceIndex, backward_slice
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import PERSISTENT
 from sim.trace.op import KIND_CODE
@@ -27,7 +27,7 @@ class Rerun:
 
 
 def region_reruns(
-    ledger: Ledger,
+    index: TraceIndex,
     regions: Sequence[Region],
     *,
     early_stop: bool = True,
@@ -49,132 +49,132 @@ def region_reruns(
     next_on: dict[int, int] = {}  # per device the first op of the region that follows
     found: list[Rerun] = []
     for region in sorted(regions, key=lambda one: one.forward[0], reverse=True):
-        device = ledger.device[region.forward[0]]
-        first, last, wanted, stays = _inside(ledger, region, kept)
-        follower = next_on.get(device, len(ledger.reads))
+        device = index.device[region.forward[0]]
+        first, last, wanted, stays = _inside(index, region, kept)
+        follower = next_on.get(device, len(index.reads))
         next_on[device] = region.forward[0]
         if first < 0 or (skip_last and first < follower):
             continue
-        own = _up_to(ledger, region, first)
-        places = {"result": first, "saved": next(op for op in own if op == first or _reads_saved(ledger, op))}
+        own = _up_to(index, region, first)
+        places = {"result": first, "saved": next(op for op in own if op == first or _reads_saved(index, op))}
         anchor = places.get(before, own[0])
         ops = [op for op in region.forward if op not in kept]
-        possible = ledger.can_run_together(ops, anchor)
+        possible = index.can_run_together(ops, anchor)
         if early_stop or len(possible) < len(ops):
             # an op that is kept is passed on the way, and what it reads is there again for it
-            passed = {t for op in region.forward if op in kept and op <= last for t in ledger.reads[op]}
-            there = {t for t in stays if ledger.gone_at[t] >= anchor}
-            possible = backward_slice(ledger, possible, (wanted | passed) - there, there)
+            passed = {t for op in region.forward if op in kept and op <= last for t in index.reads[op]}
+            there = {t for t in stays if index.overwritten_at[t] >= anchor}
+            possible = backward_slice(index, possible, (wanted | passed) - there, there)
         found.append(Rerun(region, own[0], anchor, possible))
     return found[::-1]
 
 
 def by_anchor(reruns: Iterable[Rerun]) -> dict[int, list[int]]:
     """Reruns of regions for `runs`."""
-    again: dict[int, list[int]] = {}
+    anchored: dict[int, list[int]] = {}
     for rerun in reruns:
-        again.setdefault(rerun.anchor, []).extend(rerun.ops)
-    return again
+        anchored.setdefault(rerun.anchor, []).extend(rerun.ops)
+    return anchored
 
 
 def rerun_regions(
-    ledger: Ledger, regions: Sequence[Region], *, early_stop: bool = True, skip_last: bool = False
+    index: TraceIndex, regions: Sequence[Region], *, early_stop: bool = True, skip_last: bool = False
 ) -> dict[int, list[int]]:
     """Run each region again just before its first backward op that reads what it makes (`region_reruns`)."""
-    return by_anchor(region_reruns(ledger, regions, early_stop=early_stop, skip_last=skip_last))
+    return by_anchor(region_reruns(index, regions, early_stop=early_stop, skip_last=skip_last))
 
 
-def _inside(ledger: Ledger, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
+def _inside(index: TraceIndex, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
     """What of a region its backward wants.
 
     The first op that does (-1 for none), the last of the region's ops whose results it wants, those results that are
     not kept by name, and what stays.
     """
-    inside, undoing, outputs = set(region.forward), region.backward, set(ledger.trace.outputs)
-    released = ledger.released
+    inside, undoing, outputs = set(region.forward), region.backward, set(index.trace.outputs)
+    released = index.released
     begin = last = -1
     goes = False
     wanted, stays = set(), set()
     for op in region.forward:
-        for t in ledger.writes[op]:
-            readers = ledger.trace.readers(t)
-            first = next((r for r in readers if r in undoing), len(ledger.reads))
+        for t in index.writes[op]:
+            readers = index.trace.readers(t)
+            first = next((r for r in readers if r in undoing), len(index.reads))
             if released[t] in undoing:
                 first = min(first, released[t])
             leaves = any(r < first and r not in inside for r in readers)
             if op in kept or t in outputs:
                 stays.add(t)
-            elif first < len(ledger.reads):
+            elif first < len(index.reads):
                 wanted.add(t)
                 begin = first if begin < 0 else min(begin, first)
                 goes = goes or not leaves
             elif leaves:
                 stays.add(t)
-            if first < len(ledger.reads):
+            if first < len(index.reads):
                 last = op
     return begin if goes else -1, last, wanted, stays
 
 
-def _up_to(ledger: Ledger, region: Region, first: int) -> list[int]:
+def _up_to(index: TraceIndex, region: Region, first: int) -> list[int]:
     """The region's backward ops up to one of them that make, or read, too, the gradients that lead to it.
 
     A layer's backward ops are those of all its microbatches; their gradients meet in those of weights alone.
     """
-    flow = {t for t in ledger.reads[first] if is_passing(ledger, t)}
+    flow = {t for t in index.reads[first] if is_passing(index, t)}
     own = [first]
     for op in sorted((op for op in region.backward if op < first), reverse=True):
-        if not flow.isdisjoint(ledger.reads[op]) or not flow.isdisjoint(ledger.writes[op]):
+        if not flow.isdisjoint(index.reads[op]) or not flow.isdisjoint(index.writes[op]):
             own.append(op)
-            flow.update(t for t in ledger.reads[op] if is_passing(ledger, t))
+            flow.update(t for t in index.reads[op] if is_passing(index, t))
     return own[::-1]
 
 
-def is_passing(ledger: Ledger, t: int) -> bool:
+def is_passing(index: TraceIndex, t: int) -> bool:
     """Whether a tensor is a gradient that backward passes on, and not one of a weight."""
-    maker = ledger.producer[t]
-    return maker >= 0 and ledger.phase[maker] == BACKWARD and ledger.role[t] != ROLE_CODE["gradient"]
+    maker = index.producer[t]
+    return maker >= 0 and index.phase[maker] == BACKWARD and index.role[t] != ROLE_CODE["gradient"]
 
 
-def is_saved(ledger: Ledger, t: int) -> bool:
+def is_saved(index: TraceIndex, t: int) -> bool:
     """Whether backward has a tensor because autograd saved it: what forward made, a weight, an input."""
-    maker = ledger.producer[t]
-    return ledger.phase[maker] == FORWARD if maker >= 0 else ledger.role[t] != ROLE_CODE["gradient"]
+    maker = index.producer[t]
+    return index.phase[maker] == FORWARD if maker >= 0 else index.role[t] != ROLE_CODE["gradient"]
 
 
-def _reads_saved(ledger: Ledger, op: int) -> bool:
-    return any(is_saved(ledger, t) for t in ledger.reads[op])
+def _reads_saved(index: TraceIndex, op: int) -> bool:
+    return any(is_saved(index, t) for t in index.reads[op])
 
 
 # ---- what is held ------------------------------------------------------------------------------
 
 
-def cached_casts(ledger: Ledger, regions: Sequence[Region]) -> dict[int, int]:
+def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]:
     """Copies of weights that a region makes, and the last forward op before the next backward: for `runs`' `hold`.
 
     PyTorch's autocast casts each weight once and keeps the copy until its context is left, which is after
     the forward pass and the loss.
     """
-    c = ledger.trace.op_columns
+    c = index.trace.op_columns
     ends: dict[int, NDArray[np.int64]] = {}
-    for device in range(ledger.trace.devices):
+    for device in range(index.trace.devices):
         ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
     forward = np.flatnonzero(c.phase == FORWARD)
     held: dict[int, int] = {}
     for region in regions:
-        later = ends[ledger.device[region.forward[0]]]
+        later = ends[index.device[region.forward[0]]]
         after = later[np.searchsorted(later, region.forward[-1]) :]
-        stop = int(after[0]) if len(after) else len(ledger.reads)
+        stop = int(after[0]) if len(after) else len(index.reads)
         last = int(forward[np.searchsorted(forward, stop) - 1])
         for op in region.forward:
-            if _casts_weights(ledger, op):
-                held.update(dict.fromkeys(ledger.writes[op], last))
+            if _casts_weights(index, op):
+                held.update(dict.fromkeys(index.writes[op], last))
     return held
 
 
-def _casts_weights(ledger: Ledger, op: int) -> bool:
-    reads = ledger.reads[op]
-    copies = ledger.trace.op_columns.kind[op] == KIND_CODE["copy"]
-    return bool(copies and reads and all(ledger.role[t] in PERSISTENT for t in reads))
+def _casts_weights(index: TraceIndex, op: int) -> bool:
+    reads = index.reads[op]
+    copies = index.trace.op_columns.kind[op] == KIND_CODE["copy"]
+    return bool(copies and reads and all(index.role[t] in PERSISTENT for t in reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Held:
     drops: Mapping[int, int]
 
 
-def held_by(ledger: Ledger, reruns: Sequence[Rerun], *, reentrant: bool = False) -> Held:
+def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = False) -> Held:
     """What the checkpoints round regions hold beside what autograd saves.
 
     PyTorch's non-reentrant checkpoint holds the arguments of its function (what enters, but for weights and copies of
@@ -194,30 +194,30 @@ def held_by(ledger: Ledger, reruns: Sequence[Rerun], *, reentrant: bool = False)
     inside of the outer one: until it has ended its arguments, its results, made again, and their gradients are local
     variables there.
     """
-    anchor_of = {t: rerun.anchor for rerun in reruns for op in rerun.ops for t in ledger.writes[op]}
+    anchor_of = {t: rerun.anchor for rerun in reruns for op in rerun.ops for t in index.writes[op]}
     starts = sorted(rerun.start for rerun in reruns)
     until: dict[int, int] = {}
     drops: dict[int, int] = {}
     for rerun in reruns:
         inside, undoing = set(rerun.region.forward), rerun.region.backward
-        stop = next((s for s in starts if s > rerun.start and s in undoing), len(ledger.reads))
+        stop = next((s for s in starts if s > rerun.start and s in undoing), len(index.reads))
         own = [op for op in sorted(undoing) if rerun.start <= op < stop]
-        made = {t for op in inside for t in ledger.writes[op]}
+        made = {t for op in inside for t in index.writes[op]}
         end = own[-1]
         if not reentrant:
-            lets_go = {ledger.released[t] for t in made}
-            end = max(op for op in own if op in lets_go or any(is_saved(ledger, t) for t in ledger.reads[op]))
-        for t in {t for op in inside for t in ledger.reads[op]} - made:
-            if ledger.producer[t] < 0 or _casts_weights(ledger, ledger.producer[t]):
+            lets_go = {index.released[t] for t in made}
+            end = max(op for op in own if op in lets_go or any(is_saved(index, t) for t in index.reads[op]))
+        for t in {t for op in inside for t in index.reads[op]} - made:
+            if index.producer[t] < 0 or _casts_weights(index, index.producer[t]):
                 continue
             if t not in anchor_of:
                 until[t] = max(end, until.get(t, -1))
             elif end < anchor_of[t]:
                 drops[t] = max(end, drops.get(t, -1))
         if reentrant:
-            readers = ((t, r) for t in made & anchor_of.keys() for r in ledger.trace.readers(t))
-            results = [t for t, r in readers if ledger.phase[r] == FORWARD and r not in inside]
-            gradients = {t for op in own for t in ledger.reads[op] if is_passing(ledger, t)}
-            entering = [t for t in gradients if ledger.producer[t] < rerun.start]
+            readers = ((t, r) for t in made & anchor_of.keys() for r in index.trace.readers(t))
+            results = [t for t, r in readers if index.phase[r] == FORWARD and r not in inside]
+            gradients = {t for op in own for t in index.reads[op] if is_passing(index, t)}
+            entering = [t for t in gradients if index.producer[t] < rerun.start]
             until.update((t, max(end, until.get(t, -1))) for t in (*results, *entering))
     return Held(until, drops)

@@ -13,7 +13,7 @@ from sim.solvers.joint_graph import joint_graph
 from sim.solvers.knapsack import PICKERS
 from sim.solvers.partition import Bans, Partitioner
 from sim.solvers.regions import Region, layer_regions
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
@@ -29,31 +29,31 @@ class Joint:
     backward: ids of the backward ops; first: the first of them. wanted: forward results that they read.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        c = ledger.trace.op_columns
-        self.ledger = ledger
+    def __init__(self, index: TraceIndex) -> None:
+        c = index.trace.op_columns
+        self.index = index
         self.backward: list[int] = np.flatnonzero(c.phase == BACKWARD).tolist()
         self.forward: list[int] = np.flatnonzero(c.phase == FORWARD).tolist()
-        self.first = self.backward[0] if self.backward else len(ledger.reads)
+        self.first = self.backward[0] if self.backward else len(index.reads)
         self.wanted = {
             t
             for op in self.backward
-            for t in ledger.reads[op]
-            if ledger.producer[t] >= 0 and c.phase[ledger.producer[t]] == FORWARD
+            for t in index.reads[op]
+            if index.producer[t] >= 0 and c.phase[index.producer[t]] == FORWARD
         }
 
-    def again(self, chosen: Collection[int]) -> dict[int, list[int]]:
+    def reruns(self, chosen: Collection[int]) -> dict[int, list[int]]:
         """Run each chosen op once, just before the first backward op that needs it; the result is for `runs`."""
-        ledger, ran, left = self.ledger, set[int](), set(chosen)
+        index, ran, left = self.index, set[int](), set(chosen)
         found: dict[int, list[int]] = {}
         for op in self.backward:
-            stack = [ledger.producer[t] for t in ledger.reads[op]]
+            stack = [index.producer[t] for t in index.reads[op]]
             needed: set[int] = set()
             while stack:
                 maker = stack.pop()
                 if maker in left and maker not in ran and maker not in needed:
                     needed.add(maker)
-                    stack += [ledger.producer[t] for t in ledger.reads[maker]]
+                    stack += [index.producer[t] for t in index.reads[maker]]
             if needed:
                 found[op] = sorted(needed)
                 ran |= needed
@@ -61,17 +61,17 @@ class Joint:
 
     def from_saved(self, saved: Collection[int]) -> Saved:
         """What backward reads of the saved tensors, and the ops that make the rest of what it needs."""
-        kept, again = set[int](), set[int]()
+        kept, reruns = set[int](), set[int]()
         stack = list(self.wanted)
         while stack:
             t = stack.pop()
-            maker = self.ledger.producer[t]
+            maker = self.index.producer[t]
             if maker < 0 or t in saved:
                 kept.add(t)
-            elif maker not in again:
-                again.add(maker)
-                stack += self.ledger.reads[maker]
-        return Saved(kept, again, sum(self.ledger.size[t] for t in kept if self.ledger.producer[t] >= 0))
+            elif maker not in reruns:
+                reruns.add(maker)
+                stack += self.index.reads[maker]
+        return Saved(kept, reruns, sum(self.index.size[t] for t in kept if self.index.producer[t] >= 0))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Saved:
     that an op makes."""
 
     kept: Collection[int]
-    again: Collection[int]
+    reruns: Collection[int]
     bytes: int
 
 
@@ -96,25 +96,25 @@ class Cuts:
     ) -> None:
         if problem.trace.devices > 1:
             raise PolicyError(f"policy {policy!r} needs a trace on one device; this one has {problem.trace.devices}")
-        self.ledger = ledger = Ledger(problem.trace)
-        self.joint = joint = Joint(ledger)
+        self.index = index = TraceIndex(problem.trace)
+        self.joint = joint = Joint(index)
         if not joint.wanted:
             raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")
         price = runtimes_of(problem, runtimes)
         parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(problem.trace)]
         if regions == "layer":
-            parts = layer_regions(ledger, policy)
+            parts = layer_regions(index, policy)
             layer = problem.trace.op_columns.layer
             unread = [unread_of(problem.trace, int(layer[one.forward[0]])) for one in parts]
         self.graphs = [
-            joint_graph(ledger, set(one.forward), set(one.backward), price, idle)
+            joint_graph(index, set(one.forward), set(one.backward), price, idle)
             for one, idle in zip(parts, unread, strict=True)
         ]
         self.partitioners = [Partitioner(graph, bans) for graph in self.graphs]
         inside = {op for one in parts for op in one.forward}
         undoing = {op for one in parts for op in one.backward}
-        self.eager = {t for op in joint.forward if op not in inside for t in ledger.writes[op]}
-        self.eager |= {t for op in joint.backward if op not in undoing for t in ledger.reads[op]}
+        self.eager = {t for op in joint.forward if op not in inside for t in index.writes[op]}
+        self.eager |= {t for op in joint.backward if op not in undoing for t in index.reads[op]}
 
     def saved(self, budget: float = 1.0, knapsack: str = "dp") -> Saved:
         """What stays and what runs again for a memory budget of 0 to 1."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import PERSISTENT
 from sim.trace.tensor import ROLE_CODE
@@ -112,7 +112,7 @@ class JointGraph:
 
 
 def joint_graph(
-    ledger: Ledger,
+    index: TraceIndex,
     forward: Collection[int],
     backward: Collection[int],
     runtimes: Callable[[int], float] | None = None,
@@ -126,28 +126,28 @@ def joint_graph(
     runtimes: what an op costs to recompute; None for its FLOPs where the compiler counts them, else 1. unread:
     weights and inputs that no op reads, but that the compiled module takes.
     """
-    return _Builder(ledger, forward, backward, runtimes, unread).graph
+    return _Builder(index, forward, backward, runtimes, unread).graph
 
 
 class _Builder:
     def __init__(
         self,
-        ledger: Ledger,
+        index: TraceIndex,
         forward: Collection[int],
         backward: Collection[int],
         runtimes: Callable[[int], float] | None,
         unread: Collection[int],
     ) -> None:
-        self.ledger, self.trace, self.runtimes = ledger, ledger.trace, runtimes
-        self.columns = ledger.trace.op_columns
+        self.index, self.trace, self.runtimes = index, index.trace, runtimes
+        self.columns = index.trace.op_columns
         self.nodes: list[Node] = []
         self.is_backward: list[bool] = []
         self.leaves: list[bool] = []
         self.node_of: dict[int, int] = {}
         self.inside = {*forward, *backward}
-        self.first, self.last = min(backward, default=len(ledger.reads)), max(backward, default=len(ledger.reads))
+        self.first, self.last = min(backward, default=len(index.reads)), max(backward, default=len(index.reads))
         ops = sorted(self.inside)
-        read = {t for op in ops for t in ledger.reads[op] if ledger.producer[t] not in self.inside}
+        read = {t for op in ops for t in index.reads[op] if index.producer[t] not in self.inside}
         for t in sorted(read.union(unread)):  # as declared: parameters, buffers, inputs
             self._enter(t, backward)
         outputs = set(self.trace.outputs)
@@ -157,20 +157,20 @@ class _Builder:
 
     def _enter(self, t: int, backward: Collection[int]) -> None:
         """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
-        role, maker = self.trace.tensor_columns.role[t], self.ledger.producer[t]
+        role, maker = self.trace.tensor_columns.role[t], self.index.producer[t]
         gradient = role == ROLE_CODE["gradient"] or (maker >= 0 and self.columns.phase[maker] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
-        self.nodes.append(Node(-1, t, self.ledger.size[t], static=bool(role in PERSISTENT)))
+        self.nodes.append(Node(-1, t, self.index.size[t], static=bool(role in PERSISTENT)))
         self.is_backward.append(bool(gradient and all(r in backward for r in readers)))
         self.leaves.append(False)
 
     def _add(self, op: int, backward: bool, outputs: Collection[int]) -> None:
-        ledger, columns = self.ledger, self.columns
+        index, columns = self.index, self.columns
         what = self.trace.ops[op]
-        reads, writes = [self.node_of[t] for t in ledger.reads[op]], ledger.writes[op]
-        made = sum(ledger.size[t] for t in writes)
-        joined = sum(ledger.size[t] for t in what.reads)  # one that it reads twice counts twice
+        reads, writes = [self.node_of[t] for t in index.reads[op]], index.writes[op]
+        made = sum(index.size[t] for t in writes)
+        joined = sum(index.size[t] for t in what.reads)  # one that it reads twice counts twice
         joins = what.kind == "copy" and len(what.reads) > 1 and len(writes) == 1 and made == joined
         cheap = what.kind in CHEAP and not what.random and not joins
         runtime = float(max(what.flops, 1)) if what.kind in INTENSIVE else 1.0
@@ -181,7 +181,7 @@ class _Builder:
             "random": what.random,
             "view": what.kind == "copy" and what.bytes == 0 and len(reads) == 1,
             "joins": joins,
-            "fixed": what.kind in COMMUNICATION or max(op + 1, self.last) > ledger.recomputable_until[op],
+            "fixed": what.kind in COMMUNICATION or max(op + 1, self.last) > index.recomputable_until[op],
             "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
         }
         whole = len(writes) > 1 and (not cheap or traits["view"] or what.kind == "reduce")
@@ -198,6 +198,6 @@ class _Builder:
             if whole and not readers and not leaves:
                 continue
             self.node_of[t] = len(self.nodes)
-            self.nodes.append(Node(op, t, ledger.size[t], reads, **traits))  # type: ignore[arg-type]
+            self.nodes.append(Node(op, t, index.size[t], reads, **traits))  # type: ignore[arg-type]
             self.is_backward.append(backward)
             self.leaves.append(leaves)

@@ -15,13 +15,13 @@ import numpy as np
 
 from sim.errors import PolicyError
 from sim.plan import Problem
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class NodeValue:
     """Tensors that one node makes, that the same nodes read, and that come and go together.
 
     size: bytes. maker: node. readers: nodes, rising; the maker itself where its reruns read what it made once.
@@ -52,7 +52,7 @@ class Nodes:
     members: per node its ops. repeats: per node those that a rerun runs, in order: without what can't be recomputed.
     cost: per node, of a rerun. makes: per node the bytes it takes while it runs, beyond what lay there before: results
     and workspace; makes_again: the same for a rerun. last_again: per node the last stage in which it may run
-    again, at most itself for never. values: see `Value`. outside: bytes that lie there throughout.
+    again, at most itself for never. values: see `NodeValue`. outside: bytes that lie there throughout.
     border: the first stage in which nodes may run again.
     """
 
@@ -62,7 +62,7 @@ class Nodes:
     makes: Sequence[int]
     makes_again: Sequence[int]
     last_again: Sequence[int]
-    values: Sequence[Value]
+    values: Sequence[NodeValue]
     outside: int
     border: int = 0
 
@@ -98,25 +98,25 @@ class Nodes:
         there: list[list[int]] = [[] for _ in range(count + 1)]
         there[count] = [v for v, want in enumerate(wanted) if want]
         for t in reversed(range(count)):
-            again = {t}
+            reruns = {t}
             for i in reversed(range(t)):
                 if self.border <= t <= self.last_again[i] and any(
                     t > self.values[v].held_until
                     and not self.values[v].once
-                    and (wanted[v] or not again.isdisjoint(self.values[v].readers))
+                    and (wanted[v] or not reruns.isdisjoint(self.values[v].readers))
                     for v in self.made_by[i]
                 ):
-                    again.add(i)
+                    reruns.add(i)
             for v, value in enumerate(self.values):
                 wanted[v] = value.maker < t <= value.gone and (
-                    wanted[v] or t <= value.held_until or not again.isdisjoint(value.readers)
+                    wanted[v] or t <= value.held_until or not reruns.isdisjoint(value.readers)
                 )
-            runs[t] = sorted(again - {t})
+            runs[t] = sorted(reruns - {t})
             there[t] = [v for v, want in enumerate(wanted) if want]
         return runs, there
 
-    def again(self, stages: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Which ops run again before which, for `sim.solvers.runs.runs`, given the nodes of each stage."""
+    def reruns(self, stages: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Which ops run again before which, for `sim.solvers.schedule.schedule_of`, given the nodes of each stage."""
         return {
             self.members[t][0]: [op for node in nodes for op in self.repeats[node]]
             for t, nodes in enumerate(stages)
@@ -139,32 +139,32 @@ def body(problem: Problem, policy: str) -> int:
     return count
 
 
-def counts_all(ledger: Ledger, ops: int) -> bool:
+def counts_all(index: TraceIndex, ops: int) -> bool:
     """Whether nodes of one op each count memory as the engine does, among the first so many ops.
 
     Not where the program holds a tensor beyond its last reader, nor where the storage of an input goes before the
     end, because what overwrote it is neither an output nor read later.
     """
-    trace = ledger.trace
+    trace = index.trace
     held = ((trace.released >= 0) & (trace.released > trace.last_use)).any()
     outputs = set(trace.outputs)
     return not held and all(
-        t in outputs or ledger.gone_at[t] < len(ledger.reads) or any(reader >= ops for reader in trace.readers(t))
-        for t in _in_place_of_inputs(ledger)
-        if ledger.producer[t] < ops
+        t in outputs or index.overwritten_at[t] < len(index.reads) or any(reader >= ops for reader in trace.readers(t))
+        for t in _in_place_of_inputs(index)
+        if index.producer[t] < ops
     )
 
 
-def _in_place_of_inputs(ledger: Ledger) -> set[int]:
+def _in_place_of_inputs(index: TraceIndex) -> set[int]:
     """Tensors that an op made in the storage of one that nothing produces."""
     found: set[int] = set()
-    for t in sorted(ledger.overwritten, key=lambda t: ledger.producer[t]):
-        if ledger.producer[t] < 0 or t in found:
-            found.add(int(ledger.trace.replaced_by[t]))
+    for t in sorted(index.overwritten, key=lambda t: index.producer[t]):
+        if index.producer[t] < 0 or t in found:
+            found.add(int(index.trace.replaced_by[t]))
     return found
 
 
-def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
+def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
     What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end. So does an op
@@ -177,24 +177,24 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
     before it.
     """
     trace = problem.trace
-    ops = len(ledger.reads)
+    ops = len(index.reads)
     count = len(parts)
     node_of = {op: i for i, part in enumerate(parts) for op in part}
-    until = ledger.recomputable_among(op for part in parts for op in part)
+    until = index.recomputable_among(op for part in parts for op in part)
     repeats = [_repeated(part, until, parts[i + 1][0] if i + 1 < count else 0) for i, part in enumerate(parts)]
-    runs_once = {op for part, again in zip(parts, repeats, strict=True) for op in set(part).difference(again)}
+    runs_once = {op for part, reruns in zip(parts, repeats, strict=True) for op in set(part).difference(reruns)}
     role = trace.tensor_columns.role
-    kept, inputs = set(trace.outputs), _in_place_of_inputs(ledger)
+    kept, inputs = set(trace.outputs), _in_place_of_inputs(index)
     grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool, bool], int] = {}
     crossing: set[int] = set()
     overwritten = trace.replaced_by >= 0
-    for t, maker in enumerate(ledger.producer):
+    for t, maker in enumerate(index.producer):
         if maker < 0 or maker not in node_of or t in inputs:
             continue
         read = trace.readers(t)
         at = node_of[maker]
         once = maker in runs_once
-        gone_by = ledger.gone_at[t] if overwritten[t] else ops
+        gone_by = index.overwritten_at[t] if overwritten[t] else ops
         gone = node_of.get(gone_by, count)
         users = [r for r in (*read, gone_by) if r in node_of]
         readers = {node_of[r] for r in users if r not in runs_once and (once or node_of[r] != at)}
@@ -205,22 +205,22 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
         if gone == at or not (readers or at_first or wanted_outside or end):
             continue
         held = border if leaves else -1
-        if not ledger.may_go[t] or role[t] == ROLE_CODE["gradient"]:
+        if not index.droppable[t] or role[t] == ROLE_CODE["gradient"]:
             held = (
                 count if end else gone if gone < count else max((*readers, *((border,) if leaves else ())), default=-1)
             )
         held = max((held, *(k if k == gone else k + 1 for k in at_first)))
         crossing.add(t)
-        key = (at, tuple(sorted(readers)), end, held, gone, ledger.replaces[t] < 0, once)
-        grouped[key] = grouped.get(key, 0) + ledger.size[t]
+        key = (at, tuple(sorted(readers)), end, held, gone, index.replaces[t] < 0, once)
+        grouped[key] = grouped.get(key, 0) + index.size[t]
     values = [
-        Value(size, maker, readers, end, held, gone, fresh, once)
+        NodeValue(size, maker, readers, end, held, gone, fresh, once)
         for (maker, readers, end, held, gone, fresh, once), size in sorted(grouped.items())
     ]
     last_again = []
     for i, part in enumerate(repeats):
         last = min(until[op] for op in part)  # an anchor may not lie behind it
-        if any(role[t] == ROLE_CODE["gradient"] for op in part for t in ledger.writes[op]):
+        if any(role[t] == ROLE_CODE["gradient"] for op in part for t in index.writes[op]):
             last = 0
         stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
         last_again.append(max(stages, default=i))
@@ -229,8 +229,8 @@ def nodes_of(problem: Problem, ledger: Ledger, parts: Sequence[Sequence[int]], *
         members=parts,
         repeats=repeats,
         cost=[sum(problem.cost.op_ns(op) for op in part) for part in repeats],
-        makes=[taken(ledger, part, crossing) for part in parts],
-        makes_again=[taken(ledger, part, crossing) for part in repeats],
+        makes=[taken(index, part, crossing) for part in parts],
+        makes_again=[taken(index, part, crossing) for part in repeats],
         last_again=last_again,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
@@ -243,22 +243,22 @@ def _repeated(part: Sequence[int], until: Mapping[int, int], follower: int) -> l
     return [op for op in part if until[op] >= follower] or list(part)
 
 
-def taken(ledger: Ledger, part: Sequence[int], crossing: Collection[int]) -> int:
+def taken(index: TraceIndex, part: Sequence[int], crossing: Collection[int]) -> int:
     """The most bytes that a part takes while its ops run one by one and what leaves it stays."""
-    last: Mapping[int, int] = {t: op for op in part for t in (*ledger.writes[op], *ledger.reads[op])}
+    last: Mapping[int, int] = {t: op for op in part for t in (*index.writes[op], *index.reads[op])}
     mine: set[int] = set()
     live = most = 0
     for op in part:
-        for t in ledger.writes[op]:
-            if ledger.replaces[t] < 0:
-                live += ledger.size[t]
+        for t in index.writes[op]:
+            if index.replaces[t] < 0:
+                live += index.size[t]
                 mine.add(t)
-            elif ledger.replaces[t] in mine:
-                mine.discard(ledger.replaces[t])
+            elif index.replaces[t] in mine:
+                mine.discard(index.replaces[t])
                 mine.add(t)
-        most = max(most, live + ledger.workspace[op])
-        for t in (*ledger.reads[op], *ledger.writes[op]):
+        most = max(most, live + index.workspace[op])
+        for t in (*index.reads[op], *index.writes[op]):
             if t in mine and last[t] == op and t not in crossing:
                 mine.discard(t)
-                live -= ledger.size[t]
+                live -= index.size[t]
     return most

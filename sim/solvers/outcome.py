@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sim.errors import Infeasible
 from sim.plan import Drop, Plan, Problem, Recompute
-from sim.solvers.runs import Runs
+from sim.solvers.schedule import Schedule
 from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
@@ -59,13 +59,13 @@ class Answer:
     limit: str = ""
 
 
-def rerun_ns(problem: Problem, found: Runs) -> int:
+def rerun_ns(problem: Problem, found: Schedule) -> int:
     """Nanoseconds of reruns of a plan."""
     return sum(problem.cost.op_ns(op) for op, anchor in found.steps if anchor >= 0)
 
 
 def planned(
-    problem: Problem, found: Runs, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
+    problem: Problem, found: Schedule, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
 ) -> Plan:
     """The plan, with notes: `status` (`optimal` or `feasible`), `rerun_ns`, `bound_ns`, `limit`, `time_limited`,
     and `optimal_among`: what is proven of it says so of the plans that do this, "" where nothing is.
@@ -85,7 +85,7 @@ def planned(
 
 
 def refused(
-    problem: Problem, policy: str, least: Runs | int, *, proven: bool, smallest: bool, plans: str = STAGED
+    problem: Problem, policy: str, least: Schedule | int, *, proven: bool, smallest: bool, plans: str = STAGED
 ) -> Infeasible:
     """The error. proven: that no plan of the class fits. least: one that would in more, or the bytes that would do;
     smallest: proven so for it.

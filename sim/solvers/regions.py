@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.errors import PolicyError, TraceError
 from sim.plan import Problem
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
 
 
@@ -24,30 +24,30 @@ class Region:
 # ---- by layer ----------------------------------------------------------------------------------
 
 
-def layer_regions(ledger: Ledger, policy: str, every: int = 1) -> list[Region]:
+def layer_regions(index: TraceIndex, policy: str, every: int = 1) -> list[Region]:
     """One region a run of forward ops of the same `every` layers, on each device and for each microbatch.
 
     Raises PolicyError where no forward op has a layer.
     """
-    c = ledger.trace.op_columns
+    c = index.trace.op_columns
     layer, phase = c.layer.tolist(), c.phase.tolist()
     backward: dict[int, set[int]] = {}
     for op in np.flatnonzero((c.phase == BACKWARD) & (c.layer >= 0)).tolist():
         backward.setdefault(layer[op] // every, set()).add(op)
     found: list[Region] = []
-    for device in range(ledger.trace.devices):
+    for device in range(index.trace.devices):
         run: list[int] = []
         for op in np.flatnonzero((c.device == device) & (c.phase <= BACKWARD)).tolist():
             if phase[op] == BACKWARD or layer[op] < 0:
                 if phase[op] == BACKWARD or every == 1:
-                    found += _regions_of(ledger, run, backward, layer, every)
+                    found += _regions_of(index, run, backward, layer, every)
                     run = []
                 continue
             if run and (layer[op] // every != layer[run[-1]] // every or layer[op] < layer[run[-1]]):
-                found += _regions_of(ledger, run, backward, layer, every)
+                found += _regions_of(index, run, backward, layer, every)
                 run = []
             run.append(op)
-        found += _regions_of(ledger, run, backward, layer, every)
+        found += _regions_of(index, run, backward, layer, every)
     if not found:
         forward = np.flatnonzero(c.phase == FORWARD)
         what = f"{c.name[int(forward[0])]!r} and all others have none" if len(forward) else "there is no such op"
@@ -56,21 +56,21 @@ def layer_regions(ledger: Ledger, policy: str, every: int = 1) -> list[Region]:
 
 
 def _regions_of(
-    ledger: Ledger, run: list[int], backward: dict[int, set[int]], layer: list[int], every: int
+    index: TraceIndex, run: list[int], backward: dict[int, set[int]], layer: list[int], every: int
 ) -> list[Region]:
     if not run:
         return []
     undoing = backward.get(layer[run[0]] // every, set())
-    return [Region(tuple(part), undoing) for part in _separate(ledger, run)]
+    return [Region(tuple(part), undoing) for part in _separate(index, run)]
 
 
-def _separate(ledger: Ledger, ops: list[int]) -> list[list[int]]:
+def _separate(index: TraceIndex, ops: list[int]) -> list[list[int]]:
     """A run of ops, cut where no result crosses: two microbatches of one layer may follow each other."""
     at = {op: i for i, op in enumerate(ops)}
     reach = list(range(len(ops)))  # per op the last one that reads a result of it or of one before
     for i, op in enumerate(ops):
-        for t in ledger.reads[op]:
-            maker = at.get(ledger.producer[t])
+        for t in index.reads[op]:
+            maker = at.get(index.producer[t])
             if maker is not None:
                 reach[maker] = max(reach[maker], i)
     parts, start, furthest = [], 0, 0

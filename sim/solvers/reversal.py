@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import comb
 
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 
-Schedule = list[tuple[str, int]]
+ReversalSchedule = list[tuple[str, int]]
 
 
 def repetitions(steps: int, slots: int) -> int:
@@ -42,9 +42,9 @@ def binomial_split(steps: int, slots: int) -> int:
     return max(1, min(largest, steps - 1))
 
 
-def binomial_reversal(steps: int, slots: int) -> Schedule:
+def binomial_reversal(steps: int, slots: int) -> ReversalSchedule:
     """The schedule with the fewest forward steps that holds at most `slots` states at once."""
-    found: Schedule = []
+    found: ReversalSchedule = []
     stack = [(0, steps, slots)]
     while stack:
         start, length, free = stack.pop()
@@ -61,12 +61,12 @@ def binomial_reversal(steps: int, slots: int) -> Schedule:
     return found
 
 
-def bisection_reversal(steps: int, base: int = 1) -> Schedule:
+def bisection_reversal(steps: int, base: int = 1) -> ReversalSchedule:
     """Divide and conquer: advance half way, reverse the second half, then the first; `base` steps at once.
 
     Extra forward steps: t(l) = l/2 + 2 t(l/2) = (l/2) log2(l) for powers of two and base 1.
     """
-    found: Schedule = []
+    found: ReversalSchedule = []
     stack = [(0, steps)]
     while stack:
         start, length = stack.pop()
@@ -84,8 +84,8 @@ def _forward(start: int, end: int) -> Iterator[tuple[str, int]]:
     return (("F", i) for i in range(start, end))
 
 
-def again_of(
-    ledger: Ledger, schedule: Schedule, forward: Sequence[Sequence[int]], anchors: Sequence[int]
+def reruns_of(
+    index: TraceIndex, schedule: ReversalSchedule, forward: Sequence[Sequence[int]], anchors: Sequence[int]
 ) -> dict[int, list[int]]:
     """Which ops run again before which, for `runs`, given each step's forward ops.
 
@@ -94,14 +94,14 @@ def again_of(
     """
     ran: set[int] = set()
     waiting: list[int] = []
-    again: dict[int, list[int]] = {}
+    reruns: dict[int, list[int]] = {}
     for kind, i in schedule:
         if kind == "B":
             if anchors[i] >= 0 and waiting:
-                again.setdefault(anchors[i], []).extend(ledger.can_run_together(waiting, anchors[i]))
+                reruns.setdefault(anchors[i], []).extend(index.can_run_together(waiting, anchors[i]))
                 waiting = []
         elif i in ran:
             waiting += forward[i]
         else:
             ran.add(i)
-    return again
+    return reruns

@@ -24,7 +24,7 @@ from sim.plan import Problem
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import rerun_ns
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 FINEST = 40  # thresholds that are tried
 DRAWS = 10  # random roundings of each relaxation
@@ -38,9 +38,9 @@ Stages = Sequence[Sequence[int]]
 
 def by_rounding(
     problem: Problem,
-    ledger: Ledger,
+    index: TraceIndex,
     nodes: Nodes,
-    finish: Callable[[Runs], Runs] = lambda found: found,
+    finish: Callable[[Schedule], Schedule] = lambda found: found,
     *,
     budgets: int = BUDGETS,
 ) -> tuple[Cheapest, int | None]:
@@ -52,7 +52,7 @@ def by_rounding(
     room = problem.budget - nodes.outside
     relaxed = Program(nodes, room).relax()
     bound = relaxed.bound if relaxed else None
-    search = Cheapest(problem, ledger, nodes, finish)
+    search = Cheapest(problem, index, nodes, finish)
     floor = Program(nodes, None).relax() if relaxed and budgets > 1 else None
     low = max(floor.room if floor else room, int(room * LOWEST))
     for i in range(budgets if low < room else 1):
@@ -72,15 +72,17 @@ class Cheapest:
     the plan leaves out the ops of a node that nobody reads.
     """
 
-    def __init__(self, problem: Problem, ledger: Ledger, nodes: Nodes, finish: Callable[[Runs], Runs]) -> None:
-        self.problem, self.ledger, self.nodes, self.finish = problem, ledger, nodes, finish
-        self.best: Runs | None = None
+    def __init__(
+        self, problem: Problem, index: TraceIndex, nodes: Nodes, finish: Callable[[Schedule], Schedule]
+    ) -> None:
+        self.problem, self.index, self.nodes, self.finish = problem, index, nodes, finish
+        self.best: Schedule | None = None
         self.cost = self.reckoned = math.inf
 
     def look(self, plans: Iterable[Stages]) -> None:
         """Take the cheapest of some plans that fits, if it is cheaper than the one so far."""
         for stages in plans:
-            found = runs(self.ledger, self.nodes.again(stages), prune=True)
+            found = schedule_of(self.index, self.nodes.reruns(stages), prune=True)
             cost = rerun_ns(self.problem, found)
             if cost >= self.cost or found.peak() > self.problem.budget:
                 continue
@@ -90,14 +92,14 @@ class Cheapest:
                 self.best = found
 
 
-def tightest(ledger: Ledger, nodes: Nodes) -> tuple[Runs, bool]:
+def tightest(index: TraceIndex, nodes: Nodes) -> tuple[Schedule, bool]:
     """The plan of least peak that rounding finds, and whether the relaxation proves that none needs less."""
     relaxed = Program(nodes, None).relax()
-    best = runs(ledger, {})
+    best = schedule_of(index, {})
     for _ in range(STEPS):
         if relaxed is None:
             return best, True
-        lower = _least_peak(ledger, nodes, relaxed.keep)
+        lower = _least_peak(index, nodes, relaxed.keep)
         if lower.peak() >= best.peak():
             break
         best = lower
@@ -107,8 +109,10 @@ def tightest(ledger: Ledger, nodes: Nodes) -> tuple[Runs, bool]:
     return best, False
 
 
-def _least_peak(ledger: Ledger, nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Runs:
-    return min((runs(ledger, nodes.again(stages), prune=True) for stages in rounded(nodes, keep)), key=Runs.peak)
+def _least_peak(index: TraceIndex, nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Schedule:
+    return min(
+        (schedule_of(index, nodes.reruns(stages), prune=True) for stages in rounded(nodes, keep)), key=Schedule.peak
+    )
 
 
 def rounded(nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Iterator[list[list[int]]]:

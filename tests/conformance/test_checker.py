@@ -14,7 +14,7 @@ from sim.errors import IllegalPlan
 from sim.experiment import Prices, problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Drop, Move, Plan, Recompute
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.strategies import traces
 from workloads.synthetic import random_dag, uniform_chain
@@ -36,9 +36,9 @@ def agrees(plan: Plan) -> None:
 @given(traces(cpu=False), st.integers(0, 2**32))
 def test_checker_and_engine_agree_on_random_plans(trace, seed):
     draw = random.Random(seed)
-    ledger = Ledger(trace)
-    again = {t: [i for i in range(t) if draw.random() < 0.2] for t in range(len(trace.ops)) if draw.random() < 0.5}
-    agrees(Plan(trace, runs(ledger, again).actions()))
+    index = TraceIndex(trace)
+    reruns = {t: [i for i in range(t) if draw.random() < 0.2] for t in range(len(trace.ops)) if draw.random() < 0.5}
+    agrees(Plan(trace, schedule_of(index, reruns).actions()))
 
 
 @pytest.mark.parametrize("policy", ["keep_all", "full_recompute", "chen", "rotor"])

@@ -70,21 +70,21 @@ def test_what_means_nothing_on_a_cpu_is_said_not_measured(rows):
 def test_a_ledger_counts_each_storage_once_and_until_it_goes():
     import torch
 
-    from sim.measure.ledger import Ledger
+    from sim.measure.storages import StorageTracker
 
-    ledger = Ledger("cpu")
+    storages = StorageTracker("cpu")
     kept = torch.zeros(1000)
-    ledger.hold([kept, kept.view(10, 100)])
-    assert ledger.live == 4000
-    with ledger:
+    storages.hold([kept, kept.view(10, 100)])
+    assert storages.live == 4000
+    with storages:
         made = kept + 1  # 4000 more
         view = made.view(10, 100)
         del made
-        assert ledger.live == 8000
+        assert storages.live == 8000
         del view
-        assert ledger.live == 4000
+        assert storages.live == 4000
         sum_ = kept.sum()
-    assert ledger.peak == 8000
+    assert storages.peak == 8000
     assert float(sum_) == 0
 
 

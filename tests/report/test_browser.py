@@ -12,7 +12,7 @@ import pytest
 from sim import TraceBuilder
 from sim.analysis import peak_memory, roles_over_time, summarize
 from sim.report.colours import WHY_COLOURS
-from sim.report.foot import Foot
+from sim.report.footer import Footer
 from sim.report.page import RunView, TableView, write_run_page, write_table_page
 
 CHROMIUM = shutil.which("chromium")
@@ -58,7 +58,7 @@ def visit(browser):
 
 
 def view_of(log, **more):
-    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "foot": Foot(log.platform)}
+    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "footer": Footer(log.platform)}
     return RunView(**{**about, "fidelity": "equations", "manages": ("activations",), "doc": "What it does.", **more})
 
 
@@ -489,7 +489,7 @@ def test_names_from_a_file_are_shown_and_not_run(visit, drawn_log, folder):
     intervals = np.array([[0, 10, 0, 0, 0, 0, -1, 0, 0]], np.int64)
     changes = np.array([[0, 0, 2**20, 0, -1, 0], [0, 0, 2**20, 1, 0, 1]], np.int64)
     log = replace(drawn_log, trace=b.build(), intervals=intervals, changes=changes, end=10)
-    view = view_of(log, title=name, foot=Foot(log.platform, workload=name, command=name), doc=name)
+    view = view_of(log, title=name, footer=Footer(log.platform, workload=name, command=name), doc=name)
     page = visit(write_run_page(view, folder / "mean.html"))
     at(page, ".area", 0.5)
     assert told(page)[0] == name

@@ -18,7 +18,7 @@ import pytest
 from sim import OutOfMemory, TraceBuilder, cli, compare, load_profile, simulate
 from sim.analysis import peak_memory, roles_over_time, stalls_by_op, summarize, traffic
 from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
-from sim.report.foot import Foot
+from sim.report.footer import Footer
 from sim.report.page import RunView, TableView, write_run_page, write_table_page
 from sim.report.page.document import SCRIPTS, pack
 from sim.report.table import summary_lines
@@ -75,7 +75,7 @@ def read(path):
 
 
 def view_of(log, **more):
-    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "foot": Foot(log.platform)}
+    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "footer": Footer(log.platform)}
     return RunView(**{**about, **more})
 
 
@@ -175,8 +175,8 @@ def hostile_log(like):
 
 def test_names_from_a_file_stay_text(step_log, tmp_path):
     log = hostile_log(step_log)
-    foot = Foot(log.platform, workload=HOSTILE, command=HOSTILE, notes=(HOSTILE,))
-    view = view_of(log, title=HOSTILE, foot=foot, doc=HOSTILE, links=((HOSTILE, "a.gz"),))
+    footer = Footer(log.platform, workload=HOSTILE, command=HOSTILE, notes=(HOSTILE,))
+    view = view_of(log, title=HOSTILE, footer=footer, doc=HOSTILE, links=((HOSTILE, "a.gz"),))
     mean, plain = tmp_path / "mean.html", tmp_path / "plain.html"
     write_run_page(view, mean)
     write_run_page(replace(view, title="plain"), plain)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.report.cells import columns, ordered, percent, standings, text_of
-from sim.report.foot import Foot, foot_lines
+from sim.report.footer import Footer, footer_lines
 from sim.report.markdown import comparison_markdown
 from sim.report.table import (
     comparison_csv,
@@ -175,21 +175,23 @@ def test_binary_units_on_request(rows):
     assert "GiB" in comparison_markdown(gib, binary=True)
 
 
-# ---- foot --------------------------------------------------------------------------------------
+# ---- footer --------------------------------------------------------------------------------------
 
 
 def test_the_foot_says_what_the_figures_stand_on(drawn_log):
-    foot = Foot(
+    footer = Footer(
         drawn_log.platform, warm_up=2, command="tiersim compare --model x", workload="gpt2, batch 4", notes=("no opt",)
     )
-    lines = foot_lines(foot, binary=True)
+    lines = footer_lines(footer, binary=True)
     assert lines[0] == "platform bench, workload gpt2, batch 4"
     assert lines[1] == "budget 32 MiB, nominal 64 MiB (hbm0)"
     assert lines[2].startswith("time: one iteration, the steady state after 2 for warm-up: ops, ")
     assert lines[3].startswith("left out of it: planning, ")
     assert lines[4] == "assumed, neither measured nor published (1): links.d2h0.rate = 10 GB/s"
-    assert lines[5:] == ["no opt", "again: tiersim compare --model x"]
-    first = foot_lines(Foot(replace(drawn_log.platform, facts=drawn_log.platform.facts[:1], budget=None), steady=False))
+    assert lines[5:] == ["no opt", "reproduce: tiersim compare --model x"]
+    first = footer_lines(
+        Footer(replace(drawn_log.platform, facts=drawn_log.platform.facts[:1], budget=None), steady=False)
+    )
     assert "not the steady state" in first[2]
     assert first[1].startswith("usable capacity ")
     assert first[4] == "no figure of the profile is merely assumed (1 have a source)"
@@ -200,13 +202,13 @@ def test_the_foot_says_when_the_budget_is_more_than_the_machine_has():
 
     machine = load_profile("mt3000_survey")  # 8 GB
     said = "the budget of 20 GB is above what this machine has: a run that takes more than 8 GB does not fit on it"
-    assert said in foot_lines(Foot(machine.with_budget(20 * 10**9)))
+    assert said in footer_lines(Footer(machine.with_budget(20 * 10**9)))
     for platform in (machine, machine.with_budget(8 * 10**9)):
-        assert not [line for line in foot_lines(Foot(platform)) if "above" in line]
+        assert not [line for line in footer_lines(Footer(platform)) if "above" in line]
     bigger = load_profile("mt3000_survey", overrides={"tiers.zone.capacity": "32 GB", "tiers.zone.nominal": "32 GB"})
-    assert not [line for line in foot_lines(Foot(bigger.with_budget(20 * 10**9))) if "above" in line]
+    assert not [line for line in footer_lines(Footer(bigger.with_budget(20 * 10**9))) if "above" in line]
     four = load_profile("mt3000_cluster")  # its tiers are called cluster@0, cluster@1, …
-    assert [line for line in foot_lines(Foot(four.with_budget(20 * 10**9))) if "more than 13.96 GB" in line]
+    assert [line for line in footer_lines(Footer(four.with_budget(20 * 10**9))) if "more than 13.96 GB" in line]
 
 
 @pytest.mark.parametrize(
@@ -223,15 +225,15 @@ def test_the_foot_names_the_peak_that_stands_in_for_a_missing_one(profile, preci
     from workloads import transformer
 
     work = transformer("gpt2", batch=1, sequence=16, precision=precision)
-    lines = foot_lines(Foot(load_profile(profile), trace=work))
+    lines = footer_lines(Footer(load_profile(profile), trace=work))
     assert [line for line in lines if "priced as" in line] == said
 
 
 def test_equal_devices_are_said_once(make_log):
     four = make_log(2, devices=4).platform
-    assert foot_lines(Foot(four), binary=True)[1] == "budget 2 GiB, nominal 4 GiB (each of 4 devices)"
+    assert footer_lines(Footer(four), binary=True)[1] == "budget 2 GiB, nominal 4 GiB (each of 4 devices)"
     uneven = replace(four, tiers=(replace(four.tiers[0], capacity=2**30), *four.tiers[1:]))
-    assert foot_lines(Foot(uneven), binary=True)[1].count("budget") == 4
+    assert footer_lines(Footer(uneven), binary=True)[1].count("budget") == 4
 
 
 # ---- terminal, pipe, CSV, Markdown -------------------------------------------------------------
@@ -256,12 +258,12 @@ def terminal(monkeypatch):
 
 
 def test_a_pipe_gets_plain_text_without_control_codes(rows, drawn_log):
-    foot = Foot(drawn_log.platform, command="tiersim compare")
+    footer = Footer(drawn_log.platform, command="tiersim compare")
     pipe = io.StringIO()
-    print_comparison(rows, foot=foot, file=pipe)
-    assert pipe.getvalue() == comparison_text(rows, foot=foot)
+    print_comparison(rows, footer=footer, file=pipe)
+    assert pipe.getvalue() == comparison_text(rows, footer=footer)
     assert "\x1b" not in pipe.getvalue()
-    assert pipe.getvalue().endswith("again: tiersim compare\n")
+    assert pipe.getvalue().endswith("reproduce: tiersim compare\n")
     assert all(line == line.rstrip() for line in pipe.getvalue().splitlines())
 
 
@@ -271,7 +273,7 @@ def plain(coloured):
 
 def test_a_terminal_gets_the_same_cells_in_colour(rows, terminal, drawn_log):
     file = terminal(140)
-    print_comparison(rows, foot=Foot(drawn_log.platform), file=file)
+    print_comparison(rows, footer=Footer(drawn_log.platform), file=file)
     shown = file.getvalue()
     assert "\x1b[1;32mkeep_all" in shown  # the fastest
     assert "\x1b[1mdelta" in shown  # not distinguishable from it
@@ -327,12 +329,12 @@ def unescape(cell):
 
 
 def test_markdown_holds_the_same_cells_as_the_plain_table(rows, drawn_log):
-    text = comparison_markdown(rows, foot=Foot(drawn_log.platform, command="tiersim compare --a 'x|y'"))
+    text = comparison_markdown(rows, footer=Footer(drawn_log.platform, command="tiersim compare --a 'x|y'"))
     lines = text.split("\n\n")[0].splitlines()
     cells = [[unescape(cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     assert [cells[0], *cells[2:]] == cut(comparison_text(rows))
     assert set(cells[1]) == {"---", "---:"}
-    assert "- again: tiersim compare --a 'x\\|y'" in text
+    assert "- reproduce: tiersim compare --a 'x\\|y'" in text
     bad = comparison_markdown([fitting("a|b_c", 1, 1)])
     assert "| a\\|b\\_c |" in bad
 
@@ -379,8 +381,8 @@ def test_the_summary_of_a_log_is_told_whole(drawn_log):
 
 def test_a_summary_in_a_pipe_and_on_a_terminal(rows, terminal, drawn_log):
     pipe = io.StringIO()
-    print_summary(rows[1], foot=Foot(drawn_log.platform), file=pipe)
-    assert pipe.getvalue() == summary_text(rows[1], foot=Foot(drawn_log.platform))
+    print_summary(rows[1], footer=Footer(drawn_log.platform), file=pipe)
+    assert pipe.getvalue() == summary_text(rows[1], footer=Footer(drawn_log.platform))
     assert "h3 1.2 GB (read by b3)" in pipe.getvalue()
     file = terminal(100)
     print_summary(rows[1], file=file)

@@ -170,7 +170,7 @@ def test_a_smaller_host_does_not_make_a_plan_faster_in_silence() -> None:
     for result in (whole, part):  # each move out happened, or is counted
         assert result.summary()["moved_bytes"]["d2h"] + result.log.counters["cancelled_bytes"] == 400
     (note,) = run_notes(part)
-    assert note in summary_text(part.summary(), foot=run_view(part).foot)
+    assert note in summary_text(part.summary(), footer=run_view(part).footer)
     assert run_data(run_view(part))["notes"] == [note]
     assert run_notes(whole) == ()
     table = comparison_view(compare(trace, slow_links(200, GB // 8), [("swap_all", {"unit": "op"})]))

@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 
 from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
-from sim.solvers.grain import by_op
+from sim.solvers.granularity import by_op
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.rounding import rounded, tightest
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from tests.solvers.reruns import least_time, published, small_graphs, unit_mirror
 from workloads.synthetic import uniform_chain
 
 
-def nodes_in(trace, budget) -> tuple[Ledger, Nodes, int]:
+def nodes_in(trace, budget) -> tuple[TraceIndex, Nodes, int]:
     tier = Tier("hbm", budget, budget, 10**9, device=0)
     platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
-    ledger = Ledger(trace)
-    nodes = by_op(problem_for(trace, platform), ledger, "test")
-    return ledger, nodes, budget - nodes.outside
+    index = TraceIndex(trace)
+    nodes = by_op(problem_for(trace, platform), index, "test")
+    return index, nodes, budget - nodes.outside
 
 
 def solved(trace, budget):
@@ -60,7 +60,7 @@ def test_published_program_ours_and_brute_force_agree(trace, budget):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(small_graphs(), st.integers(0, 4))
 def test_small_graphs_match_brute_force(trace, less):
-    top = runs(Ledger(trace), {}).peak()
+    top = schedule_of(TraceIndex(trace), {}).peak()
     assume(top > less)
     best = least_time(trace, top - less)
     answer, nodes = solved(trace, top - less)
@@ -69,7 +69,7 @@ def test_small_graphs_match_brute_force(trace, less):
     else:
         assert answer.status == "optimal"
         assert sum(nodes.cost) + answer.bound == best
-        found = runs(Ledger(trace), nodes.again(answer.stages))
+        found = schedule_of(TraceIndex(trace), nodes.reruns(answer.stages))
         assert found.peak() <= top - less
         assert sum(nodes.cost[op] for op, _ in found.steps) == best
 
@@ -77,8 +77,8 @@ def test_small_graphs_match_brute_force(trace, less):
 @settings(max_examples=25)
 @given(small_graphs())
 def test_smallest_budget_is_one_that_brute_force_meets(trace):
-    ledger, nodes, _ = nodes_in(trace, 1 << 30)
-    least, proven = tightest(ledger, nodes)
+    index, nodes, _ = nodes_in(trace, 1 << 30)
+    least, proven = tightest(index, nodes)
     assert least_time(trace, least.peak()) is not None
     if proven and least.peak():
         assert least_time(trace, least.peak() - 1) is None
@@ -95,14 +95,14 @@ def test_a_limited_search_is_never_called_optimal():
 
 
 def test_rounding_gives_only_plans_that_can_run():
-    ledger, nodes, room = nodes_in(uniform_chain(10), 4)
+    index, nodes, room = nodes_in(uniform_chain(10), 4)
     relaxed = Program(nodes, room).relax()
     assert relaxed is not None
     plans = list(rounded(nodes, relaxed.keep))
     assert len(plans) > 1
     for stages in plans:
-        wanted = nodes.again(stages)
-        assert runs(ledger, wanted).reruns() == sum(map(len, wanted.values()))
+        wanted = nodes.reruns(stages)
+        assert schedule_of(index, wanted).rerun_count() == sum(map(len, wanted.values()))
 
 
 def test_both_solvers_live_in_one_process():

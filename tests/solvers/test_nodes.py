@@ -13,11 +13,11 @@ from sim.errors import Infeasible
 from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.hardware.profile import load_profile
-from sim.solvers.grain import by_op, by_stage
+from sim.solvers.granularity import by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import counts_all, nodes_of
 from sim.solvers.rounding import fewest_reruns
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from workloads import cnn
 
@@ -91,7 +91,7 @@ def test_checkmate_finds_the_best_of_all_schedules_where_an_input_is_renewed_in_
     ops = drawn(seed)
     trace, schedules = built(ops, statistics), all_schedules(ops, statistics)
     plain = peak_of(ops, list(range(len(ops))))
-    assert runs(Ledger(trace), {}).peak() == plain
+    assert schedule_of(TraceIndex(trace), {}).peak() == plain
     budget = plain - less
     best = min((time for peak, time in schedules if peak <= budget), default=None)
     if best is None:
@@ -112,7 +112,7 @@ def test_rounding_runs_again_what_the_published_conditions_ask_for_and_no_more(s
     ops = drawn(seed)
     draw, count = random.Random(seed), len(ops)
     trace = built(ops, None)
-    nodes = by_op(problem_for(trace, within(1000)), Ledger(trace), "test")
+    nodes = by_op(problem_for(trace, within(1000)), TraceIndex(trace), "test")
     index = {value.maker: v for v, value in enumerate(nodes.values)}
     for _ in range(20):
         there = [[i in index and i < t and draw.random() < 0.4 for i in range(count)] for t in range(count)]
@@ -137,9 +137,9 @@ def _subsets(items: range) -> chain[tuple[int, ...]]:
 def test_a_renewed_input_counts_once():
     ops: Drawn = [((), 4, 0, 1), ((0,), 4, 0, 1), ((1,), 4, 0, 1)]
     trace = built(ops, 1)
-    ledger, peak = Ledger(trace), peak_of(ops, [0, 1, 2])
-    nodes = by_op(problem_for(trace, within(peak)), ledger, "test")
-    assert counts_all(ledger, 3)
+    trace_index, peak = TraceIndex(trace), peak_of(ops, [0, 1, 2])
+    nodes = by_op(problem_for(trace, within(peak)), trace_index, "test")
+    assert counts_all(trace_index, 3)
     assert nodes.outside == 5
     assert all(value.size == 4 for value in nodes.values)
     relaxed = Program(nodes, peak - nodes.outside).relax()
@@ -180,8 +180,8 @@ def two_blocks(*, joined: bool) -> tuple[Trace, list[list[int]]]:
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_part_runs_again_without_its_op_that_renews_an_input(joined):
     trace, parts = two_blocks(joined=joined)
-    ledger = Ledger(trace)
-    nodes = nodes_of(problem_for(trace, within(1000)), ledger, parts)
+    trace_index = TraceIndex(trace)
+    nodes = nodes_of(problem_for(trace, within(1000)), trace_index, parts)
     names = [[trace.ops[op].name for op in again] for again in nodes.repeats]
     assert names[0] == (["conv0", "apply0"] if joined else ["conv0", "norm0", "apply0"])
     assert nodes.last_again == [3, 3, 3, 3]
@@ -195,12 +195,12 @@ def test_a_part_runs_again_without_its_op_that_renews_an_input(joined):
     for room in range(10, 40):
         answer = Program(nodes, room).minimise(node_limit=1000, time_limit=60)
         if answer.status == "optimal":
-            found = runs(ledger, nodes.again(answer.stages), prune=True)
+            found = schedule_of(trace_index, nodes.reruns(answer.stages), prune=True)
             assert found.peak() <= room + nodes.outside
-            assert found.reruns() > 0 or answer.bound == 0
+            assert found.rerun_count() > 0 or answer.bound == 0
             assert not {op for op, anchor in found.steps if anchor >= 0} & {1 if joined else 2}
-            least = least or (room, answer.bound, found.reruns())
-    whole = runs(ledger, {}).peak() - nodes.outside
+            least = least or (room, answer.bound, found.rerun_count())
+    whole = schedule_of(trace_index, {}).peak() - nodes.outside
     assert least is not None
     assert least[0] < whole
     assert least[1:] == (nodes.cost[0], 1)  # a part is reckoned whole, but nothing reads more of it than conv0 makes
@@ -212,10 +212,10 @@ def test_a_convolutional_network_is_planned_by_stage_with_batch_norm_recomputed_
     if name == "moccasin":
         pytest.importorskip("ortools", reason="the extra `solvers` is not installed")
     trace, card = cnn("resnet-50", 8), load_profile("a100_40_pcie")
-    ledger = Ledger(trace)
-    budget = int(0.7 * runs(ledger, {}).peak())
+    trace_index = TraceIndex(trace)
+    budget = int(0.7 * schedule_of(trace_index, {}).peak())
     parameters = {"checkmate": {"method": "rounding"}, "moccasin": {"work_limit": 2.0}}[name]
-    result = simulate(trace, card, name, budget=budget, grain="stage", max_ops=60, **parameters)
+    result = simulate(trace, card, name, budget=budget, granularity="stage", max_ops=60, **parameters)
     again = {trace.ops[trace.op_id(action.op)].name for action in result.plan.actions if hasattr(action, "op")}
     assert any(name.endswith(".norm") for name in again)
     assert any(name.endswith(".conv") for name in again)
@@ -225,8 +225,8 @@ def test_a_convolutional_network_is_planned_by_stage_with_batch_norm_recomputed_
 
 def test_by_stage_every_part_of_a_forward_with_batch_norm_may_run_again():
     trace = cnn("resnet-50", 2)
-    ledger = Ledger(trace)
-    nodes = by_stage(problem_for(trace, load_profile("a100_40_pcie")), ledger, "test", 200)
+    trace_index = TraceIndex(trace)
+    nodes = by_stage(problem_for(trace, load_profile("a100_40_pcie")), trace_index, "test", 200)
     forward = [i for i, part in enumerate(nodes.members) if trace.ops[part[0]].phase == "forward"]
     assert all(nodes.last_again[i] > i for i in forward[:-1])
     barred = {op.id for op in trace.ops if op.name.endswith(".statistics")}

@@ -14,11 +14,11 @@ from sim.experiment import problem_for, simulate
 from sim.policies.recompute.moccasin.retention import Retention
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.solvers.chain_dp import INF, ChainCosts, solve
-from sim.solvers.grain import by_op
+from sim.solvers.granularity import by_op
 from sim.solvers.milp import Program
 from sim.solvers.outcome import Answer
 from sim.solvers.reversal import extra_steps
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace
 from tests.machines import machine
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
@@ -55,7 +55,7 @@ def budgets(trace: Trace) -> tuple[int, list[int]]:
     """Chen's peak, and some budgets round it, from too small to roomy."""
     plan = simulate(trace, machine(INF), "chen").plan
     chen = problem_for(trace, machine(INF)).evaluate(plan).change("delta").cumsum().max()
-    top = runs(Ledger(trace), {}).peak()
+    top = schedule_of(TraceIndex(trace), {}).peak()
     return int(chen), sorted({int(chen), int(chen) - 2, (int(chen) + top) // 2, top - 1})
 
 
@@ -142,7 +142,7 @@ def test_engine_takes_the_same_time_for_revolve_and_so_restricted_rotor(steps, s
 def both(trace: Trace, budget: int, most: int) -> tuple[Answer, Answer]:
     """What the mixed-integer program and the constraint program, with `most` runs an op, come to."""
     problem = problem_for(trace, machine(budget))
-    nodes = by_op(problem, Ledger(trace), "test")
+    nodes = by_op(problem, TraceIndex(trace), "test")
     room = budget - nodes.outside
     milp = Program(nodes, room).minimise(node_limit=10_000, time_limit=60)
     return milp, Retention(nodes, room, most, "test").solve(work_limit=30.0, time_limit=60, seed=0)
@@ -159,7 +159,7 @@ def agree(trace: Trace, budget: int, most: int) -> None:
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(trace=small_graphs(), less=st.integers(0, 5))
 def test_both_exact_models_agree_on_random_graphs(trace, less):
-    agree(trace, max(0, runs(Ledger(trace), {}).peak() - less), most=8)
+    agree(trace, max(0, schedule_of(TraceIndex(trace), {}).peak() - less), most=8)
 
 
 @needs_cp
@@ -200,6 +200,6 @@ def test_a_budget_called_the_smallest_is_the_smallest_of_its_class(trace, policy
         assert "of plans that keep weights, inputs" in said
         if "is the smallest budget" in said:
             assert least_time(trace, floor - 1) is None
-        below = least_bytes(Ledger(trace)) - 1
+        below = least_bytes(TraceIndex(trace)) - 1
         assert below < floor
         assert below < 0 or least_time(trace, below, staged=False, keep_inputs=False) is None

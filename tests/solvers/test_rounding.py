@@ -9,27 +9,27 @@ from hypothesis import strategies as st
 from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Problem
-from sim.solvers.grain import by_op, by_stage
+from sim.solvers.granularity import by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import rerun_ns
 from sim.solvers.rounding import by_rounding, drawn, fewest_reruns, rounded
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace
 from tests.solvers.reruns import least_time, small_graphs
 from workloads import transformer
 from workloads.synthetic import uniform_chain
 
 
-def asked(trace: Trace, budget: int) -> tuple[Problem, Ledger]:
+def asked(trace: Trace, budget: int) -> tuple[Problem, TraceIndex]:
     tier = Tier("hbm", budget, budget, 10**9, device=0)
     platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9, "bf16": 10**12}),), ())
-    return problem_for(trace, platform), Ledger(trace)
+    return problem_for(trace, platform), TraceIndex(trace)
 
 
 def relaxed(trace: Trace, budget: int) -> tuple[Nodes, dict[tuple[int, int], float]]:
-    problem, ledger = asked(trace, budget)
-    nodes = by_op(problem, ledger, "test")
+    problem, index = asked(trace, budget)
+    nodes = by_op(problem, index, "test")
     answer = Program(nodes, budget - nodes.outside).relax()
     assert answer is not None
     return nodes, dict(answer.keep)
@@ -60,11 +60,11 @@ def test_what_is_whole_already_is_rounded_one_way(n, budget, whole):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(trace=small_graphs(), less=st.integers(0, 4))
 def test_plans_fit_and_lie_between_the_optimum_and_what_the_bound_allows(trace, less):
-    budget = runs(Ledger(trace), {}).peak() - less
+    budget = schedule_of(TraceIndex(trace), {}).peak() - less
     assume(budget > 0)
-    problem, ledger = asked(trace, budget)
-    nodes = by_op(problem, ledger, "test")
-    search, bound = by_rounding(problem, ledger, nodes)
+    problem, index = asked(trace, budget)
+    nodes = by_op(problem, index, "test")
+    search, bound = by_rounding(problem, index, nodes)
     found = search.best
     best = least_time(trace, budget)
     if found is None:
@@ -79,8 +79,8 @@ def test_few_small_graphs_have_a_plan_that_rounding_does_not_find():
     missed = there = 0
     for n in (6, 8, 10, 12):
         for budget in range(3, n):
-            problem, ledger = asked(uniform_chain(n), budget)
-            found = by_rounding(problem, ledger, by_op(problem, ledger, "test"))[0].best
+            problem, index = asked(uniform_chain(n), budget)
+            found = by_rounding(problem, index, by_op(problem, index, "test"))[0].best
             there += 1  # three slots are enough for any
             missed += found is None
     assert missed <= there / 10
@@ -91,8 +91,8 @@ def test_few_small_graphs_have_a_plan_that_rounding_does_not_find():
 def test_a_transformer_near_its_floor_stays_near_the_bound(share, most):
     # with thresholds at the whole budget and nine tenths of it alone it took 2.5 times the bound at 0.55
     trace = transformer("gpt2", batch=4, sequence=1024, precision="amp_bf16")
-    problem, ledger = asked(trace, int(share * runs(Ledger(trace), {}).peak()))
-    search, bound = by_rounding(problem, ledger, by_stage(problem, ledger, "test", 100))
+    problem, index = asked(trace, int(share * schedule_of(TraceIndex(trace), {}).peak()))
+    search, bound = by_rounding(problem, index, by_stage(problem, index, "test", 100))
     found = search.best
     assert found is not None
     assert bound is not None

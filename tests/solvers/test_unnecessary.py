@@ -8,21 +8,21 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.solvers.unnecessary import remove_unnecessary
 from sim.trace import TraceBuilder
 from tests.solvers.reruns import small_graphs
 from workloads.synthetic import uniform_chain
 
 
-def time_of(found: Runs, cost) -> int:
+def time_of(found: Schedule, cost) -> int:
     return sum(cost[op] for op, anchor in found.steps if anchor >= 0)
 
 
-def draw_runs(trace, seed: int) -> Runs:
+def draw_runs(trace, seed: int) -> Schedule:
     draw = random.Random(seed)
-    again = {t: [i for i in range(t) if draw.random() < 0.4] for t in range(len(trace.ops)) if draw.random() < 0.5}
-    return runs(Ledger(trace), again, prune=True)
+    reruns = {t: [i for i in range(t) if draw.random() < 0.4] for t in range(len(trace.ops)) if draw.random() < 0.5}
+    return schedule_of(TraceIndex(trace), reruns, prune=True)
 
 
 @settings(max_examples=150)
@@ -33,8 +33,8 @@ def test_never_slower_and_never_above_both_the_budget_and_the_plan(trace, seed, 
     better = remove_unnecessary(found, cost, budget)
     assert time_of(better, cost) <= time_of(found, cost)
     assert better.peak() <= max(found.peak(), budget)
-    if budget >= runs(found.ledger, {}).peak():
-        assert better.reruns() == 0
+    if budget >= schedule_of(found.index, {}).peak():
+        assert better.rerun_count() == 0
 
 
 def test_what_is_held_leaves_no_room():
@@ -48,11 +48,11 @@ def test_what_is_held_leaves_no_room():
     b.op("widen", reads=[used], writes=[wide], duration=1)
     b.op("narrow", reads=[wide], writes=[narrow], duration=1, releases=[held])
     b.op("join", reads=[kept, narrow], writes=[end], duration=1)
-    ledger = Ledger(b.build(outputs=(end,), carry=()))
-    again = {5: [0]}
-    assert (runs(ledger, {}).peak(), runs(ledger, again).peak()) == (14, 10)
-    assert remove_unnecessary(runs(ledger, again), [1] * 6, 13).peak() == 10
-    assert remove_unnecessary(runs(ledger, again), [1] * 6, 14).reruns() == 0
+    index = TraceIndex(b.build(outputs=(end,), carry=()))
+    reruns = {5: [0]}
+    assert (schedule_of(index, {}).peak(), schedule_of(index, reruns).peak()) == (14, 10)
+    assert remove_unnecessary(schedule_of(index, reruns), [1] * 6, 13).peak() == 10
+    assert remove_unnecessary(schedule_of(index, reruns), [1] * 6, 14).rerun_count() == 0
 
 
 def test_an_operand_does_not_take_the_place_of_what_is_made_from_it():
@@ -63,10 +63,10 @@ def test_an_operand_does_not_take_the_place_of_what_is_made_from_it():
     b.op("b", reads=[first], writes=[second], duration=0)
     b.op("other", writes=[other], duration=0)
     b.op("end", reads=[second], writes=[end], duration=0)
-    ledger = Ledger(b.build(outputs=(end,), carry=()))
-    again = runs(ledger, {3: [0, 1]}, prune=True)
-    assert again.reruns() == 2
-    assert remove_unnecessary(again, [0] * 4, 2).reruns() == 0
+    index = TraceIndex(b.build(outputs=(end,), carry=()))
+    twice = schedule_of(index, {3: [0, 1]}, prune=True)
+    assert twice.rerun_count() == 2
+    assert remove_unnecessary(twice, [0] * 4, 2).rerun_count() == 0
 
 
 def test_nearly_always_the_best_subset_of_the_reruns_is_left():
@@ -78,15 +78,15 @@ def test_nearly_always_the_best_subset_of_the_reruns_is_left():
         reruns = [(op, anchor) for op, anchor in found.steps if anchor >= 0]
         if not 0 < len(reruns) <= 8:
             continue
-        least, most = sorted((found.peak(), runs(found.ledger, {}).peak()))
+        least, most = sorted((found.peak(), schedule_of(found.index, {}).peak()))
         budget = (least + most) // 2
         times = []
         for count in range(len(reruns) + 1):
             for kept in combinations(reruns, count):
-                again: dict[int, list[int]] = {}
+                reruns: dict[int, list[int]] = {}
                 for op, anchor in kept:
-                    again.setdefault(anchor, []).append(op)
-                some = runs(found.ledger, again, prune=True)
+                    reruns.setdefault(anchor, []).append(op)
+                some = schedule_of(found.index, reruns, prune=True)
                 if some.peak() <= max(budget, found.peak()):
                     times.append(time_of(some, cost))
         mine = time_of(remove_unnecessary(found, cost, budget), cost)
@@ -122,7 +122,7 @@ def test_of_two_that_would_fit_singly_the_dearer_byte_stays():
     b.op("shrink", reads=[wide], writes=[small], workspace=5, duration=1)
     b.op("join", reads=[cheap, dear, small], writes=[end], duration=1)
     trace = b.build(outputs=(end,), carry=())
-    found = runs(Ledger(trace), {4: [0, 1]})
+    found = schedule_of(TraceIndex(trace), {4: [0, 1]})
     cost = [op.duration or 0 for op in trace.ops]
     # while `shrink` runs: wide 6, small 1, workspace 5, and what stays
     assert found.peak() == 14  # `make wide`
@@ -133,9 +133,9 @@ def test_of_two_that_would_fit_singly_the_dearer_byte_stays():
 
 def test_what_ran_again_only_for_what_stays_is_left_out_with_it():
     trace = uniform_chain(8)
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     # f0, f1, f2 for f2's result alone
-    found = runs(ledger, {trace.op_id("b3"): [0, 1, 2]}, prune=True)
-    assert found.reruns() == 3
+    found = schedule_of(index, {trace.op_id("b3"): [0, 1, 2]}, prune=True)
+    assert found.rerun_count() == 3
     kept = remove_unnecessary(found, [1] * 16, 8)
-    assert kept.reruns() == 0
+    assert kept.rerun_count() == 0

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from sim.declared import Rate
-from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Role, Table, lineage_of
+from sim.eviction.evictable import EVICTED_ROLES, CandidateSet, Lineage, Role, ScoreTable, lineage_of
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import CostClasses
 from sim.hardware.transfer_time import transfer_ns
@@ -36,7 +36,7 @@ class Delta(Policy):
         Recomputation", 2022, arXiv:2203.15980; ACM TACO 2024. The steps are those of a public
         annotated copy of its PyTorch code.
     Bounds: each choice is greedy; the problem is a 0-1 knapsack. A choice takes vector operations over the
-        pool of candidates.
+        set of candidates.
     Departs: the code takes the link at 0.35 * 32 GiB/s whatever the machine; here the platform's route
         decides unless `bandwidth` is given. It divides the director's quotient by size and staleness
         too, which changes what "above 1" means: left out. It reloads in the forward pass as well: see
@@ -148,7 +148,7 @@ class _Director(Evictor):
         self._homes = homes
         self._kept = kept
         self._early = False  # what goes now goes ahead of need
-        self._classes = CostClasses(self.kin, Table(lineage), self.gone)
+        self._classes = CostClasses(self.kin, ScoreTable(lineage), self.gone)
         self.price = self._classes
         self._away: dict[int, str] = {}  # in the host alone, oldest first: the tier it left
         self._began: dict[int, tuple[str, int]] = {}  # copies under way: where to, since when
@@ -214,13 +214,13 @@ class _Director(Evictor):
 
     # ---- the filter --------------------------------------------------------------------------
 
-    def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:
+    def choose(self, candidates: CandidateSet, tier: str, memory: Memory, barred: set[int]) -> int:
         """The candidate that the filter picks, -1 for none."""
         if self._policy.filter == "stale_size":
-            return super().choose(pool, tier, memory, barred)
+            return super().choose(candidates, tier, memory, barred)
         found, least, first = -1, 0.0, self._policy.ties == "first"
-        candidates = [tensor for tensor in pool.ids.tolist() if tensor not in barred]
-        for tensor in sorted(candidates, key=lambda t: int(self.table.order[t]), reverse=not first):
+        allowed = [tensor for tensor in candidates.ids.tolist() if tensor not in barred]
+        for tensor in sorted(allowed, key=lambda t: int(self.table.order[t]), reverse=not first):
             cost = self.recompute_ns(tensor)
             if tier in self._trips:
                 cost = min(cost, self.copy_ns(tensor, tier))

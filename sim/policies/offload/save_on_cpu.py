@@ -14,7 +14,7 @@ from sim.rewrites.rewriter import Rewriter
 from sim.solvers.cascade import cascade
 from sim.solvers.checkpoints import cached_casts
 from sim.solvers.regions import Region
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
@@ -116,7 +116,7 @@ class SaveOnCpu(Policy):
 
     def _saves(self, trace: Trace) -> list[_Save]:
         c, role = trace.op_columns, trace.tensor_columns.role
-        undoes, cached = forward_of(trace), cached_casts(Ledger(trace), _forward_passes(trace))
+        undoes, cached = forward_of(trace), cached_casts(TraceIndex(trace), _forward_passes(trace))
         ignored = [ROLE_CODE["gradient"], ROLE_CODE["optimizer_state"]]
         if not self.weights:
             ignored.append(ROLE_CODE["weight"])

@@ -14,7 +14,7 @@ from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.regions import chain_of, stage_regions
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace.chain import Chain
 
 GRID = 6
@@ -66,9 +66,9 @@ class Chen(RecomputationPlanner):
             ends = threshold_segments(line, self.threshold)[0]
         else:
             ends = searched_segments(line)
-        ledger = Ledger(problem.trace)
-        again = rerun_regions(ledger, stage_regions(line, ends), skip_last=True)
-        found = self.finished(problem, runs(ledger, again))
+        index = TraceIndex(problem.trace)
+        reruns = rerun_regions(index, stage_regions(line, ends), skip_last=True)
+        found = self.finished(problem, schedule_of(index, reruns))
         return Plan(problem.trace, found.actions(), notes={"segment_ends": tuple(ends)})
 
 

@@ -12,7 +12,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.regions import chain_of, layer_regions, stage_regions
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class EveryK(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, k layers at a time."""
         trace = problem.trace
-        ledger = Ledger(trace)
+        index = TraceIndex(trace)
         c = trace.op_columns
         if (c.layer[c.phase == 0] >= 0).any():
-            regions = layer_regions(ledger, "every_k", self.k)
+            regions = layer_regions(index, "every_k", self.k)
         else:
             line = chain_of(problem, "every_k")
             regions = stage_regions(line, range(self.k - 1, len(line), self.k))
-        found = runs(ledger, rerun_regions(ledger, regions, skip_last=self.skip_last))
+        found = schedule_of(index, rerun_regions(index, regions, skip_last=self.skip_last))
         return Plan(trace, self.finished(problem, found).actions())

@@ -10,7 +10,7 @@ from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, held_by, region_reruns
 from sim.solvers.regions import layer_regions
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,18 @@ class FullRecompute(RecomputationPlanner):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
-        ledger = Ledger(problem.trace)
-        regions = layer_regions(ledger, "full_recompute")
+        index = TraceIndex(problem.trace)
+        regions = layer_regions(index, "full_recompute")
         reruns = region_reruns(
-            ledger,
+            index,
             regions,
             early_stop=self.early_stop and not self.reentrant,
             skip_last=self.skip_last,
             before="start" if self.reentrant else "saved",
         )
-        held = held_by(ledger, reruns, reentrant=self.reentrant)
+        held = held_by(index, reruns, reentrant=self.reentrant)
         trace = hold_longer(problem.trace, held.until)
-        hold = {**held.drops, **(cached_casts(ledger, regions) if self.autocast_cache else {})}
-        return Plan(trace, self.finished(problem, runs(Ledger(trace), by_anchor(reruns), hold=hold)).actions())
+        hold = {**held.drops, **(cached_casts(index, regions) if self.autocast_cache else {})}
+        return Plan(
+            trace, self.finished(problem, schedule_of(TraceIndex(trace), by_anchor(reruns), hold=hold)).actions()
+        )

@@ -11,7 +11,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, Cuts
 from sim.solvers.partition import AGGRESSIVE, Bans
-from sim.solvers.runs import runs
+from sim.solvers.schedule import schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,5 +52,5 @@ class MinCut(RecomputationPlanner):
         """Drops and recomputations."""
         cuts = Cuts(problem, "min_cut", regions=self.regions, bans=AGGRESSIVE if self.aggressive else Bans())
         saved = cuts.saved()
-        found = self.finished(problem, runs(cuts.ledger, cuts.joint.again(saved.again), prune=True))
+        found = self.finished(problem, schedule_of(cuts.index, cuts.joint.reruns(saved.reruns), prune=True))
         return Plan(problem.trace, found.actions(), notes={"kept_bytes": saved.bytes})

@@ -11,8 +11,8 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.reversal import again_of, binomial_reversal
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.reversal import binomial_reversal, reruns_of
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,14 @@ class Revolve(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations; notes: the number of slots."""
         line = chain_of(problem, "revolve")
-        ledger = Ledger(problem.trace)
+        index = TraceIndex(problem.trace)
         anchors = first_backward(line, "revolve")
         forward = [stage.forward for stage in line.stages]
 
-        def with_slots(slots: int) -> Runs:
-            return runs(ledger, again_of(ledger, binomial_reversal(len(line), slots), forward, anchors), prune=True)
+        def with_slots(slots: int) -> Schedule:
+            return schedule_of(
+                index, reruns_of(index, binomial_reversal(len(line), slots), forward, anchors), prune=True
+            )
 
         slots = self.slots
         if slots is None:

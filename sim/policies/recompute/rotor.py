@@ -16,8 +16,8 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.reversal import again_of
-from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+from sim.solvers.reversal import reruns_of
+from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import Chain
 from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
@@ -28,7 +28,7 @@ TIGHT = (1.0, 1.05, 1.25, 1.5, 2.0, 3.0)
 """Rooms to try near the floor, as parts of the least for which the model has a schedule: what lies outside the model
 makes the exact peak of the tightest schedule no more the least one."""
 
-Attempt = tuple[int, Runs, int]
+Attempt = tuple[int, Schedule, int]
 """A plan for some room: its time, ns, the plan, and what its exact peak exceeds the budget by."""
 
 
@@ -68,11 +68,11 @@ class Rotor(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations of the best schedule; notes: its time by the model, ns."""
         line = chain_of(problem, "rotor")
-        ledger = Ledger(problem.trace)
+        index = TraceIndex(problem.trace)
         anchors = first_backward(line, "rotor")
         forward = [stage.forward for stage in line.stages]
-        costs = costs_of(problem, ledger, line)
-        plain = runs(ledger, {})
+        costs = costs_of(problem, index, line)
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return Plan(problem.trace, notes={"model_ns": sum(costs.uf) + sum(costs.ub)})
 
@@ -80,7 +80,7 @@ class Rotor(RecomputationPlanner):
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
-            found = runs(ledger, again_of(ledger, table.schedule(), forward, anchors), prune=True)
+            found = schedule_of(index, reruns_of(index, table.schedule(), forward, anchors), prune=True)
             return table.time, found, found.peak() - problem.budget
 
         best = fastest_fitting(attempt, room_of(problem, line), problem.budget // self.slots)
@@ -141,15 +141,15 @@ def fastest_fitting(attempt: Callable[[int], Attempt | None], room: int, step: i
     return best
 
 
-def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
+def costs_of(problem: Problem, index: TraceIndex, line: Chain) -> ChainCosts:
     """What the dynamic program needs of a chain."""
     stages = line.stages
     turn = []
     for stage in stages:
-        by_own = {t for op in stage.backward for t in ledger.reads[op]}
+        by_own = {t for op in stage.backward for t in index.reads[op]}
         wanted = [t for t in stage.saved if t in by_own or t != stage.output]
-        turn.append(sum(problem.cost.op_ns(op) for op in backward_slice(ledger, stage.forward, wanted)))
-    there, grown = gradients_of(ledger, line)
+        turn.append(sum(problem.cost.op_ns(op) for op in backward_slice(index, stage.forward, wanted)))
+    there, grown = gradients_of(index, line)
     return ChainCosts(
         uf=[stage.uf for stage in stages],
         turn=turn,
@@ -164,12 +164,12 @@ def costs_of(problem: Problem, ledger: Ledger, line: Chain) -> ChainCosts:
     )
 
 
-def gradients_of(ledger: Ledger, line: Chain) -> tuple[list[int], list[int]]:
+def gradients_of(index: TraceIndex, line: Chain) -> tuple[list[int], list[int]]:
     """Bytes of weight gradients just before each stage's backward, and what they add to its peak."""
-    bare = Ledger(ledger.trace)
-    made = (ledger.trace.tensor_columns.role == ROLE_CODE["gradient"]) & (ledger.trace.producer >= 0)
+    bare = TraceIndex(index.trace)
+    made = (index.trace.tensor_columns.role == ROLE_CODE["gradient"]) & (index.trace.producer >= 0)
     bare.size = np.where(made, 0, bare.size).tolist()
-    full, less = (runs(one, {}).peaks() for one in (ledger, bare))  # entry k is of op k - 1
+    full, less = (schedule_of(one, {}).peaks() for one in (index, bare))  # entry k is of op k - 1
     there, grown, lying = [], [], 0
     for stage in reversed(line.stages):
         more = 0

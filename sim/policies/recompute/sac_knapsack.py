@@ -13,7 +13,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.cuts import REGIONS, RUNTIMES, Cuts, Saved, regions_of
 from sim.solvers.knapsack import PICKERS
-from sim.solvers.runs import Runs, runs
+from sim.solvers.schedule import Schedule, schedule_of
 
 STEPS = 16
 
@@ -61,9 +61,9 @@ class SacKnapsack(RecomputationPlanner):
         regions = regions_of(problem, self.regions)
         cuts = Cuts(problem, "sac_knapsack", regions=regions, runtimes=self.runtime)
 
-        def at(share: float) -> tuple[Runs, Saved]:
+        def at(share: float) -> tuple[Schedule, Saved]:
             saved = cuts.saved(share, self.knapsack)
-            return runs(cuts.ledger, cuts.joint.again(saved.again), prune=True), saved
+            return schedule_of(cuts.index, cuts.joint.reruns(saved.reruns), prune=True), saved
 
         share = self.memory_budget
         if share is None:

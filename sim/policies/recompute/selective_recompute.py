@@ -14,7 +14,7 @@ from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import Rerun, by_anchor, cached_casts, held_by, region_reruns
 from sim.solvers.regions import Region, layer_regions
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 
 CORE = ".attn.core"
 EXPENSIVE = ("matmul", "conv", "attention")
@@ -58,27 +58,27 @@ class SelectiveRecompute(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
         trace = problem.trace
-        ledger = Ledger(trace)
-        layers = layer_regions(ledger, "selective_recompute")
+        index = TraceIndex(trace)
+        layers = layer_regions(index, "selective_recompute")
         drops: Mapping[int, int] = {}
         if self.recompute == "attention_core":
-            reruns = region_reruns(ledger, _cores(ledger, layers), early_stop=bool(self.early_stop))
+            reruns = region_reruns(index, _cores(index, layers), early_stop=bool(self.early_stop))
         else:
             ops = trace.ops
             keep = {op for layer in layers for op in layer.forward if ops[op].kind in EXPENSIVE}
             stop = self.early_stop is not False
-            reruns = region_reruns(ledger, layers, early_stop=stop, keep=keep, before="saved")
-            held = held_by(ledger, reruns)
+            reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
+            held = held_by(index, reruns)
             drops = held.drops
-            trace = hold_longer(hold_longer(trace, held.until), _cached(ledger, layers, keep, reruns))
-            ledger = Ledger(trace)
-        hold = {**drops, **(cached_casts(ledger, layers) if self.autocast_cache else {})}
-        return Plan(trace, self.finished(problem, runs(ledger, by_anchor(reruns), hold=hold)).actions())
+            trace = hold_longer(hold_longer(trace, held.until), _cached(index, layers, keep, reruns))
+            index = TraceIndex(trace)
+        hold = {**drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
+        return Plan(trace, self.finished(problem, schedule_of(index, by_anchor(reruns), hold=hold)).actions())
 
 
-def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
+def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:
     """The ops of each layer's attention core, a region a run of them."""
-    names = ledger.trace.op_columns.name
+    names = index.trace.op_columns.name
     found, fused = [], ""
     for layer in layers:
         undoing = {op for op in layer.backward if CORE + "." in names[op]} or layer.backward
@@ -92,24 +92,24 @@ def _cores(ledger: Ledger, layers: list[Region]) -> list[Region]:
     return found
 
 
-def _cached(ledger: Ledger, layers: list[Region], keep: Collection[int], reruns: Iterable[Rerun]) -> dict[int, int]:
+def _cached(index: TraceIndex, layers: list[Region], keep: Collection[int], reruns: Iterable[Rerun]) -> dict[int, int]:
     """The kept results that would go before their layer's backward begins, and that backward's last op."""
-    read_again = {t for rerun in reruns for op in rerun.ops for t in ledger.reads[op]}
+    read_again = {t for rerun in reruns for op in rerun.ops for t in index.reads[op]}
     found: dict[int, int] = {}
     for layer in layers:
-        made = {t for op in layer.forward for t in ledger.writes[op]}
+        made = {t for op in layer.forward for t in index.writes[op]}
         # a layer has such ops for every microbatch: its own read what it made
-        own = [op for op in layer.backward if not made.isdisjoint(ledger.reads[op])]
+        own = [op for op in layer.backward if not made.isdisjoint(index.reads[op])]
         for op in layer.forward:
             if own and op in keep:
-                held = {_version(ledger, t, max(own)) for t in ledger.writes[op]} - read_again
-                gone = [t for t in sorted(held) if ledger.trace.last_use[t] < min(own)]
+                held = {_version(index, t, max(own)) for t in index.writes[op]} - read_again
+                gone = [t for t in sorted(held) if index.trace.last_use[t] < min(own)]
                 found.update(dict.fromkeys(gone, max(own)))
     return found
 
 
-def _version(ledger: Ledger, tensor: int, op: int) -> int:
+def _version(index: TraceIndex, tensor: int, op: int) -> int:
     """What lies in a tensor's storage when an op runs: the tensor, or what has overwritten it."""
-    while ledger.gone_at[tensor] < op:
-        tensor = int(ledger.trace.replaced_by[tensor])
+    while index.overwritten_at[tensor] < op:
+        tensor = int(index.trace.replaced_by[tensor])
     return tensor

@@ -11,8 +11,8 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.solvers.reversal import Schedule, again_of, binomial_reversal, bisection_reversal
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.reversal import ReversalSchedule, binomial_reversal, bisection_reversal, reruns_of
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import backward_ops, forward_ops
 
 
@@ -53,14 +53,14 @@ class Vlad(RecomputationPlanner):
         trace = problem.trace
         if trace.devices > 1:
             raise PolicyError(f"policy 'vlad' needs a trace on one device; this one has {trace.devices}")
-        ledger = Ledger(trace)
+        index = TraceIndex(trace)
         steps = forward_ops(trace).tolist()
-        anchors = self._anchors(ledger, steps)
+        anchors = self._anchors(index, steps)
         if max(anchors, default=-1) < 0:
             raise PolicyError("policy 'vlad' needs a trace with a backward phase that reads what forward makes")
 
-        def along(schedule: Schedule) -> Runs:
-            return runs(ledger, again_of(ledger, schedule, [(op,) for op in steps], anchors), prune=True)
+        def along(reversal: ReversalSchedule) -> Schedule:
+            return schedule_of(index, reruns_of(index, reversal, [(op,) for op in steps], anchors), prune=True)
 
         if self.snapshots is not None:
             found = along(binomial_reversal(len(steps), self.snapshots))
@@ -72,12 +72,12 @@ class Vlad(RecomputationPlanner):
             found = along(bisection_reversal(len(steps), base))
         return Plan(trace, self.finished(problem, found).actions(), notes={"base": base})
 
-    def _anchors(self, ledger: Ledger, steps: list[int]) -> list[int]:
+    def _anchors(self, index: TraceIndex, steps: list[int]) -> list[int]:
         """Per forward op the backward op before which its results must be there; these fall with the steps."""
         place = {op: i for i, op in enumerate(steps)}
         anchors = [-1] * len(steps)
-        for op in reversed(backward_ops(ledger.trace).tolist()):
-            made = [place[ledger.producer[t]] for t in ledger.reads[op] if ledger.producer[t] in place]
+        for op in reversed(backward_ops(index.trace).tolist()):
+            made = [place[index.producer[t]] for t in index.reads[op] if index.producer[t] in place]
             if made:
                 anchors[max(made)] = op
         latest = -1

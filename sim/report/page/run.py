@@ -16,7 +16,7 @@ from sim.analysis.peak_memory import peak_memory
 from sim.analysis.stalls import stalls_by_op
 from sim.analysis.traffic import traffic
 from sim.log import STALLS, WHYS, EventLog, Ints
-from sim.report.foot import INCLUDES, LEAVES_OUT, Foot, foot_lines
+from sim.report.footer import INCLUDES, LEAVES_OUT, Footer, footer_lines
 from sim.report.table import summary_lines
 from sim.report.tracks import Scene
 from sim.trace.op import KINDS, PHASES
@@ -55,14 +55,14 @@ WAITS_FOR = {
 class RunView:
     """A run as a page shows it.
 
-    title: its policy. summary: as `Result.summary`. foot: platform, workload, the command that repeats it. doc: what
+    title: its policy. summary: as `Result.summary`. footer: platform, workload, the command that repeats it. doc: what
     the policy says of itself. manages: what it may drop or move. links: (text, address) of files kept beside.
     """
 
     title: str
     log: EventLog
     summary: Mapping[str, Any]
-    foot: Foot
+    footer: Footer
     fidelity: str = ""
     manages: Sequence[str] = ()
     doc: str = ""
@@ -85,24 +85,24 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
     """All that the page needs of a run; JSON values only."""
     if isinstance(view, SavedView):
         return dict(view.data)
-    log, foot, platform = view.log, view.foot, view.log.platform
+    log, footer, platform = view.log, view.footer, view.log.platform
     ops, tensors = log.trace.op_columns, log.trace.tensor_columns
     by_op = stalls_by_op(log)
     return {
         "title": view.title,
-        "workload": foot.workload,
+        "workload": footer.workload,
         "platform": platform.name,
         "description": platform.description,
-        "memory": foot_lines(foot)[1],
-        "steady": foot.steady,
-        "warm_up": foot.warm_up,
+        "memory": footer_lines(footer)[1],
+        "steady": footer.steady,
+        "warm_up": footer.warm_up,
         "fidelity": [view.fidelity, FIDELITY.get(view.fidelity, "")],
         "manages": list(view.manages),
         "doc": _unwrapped(view.doc),
         "links": [list(link) for link in view.links],
         "caution": [],
-        "command": foot.command,
-        "notes": [*platform.notes, *foot.notes],
+        "command": footer.command,
+        "notes": [*platform.notes, *footer.notes],
         "facts": facts_data([platform]),
         "scope": [list(line) for line in SCOPE],
         "figures": dict(view.summary),

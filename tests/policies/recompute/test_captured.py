@@ -66,9 +66,9 @@ def test_the_peak_of_a_captured_chain_is_all_that_it_makes():
         b.op(f"o{i}", reads=t[-2:-1], writes=t[-1:], duration=1)
     trace = b.build(outputs=(t[-1],), carry=())
     problem = problem_for(trace, TOY)
-    from sim.solvers.runs import Ledger, runs
+    from sim.solvers.schedule import TraceIndex, schedule_of
 
-    assert runs(Ledger(trace), {}).peak() == 21
+    assert schedule_of(TraceIndex(trace), {}).peak() == 21
     new = captured(problem, [Part(range(6))], spared_launches(problem, 0), {})
-    assert runs(Ledger(new), {}).peak() == 61
+    assert schedule_of(TraceIndex(new), {}).peak() == 61
     assert replace(new.op_columns, workspace=trace.op_columns.workspace).name == trace.op_columns.name

@@ -13,8 +13,8 @@ from sim.experiment import Prices, problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.hardware.profile import load_profile
 from sim.policies.recompute.checkmate.segments import segmented
-from sim.solvers.grain import by_op
-from sim.solvers.runs import Ledger
+from sim.solvers.granularity import by_op
+from sim.solvers.schedule import TraceIndex
 from tests.solvers.reruns import least_time, mixed_mirror, published, unit_mirror
 from workloads import transformer
 from workloads.synthetic import chain, random_dag, uniform_chain, w1
@@ -132,7 +132,7 @@ def test_stages_keep_large_traces_within_the_budget(run):
     trace = w1(6)
     top = run(trace, "keep_all").peak
     plain = run(trace, "keep_all").time
-    with pytest.raises(PolicyError, match=r"plans op by op for 100 ops at most.*131.*grain='stage'"):
+    with pytest.raises(PolicyError, match=r"plans op by op for 100 ops at most.*131.*granularity='stage'"):
         run(trace, "checkmate", top - 1)
     budget = top * 2 // 3
     facts = told(run, trace, budget, method="rounding")
@@ -153,7 +153,7 @@ def test_a_search_starts_from_segments_that_are_recomputed_when_their_backward_b
     trace = unit_mirror(6)
     tier = Tier("hbm", 100, 100, 10**9, device=0)
     problem = problem_for(trace, Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ()))
-    nodes = by_op(problem, Ledger(trace), "test")
+    nodes = by_op(problem, TraceIndex(trace), "test")
     plans = list(segmented(nodes, [i < 6 for i in range(13)]))
     assert len(plans) == 6
     in_threes = [[] for _ in range(13)]
@@ -172,7 +172,7 @@ def test_a_plan_that_is_known_does_not_hide_better_ones_from_the_search():
         "gpt2-medium", batch=8, sequence=1024, precision="amp_bf16", attention="eager", optimizer="adamw_fused"
     )
     card = load_profile("a100_80_sxm")
-    parameters = {"grain": "stage", "max_ops": 60, "node_limit": 1}
+    parameters = {"granularity": "stage", "max_ops": 60, "node_limit": 1}
     start = simulate(trace, card, "checkmate", budget="17.3 GB", time_limit=0.01, **parameters)
     found = simulate(trace, card, "checkmate", budget="17.3 GB", **parameters)
     plain = simulate(trace, card, "keep_all", budget="60 GB")
@@ -189,7 +189,7 @@ def test_a_limited_search_says_so(run):
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"method": "mlip"}, "did you mean 'milp'"),
-    ({"grain": "layer"}, "grain is 'layer'"),
+    ({"granularity": "layer"}, "granularity is 'layer'"),
     ({"max_ops": 1}, "max_ops is 1; expected int of at least 2"),
 ])  # fmt: skip
 def test_wrong_parameters(wrong, message, run):

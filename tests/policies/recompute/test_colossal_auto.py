@@ -16,7 +16,7 @@ from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
 from sim.policies.recompute.colossal_auto.weight_offload import Pager, units_of
 from sim.solvers.regions import chain_of
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
 from workloads.synthetic import chain, uniform_chain, w1
@@ -101,7 +101,7 @@ def pager_of(trace: Trace) -> tuple[Pager, list]:
     problem = problem_for(trace, platform)
     line = chain_of(problem, "test")
     assert platform.host is not None
-    return Pager(problem, line, runs(Ledger(trace), {}), platform.host), units_of(problem, line)
+    return Pager(problem, line, schedule_of(TraceIndex(trace), {}), platform.host), units_of(problem, line)
 
 
 def test_a_weight_costs_two_copies_and_a_shared_one_four():
@@ -183,7 +183,7 @@ def test_without_offload_it_is_rotor(trace, share):
 )
 def test_it_keeps_the_budget_is_never_slower_than_rotor_and_names_the_smallest_budget(weights, share, update, rate):
     trace = weighted(weights, update=update)
-    budget = max(1, int(share * runs(Ledger(trace), {}).peak()))
+    budget = max(1, int(share * schedule_of(TraceIndex(trace), {}).peak()))
     try:
         log = simulate(trace, machine(budget, rate=rate), "colossal_auto").log
     except Infeasible as refused:
@@ -210,7 +210,7 @@ def test_gpt2_medium_is_planned_within_a_few_dozen_replays():
     trace = transformer("gpt2-medium", batch=4, sequence=1024, precision="amp_bf16")
     platform = load_profile("mt3000_survey")
     began = time.process_time()
-    plain = runs(Ledger(trace), {}).peak()
+    plain = schedule_of(TraceIndex(trace), {}).peak()
     simulate(trace, platform, budget=plain)
     one = time.process_time() - began
     began = time.process_time()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import OutOfMemory
-from sim.eviction.evictable import Kin, Pool, Table, lineage_of
+from sim.eviction.evictable import CandidateSet, Kin, ScoreTable, lineage_of
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood
 from sim.experiment import problem_for
 from tests.policies.recompute.dtr_runs import Story, loose, one_tier, run
@@ -109,7 +109,7 @@ def test_costs_are_exact_when_asked_and_never_below_their_bounds(seed, moves):
     line = lineage_of(problem_for(random_dag(12, seed, weights=0.0), one_tier(1 << 50)))
     tensors = [t for t, can in enumerate(line.evictable) if can]
     gone = [False] * len(line.size)
-    tables = [Table(line) for _ in range(3)]
+    tables = [ScoreTable(line) for _ in range(3)]
     kin = Kin(line)
     around = Neighbourhood(kin, tables[0], gone)
     above = Neighbourhood(kin, tables[1], gone, children=False)
@@ -156,12 +156,12 @@ def test_costs_are_exact_when_asked_and_never_below_their_bounds(seed, moves):
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200))))
 def test_pool_is_a_set_with_an_array(moves):
-    pool, plain = Pool(), set()
+    candidates, plain = CandidateSet(), set()
     for add, tensor in moves:
-        (pool.add if add else pool.remove)(tensor)
+        (candidates.add if add else candidates.remove)(tensor)
         (plain.add if add else plain.discard)(tensor)
-        assert sorted(pool.ids.tolist()) == sorted(plain)
-        assert len(pool) == len(plain)
-        assert (tensor in pool) == add
-        assert (pool.slot(tensor) >= 0) == add
-        assert not add or pool.ids[pool.slot(tensor)] == tensor
+        assert sorted(candidates.ids.tolist()) == sorted(plain)
+        assert len(candidates) == len(plain)
+        assert (tensor in candidates) == add
+        assert (candidates.slot(tensor) >= 0) == add
+        assert not add or candidates.ids[candidates.slot(tensor)] == tensor

@@ -16,16 +16,16 @@ from sim.solvers.cuts import Joint
 from sim.solvers.flow import Flow
 from sim.solvers.joint_graph import CHEAP, INTENSIVE, NEVER_NEEDED, JointGraph, joint_graph
 from sim.solvers.partition import AGGRESSIVE, Bans, Partitioner
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace import TraceBuilder
 from workloads import transformer
 from workloads.synthetic import random_dag, uniform_chain
 
 
 def whole(trace) -> JointGraph:
-    ledger = Ledger(trace)
-    joint = Joint(ledger)
-    return joint_graph(ledger, joint.forward, set(joint.backward))
+    index = TraceIndex(trace)
+    joint = Joint(index)
+    return joint_graph(index, joint.forward, set(joint.backward))
 
 
 def weight_saved(partitioner: Partitioner, again: Collection[int]) -> int | None:
@@ -114,7 +114,7 @@ def test_each_op_runs_again_at_most_once_and_only_cheap_ones_do(run):
 
 def test_less_is_kept_than_autograd_saves_and_less_still_when_aggressive(run):
     trace = transformer("gpt2-small", batch=2, sequence=512, dropout=0.1, attention="eager")
-    joint = Joint(Ledger(trace))
+    joint = Joint(TraceIndex(trace))
     saved = joint.from_saved(joint.wanted).bytes
     usual, more = run(trace, "min_cut"), run(trace, "min_cut", aggressive=True)
     kept = [saved, *(f.result.plan.notes["kept_bytes"] for f in (usual, more))]

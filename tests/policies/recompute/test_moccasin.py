@@ -14,7 +14,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices, problem_for
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies.recompute.moccasin import Moccasin
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads.synthetic import random_dag, uniform_chain
@@ -83,7 +83,7 @@ def test_61_nodes_of_mixed_costs_are_proven(run):
 @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(small_graphs(), st.integers(0, 4))
 def test_small_graphs_match_brute_force_when_runs_suffice(trace, less):
-    top = runs(Ledger(trace), {}).peak()
+    top = schedule_of(TraceIndex(trace), {}).peak()
     assume(top > less)
     tier = Tier("hbm", top - less, top - less, 10**9, device=0)
     platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
@@ -115,7 +115,7 @@ def test_weights_updates_and_stages_replay_within_the_budget(run):
     floor = refused.value.floor_bytes
     assert floor is not None
     assert run(trace, "moccasin", floor).peak <= floor <= top
-    assert run(trace, "moccasin", top, max_ops=8, grain="stage").time == run(trace, "keep_all").time
+    assert run(trace, "moccasin", top, max_ops=8, granularity="stage").time == run(trace, "keep_all").time
 
 
 def test_without_the_solver_the_error_says_how_to_get_it(monkeypatch, run):

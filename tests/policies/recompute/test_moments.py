@@ -16,7 +16,7 @@ from sim.experiment import Prices, problem_for, simulate
 from sim.plan import Drop, Plan, Recompute
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import MomentSearch
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.machines import machine
 from tests.solvers.reruns import least_time, small_graphs, unit_mirror
@@ -25,7 +25,7 @@ from workloads import transformer
 
 def bound(trace: Trace, ops: Sequence[int], budget: int) -> int | None:
     prices = Prices(trace, machine(1 << 60))
-    return MomentSearch(Ledger(trace), [prices.op_ns(op) for op in range(len(trace.ops))]).bound(ops, budget)
+    return MomentSearch(TraceIndex(trace), [prices.op_ns(op) for op in range(len(trace.ops))]).bound(ops, budget)
 
 
 def plain_ns(trace: Trace) -> int:
@@ -58,7 +58,7 @@ def test_an_input_may_be_dropped_after_its_last_read():
     """At `b1` the input counts no more: 11 bytes are resident and one is made."""
     assert bound(saved_twice(), [3], 12) == 0
     assert bound(saved_twice(), [3], 11) is None
-    assert least_bytes(Ledger(saved_twice())) == 12
+    assert least_bytes(TraceIndex(saved_twice())) == 12
     assert least_time(saved_twice(), 12, keep_inputs=False) == plain_ns(saved_twice())
 
 
@@ -70,7 +70,7 @@ def test_an_output_may_be_dropped_and_made_again():
     b.op("narrow", reads=[wide], writes=[late], duration=1)
     trace = b.build(outputs=(early, late), carry=())
     plan = Plan(trace, (Drop(early, after="first"),))
-    assert least_bytes(Ledger(trace)) <= 12
+    assert least_bytes(TraceIndex(trace)) <= 12
     assert problem_for(trace, machine(12)).evaluate(plan).complete
     with pytest.raises(Infeasible, match="no plan was found"):
         simulate(trace, machine(12), "relax_and_fix")
@@ -93,7 +93,7 @@ def test_what_is_written_in_place_may_be_recomputed():
     trace = rectified()
     assert bound(trace, [2], 12) == 0
     assert bound(trace, [2], 7) == 6
-    assert least_bytes(Ledger(trace)) == 12
+    assert least_bytes(TraceIndex(trace)) == 12
     plan = Plan(trace, (Drop("b", after="relu_"), Recompute("conv", before="join"), Recompute("relu_", before="join")))
     assert check(plan, lambda op: trace.ops[op].duration or 0).rerun == 6
 
@@ -122,8 +122,8 @@ def test_two_moments_add_what_each_of_them_asks():
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trace=small_graphs(), data=st.data())
 def test_no_order_of_recomputation_beats_the_bound_or_the_least_bytes(trace, data):
-    top = runs(Ledger(trace), {}).peak()
-    floor = least_bytes(Ledger(trace))
+    top = schedule_of(TraceIndex(trace), {}).peak()
+    floor = least_bytes(TraceIndex(trace))
     budget = data.draw(st.integers(max(1, floor - 2), max(top, floor, 1)))
     ops = data.draw(st.lists(st.integers(0, len(trace.ops) - 1), min_size=1, max_size=4, unique=True))
     best = least_time(trace, budget, staged=False, keep_inputs=False)
@@ -139,7 +139,7 @@ def test_no_order_of_recomputation_beats_the_bound_or_the_least_bytes(trace, dat
 def test_bound_meets_the_optimum_where_each_op_is_recomputed_once():
     """The mirror of 9 unit ops holds most at its sixth: with one slot less than that, one op more has to run."""
     trace = unit_mirror(4)
-    top = runs(Ledger(trace), {}).peak()
+    top = schedule_of(TraceIndex(trace), {}).peak()
     found = [bound(trace, [5], top - less) for less in range(2)]
     best = [least_time(trace, top - less) for less in range(2)]
     assert found == [(one or 0) - plain_ns(trace) for one in best]
@@ -151,11 +151,11 @@ SMALL = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_posit
 @pytest.mark.parametrize("policy", ["full_recompute", "sac_knapsack", "dtr"])
 def test_policies_on_a_transformer_stay_above_both(policy):
     trace = transformer(SMALL, batch=8, sequence=256, precision="amp_bf16", attention="eager")
-    ledger = Ledger(trace)
-    floor, top = least_bytes(ledger), runs(ledger, {}).peak()
+    index = TraceIndex(trace)
+    floor, top = least_bytes(index), schedule_of(index, {}).peak()
     card = load_profile("a100_80_sxm")
     prices = Prices(trace, card)
-    search = MomentSearch(ledger, [prices.op_ns(op) for op in range(len(trace.ops))])
+    search = MomentSearch(index, [prices.op_ns(op) for op in range(len(trace.ops))])
     ran = 0
     for share in (0.2, 0.5, 0.8):
         budget = int(floor + share * (top - floor))

@@ -153,8 +153,8 @@ class Spare(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down, self.again = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64)
-        self.again.weight = self.up.weight
+        self.up, self.down, self.reruns = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64)
+        self.reruns.weight = self.up.weight
         self.down.requires_grad_(False)
         self.idle, self.small = nn.Linear(200, 30), nn.Parameter(torch.zeros(1000))
         self.register_buffer("table", torch.zeros(300))
@@ -164,7 +164,7 @@ class Spare(nn.Module):
         x = F.dropout(F.gelu(self.up(x)), 0.2)
         self.seen.mul_(0.9).add_(x.detach().mean(0))
         x = self.down(x).mul_(2).relu_()
-        y = self.again(x).tanh() * F.dropout(self.seen * x.repeat(1, 2), 0.3)
+        y = self.reruns(x).tanh() * F.dropout(self.seen * x.repeat(1, 2), 0.3)
         return (y.square().mean(), y.view(-1)[:40], x.t())
 
 
@@ -216,7 +216,7 @@ def agrees(graph, policies=BUDGETS, options=None, **parameters):
         assert ours(policy, asked, computed) == (bytes, again), budget
         cuts = Cuts(asked, "test", regions="graph", runtimes=parameters.get("runtime", "flops"))
         kept = set(cuts.saved(budget, parameters.get("knapsack", "dp")).kept)
-        kept |= {t for op in cuts.joint.backward for t in cuts.ledger.reads[op] if cuts.ledger.producer[t] < 0}
+        kept |= {t for op in cuts.joint.backward for t in cuts.index.reads[op] if cuts.index.producer[t] < 0}
         names = {asked.trace.tensor_columns.name[t].removesuffix(".out") for t in kept}
         assert {name for name in names if "tangents" not in name} == saved, budget
         seen.add((bytes, frozenset(again)))
@@ -297,6 +297,6 @@ def test_each_ban_alone_is_pytorchs(ban):
     saved = Cuts(asked, "test", regions="graph", bans=Bans(**off)).saved()
     _, again, computed, bytes = graph.partition(1, **theirs)
     names = asked.trace.op_columns.name
-    assert (saved.bytes, {names[op] for op in saved.again} & computed) == (bytes, again)
+    assert (saved.bytes, {names[op] for op in saved.reruns} & computed) == (bytes, again)
     _, again_without, _, bytes_without = graph.partition(1, **theirs, **{BANS[ban]: False})
     assert (bytes, again) != (bytes_without, again_without)

@@ -12,7 +12,7 @@ from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
 from workloads import transformer
 from workloads.synthetic import uniform_chain, w1
@@ -34,7 +34,7 @@ def told(run, trace, budget, **parameters):
 )
 @given(trace=small_graphs(), data=st.data())
 def test_between_the_bound_and_the_budget_on_small_graphs(trace, data, run):
-    floor = least_bytes(Ledger(trace))
+    floor = least_bytes(TraceIndex(trace))
     budget = data.draw(st.integers(max(1, floor - 1), floor + 8))
     best = least_time(trace, budget, staged=False, keep_inputs=False)
     plain = sum(op.duration or 0 for op in trace.ops)
@@ -55,7 +55,7 @@ def test_between_the_bound_and_the_budget_on_small_graphs(trace, data, run):
 def test_mostly_the_optimum_and_seldom_a_refusal_where_there_is_a_plan(run):
     same = more = missed = 0
     for trace in (uniform_chain(4), uniform_chain(5), unit_mirror(3), unit_mirror(4), mixed_mirror(3)[0]):
-        top, floor = runs(Ledger(trace), {}).peak(), least_bytes(Ledger(trace))
+        top, floor = schedule_of(TraceIndex(trace), {}).peak(), least_bytes(TraceIndex(trace))
         for budget in range(floor, top):
             best = least_time(trace, budget)
             try:
@@ -75,7 +75,7 @@ SMALL = {"model_type": "gpt2", "n_layer": 6, "n_embd": 64, "n_head": 4, "n_posit
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 def test_near_the_bound_on_a_transformer_and_refused_only_near_the_least_bytes(attention, run):
     trace = transformer(SMALL, batch=8, sequence=256, precision="amp_bf16", attention=attention)
-    top, floor = run(trace, "keep_all").peak, least_bytes(Ledger(trace))
+    top, floor = run(trace, "keep_all").peak, least_bytes(TraceIndex(trace))
     plain = run(trace, "keep_all").time
     gaps = []
     for share in (0.05, 0.2, 0.5, 0.8):
@@ -87,7 +87,7 @@ def test_near_the_bound_on_a_transformer_and_refused_only_near_the_least_bytes(a
 
 def test_what_cannot_fit_is_refused_as_proven_and_names_what_would_do(run):
     trace = w1(3)
-    floor = least_bytes(Ledger(trace))
+    floor = least_bytes(TraceIndex(trace))
     with pytest.raises(Infeasible, match="no plan of this class fits") as refused:
         run(trace, "relax_and_fix", floor - 1)
     assert refused.value.floor_bytes is not None
@@ -96,7 +96,7 @@ def test_what_cannot_fit_is_refused_as_proven_and_names_what_would_do(run):
 
 def test_a_step_of_its_own_may_be_left_out(run):
     trace = transformer(SMALL, batch=8, sequence=256, precision="amp_bf16", attention="eager")
-    top, floor = run(trace, "keep_all").peak, least_bytes(Ledger(trace))
+    top, floor = run(trace, "keep_all").peak, least_bytes(TraceIndex(trace))
     for share in (0.05, 0.3, 0.9):
         budget = int(floor + share * (top - floor))
         without = told(run, trace, budget, remove_unnecessary=False)

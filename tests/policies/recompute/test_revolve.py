@@ -65,14 +65,14 @@ def test_every_split_is_optimal():
 def test_schedule_holds_no_more_states_than_slots_and_repeats_no_step_too_often(steps, slots):
     schedule = binomial_reversal(steps, slots)
     kept, where = {0}, 0
-    again: Counter[int] = Counter()
+    reruns: Counter[int] = Counter()
     for at, (kind, i) in enumerate(schedule):
         if kind == "B":
             kept.discard(i)
             continue
         if i != where:  # restored from a kept state
             assert i in kept
-        again[i] += 1
+        reruns[i] += 1
         where = i + 1
         # the state before `where` is kept if a later run begins there, and it is not reached again before
         later = [step for kind, step in schedule[at + 1 :] if kind == "F"]
@@ -82,7 +82,7 @@ def test_schedule_holds_no_more_states_than_slots_and_repeats_no_step_too_often(
             kept.add(where)
         assert len(kept) <= slots
     # one advance per repetition, and the run that saves
-    assert max(again.values()) <= repetitions(steps, slots) + 1
+    assert max(reruns.values()) <= repetitions(steps, slots) + 1
     assert [i for kind, i in schedule if kind == "B"] == list(reversed(range(steps)))
 
 

@@ -9,13 +9,13 @@ from sim.conformance.checker import check
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
-from sim.policies.recompute.rockmate.option_dp import Line, Table
+from sim.policies.recompute.rockmate.option_dp import Line, OptionTable
 from sim.policies.recompute.rockmate.options import Menu, held_by
 from sim.policies.recompute.rotor import costs_of
 from sim.solvers.chain_dp import INF, solve
-from sim.solvers.grain import by_op
+from sim.solvers.granularity import by_op
 from sim.solvers.regions import chain_of
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import small_graphs
 from workloads.synthetic import chain, w1
@@ -102,15 +102,15 @@ def test_single_ops_a_stage_give_rotor(budget, run):
 def test_table_with_one_option_a_stage_is_never_above_rotors(seed):
     lists = [3, 1, 4, 1 + seed], [6, 2, 8, 3], [2, 3, 1, 4, 2], [6, 4, 5, 6 + seed], [0, 2, 1, 0], [3, 4, 3, 5]
     problem = problem_for(chain(*lists), TOY)
-    ledger, line = Ledger(problem.trace), chain_of(problem, "test")
-    costs = costs_of(problem, ledger, line)
-    menu = Menu(problem, ledger, levels=2, exact_ops=10, node_limit=10, time_limit=10)
+    index, line = TraceIndex(problem.trace), chain_of(problem, "test")
+    costs = costs_of(problem, index, line)
+    menu = Menu(problem, index, levels=2, exact_ops=10, node_limit=10, time_limit=10)
     options = [menu.of(stage, turn, 50) for stage, turn in zip(line.stages, costs.turn, strict=True)]
     assert all(len(found) == 1 for found in options)
     mine = Line(costs.uf, costs.ub, costs.x, costs.of, options)
     fits = 0
     for budget in range(8, 40):
-        ours, theirs = Table(mine, budget, 500).time, solve(costs, budget).time
+        ours, theirs = OptionTable(mine, budget, 500).time, solve(costs, budget).time
         assert ours <= theirs
         fits += theirs < INF
     assert fits > 5
@@ -140,11 +140,11 @@ def test_less_room_than_any_schedule_needs_is_refused_with_a_floor(run):
 @settings(max_examples=25)
 @given(small_graphs())
 def test_what_an_option_holds_is_what_a_run_holds(trace):
-    ledger = Ledger(trace)
-    nodes = by_op(problem_for(trace, TOY), ledger, "test")
+    index = TraceIndex(trace)
+    nodes = by_op(problem_for(trace, TOY), index, "test")
     _, most, _ = held_by(nodes, [[] for _ in range(len(nodes))], ())
     kept = sum(v.size for v in nodes.values if v.end and v.held_until >= len(nodes))
-    peak = runs(ledger, {}).peak() - nodes.outside
+    peak = schedule_of(index, {}).peak() - nodes.outside
     assert peak - kept <= most <= peak
 
 

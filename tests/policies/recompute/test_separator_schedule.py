@@ -12,7 +12,7 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Plan
 from sim.policies.recompute.twremat.separator_schedule import Needs, parts_in_place, separator_schedule
 from sim.policies.recompute.twremat.tree_decomposition import decompose, separators
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import small_graphs
 from workloads.synthetic import random_dag, uniform_chain
@@ -22,32 +22,32 @@ HBM, NPU = Tier("hbm", ROOMY, ROOMY, 10**9, device=0), Engine("npu", 0, "hbm", (
 TOY = Platform("toy", (HBM,), (NPU,), ())
 
 
-def scheduled(trace: Trace, limit: int, longest: int = 10**6) -> tuple[Runs | None, int, int]:
+def scheduled(trace: Trace, limit: int, longest: int = 10**6) -> tuple[Schedule | None, int, int]:
     """The runs of a schedule with all ops allowed to run again; the width and the levels it is made from."""
-    ledger = Ledger(trace)
-    needs = Needs(ledger, len(trace.ops), [True] * len(trace.ops))
+    index = TraceIndex(trace)
+    needs = Needs(index, len(trace.ops), [True] * len(trace.ops))
     decomposition = decompose(needs.graph())
     tree = separators(decomposition)
-    again = separator_schedule(needs, tree, [1] * len(trace.ops), limit, longest)
-    return (None if again is None else runs(ledger, again)), decomposition.width, tree.depth
+    reruns = separator_schedule(needs, tree, [1] * len(trace.ops), limit, longest)
+    return (None if reruns is None else schedule_of(index, reruns)), decomposition.width, tree.depth
 
 
 @settings(max_examples=80)
 @given(trace=small_graphs(), share=st.floats(0, 1.2))
 def test_every_schedule_runs_as_it_stands(trace, share):
-    plain = runs(Ledger(trace), {}).peak()
+    plain = schedule_of(TraceIndex(trace), {}).peak()
     found, _, _ = scheduled(trace, int(share * plain))
     assert found is not None
     checked = check(Plan(trace, found.actions()), Prices(trace, TOY).op_ns)
     assert checked.peak == found.peak()
-    assert len(checked.reruns) == found.reruns()
+    assert len(checked.reruns) == found.rerun_count()
 
 
 @given(trace=small_graphs())
 def test_nothing_runs_again_where_everything_can_stay(trace):
     found, _, _ = scheduled(trace, ROOMY)
     assert found is not None
-    assert found.reruns() == 0
+    assert found.rerun_count() == 0
 
 
 def unit_dag(ops: int, seed: int, width: int) -> Trace:
@@ -68,9 +68,9 @@ def test_at_most_a_separator_a_level_and_what_an_op_reads_lies_there(seed, width
     found, k, levels = scheduled(trace, 0)
     assert found is not None
     touched = max(len({*op.reads, *op.writes}) for op in trace.ops)
-    inputs = sum(maker < 0 for maker in Ledger(trace).producer)
+    inputs = sum(maker < 0 for maker in TraceIndex(trace).producer)
     assert found.peak() <= levels * (k + 1 + touched) + inputs
-    assert found.reruns() <= len(trace.ops) * (k + 2) ** levels
+    assert found.rerun_count() <= len(trace.ops) * (k + 2) ** levels
 
 
 @pytest.mark.parametrize("steps", [16, 64, 256, 1024])
@@ -81,14 +81,14 @@ def test_a_chain_takes_the_memory_and_no_more_runs_than_bisection(steps):
     assert k == 2  # a ladder of forward and backward
     halvings = steps.bit_length() - 1
     assert found.peak() <= 2 * halvings + 2
-    assert found.reruns() <= steps // 2 * halvings
+    assert found.rerun_count() <= steps // 2 * halvings
 
 
 def test_a_schedule_that_grows_too_long_is_given_up():
     trace = uniform_chain(64)
     found, _, _ = scheduled(trace, 0)
     assert found is not None
-    count = found.reruns()
+    count = found.rerun_count()
     assert scheduled(trace, 0, longest=count)[0] is not None
     assert scheduled(trace, 0, longest=count - 1)[0] is None
 
@@ -105,20 +105,20 @@ def test_what_may_go_stays_while_there_is_room_and_the_cheapest_bytes_go_first()
     b.op("shrink", reads=[wide], writes=[small], duration=1)
     b.op("join", reads=[dear, cheap, small], writes=[end], duration=1)
     trace = b.build(outputs=(end,), carry=())
-    ledger = Ledger(trace)
-    needs = Needs(ledger, 5, [True] * 5)
+    index = TraceIndex(trace)
+    needs = Needs(index, 5, [True] * 5)
     tree = separators(decompose(needs.graph()))
-    again = separator_schedule(needs, tree, [9, 1, 5, 1, 1], 10, 100)
-    assert again == {4: [1]}
-    assert runs(ledger, again or {}).peak() == 10
-    assert runs(ledger, {}).peak() == 13
+    reruns = separator_schedule(needs, tree, [9, 1, 5, 1, 1], 10, 100)
+    assert reruns == {4: [1]}
+    assert schedule_of(index, reruns or {}).peak() == 10
+    assert schedule_of(index, {}).peak() == 13
 
 
 def test_needs_end_where_no_later_run_can_ask():
     trace = uniform_chain(3)  # f0 f1 f2 b2 b1 b0
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     forward = [op.phase == "forward" for op in trace.ops]
-    needs = Needs(ledger, 6, forward)
+    needs = Needs(index, 6, forward)
     # b1 reads f0's result, b2 f1's, which is made of f0's; nobody reads f2's
     assert [needs.until[t] for t in range(3)] == [4, 3, 2]
     assert needs.may_rerun == [True, True, True, False, False, False]
@@ -134,7 +134,7 @@ def test_what_could_not_be_made_again_in_time_never_goes():
     b.op("overwrite", reads=[w], writes=[new], duration=1)
     b.op("join", reads=[a, c, new], writes=[end], duration=1)
     trace = b.build(outputs=(end,), carry=())
-    needs = Needs(Ledger(trace), 4, [True] * 4)
+    needs = Needs(TraceIndex(trace), 4, [True] * 4)
     assert needs.may_rerun == [False, True, False, False]
     found, _, _ = scheduled(trace, 0)
     assert found is not None
@@ -160,11 +160,11 @@ def test_an_op_in_place_is_one_part_with_what_makes_what_it_overwrites():
     b.op("over_", reads=[twice], writes=[over], duration=1)
     b.op("join", reads=[out, over, mean, count], writes=[end], duration=1)
     trace = b.build(outputs=(end,), carry=())
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     name = trace.op_columns.name
-    needs = Needs(ledger, len(name), [True] * len(name))
+    needs = Needs(index, len(name), [True] * len(name))
     parts = [["shortcut"], ["norm", "add_", "relu_"], ["statistics"], ["twice"], ["look"], ["over_"], ["join"]]
     assert [[name[op] for op in part] for part in needs.parts] == parts
     assert needs.may_rerun == [True, True, True, False, True, False, False]
     assert [needs.fresh[1], needs.space[1]] == [6, 0]  # the result and the mean
-    assert parts_in_place(ledger, len(name), [False] * len(name)) == [[op] for op in range(len(name))]
+    assert parts_in_place(index, len(name), [False] * len(name)) == [[op] for op in range(len(name))]

@@ -14,12 +14,12 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.checkmate.segments import segmented
-from sim.solvers.grain import GRAINS, by_op, by_stage
+from sim.solvers.granularity import GRANULARITIES, by_op, by_stage
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rerun_ns
 from sim.solvers.rounding import BUDGETS, Cheapest, by_rounding, tightest
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import FORWARD
 
 ATTEMPTS = 4
@@ -53,7 +53,7 @@ class Checkmate(RecomputationPlanner):
         SciPy gives no way to set the number of threads of HiGHS; the same question got the same plan so far.
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
-    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
+    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
         and what they read and leave is taken to lie there meanwhile; an op that can't be recomputed, such as one
         that renews running statistics in place, is left out of that. None: "op" up to `max_ops`, beyond
         that "stage" for rounding, an error for the exact method.
@@ -76,15 +76,15 @@ class Checkmate(RecomputationPlanner):
     other_values = by_parameter(
         remove_unnecessary=Beside(True, method="rounding"),
         method="rounding",
-        grain="stage",
-        max_ops=Beside(6, grain="stage"),
+        granularity="stage",
+        max_ops=Beside(6, granularity="stage"),
         node_limit=1,
         time_limit=1e-6,
     )
     unseen = by_parameter(node_limit="graphs this small are solved at the root; see its own tests")
 
     method: Literal["milp", "rounding"] = "milp"
-    grain: Annotated[str, OneOf(GRAINS)] | None = None
+    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = None
     max_ops: Annotated[int, Ge(2)] = 100
     node_limit: Annotated[int, Ge(1)] = 10_000
     time_limit: Annotated[float, Gt(0)] = 300.0
@@ -95,21 +95,19 @@ class Checkmate(RecomputationPlanner):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
-        ledger = Ledger(problem.trace)
-        plain = runs(ledger, {})
+        index = TraceIndex(problem.trace)
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0)
-        nodes, exact = self._nodes(problem, ledger)
+        nodes, exact = self._nodes(problem, index)
         budgets = BUDGETS if self.method == "rounding" else 1
-        search, bound = by_rounding(
-            problem, ledger, nodes, lambda found: self.finished(problem, found), budgets=budgets
-        )
+        search, bound = by_rounding(problem, index, nodes, lambda found: self.finished(problem, found), budgets=budgets)
         if self.method == "milp":
             phase = problem.trace.op_columns.phase
             search.look(segmented(nodes, [phase[part[0]] == FORWARD for part in nodes.members]))
         known, least, smallest = search.best, search.best, False
         if least is None:
-            least, smallest = tightest(ledger, nodes)
+            least, smallest = tightest(index, nodes)
             if least.peak() <= problem.budget:
                 known = self.finished(problem, least)
         impossible = exact and bound is None
@@ -119,7 +117,7 @@ class Checkmate(RecomputationPlanner):
         if self.method == "rounding" or impossible:
             raise refused(problem, "checkmate", least, proven=impossible, smallest=smallest)
         search.best = known
-        found, answer = self._search(problem, ledger, nodes, search, exact)
+        found, answer = self._search(problem, index, nodes, search, exact)
         if found is not None:
             status = "optimal" if exact and answer.status == "optimal" else "feasible"
             bound = max(bound or 0, answer.bound) if exact else None
@@ -131,22 +129,22 @@ class Checkmate(RecomputationPlanner):
             f"time_limit, or the budget: {least.peak():,} B are known to do"
         )
 
-    def _nodes(self, problem: Problem, ledger: Ledger) -> tuple[Nodes, bool]:
+    def _nodes(self, problem: Problem, index: TraceIndex) -> tuple[Nodes, bool]:
         """What to plan for, and whether that is op by op and counts all memory."""
         ops = body(problem, "checkmate")
-        grain = self.grain or ("op" if ops <= self.max_ops or self.method == "milp" else "stage")
-        if grain == "stage":
-            return by_stage(problem, ledger, "checkmate", self.max_ops), False
+        granularity = self.granularity or ("op" if ops <= self.max_ops or self.method == "milp" else "stage")
+        if granularity == "stage":
+            return by_stage(problem, index, "checkmate", self.max_ops), False
         if ops > self.max_ops:
             raise PolicyError(
                 f"policy 'checkmate' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: "
-                "take grain='stage', method='rounding', or the policy 'rockmate'"
+                "take granularity='stage', method='rounding', or the policy 'rockmate'"
             )
-        return by_op(problem, ledger, "checkmate"), counts_all(ledger, ops)
+        return by_op(problem, index, "checkmate"), counts_all(index, ops)
 
     def _search(
-        self, problem: Problem, ledger: Ledger, nodes: Nodes, start: Cheapest, exact: bool
-    ) -> tuple[Runs | None, Answer]:
+        self, problem: Problem, index: TraceIndex, nodes: Nodes, start: Cheapest, exact: bool
+    ) -> tuple[Schedule | None, Answer]:
         """The best plan that fits exactly, and what the search said of it.
 
         First with costs told apart by up to 1 %, as in the public code, and without the plan that is known: a row that
@@ -162,7 +160,7 @@ class Checkmate(RecomputationPlanner):
             answer = program.minimise(node_limit=self.node_limit, time_limit=left)
             if not answer.stages:
                 break
-            found = runs(ledger, nodes.again(answer.stages), prune=True)
+            found = schedule_of(index, nodes.reruns(answer.stages), prune=True)
             excess = found.peak() - problem.budget
             if excess > 0:
                 room -= excess  # by the solver's tolerance more lies there than there is room for

@@ -19,8 +19,8 @@ from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
 from sim.solvers.chain_dp import INF, solve
 from sim.solvers.outcome import rerun_ns
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.reversal import again_of
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.reversal import reruns_of
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
@@ -74,9 +74,9 @@ class ColossalAuto(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and copies of weights."""
         line = chain_of(problem, "colossal_auto")
-        ledger = Ledger(problem.trace)
+        index = TraceIndex(problem.trace)
         first_backward(line, "colossal_auto")
-        plain = runs(ledger, {})
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return Plan(problem.trace, notes={"offloaded_bytes": 0})
         search = _Search(self, problem, line)
@@ -89,7 +89,7 @@ class ColossalAuto(RecomputationPlanner):
         if host is not None and search.units and self.offload != "none":
             search.pair(plain, host)
             outside = held_outside(problem, line) - line.gradients
-            schedules = _Schedules(problem, line, ledger, plain.peak() - outside, self.slots)
+            schedules = _Schedules(problem, line, index, plain.peak() - outside, self.slots)
             weights = sum(unit.bytes for unit in search.units)
             for found in schedules.within(np.linspace(0, weights, self.levels) + problem.budget - outside):
                 search.pair(self.finished(problem, found), host)
@@ -117,7 +117,7 @@ class _Search:
         self.end = 0
         self.floor: int | None = None
 
-    def pair(self, found: Runs, host: Tier) -> None:
+    def pair(self, found: Schedule, host: Tier) -> None:
         """Offload beside a schedule, greedily; its own time is the least that the pair takes."""
         if self.best is not None and self.once + rerun_ns(self.problem, found) >= self.end:
             return
@@ -144,19 +144,19 @@ class _Search:
 class _Schedules:
     """The best schedules of a chain for any activation budget up to `most` bytes, from one table."""
 
-    def __init__(self, problem: Problem, line: Chain, ledger: Ledger, most: int, slots: int) -> None:
-        self.ledger, self.anchors = ledger, first_backward(line, "colossal_auto")
+    def __init__(self, problem: Problem, line: Chain, index: TraceIndex, most: int, slots: int) -> None:
+        self.index, self.anchors = index, first_backward(line, "colossal_auto")
         self.forward = [stage.forward for stage in line.stages]
-        self.table = solve(costs_of(problem, ledger, line), max(most, 1), slots)
+        self.table = solve(costs_of(problem, index, line), max(most, 1), slots)
         fits = np.flatnonzero(self.table.best[0][len(line)] < INF)
         self.least = int(fits[0]) + self.table.x[0] if len(fits) else self.table.slots + 1
         self.seen: set[int] = set()
 
-    def within(self, rooms: Iterable[float]) -> Iterator[Runs]:
+    def within(self, rooms: Iterable[float]) -> Iterator[Schedule]:
         """One for each budget not asked for before, the roomiest first; too small a one is raised to the least."""
         for room in sorted(rooms, reverse=True):
             slots = min(max(int(room / self.table.slot), self.least), self.table.slots)
             if slots >= self.least and slots not in self.seen:
                 self.seen.add(slots)
                 schedule = replace(self.table, slots=slots).schedule()
-                yield runs(self.ledger, again_of(self.ledger, schedule, self.forward, self.anchors), prune=True)
+                yield schedule_of(self.index, reruns_of(self.index, schedule, self.forward, self.anchors), prune=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sim.hardware.platform import Tier
 from sim.plan import Action, Drop, Move, Problem, Recompute
-from sim.solvers.runs import Ledger, Runs
+from sim.solvers.schedule import Schedule, TraceIndex
 from sim.trace.chain import Chain
 from sim.trace.tensor import ROLE_CODE
 
@@ -70,9 +70,9 @@ class Pager:
     peaks: bytes a step without offload. Arrays have one entry a step.
     """
 
-    def __init__(self, problem: Problem, line: Chain, found: Runs, host: Tier) -> None:
+    def __init__(self, problem: Problem, line: Chain, found: Schedule, host: Tier) -> None:
         self.problem, self.found, self.host = problem, found, host
-        self.ledger: Ledger = found.ledger
+        self.index: TraceIndex = found.index
         self.peaks = np.array(found.peaks()[1:], np.int64)
         self.time = np.array([problem.cost.op_ns(op) for op, _ in found.steps], np.int64)
         stage_of = {op: i for i, stage in enumerate(line.stages) for op in (*stage.forward, *stage.backward)}
@@ -88,10 +88,10 @@ class Pager:
     def uses(self) -> dict[int, list[int]]:
         """Per tensor the steps that read, make or overwrite it."""
         found: dict[int, list[int]] = {}
-        ledger = self.ledger
+        index = self.index
         for s, (op, _) in enumerate(self.found.steps):
-            touched = {*ledger.reads[op], *ledger.writes[op]}
-            for t in touched | {ledger.replaces[t] for t in ledger.writes[op]}:
+            touched = {*index.reads[op], *index.writes[op]}
+            for t in touched | {index.replaces[t] for t in index.writes[op]}:
                 found.setdefault(t, []).append(s)
         return found
 
@@ -121,7 +121,7 @@ class Pager:
 
     def absent(self, unit: Unit, ahead: int) -> Ints:
         """Bytes that are not on the device, per step."""
-        size = self.ledger.size
+        size = self.index.size
         change = np.zeros(len(self.peaks) + 1, np.int64)
         for t in unit.weights:
             for first, last in self.intervals(t, ahead):

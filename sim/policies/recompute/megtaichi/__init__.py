@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sim.declared import Size
 from sim.errors import Deadlock, Infeasible, PolicyError, TraceError
-from sim.eviction.evictable import EVICTED_ROLES, Lineage, Pool, Role, Table, lineage_of
+from sim.eviction.evictable import EVICTED_ROLES, CandidateSet, Lineage, Role, ScoreTable, lineage_of
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import Price
 from sim.eviction.ranking import Ranking
@@ -223,7 +223,7 @@ class _Evictor(Evictor):
         for tier, room in self._room.items():
             gone = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
             excess = room - memory.free(tier) - gone - int(self._policy.threshold * room)
-            while excess > 0 and (tensor := self.choose(self.pools[tier], tier, memory, barred)) >= 0:
+            while excess > 0 and (tensor := self.choose(self.candidates[tier], tier, memory, barred)) >= 0:
                 barred.add(tensor)
                 if not memory.is_locked(tensor):
                     answer += self._drop(tensor, tier)
@@ -231,7 +231,7 @@ class _Evictor(Evictor):
         return answer
 
     def _drop(self, tensor: int, tier: str) -> list[Action]:
-        self.pools[tier].remove(tensor)
+        self.candidates[tier].remove(tensor)
         self._leaving[tensor] = tier
         if self.copies[tensor] != self.bit[tier]:
             return [Drop(tensor, tier)]
@@ -242,14 +242,14 @@ class _Evictor(Evictor):
         """The least candidate alone: once it has gone, there is more space beside others."""
         return super().on_pressure(need._replace(short=1), memory)
 
-    def choose(self, pool: Pool, tier: str, memory: Memory, barred: set[int]) -> int:
+    def choose(self, candidates: CandidateSet, tier: str, memory: Memory, barred: set[int]) -> int:
         """The least of the large ones, else the least of all."""
-        ids = self._subset(pool) if self.rules.sample else pool.ids
-        for some in (ids[self._large.take(ids)], ids, pool.ids):
+        ids = self._subset(candidates) if self.rules.sample else candidates.ids
+        for some in (ids[self._large.take(ids)], ids, candidates.ids):
             if tier in self._addressed:
                 for tensor in some.tolist():
                     self._beside.free[tensor] = sum(memory.neighbours(tensor, tier))
-            found = self.ranking.least(pool, memory.now, barred, some) if len(some) else -1
+            found = self.ranking.least(candidates, memory.now, barred, some) if len(some) else -1
             if found >= 0:
                 return found
         return -1
@@ -261,7 +261,7 @@ class _Beside(Ranking):
     penalty: per tensor, grows with each time it is made again. free: per tensor, bytes, as looked at last.
     """
 
-    def __init__(self, lineage: Lineage, table: Table, price: Price) -> None:
+    def __init__(self, lineage: Lineage, table: ScoreTable, price: Price) -> None:
         super().__init__(lineage, table, price, by_size=True, staleness="own", ties="first")
         self.penalty = np.ones(len(lineage.size))
         self.free = np.zeros(len(lineage.size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappush
 
-from sim.eviction.evictable import Kin, Lineage, Table
+from sim.eviction.evictable import Kin, Lineage, ScoreTable
 from sim.eviction.neighbourhood import CostClasses
 
 
@@ -17,7 +17,9 @@ class ProducerClasses(CostClasses):
     whether its own cost counts.
     """
 
-    def __init__(self, lineage: Lineage, kin: Kin, table: Table, gone: list[bool], *, both: bool, own: bool) -> None:
+    def __init__(
+        self, lineage: Lineage, kin: Kin, table: ScoreTable, gone: list[bool], *, both: bool, own: bool
+    ) -> None:
         super().__init__(kin, table, gone)
         self._lineage = lineage
         self._both = both

@@ -16,7 +16,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.mimose.shuttling import Blocks, Measured, blocks_of, measured
 from sim.solvers.outcome import refused
-from sim.solvers.runs import Runs
+from sim.solvers.schedule import Schedule
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
 
@@ -132,7 +132,7 @@ class Mimose(RecomputationPlanner):
             self._refuse(problem, found)
         return Plan(problem.trace, self.finished(problem, found).actions(), notes=notes)
 
-    def _refuse(self, problem: Problem, most: Runs) -> None:
+    def _refuse(self, problem: Problem, most: Schedule) -> None:
         """Raise Infeasible where a walk says that the plan which checkpoints all blocks takes too much."""
         main = problem.platform.engine_for(0)
         engines = set(problem.trace.op_columns.engine.values())

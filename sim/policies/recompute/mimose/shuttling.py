@@ -14,7 +14,7 @@ from sim.plan import Problem
 from sim.plan import Run as Iteration
 from sim.solvers.checkpoints import cached_casts, rerun_regions
 from sim.solvers.regions import Region, layer_regions
-from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import FORWARD
 
 
@@ -25,54 +25,54 @@ class Blocks:
     casts: 16-bit copies of weights that autocast keeps to the end of the forward pass, and the op that ends it.
     """
 
-    ledger: Ledger
+    index: TraceIndex
     regions: Sequence[Region]
     casts: Mapping[int, int]
 
-    def checkpointed(self, chosen: Sequence[int]) -> Runs:
+    def checkpointed(self, chosen: Sequence[int]) -> Schedule:
         """The iteration with the chosen blocks run again just before their backward."""
-        again = rerun_regions(self.ledger, [self.regions[i] for i in chosen])
-        return runs(self.ledger, again, hold=self.casts)
+        reruns = rerun_regions(self.index, [self.regions[i] for i in chosen])
+        return schedule_of(self.index, reruns, hold=self.casts)
 
     @cached_property
     def freed(self) -> tuple[tuple[int, ...], ...]:
         """Per block the tensors that lie there from its forward to its backward, and not if it is checkpointed."""
-        ledger, everything = self.ledger, self.checkpointed(range(len(self.regions)))
+        index, everything = self.index, self.checkpointed(range(len(self.regions)))
         # what a backward op lets go lay there all the time, and is only made once more for its own block
-        forward = (ledger.trace.op_columns.phase == FORWARD).tolist()
+        forward = (index.trace.op_columns.phase == FORWARD).tolist()
         pairs = zip(everything.steps, everything.drops, strict=True)
         dropped = {t for (op, anchor), gone in pairs if anchor < 0 and forward[op] for t in gone}
         found = []
         for region in self.regions:
             inside = set(region.forward)
-            made = [t for op in region.forward for t in ledger.writes[op] if t in dropped and t not in self.casts]
-            found.append(tuple(t for t in made if not inside.issuperset(ledger.trace.readers(t))))
+            made = [t for op in region.forward for t in index.writes[op] if t in dropped and t not in self.casts]
+            found.append(tuple(t for t in made if not inside.issuperset(index.trace.readers(t))))
         return tuple(found)
 
-    def shuttled(self) -> Runs:
+    def shuttled(self) -> Schedule:
         """The collecting iteration: each block runs plainly, keeping all it would keep, then checkpointed.
 
         Between the two runs it holds what a plain forward leaves behind, so that it can be measured; then
         that goes, and the second run keeps the block's results alone. Random ops draw the same numbers again.
         """
-        ledger = self.ledger
-        again: dict[int, list[int]] = {}
+        index = self.index
+        reruns: dict[int, list[int]] = {}
         hold = dict(self.casts)
         for region in self.regions:
             last, inside = region.forward[-1], set(region.forward)
-            made = [t for op in region.forward for t in ledger.writes[op]]
-            outside = [t for t in made if not inside.issuperset(ledger.trace.readers(t))]
-            ops = [op for op in region.forward if not self.casts.keys() >= set(ledger.writes[op])]
-            legal = ledger.can_run_together(ops, last + 1)
+            made = [t for op in region.forward for t in index.writes[op]]
+            outside = [t for t in made if not inside.issuperset(index.trace.readers(t))]
+            ops = [op for op in region.forward if not self.casts.keys() >= set(index.writes[op])]
+            legal = index.can_run_together(ops, last + 1)
             if len(legal) < len(ops):
-                legal = backward_slice(ledger, legal, outside)
-            again[last + 1] = legal
+                legal = backward_slice(index, legal, outside)
+            reruns[last + 1] = legal
             hold.update({t: last for t in outside if t not in self.casts})
-        for anchor, ops in rerun_regions(ledger, self.regions).items():
-            again.setdefault(anchor, []).extend(ops)
-        return self._with_casts_kept(runs(ledger, again, hold=hold))
+        for anchor, ops in rerun_regions(index, self.regions).items():
+            reruns.setdefault(anchor, []).extend(ops)
+        return self._with_casts_kept(schedule_of(index, reruns, hold=hold))
 
-    def _with_casts_kept(self, found: Runs) -> Runs:
+    def _with_casts_kept(self, found: Schedule) -> Schedule:
         """Second runs of blocks leave the cached copies of weights where they are."""
         drops = [list(gone) for gone in found.drops]
         place = {op: i for i, (op, anchor) in enumerate(found.steps) if anchor < 0}
@@ -81,7 +81,7 @@ class Blocks:
             for t in early:
                 drops[i].remove(t)
                 drops[place[self.casts[t]]].append(t)
-        return Runs(found.ledger, found.steps, drops)
+        return Schedule(found.index, found.steps, drops)
 
 
 def blocks_of(problem: Problem, policy: str) -> Blocks:
@@ -91,9 +91,9 @@ def blocks_of(problem: Problem, policy: str) -> Blocks:
         raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
     if not (trace.op_columns.phase == 1).any():
         raise PolicyError(f"policy {policy!r} needs a trace with a backward phase")
-    ledger = Ledger(trace)
-    regions = layer_regions(ledger, policy)
-    return Blocks(ledger, regions, cached_casts(ledger, regions))
+    index = TraceIndex(trace)
+    regions = layer_regions(index, policy)
+    return Blocks(index, regions, cached_casts(index, regions))
 
 
 @dataclass(frozen=True, slots=True)

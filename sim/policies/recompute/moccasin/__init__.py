@@ -13,10 +13,10 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.moccasin.retention import Retention, cp_sat
-from sim.solvers.grain import GRAINS, by_op, by_stage
+from sim.solvers.granularity import GRANULARITIES, by_op, by_stage
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that so few runs per op fit
 
@@ -38,8 +38,8 @@ class Moccasin(RecomputationPlanner):
         weight gradients once made, and the update are outside. Ops that make weight gradients run once.
 
     runs: the most runs of an op, its first one counted (C_v in the paper), at least 1.
-    grain: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together, without
-        those that can't be recomputed. None: "op" up to `max_ops`, "stage" beyond.
+    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where the trace is no chain) are
+        recomputed together, without those that can't be. None: "op" up to `max_ops` ops, "stage" beyond.
     max_ops: the most nodes to plan for, at least 2.
     work_limit: deterministic seconds of search; time_limit: seconds by the clock.
     Notes of the plan: `status` is "optimal" only where proven, of plans with so few runs per op, "feasible" for
@@ -56,14 +56,14 @@ class Moccasin(RecomputationPlanner):
     slow = True
     rarely = "the cheapest plan that fits seldom recomputes anything on nets this small"
     other_values = by_parameter(
-        runs=3, grain="stage", max_ops=Beside(6, grain="stage"), work_limit=1e-3, time_limit=1e-6
+        runs=3, granularity="stage", max_ops=Beside(6, granularity="stage"), work_limit=1e-3, time_limit=1e-6
     )
     unseen = by_parameter(
         remove_unnecessary="what it proves best op by op leaves nothing to remove; docs/recompute.md shows it by stage"
     )
 
     runs: Annotated[int, Ge(1)] = 2
-    grain: Annotated[str, OneOf(GRAINS)] | None = None
+    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = None
     max_ops: Annotated[int, Ge(2)] = 150
     work_limit: Annotated[float, Gt(0)] = 30.0
     time_limit: Annotated[float, Gt(0)] = 300.0
@@ -79,23 +79,25 @@ class Moccasin(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         cp_sat("moccasin")
-        ledger = Ledger(problem.trace)
-        plain = runs(ledger, {})
+        index = TraceIndex(problem.trace)
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0, plans=self._class)
         ops = body(problem, "moccasin")
-        grain = self.grain or ("op" if ops <= self.max_ops else "stage")
-        if grain == "op" and ops > self.max_ops:
-            what = f"plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: take grain='stage'"
+        granularity = self.granularity or ("op" if ops <= self.max_ops else "stage")
+        if granularity == "op" and ops > self.max_ops:
+            what = f"plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}: take granularity='stage'"
             raise PolicyError(f"policy 'moccasin' {what}")
-        exact = grain == "op" and counts_all(ledger, ops)
+        exact = granularity == "op" and counts_all(index, ops)
         nodes = (
-            by_op(problem, ledger, "moccasin") if grain == "op" else by_stage(problem, ledger, "moccasin", self.max_ops)
+            by_op(problem, index, "moccasin")
+            if granularity == "op"
+            else by_stage(problem, index, "moccasin", self.max_ops)
         )
         model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
         answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
         if answer.status == "infeasible":
-            least, smallest = self._least(problem, ledger, nodes)
+            least, smallest = self._least(problem, index, nodes)
             if exact or least.peak() > problem.budget:
                 raise refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)
             # over parts more is reckoned than the plan holds
@@ -105,15 +107,15 @@ class Moccasin(RecomputationPlanner):
                 f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
                 "time_limit or the budget"
             )
-        found = self.finished(problem, runs(ledger, nodes.again(answer.stages), prune=True))
+        found = self.finished(problem, schedule_of(index, nodes.reruns(answer.stages), prune=True))
         if found.peak() > problem.budget:
             raise refused(problem, "moccasin", found, proven=False, smallest=False, plans=self._class)
         is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
         return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)
 
-    def _least(self, problem: Problem, ledger: Ledger, nodes: Nodes) -> tuple[Runs, bool]:
+    def _least(self, problem: Problem, index: TraceIndex, nodes: Nodes) -> tuple[Schedule, bool]:
         """The plan of least memory that is found, and whether that is proven."""
         model = Retention(nodes, None, self.runs, "moccasin")
         answer = model.solve(work_limit=min(self.work_limit, FLOOR_WORK), time_limit=self.time_limit, seed=problem.seed)
-        return runs(ledger, nodes.again(answer.stages), prune=True), answer.status == "optimal"
+        return schedule_of(index, nodes.reruns(answer.stages), prune=True), answer.status == "optimal"

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from sim.errors import PolicyError
-from sim.solvers.nodes import Nodes, Value
+from sim.solvers.nodes import Nodes, NodeValue
 from sim.solvers.outcome import Answer
 
 
@@ -137,7 +137,7 @@ class Retention:
             for i in range(1 if k == value.maker else 0, self.count[k]):
                 self._one_of(v, ends, self.start[k, i], self.active[k, i])
 
-    def _comes_back(self, value: Value) -> bool:
+    def _comes_back(self, value: NodeValue) -> bool:
         """Whether a value has intervals of its own when it is made again: it may go, or was overwritten."""
         return not value.once and (value.held_until < 0 or value.gone < len(self.nodes))
 

@@ -15,7 +15,7 @@ from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
 from sim.solvers.nodes import body
 from sim.solvers.outcome import planned, refused, rerun_ns
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 PLANS = "drop and recompute on one device, move nothing, and keep weight gradients"
 """The plans that the bound is about."""
@@ -62,12 +62,12 @@ class RelaxAndFix(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         body(problem, "relax_and_fix")
-        ledger = Ledger(problem.trace)
-        plain = runs(ledger, {})
+        index = TraceIndex(problem.trace)
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0, plans=PLANS)
-        search = MomentSearch(ledger, [problem.cost.op_ns(op) for op in range(len(ledger.reads))])
-        floor = least_bytes(ledger)
+        search = MomentSearch(index, [problem.cost.op_ns(op) for op in range(len(index.reads))])
+        floor = least_bytes(index)
         found, bound = self._best(problem, search, problem.budget)
         if found is None:
             impossible = bound is None or problem.budget < floor
@@ -78,12 +78,12 @@ class RelaxAndFix(RecomputationPlanner):
 
     def _best(
         self, problem: Problem, search: MomentSearch, budget: int, levels: Sequence[float] = LEVELS
-    ) -> tuple[Runs | None, int | None]:
+    ) -> tuple[Schedule | None, int | None]:
         """The cheapest plan of some roundings, and the bound; None where there is none."""
         bound = search.bound([search.first], budget)
         if bound is None:
             return None, None
-        best: Runs | None = None
+        best: Schedule | None = None
         close, left = sum(search.cost) // CLOSE, self.rounds
         for level in levels:
             dive = search.dive(budget, level, left)

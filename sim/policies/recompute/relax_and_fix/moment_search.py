@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.policies.recompute.relax_and_fix.moments import Moment, Program, wanted_until
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 LEVELS = (0.5, 1e-6, 0.999)
 """How far a tensor has to be resident in the relaxation in order to be kept: three roundings."""
@@ -29,7 +29,7 @@ class Dive:
     moments: ops, in the order in which they were added.
     """
 
-    found: Runs | None
+    found: Schedule | None
     moments: Sequence[int]
     programs: int
 
@@ -37,22 +37,22 @@ class Dive:
 class MomentSearch:
     """Plans and bounds for one trace. cost: ns per op."""
 
-    def __init__(self, ledger: Ledger, cost: Sequence[int]) -> None:
-        self.ledger, self.cost = ledger, cost
-        peaks = runs(ledger, {}).peaks()[1:]
+    def __init__(self, index: TraceIndex, cost: Sequence[int]) -> None:
+        self.index, self.cost = index, cost
+        peaks = schedule_of(index, {}).peaks()[1:]
         self.first = int(np.argmax(peaks)) if peaks else 0
         self._moments: dict[int, Moment] = {}
 
     def moment(self, op: int) -> Moment:
         """The moment at which an op runs in its place, with whatever recomputation is possible after it."""
         if op not in self._moments:
-            self._moments[op] = Moment(self.ledger, op, self.ledger.recomputable_until)
+            self._moments[op] = Moment(self.index, op, self.index.recomputable_until)
         return self._moments[op]
 
     def bound(self, ops: Sequence[int], budget: int) -> int | None:
         """Nanoseconds that every plan recomputes at least, from the moments of some ops; None where nothing fits."""
         moments = [self.moment(op) for op in sorted(set(ops))]
-        answer = Program(self.ledger, self.cost, moments).relax([budget] * len(moments))
+        answer = Program(self.index, self.cost, moments).relax([budget] * len(moments))
         return None if answer is None else answer.bound
 
     def dive(self, budget: int, level: float, rounds: int) -> Dive:
@@ -66,11 +66,11 @@ class MomentSearch:
             moments = [self.moment(op) for op in order[-2:]]
             rooms = [budget - short.get(moment.at, 0) for moment in moments]
             held = None if before is None else keep[before]
-            answer = Program(self.ledger, self.cost, moments, held).relax(rooms)
+            answer = Program(self.index, self.cost, moments, held).relax(rooms)
             if answer is None:
                 break
             keep[now] = {t for t, far in answer.keep[-1].items() if far >= level}
-            found = runs(self.ledger, self._again(order, keep), prune=True)
+            found = schedule_of(self.index, self._again(order, keep), prune=True)
             excess = _first_excess(found, order, budget)
             if excess is None:
                 return Dive(found, added, round + 1)
@@ -90,39 +90,39 @@ class MomentSearch:
         In closed form, as in the second phase of Checkmate's rounding: between two moments what is read, or kept at
         the next one, and neither kept nor produced; each just before the first op that needs it.
         """
-        again: dict[int, list[int]] = {}
+        reruns: dict[int, list[int]] = {}
         for k, at in enumerate(order):
             end = order[k + 1] if k + 1 < len(order) else None
             chosen = self._missing(self.moment(at), keep[at], end, () if end is None else keep[end])
             done: set[int] = set()
-            for op in range(at + 1, len(self.ledger.reads) if end is None else end + 1):
+            for op in range(at + 1, len(self.index.reads) if end is None else end + 1):
                 needed = self._needed(op, chosen - done)
                 if op == end:
                     needed |= chosen - done
                 if needed:
-                    again[op] = sorted(needed)
+                    reruns[op] = sorted(needed)
                     done |= needed
                 if len(done) == len(chosen):
                     break
-        return again
+        return reruns
 
     def _missing(self, moment: Moment, kept: Collection[int], end: int | None, then: Collection[int]) -> set[int]:
         """The ops to be recomputed between a moment and the next."""
-        ledger, may = self.ledger, set(moment.again)
-        stack = [*wanted_until(ledger, moment, end), *(t for t in then if 0 <= ledger.producer[t] < moment.at)]
+        index, may = self.index, set(moment.reruns)
+        stack = [*wanted_until(index, moment, end), *(t for t in then if 0 <= index.producer[t] < moment.at)]
         chosen: set[int] = set()
         while stack:
             t = stack.pop()
-            op = ledger.producer[t]
+            op = index.producer[t]
             if t in kept or op in chosen or op not in may:
                 continue
             chosen.add(op)
-            stack += [read for read in ledger.reads[op] if 0 <= ledger.producer[read] < moment.at]
+            stack += [read for read in index.reads[op] if 0 <= index.producer[read] < moment.at]
         return chosen
 
     def _needed(self, op: int, left: Collection[int]) -> set[int]:
         """Which of some ops have to be recomputed for another, directly or not."""
-        producer, reads = self.ledger.producer, self.ledger.reads
+        producer, reads = self.index.producer, self.index.reads
         stack, needed = [producer[t] for t in reads[op]], set[int]()
         while stack:
             one = stack.pop()
@@ -132,7 +132,7 @@ class MomentSearch:
         return needed
 
 
-def _first_excess(found: Runs, order: Sequence[int], budget: int) -> tuple[int, int] | None:
+def _first_excess(found: Schedule, order: Sequence[int], budget: int) -> tuple[int, int] | None:
     """The op at which, or before which, a plan passes the budget most, up to the next moment; and by how much.
 
     Of the stretches between moments the first one that passes it counts. None where the plan fits.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.tensor import ROLE_CODE
 
 MEGABYTE, MICROSECOND = 1e6, 1e3  # keep the factors of the program near 1
@@ -38,26 +38,26 @@ class Moment:
     until: per op the op from which on it is not recomputed.
     """
 
-    def __init__(self, ledger: Ledger, at: int, until: Sequence[int]) -> None:
+    def __init__(self, index: TraceIndex, at: int, until: Sequence[int]) -> None:
         self.at = at
-        trace, producer = ledger.trace, ledger.producer
+        trace, producer = index.trace, index.producer
         gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
-        later = {t for op in range(at, len(ledger.reads)) for t in ledger.reads[op]} | set(trace.outputs)
-        inputs = {t for t, last in enumerate(ledger.stays_until) if last >= at}
-        self.reads = {t for t in ledger.reads[at] if producer[t] >= 0}
+        later = {t for op in range(at, len(index.reads)) for t in index.reads[op]} | set(trace.outputs)
+        inputs = {t for t, last in enumerate(index.stays_until) if last >= at}
+        self.reads = {t for t in index.reads[at] if producer[t] >= 0}
         self.wanted = {t for t in later if 0 <= producer[t] < at}
-        tensors, again, stack = set(self.wanted), set[int](), list(self.wanted)
+        tensors, reruns, stack = set(self.wanted), set[int](), list(self.wanted)
         while stack:
             t = stack.pop()
             op = producer[t]
-            if op < 0 or op in again or gradient[t] or until[op] <= at:
+            if op < 0 or op in reruns or gradient[t] or until[op] <= at:
                 continue
-            again.add(op)
-            new = {read for read in ledger.reads[op] if producer[read] < at} - tensors - inputs
+            reruns.add(op)
+            new = {read for read in index.reads[op] if producer[read] < at} - tensors - inputs
             tensors |= new
             stack += new
-        self.tensors, self.again = sorted(tensors), sorted(again)
-        self.pinned = sum(ledger.size[t] for t in inputs) + made_bytes(ledger, at)
+        self.tensors, self.reruns = sorted(tensors), sorted(reruns)
+        self.pinned = sum(index.size[t] for t in inputs) + made_bytes(index, at)
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ class Program:
     """
 
     def __init__(
-        self, ledger: Ledger, cost: Sequence[int], moments: Sequence[Moment], held: Collection[int] | None = None
+        self, index: TraceIndex, cost: Sequence[int], moments: Sequence[Moment], held: Collection[int] | None = None
     ) -> None:
-        self.ledger, self.moments, self.held = ledger, moments, held
+        self.index, self.moments, self.held = index, moments, held
         self.price: list[float] = []
         self.low: list[float] = []
         self.high: list[float] = []
         self.most: list[float] = []
         self.cells: tuple[list[int], list[int], list[float]] = ([], [], [])
         self.resident: list[dict[int, int]] = []
-        self.again: list[dict[int, int]] = []  # between this moment and the next
+        self.reruns: list[dict[int, int]] = []  # between this moment and the next
         self.after: list[dict[int, int]] = []  # ever after this moment
         for k, moment in enumerate(moments):
             fixed = held if k == 0 else None
             self.resident.append({t: self._column(*_limits(moment, t, fixed)) for t in moment.tensors})
-            self.again.append({op: self._column(0.0, 1.0, cost[op] / MICROSECOND) for op in moment.again})
+            self.reruns.append({op: self._column(0.0, 1.0, cost[op] / MICROSECOND) for op in moment.reruns})
         for k, moment in enumerate(moments):
             last = k == len(moments) - 1
-            self.after.append(self.again[k] if last else {op: self._column(0.0, 1.0) for op in moment.again})
+            self.after.append(self.reruns[k] if last else {op: self._column(0.0, 1.0) for op in moment.reruns})
         for k in range(len(moments)):
             self._between(k)
             if held is None and k < len(moments) - 1:
@@ -145,30 +145,30 @@ class Program:
         return len(self.most) - 1
 
     def _bytes(self, k: int) -> list[tuple[int, float]]:
-        return [(column, self.ledger.size[t] / MEGABYTE) for t, column in self.resident[k].items()]
+        return [(column, self.index.size[t] / MEGABYTE) for t, column in self.resident[k].items()]
 
-    def _has(self, k: int, tensor: int, again: Mapping[int, int]) -> list[tuple[int, float]]:
+    def _has(self, k: int, tensor: int, reruns: Mapping[int, int]) -> list[tuple[int, float]]:
         """That a tensor is resident at a moment or its producer is recomputed: less than or equal to minus that."""
         terms = [(self.resident[k][tensor], -1.0)]
-        column = again.get(self.ledger.producer[tensor])
+        column = reruns.get(self.index.producer[tensor])
         return terms if column is None else [*terms, (column, -1.0)]
 
     def _needs(self, k: int, op: int) -> Iterator[int]:
         """What an op that is recomputed after a moment reads of what was made before it."""
-        return (t for t in self.ledger.reads[op] if t in self.resident[k])
+        return (t for t in self.index.reads[op] if t in self.resident[k])
 
     def _between(self, k: int) -> None:
         """What is read from a moment to the next, and what is resident there, was resident or is recomputed."""
-        moment, again = self.moments[k], self.again[k]
-        for t in sorted(wanted_until(self.ledger, moment, self._next(k))):
-            self._row(self._has(k, t, again), -1.0)
-        for op, column in again.items():
+        moment, reruns = self.moments[k], self.reruns[k]
+        for t in sorted(wanted_until(self.index, moment, self._next(k))):
+            self._row(self._has(k, t, reruns), -1.0)
+        for op, column in reruns.items():
             for t in self._needs(k, op):
-                self._row([*self._has(k, t, again), (column, 1.0)], 0.0)
+                self._row([*self._has(k, t, reruns), (column, 1.0)], 0.0)
         if k + 1 < len(self.moments):
             for t, column in self.resident[k + 1].items():
                 if t in self.resident[k]:
-                    self._row([*self._has(k, t, again), (column, 1.0)], 0.0)
+                    self._row([*self._has(k, t, reruns), (column, 1.0)], 0.0)
 
     def _ever_after(self, k: int) -> None:
         """The conditions of one moment alone, over all that is recomputed after it."""
@@ -176,7 +176,7 @@ class Program:
         for op, column in after.items():
             follows = self.after[k + 1].get(op)
             less = [] if follows is None else [(follows, -1.0)]
-            self._row([(column, 1.0), (self.again[k][op], -1.0), *less], 0.0)
+            self._row([(column, 1.0), (self.reruns[k][op], -1.0), *less], 0.0)
             for t in self._needs(k, op):
                 self._row([*self._has(k, t, after), (column, 1.0)], 0.0)
         for t in sorted(moment.wanted):
@@ -186,16 +186,16 @@ class Program:
         return self.moments[k + 1].at if k + 1 < len(self.moments) else None
 
 
-def wanted_until(ledger: Ledger, moment: Moment, end: int | None) -> set[int]:
+def wanted_until(index: TraceIndex, moment: Moment, end: int | None) -> set[int]:
     """What was made before a moment and is read after its op and before another; None: to the end, with outputs."""
-    last = len(ledger.reads) if end is None else end
-    read = {t for op in range(moment.at + 1, last) for t in ledger.reads[op]}
-    return (read | set(ledger.trace.outputs) if end is None else read) & moment.wanted
+    last = len(index.reads) if end is None else end
+    read = {t for op in range(moment.at + 1, last) for t in index.reads[op]}
+    return (read | set(index.trace.outputs) if end is None else read) & moment.wanted
 
 
-def made_bytes(ledger: Ledger, op: int) -> int:
+def made_bytes(index: TraceIndex, op: int) -> int:
     """Bytes that an op takes while it runs beside what was resident before."""
-    return ledger.workspace[op] + sum(ledger.size[t] for t in ledger.writes[op] if ledger.replaces[t] < 0)
+    return index.workspace[op] + sum(index.size[t] for t in index.writes[op] if index.replaces[t] < 0)
 
 
 def _limits(moment: Moment, tensor: int, fixed: Collection[int] | None) -> tuple[float, float]:

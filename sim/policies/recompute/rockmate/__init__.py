@@ -12,13 +12,13 @@ from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.policies.recompute.rockmate.option_dp import Line, Step, Table
+from sim.policies.recompute.rockmate.option_dp import Line, OptionTable, Step
 from sim.policies.recompute.rockmate.options import Menu
 from sim.policies.recompute.rotor import Attempt, costs_of, fastest_fitting, room_of
 from sim.solvers.chain_dp import INF
 from sim.solvers.outcome import planned, rerun_ns
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.runs import Ledger, runs
+from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
@@ -64,28 +64,28 @@ class Rockmate(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         chain = chain_of(problem, "rockmate")
-        ledger = Ledger(problem.trace)
+        index = TraceIndex(problem.trace)
         anchors = first_backward(chain, "rockmate")
-        plain = runs(ledger, {})
+        plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="feasible", bound=None)
         menu = Menu(
             problem,
-            ledger,
+            index,
             levels=self.levels,
             exact_ops=self.exact_ops,
             node_limit=self.node_limit,
             time_limit=self.time_limit,
         )
-        costs = costs_of(problem, ledger, chain)
+        costs = costs_of(problem, index, chain)
         options = [menu.of(stage, turn, self.max_ops) for stage, turn in zip(chain.stages, costs.turn, strict=True)]
         line = Line(costs.uf, costs.ub, costs.x, costs.of, options, costs.there, costs.grown)
 
         def attempt(room: int) -> Attempt | None:
-            table = Table(line, room, self.slots) if room > 0 else None
+            table = OptionTable(line, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
-            found = runs(ledger, again_of(chain, line, table.schedule(), anchors), prune=True)
+            found = schedule_of(index, reruns_of(chain, line, table.schedule(), anchors), prune=True)
             return rerun_ns(problem, found), found, found.peak() - problem.budget
 
         best = fastest_fitting(attempt, room_of(problem, chain), problem.budget // self.slots)
@@ -104,11 +104,11 @@ class Rockmate(RecomputationPlanner):
         return planned(problem, self.finished(problem, best[1]), status="feasible", bound=None, limit=limit)
 
 
-def again_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequence[int]) -> dict[int, list[int]]:
+def reruns_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequence[int]) -> dict[int, list[int]]:
     """Which ops run again before which: stages that run forward again, and what their options run again."""
     ran: set[int] = set()
     waiting: list[int] = []
-    again: dict[int, list[int]] = {}
+    reruns: dict[int, list[int]] = {}
     for kind, i, o in schedule:
         stage = chain.stages[i]
         if kind == "F":
@@ -116,12 +116,12 @@ def again_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequen
                 waiting += stage.forward
             ran.add(i)
         elif anchors[i] >= 0:
-            again.setdefault(anchors[i], []).extend(waiting)
+            reruns.setdefault(anchors[i], []).extend(waiting)
             waiting = []
             ops = (*stage.forward, *stage.backward)
-            for op, inside in zip(stage.backward, line.options[i][o].again, strict=True):
-                again.setdefault(op, []).extend(ops[k] for k in inside)
-    return {anchor: ops for anchor, ops in again.items() if ops}
+            for op, inside in zip(stage.backward, line.options[i][o].reruns, strict=True):
+                reruns.setdefault(op, []).extend(ops[k] for k in inside)
+    return {anchor: ops for anchor, ops in reruns.items() if ops}
 
 
 def _least_room(line: Line, slots: int) -> int:
@@ -130,5 +130,5 @@ def _least_room(line: Line, slots: int) -> int:
     room = sum(line.x) + sum(o.xbar for o in every) + max(max(o.saving, o.undoing) for o in every)
     room += max(line.x) + max(line.temp)
     for _ in range(2):  # the second time with finer slots
-        room = Table(line, room, slots).least_bytes() or room
+        room = OptionTable(line, room, slots).least_bytes() or room
     return room

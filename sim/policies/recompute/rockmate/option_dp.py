@@ -36,7 +36,7 @@ class Line:
         return len(self.uf)
 
 
-class Table:
+class OptionTable:
     """Least times of all parts of a chain for all numbers of free slots; see `sim.solvers.chain_dp`.
 
     The recurrences are Rotor's (Herrmann et al., arXiv 1911.13214), where "stage i saves all" becomes the best

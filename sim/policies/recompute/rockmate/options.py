@@ -9,7 +9,7 @@ from sim.plan import Problem
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, nodes_of
 from sim.solvers.rounding import rounded
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, Stage
 
 NEVER, READ, MADE = 0, 1, 2
@@ -25,7 +25,7 @@ class Option:
     its output while it runs backward.
     """
 
-    again: tuple[tuple[int, ...], ...]
+    reruns: tuple[tuple[int, ...], ...]
     extra: int
     turn: int
     xbar: int
@@ -50,14 +50,14 @@ class Menu:
     def __init__(
         self,
         problem: Problem,
-        ledger: Ledger,
+        index: TraceIndex,
         *,
         levels: int,
         exact_ops: int,
         node_limit: int,
         time_limit: float,
     ) -> None:
-        self.problem, self.ledger = problem, ledger
+        self.problem, self.index = problem, index
         self.levels, self.exact_ops = levels, exact_ops
         self.node_limit, self.time_limit = node_limit, time_limit
         self.limits: set[str] = set()
@@ -70,7 +70,7 @@ class Menu:
         if not stage.backward or count < 2 or count + len(stage.backward) > max_ops:
             return [every]
         parts = [[op] for op in (*stage.forward, *stage.backward)]
-        nodes = nodes_of(self.problem, self.ledger, parts, border=count)
+        nodes = nodes_of(self.problem, self.index, parts, border=count)
         incoming = self._incoming(stage)
         key = (
             *map(tuple, (nodes.cost, nodes.makes, nodes.values, incoming)),
@@ -143,7 +143,7 @@ def _option(
 ) -> Option:
     forward, backward, xbar = held_by(nodes, stages, incoming)
     return Option(
-        again=tuple(tuple(stage) for stage in stages[nodes.border :]),
+        reruns=tuple(tuple(stage) for stage in stages[nodes.border :]),
         extra=sum(nodes.cost[i] for stage in stages for i in stage),
         turn=uf,
         xbar=xbar,

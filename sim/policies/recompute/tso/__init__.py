@@ -20,7 +20,7 @@ from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, t
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.regions import chain_of, first_backward, stage_regions
-from sim.solvers.runs import Ledger, Runs, backward_slice, runs
+from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
@@ -83,7 +83,7 @@ class Tso(RecomputationPlanner):
         line = chain_of(problem, "tso")
         first_backward(line, "tso")
         spared = spared_launches(problem, self.launch)
-        turn = costs_of(problem, Ledger(problem.trace), line).turn
+        turn = costs_of(problem, TraceIndex(problem.trace), line).turn
         figures = figures_of(line, problem.trace, turn, spared, self._captures)
         prices = [prices_of(figures, MODES[mode]) for mode in self.modes]
         outside = held_outside(problem, line) + line.x[0]
@@ -129,9 +129,9 @@ class Tso(RecomputationPlanner):
             **self._said(),
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
-        replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].again for _, _, q in best.segments)
+        replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].recompute for _, _, q in best.segments)
         found = best.runs if replayed else self.finished(problem, best.runs)  # a captured graph is launched whole
-        return Plan(found.ledger.trace, found.actions(), notes=notes)
+        return Plan(found.index.trace, found.actions(), notes=notes)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""
@@ -141,7 +141,7 @@ class Tso(RecomputationPlanner):
         first_backward(line, "tso")
         whole = replace(self, modes=("graph",))
         runs = whole._runs(problem, line, [(0, len(line), 0)], spared_launches(problem, self.launch))
-        return {"captured launches": Plan(runs.ledger.trace, runs.actions(), notes=self._said())}
+        return {"captured launches": Plan(runs.index.trace, runs.actions(), notes=self._said())}
 
     def _said(self) -> dict[str, int]:
         """What a plan says of the launch that a measured op is taken to have."""
@@ -152,7 +152,7 @@ class Tso(RecomputationPlanner):
         """Nanoseconds an iteration for the two graphs of a segment."""
         return 2 * -(-self.capture // self.replays)
 
-    def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], spared: Ints) -> Runs:
+    def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], spared: Ints) -> Schedule:
         """The runs of a choice, over the trace as its modes make it."""
         regions = stage_regions(line, [j - 1 for _, j, _ in segments])
         modes = [MODES[self.modes[q]] for _, _, q in segments]
@@ -168,18 +168,18 @@ class Tso(RecomputationPlanner):
             if k + 1 < len(modes) and mode.captured != modes[k + 1].captured:
                 charges[bearer] = charges.get(bearer, 0) + 2 * self.switch
         trace = captured(problem, parts, spared, {op: ns for op, ns in charges.items() if ns})
-        ledger = Ledger(trace)
-        again: dict[int, list[int]] = {}
+        index = TraceIndex(trace)
+        reruns: dict[int, list[int]] = {}
         hold: dict[int, int] = {}
         for region, mode in zip(regions[:-1], modes, strict=False):
-            if not mode.again:
+            if not mode.recompute:
                 continue
-            for anchor, ops in rerun_regions(ledger, [region], early_stop=not mode.captured).items():
-                wanted = [t for op in region.backward for t in ledger.reads[op]]
-                again.setdefault(anchor, []).extend(ops if mode.captured else backward_slice(ledger, ops, wanted))
+            for anchor, ops in rerun_regions(index, [region], early_stop=not mode.captured).items():
+                wanted = [t for op in region.backward for t in index.reads[op]]
+                reruns.setdefault(anchor, []).extend(ops if mode.captured else backward_slice(index, ops, wanted))
             if mode.captured:
-                hold.update((t, region.forward[-1]) for op in region.forward for t in ledger.writes[op])
-        return runs(ledger, again, hold=hold)
+                hold.update((t, region.forward[-1]) for op in region.forward for t in index.writes[op])
+        return schedule_of(index, reruns, hold=hold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,4 +188,4 @@ class _Filled:
 
     segments: Sequence[Segment]
     time: int
-    runs: Runs
+    runs: Schedule

@@ -19,18 +19,21 @@ FAR = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a segment runs. captured: as one graph that is launched whole, else op by op. again: its inside is run again
-    before its backward, else it stays."""
+    """How a segment runs.
+
+    captured: as one CUDA graph that is launched whole, else op by op.
+    recompute: its inside is recomputed before its backward, else it stays resident.
+    """
 
     captured: bool
-    again: bool
+    recompute: bool
 
 
 MODES: Mapping[str, Mode] = {
-    "eager": Mode(captured=False, again=False),
-    "graph": Mode(captured=True, again=False),
-    "checkpoint": Mode(captured=False, again=True),
-    "graph_checkpoint": Mode(captured=True, again=True),
+    "eager": Mode(captured=False, recompute=False),
+    "graph": Mode(captured=True, recompute=False),
+    "checkpoint": Mode(captured=False, recompute=True),
+    "graph_checkpoint": Mode(captured=True, recompute=True),
 }
 
 
@@ -140,7 +143,7 @@ def prices_of(figures: Figures, mode: Mode) -> ModePrices:
         cost[i, row] = f.capture - spared - np.cumsum(f.spared_b) if mode.captured else 0
         saved[i, row] = kept
         peak[i, row] = np.maximum.accumulate(np.maximum(saving, backward))
-        if mode.again:
+        if mode.recompute:
             early = slice(i + 1, count)
             run = np.cumsum(f.uf) - spared if mode.captured else np.cumsum(f.uf) - f.uf + f.turn
             cost[i, early] += run[:-1]

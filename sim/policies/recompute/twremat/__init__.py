@@ -16,7 +16,7 @@ from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.twremat.separator_schedule import Needs, separator_schedule
 from sim.policies.recompute.twremat.tree_decomposition import ORDERS, decompose, separators
 from sim.solvers.outcome import refused, rerun_ns
-from sim.solvers.runs import Ledger, Runs, runs
+from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import FORWARD
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -64,17 +64,17 @@ class Twremat(RecomputationPlanner):
         trace, budget = problem.trace, problem.budget
         if trace.devices > 1:
             raise PolicyError(f"policy 'twremat' needs a trace on one device; this one has {trace.devices}")
-        ledger = Ledger(trace)
-        needs = _needs(ledger)
+        index = TraceIndex(trace)
+        needs = _needs(index)
         decomposition = decompose(needs.graph(), self.order)
         tree = separators(decomposition)
         cost = [problem.cost.op_ns(op) for op in range(len(trace.ops))]
 
-        def within(limit: int) -> Runs | None:
-            again = separator_schedule(needs, tree, cost, limit, LONGEST * len(trace.ops))
-            return None if again is None else runs(ledger, again, prune=True)
+        def within(limit: int) -> Schedule | None:
+            reruns = separator_schedule(needs, tree, cost, limit, LONGEST * len(trace.ops))
+            return None if reruns is None else schedule_of(index, reruns, prune=True)
 
-        fits, least = self._eager(within(0), budget) if self.eager else _search(within, ledger, budget)
+        fits, least = self._eager(within(0), budget) if self.eager else _search(within, index, budget)
         if fits is None:
             raise refused(problem, "twremat", least, proven=False, smallest=False)
         if not self.eager:
@@ -82,15 +82,17 @@ class Twremat(RecomputationPlanner):
         notes = {"width": decomposition.width, "levels": tree.depth, "rerun_ns": rerun_ns(problem, fits)}
         return Plan(trace, fits.actions(), notes=notes)
 
-    def _eager(self, found: Runs | None, budget: int) -> tuple[Runs | None, Runs]:
+    def _eager(self, found: Schedule | None, budget: int) -> tuple[Schedule | None, Schedule]:
         if found is None:
             raise PolicyError(f"policy 'twremat': the eager schedule has over {LONGEST} reruns an op; take eager=False")
         return (found if found.peak() <= budget else None), found
 
 
-def _search(within: Callable[[int], Runs | None], ledger: Ledger, budget: int) -> tuple[Runs | None, Runs]:
+def _search(
+    within: Callable[[int], Schedule | None], index: TraceIndex, budget: int
+) -> tuple[Schedule | None, Schedule]:
     """Runs that fit the budget, else none; and of those that do not depend on it the ones of least peak."""
-    least = runs(ledger, {})
+    least = schedule_of(index, {})
     top = least.peak()
     if top <= budget:
         return least, least
@@ -99,19 +101,19 @@ def _search(within: Callable[[int], Runs | None], ledger: Ledger, budget: int) -
         if found is not None and found.peak() <= budget:
             return found, found
         if found is not None and limit != budget:
-            least = min(least, found, key=Runs.peak)
+            least = min(least, found, key=Schedule.peak)
     return None, least
 
 
-def _needs(ledger: Ledger) -> Needs:
+def _needs(index: TraceIndex) -> Needs:
     """The ops before the update; of these the forward ops may run again."""
-    c = ledger.trace.op_columns
-    role = ledger.trace.tensor_columns.role
+    c = index.trace.op_columns
+    role = index.trace.tensor_columns.role
     inside = np.flatnonzero(c.phase != PHASE_CODE["update"])
     count = int(inside[-1]) + 1 if len(inside) else 0
     gradient = role == ROLE_CODE["gradient"]
     allowed = [
-        bool(c.phase[op] == FORWARD) and op not in c.group and not gradient[list(ledger.writes[op])].any()
+        bool(c.phase[op] == FORWARD) and op not in c.group and not gradient[list(index.writes[op])].any()
         for op in range(count)
     ]
-    return Needs(ledger, count, allowed)
+    return Needs(index, count, allowed)

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from sim.policies.recompute.twremat.tree_decomposition import Separators
 from sim.solvers.nodes import taken
-from sim.solvers.runs import Again, Ledger
+from sim.solvers.schedule import Reruns, TraceIndex
 
 
 class Needs:
@@ -27,48 +27,48 @@ class Needs:
     number of parts where it is read later, kept, or passes its bytes on to what overwrites it.
     """
 
-    def __init__(self, ledger: Ledger, count: int, allowed: Sequence[bool]) -> None:
-        self.ledger, self.parts = ledger, parts_in_place(ledger, count, allowed)
+    def __init__(self, index: TraceIndex, count: int, allowed: Sequence[bool]) -> None:
+        self.index, self.parts = index, parts_in_place(index, count, allowed)
         self.count = len(self.parts)
         part_of = {op: i for i, part in enumerate(self.parts) for op in part}
-        kept = set(ledger.trace.outputs)
+        kept = set(index.trace.outputs)
         self.makers, self.writes = list[list[int]](), list[list[int]]()
         self.fresh, self.space = list[int](), list[int]()
         for i, part in enumerate(self.parts):
-            makers = {part_of[ledger.producer[t]] for op in part for t in ledger.reads[op] if ledger.producer[t] >= 0}
+            makers = {part_of[index.producer[t]] for op in part for t in index.reads[op] if index.producer[t] >= 0}
             self.makers.append(sorted(makers - {i}))
             if len(part) == 1:  # nothing is inside it
-                self.writes.append(list(ledger.writes[part[0]]))
-                self.fresh.append(sum(ledger.size[t] for t in self.writes[i] if ledger.replaces[t] < 0))
-                self.space.append(ledger.workspace[part[0]])
+                self.writes.append(list(index.writes[part[0]]))
+                self.fresh.append(sum(index.size[t] for t in self.writes[i] if index.replaces[t] < 0))
+                self.space.append(index.workspace[part[0]])
                 continue
-            made = [t for op in part for t in ledger.writes[op]]
+            made = [t for op in part for t in index.writes[op]]
             inside = set(made)
             leaves = [
                 t for t in made
-                if t not in inside or t in kept or any(part_of.get(r) != i for r in ledger.trace.readers(t))
+                if t not in inside or t in kept or any(part_of.get(r) != i for r in index.trace.readers(t))
             ]  # fmt: skip
             self.writes.append(leaves)
-            fresh = [t for t in leaves if ledger.replaces[t] < 0 or ledger.replaces[t] in inside]
-            self.fresh.append(sum(ledger.size[t] for t in fresh))
-            self.space.append(taken(ledger, part, set(leaves)) - self.fresh[-1])
-        self.until = [-1] * len(ledger.size)
+            fresh = [t for t in leaves if index.replaces[t] < 0 or index.replaces[t] in inside]
+            self.fresh.append(sum(index.size[t] for t in fresh))
+            self.space.append(taken(index, part, set(leaves)) - self.fresh[-1])
+        self.until = [-1] * len(index.size)
         self.may_rerun = [False] * self.count
         last = [0] * self.count  # the last part before which one may have to run again
         for i in reversed(range(self.count)):
             part = self.parts[i]
             last[i] = i
             for t in self.writes[i]:
-                readers = ledger.trace.readers(t)
-                if t in kept or ledger.gone_at[t] < len(ledger.reads) or (readers and readers[-1] >= count):
+                readers = index.trace.readers(t)
+                if t in kept or index.overwritten_at[t] < len(index.reads) or (readers and readers[-1] >= count):
                     self.until[t] = self.count
                 else:
                     behind = [part_of[r] for r in readers if part_of[r] != i]
                     self.until[t] = max((last[r] if self.may_rerun[r] else r for r in behind), default=i)
                 last[i] = max(last[i], self.until[t])
-            in_time = last[i] < self.count and self.parts[last[i]][0] <= min(ledger.recomputable_among(part).values())
-            may_go = all(ledger.may_go[t] for t in self.writes[i])
-            self.may_rerun[i] = in_time and may_go and all(allowed[op] for op in part)
+            in_time = last[i] < self.count and self.parts[last[i]][0] <= min(index.recomputable_among(part).values())
+            droppable = all(index.droppable[t] for t in self.writes[i])
+            self.may_rerun[i] = in_time and droppable and all(allowed[op] for op in part)
 
     def graph(self) -> list[set[int]]:
         """Per part those that read what it makes, or make what it reads."""
@@ -79,7 +79,7 @@ class Needs:
         return beside
 
 
-def parts_in_place(ledger: Ledger, count: int, allowed: Sequence[bool]) -> list[list[int]]:
+def parts_in_place(index: TraceIndex, count: int, allowed: Sequence[bool]) -> list[list[int]]:
     """The first `count` ops in parts: each alone, but one that overwrites what it alone reads with what makes that.
 
     In an order in which parts could run: what lies between the two comes before them, or behind them where it reads
@@ -87,26 +87,26 @@ def parts_in_place(ledger: Ledger, count: int, allowed: Sequence[bool]) -> list[
     """
     parts: list[list[int]] = []
     for op in range(count):
-        old = [ledger.replaces[t] for t in ledger.writes[op] if ledger.replaces[t] >= 0]
-        makers = {ledger.producer[t] for t in old if ledger.trace.readers(t) == (op,)}
+        old = [index.replaces[t] for t in index.writes[op] if index.replaces[t] >= 0]
+        makers = {index.producer[t] for t in old if index.trace.readers(t) == (op,)}
         at = next((i for i in reversed(range(len(parts) if makers else 0)) if not makers.isdisjoint(parts[i])), -1)
         if at < 0 or not all(allowed[one] for one in (*parts[at], op)):
             parts.append([op])
             continue
         before, behind = list[list[int]](), list[list[int]]()
-        made, later = {t for one in parts[at] for t in ledger.writes[one]}, set[int]()
+        made, later = {t for one in parts[at] for t in index.writes[one]}, set[int]()
         for part in parts[at + 1 :]:
-            depends = any(t in made or t in later for one in part for t in ledger.reads[one])
+            depends = any(t in made or t in later for one in part for t in index.reads[one])
             (behind if depends else before).append(part)
-            later.update(t for one in part for t in ledger.writes[one] if depends)
-        if later.isdisjoint(ledger.reads[op]):
+            later.update(t for one in part for t in index.writes[one] if depends)
+        if later.isdisjoint(index.reads[op]):
             parts[at:] = [*before, [*parts[at], op], *behind]
         else:
             parts.append([op])
     return parts
 
 
-def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> Again | None:
+def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> Reruns | None:
     """Which ops run again before which, when all run for the first time in program order; None if too many do.
 
     What is called an op here is a part of `needs`. limit: bytes. What may be let go stays while there are so many,
@@ -118,7 +118,7 @@ def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limi
         schedule.run()
     except _TooLong:
         return None
-    return schedule.again
+    return schedule.reruns
 
 
 class _TooLong(Exception):
@@ -128,14 +128,14 @@ class _TooLong(Exception):
 class _Schedule:
     def __init__(self, needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> None:
         self.needs, self.tree, self.limit, self.left = needs, tree, limit, longest
-        self.again: dict[int, list[int]] = {}
-        ledger = needs.ledger
+        self.reruns: dict[int, list[int]] = {}
+        index = needs.index
         self.next = 0  # the first op that has not run
         self.live = [False] * needs.count  # whether an op's results are there
         self.pins = [0] * needs.count  # for how many reasons they may not go
         self.idle: list[tuple[float, int]] = []  # what may go, and what was pinned again or went since, by price
-        self.held = sum(size for t, size in enumerate(ledger.size) if ledger.producer[t] < 0)
-        bytes = [sum(ledger.size[t] for t in writes) for writes in needs.writes]
+        self.held = sum(size for t, size in enumerate(index.size) if index.producer[t] < 0)
+        bytes = [sum(index.size[t] for t in writes) for writes in needs.writes]
         self.price = [sum(cost[op] for op in part) / max(bytes[i], 1) for i, part in enumerate(needs.parts)]
         self.dying: list[list[tuple[int, int]]] = [[] for _ in range(needs.count + 1)]
         for op in range(needs.count):
@@ -225,7 +225,7 @@ class _Schedule:
         self._perform(op)
 
     def _perform(self, op: int) -> None:
-        needs, size, makers = self.needs, self.needs.ledger.size, self.needs.makers[op]
+        needs, size, makers = self.needs, self.needs.index.size, self.needs.makers[op]
         for maker in makers:
             if self.live[maker]:
                 self._pin((maker,))
@@ -237,7 +237,7 @@ class _Schedule:
             self.left -= len(needs.parts[op])
             if self.left < 0:
                 raise _TooLong
-            self.again.setdefault(needs.parts[self.next][0], []).extend(needs.parts[op])
+            self.reruns.setdefault(needs.parts[self.next][0], []).extend(needs.parts[op])
             self.held += sum(size[t] for t in needs.writes[op] if needs.until[t] >= self.next)
         else:
             self.next = op + 1
@@ -262,4 +262,4 @@ class _Schedule:
             if self.live[op] and not self.pins[op]:
                 self.live[op] = False
                 writes, until = self.needs.writes[op], self.needs.until
-                self.held -= sum(self.needs.ledger.size[t] for t in writes if until[t] >= self.next)
+                self.held -= sum(self.needs.index.size[t] for t in writes if until[t] >= self.next)

@@ -14,7 +14,7 @@ from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
 from sim.plan import Plan
 from sim.rewrites.holding import with_releases
-from sim.solvers.runs import Ledger, backward_slice, runs
+from sim.solvers.schedule import TraceIndex, backward_slice, schedule_of
 from sim.trace import Trace, TraceBuilder
 from workloads.synthetic import chain, random_dag, uniform_chain
 
@@ -51,14 +51,14 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
     made = np.flatnonzero(trace.producer >= 0).tolist()
     tensors = draw.sample(made, min(released, len(made)))
     trace = with_releases(trace, [(t, draw.randrange(len(trace.ops))) for t in tensors])
-    ledger = Ledger(trace)
-    again: dict[int, list[int]] = {}
+    index = TraceIndex(trace)
+    reruns: dict[int, list[int]] = {}
     for _ in range(count):
-        again.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
-    found = runs(ledger, again, prune=prune)
+        reruns.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
+    found = schedule_of(index, reruns, prune=prune)
     log = replayed(trace, found)
     assert int(np.cumsum(log.change("delta")).max()) == found.peak()
-    assert int((log.interval("why") == WHY["recompute"]).sum()) == found.reruns()
+    assert int((log.interval("why") == WHY["recompute"]).sum()) == found.rerun_count()
     assert log.interval("op").tolist() == [op for op, _ in found.steps]
 
 
@@ -74,16 +74,16 @@ def test_what_the_program_lets_go_of_later_is_wanted_as_what_is_read_later(end, 
     b.op("b1", phase="backward", reads=[x[3]], writes=g[:1], releases=[x[1]] if end == "b1" else [])
     b.op("b0", phase="backward", reads=[g[0], x[0]], writes=g[1:], releases=[x[1]] if end == "b0" else [])
     trace = b.build(outputs=g[1:], carry=())
-    found = runs(Ledger(trace), {3: [0]}, prune=prune)
+    found = schedule_of(TraceIndex(trace), {3: [0]}, prune=prune)
     assert [trace.tensor_columns.name[t] for one in found.drops for t in one] == gone
-    assert found.reruns() == (1 if gone or not prune else 0)
+    assert found.rerun_count() == (1 if gone or not prune else 0)
     assert int(np.cumsum(replayed(trace, found).change("delta")).max()) == found.peak()
 
 
 def test_a_tensor_goes_after_the_last_read_before_it_is_made_again():
     trace = chain([1] * 3, [1] * 3, [1] * 4, [1] * 3)
     name = trace.op_id
-    found = runs(Ledger(trace), {name("b1"): [name("f0")]})
+    found = schedule_of(TraceIndex(trace), {name("b1"): [name("f0")]})
     drops = [(trace.op_columns.name[op], gone) for (op, _), gone in zip(found.steps, found.drops, strict=True) if gone]
     assert drops == [("f1", [trace.tensor_id("x1")])]
 
@@ -97,29 +97,29 @@ def test_what_is_read_after_an_overwrite_does_not_run_again():
     step = b.op("step", phase="update", reads=[w], writes=[new], duration=1)
     late = b.op("late", reads=[y], writes=[z], phase="update", duration=1)
     trace = b.build(outputs=[new, z])
-    ledger = Ledger(trace)
-    assert ledger.can_run_again(f, step)
-    assert not ledger.can_run_again(f, late)
-    assert not ledger.can_run_again(step, late)
-    assert runs(ledger, {late: [f, step]}).reruns() == 0
+    index = TraceIndex(trace)
+    assert index.can_recompute(f, step)
+    assert not index.can_recompute(f, late)
+    assert not index.can_recompute(step, late)
+    assert schedule_of(index, {late: [f, step]}).rerun_count() == 0
 
 
 def test_pruning_leaves_out_what_nobody_reads():
     trace = uniform_chain(4)
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     anchor = trace.op_id("b2")
-    again = {anchor: [trace.op_id("f0"), trace.op_id("f3")]}
-    assert runs(ledger, again).reruns() == 2
+    reruns = {anchor: [trace.op_id("f0"), trace.op_id("f3")]}
+    assert schedule_of(index, reruns).rerun_count() == 2
     # b1 reads what f0 makes, nobody reads what f3 makes
-    pruned = runs(ledger, again, prune=True)
+    pruned = schedule_of(index, reruns, prune=True)
     assert [trace.op_columns.name[op] for op, at in pruned.steps if at >= 0] == ["f0"]
 
 
 def test_held_tensors_go_later():
     trace = chain([1] * 3, [1] * 3, [1] * 4, [1] * 3)
-    name, ledger = trace.op_id, Ledger(trace)
-    again = {name("b1"): [name("f0")]}
-    found = runs(ledger, again, hold={trace.tensor_id("x1"): name("f2")})
+    name, index = trace.op_id, TraceIndex(trace)
+    reruns = {name("b1"): [name("f0")]}
+    found = schedule_of(index, reruns, hold={trace.tensor_id("x1"): name("f2")})
     gone = [trace.op_columns.name[op] for (op, _), drops in zip(found.steps, found.drops, strict=True) if drops]
     assert gone == ["f2"]
     replayed(trace, found)
@@ -127,9 +127,9 @@ def test_held_tensors_go_later():
 
 def test_slice_is_what_the_wanted_tensors_need():
     trace = uniform_chain(5)
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     ops = [trace.op_id(f"f{i}") for i in range(5)]
-    assert backward_slice(ledger, ops[1:], [trace.tensor_id("f2.out")]) == ops[1:3]
+    assert backward_slice(index, ops[1:], [trace.tensor_id("f2.out")]) == ops[1:3]
 
 
 def collective_pair() -> Trace:
@@ -153,21 +153,21 @@ def collective_pair() -> Trace:
 
 def test_collectives_run_again_together_or_not_at_all():
     trace = collective_pair()
-    ledger = Ledger(trace)
+    index = TraceIndex(trace)
     name = trace.op_id
     both = {name(f"b{d}"): [name(f"f{d}"), name(f"sum{d}")] for d in range(2)}
-    log = replayed(trace, runs(ledger, both), devices=2)
+    log = replayed(trace, schedule_of(index, both), devices=2)
     assert int((log.interval("why") == WHY["recompute"]).sum()) == 2  # the log calls a collective a move
     assert int((log.interval("why") == WHY["move"]).sum()) == 4  # two links, twice
-    alone = runs(ledger, {name("b0"): [name("f0"), name("sum0")]})
-    assert alone.reruns() == 1
+    alone = schedule_of(index, {name("b0"): [name("f0"), name("sum0")]})
+    assert alone.rerun_count() == 1
     replayed(trace, alone, devices=2)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_run_again_is_the_plain_run(seed):
     trace = random_dag(12, seed)
-    found = runs(Ledger(trace), {})
+    found = schedule_of(TraceIndex(trace), {})
     assert found.actions() == ()
     log = replayed(trace, found)
     assert found.peak() == int(np.cumsum(log.change("delta")).max())

@@ -8,17 +8,17 @@ from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.nodes import Nodes, body, nodes_of
 from sim.solvers.regions import chain_of
-from sim.solvers.runs import Ledger
+from sim.solvers.schedule import TraceIndex
 
-GRAINS = ("op", "stage")
+GRANULARITIES = ("op", "stage")
 
 
-def by_op(problem: Problem, ledger: Ledger, policy: str) -> Nodes:
+def by_op(problem: Problem, index: TraceIndex, policy: str) -> Nodes:
     """One node an op."""
-    return nodes_of(problem, ledger, [[op] for op in range(body(problem, policy))])
+    return nodes_of(problem, index, [[op] for op in range(body(problem, policy))])
 
 
-def by_stage(problem: Problem, ledger: Ledger, policy: str, most: int) -> Nodes:
+def by_stage(problem: Problem, index: TraceIndex, policy: str, most: int) -> Nodes:
     """At most `most` nodes: runs of ops of the same stages of the chain, or of the same layers where it is none.
 
     Raises PolicyError where the trace has too many phases, or too few layers, to be divided so.
@@ -29,7 +29,7 @@ def by_stage(problem: Problem, ledger: Ledger, policy: str, most: int) -> Nodes:
     for width in range(1, highest + 2):
         parts = _parts(problem, stage_of, width)
         if len(parts) <= most:
-            return nodes_of(problem, ledger, parts)
+            return nodes_of(problem, index, parts)
     raise PolicyError(f"policy {policy!r}: the trace can't be divided into {most} nodes or fewer; allow more max_ops")
 
 

@@ -1,4 +1,4 @@
-"""Observes a real iteration: a ledger of storages, and a clock for each op."""
+"""Observes a real iteration: a tracker of live storages, and a clock for each op."""
 
 # mypy: allow-subclassing-any
 
@@ -24,7 +24,7 @@ VIEWS = frozenset((
 """ATen ops that run no kernel."""
 
 
-class Ledger(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Bytes of all live storages on one device, each counted once however many views it has.
 
     It counts what PyTorch allocates as tensors; workspaces inside kernels are invisible. Storages that are live at the

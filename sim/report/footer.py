@@ -15,7 +15,7 @@ ASSUMED_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Foot:
+class Footer:
     """What a reader has to know of a result.
 
     platform: the one that was run on, its budget set. steady: whether the figures are those of the steady state,
@@ -32,14 +32,14 @@ class Foot:
     notes: tuple[str, ...] = ()
 
 
-def foot_lines(foot: Foot, *, binary: bool = False) -> list[str]:
-    """The foot as lines of text."""
-    platform = foot.platform
-    lines = [f"platform {platform.name}" + (f", workload {foot.workload}" if foot.workload else "")]
+def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
+    """The footer as lines of text."""
+    platform = footer.platform
+    lines = [f"platform {platform.name}" + (f", workload {footer.workload}" if footer.workload else "")]
     lines.append("; ".join(_memory(platform, binary)))
-    lines += [*_beyond(platform, binary), *_stand_in(platform, foot.trace)]
-    warm = f" after {foot.warm_up} for warm-up" if foot.warm_up else ""
-    state = f"the steady state{warm}" if foot.steady else "the first iteration, not the steady state"
+    lines += [*_beyond(platform, binary), *_stand_in(platform, footer.trace)]
+    warm = f" after {footer.warm_up} for warm-up" if footer.warm_up else ""
+    state = f"the steady state{warm}" if footer.steady else "the first iteration, not the steady state"
     lines.append(f"time: one iteration, {state}: {INCLUDES}")
     lines.append(f"left out of it: {LEAVES_OUT}")
     assumed = platform.assumed
@@ -49,9 +49,9 @@ def foot_lines(foot: Foot, *, binary: bool = False) -> list[str]:
         lines.append(f"assumed, neither measured nor published ({len(assumed)}): {shown}{more}")
     elif platform.facts:
         lines.append(f"no figure of the profile is merely assumed ({len(platform.facts)} have a source)")
-    lines += [*platform.notes, *foot.notes]
-    if foot.command:
-        lines.append(f"again: {foot.command}")
+    lines += [*platform.notes, *footer.notes]
+    if footer.command:
+        lines.append(f"reproduce: {footer.command}")
     return lines
 
 

@@ -3,8 +3,8 @@
 A plan that only drops and recomputes says which ops run again, and before which op of the trace. All
 else follows: a tensor goes after the last read before it is made again, and stays where nobody makes
 it again. So any such order is legal, and no other plan with the same runs holds less that keeps what has no
-producer and what the program holds. A legal plan may drop both, too, after the last read (`Ledger.stays_until`); the
-published systems do not, and neither do these, but bounds for all plans count it.
+producer and what the program holds. A legal plan may drop both, too, after the last read
+(`TraceIndex.stays_until`); the published systems do not, and neither do these, but bounds for all plans count it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sim.trace.graph import Trace
 
 NEVER, READ, MADE = 0, 1, 2
 
-Again = Mapping[int, Sequence[int]]
+Reruns = Mapping[int, Sequence[int]]
 """Before which op (the anchor) which ops run again, in order."""
 
 
-class Ledger:
+class TraceIndex:
     """A trace's reads and writes as lists, and which of its ops can run again, until when."""
 
     def __init__(self, trace: Trace) -> None:
@@ -44,7 +44,7 @@ class Ledger:
         self.released: list[int] = trace.released.tolist()
         # the op that overwrites a tensor; later than all ops where none does
         replaced = trace.replaced_by
-        self.gone_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
+        self.overwritten_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
         self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
 
     @cached_property
@@ -61,7 +61,7 @@ class Ledger:
         """
         last = []
         for op, reads in enumerate(self.reads):
-            at = min((self.gone_at[t] for t in reads), default=len(self.reads))
+            at = min((self.overwritten_at[t] for t in reads), default=len(self.reads))
             in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
             last.append(0 if in_place or op in self.received else at)
         return last
@@ -78,7 +78,7 @@ class Ledger:
         """
         last: dict[int, int] = {}
         for op in ops:
-            ends = [max(self.gone_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
+            ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
             last[op] = 0 if op in self.received else min(ends, default=len(self.reads))
         return last
 
@@ -92,18 +92,18 @@ class Ledger:
         outputs, last = set(self.trace.outputs), []
         for t, maker in enumerate(self.producer):
             needed = max(self.trace.readers(t), default=-1)
-            if self.gone_at[t] < len(self.reads):
-                needed = self.gone_at[t]
+            if self.overwritten_at[t] < len(self.reads):
+                needed = self.overwritten_at[t]
             last.append(-1 if maker >= 0 else len(self.reads) if t in outputs else needed)
         return last
 
-    def can_run_again(self, op: int, anchor: int) -> bool:
+    def can_recompute(self, op: int, anchor: int) -> bool:
         """Whether an op may run again alone just before `anchor`: all that it read is still what it was."""
         return op < anchor <= self.until[op]
 
     def can_run_together(self, ops: Iterable[int], anchor: int) -> list[int]:
         """Of ops that run again in this order just before `anchor` those that can, given that the others do."""
-        values = Values(self, anchor)
+        values = OverwriteTracker(self, anchor)
         found = []
         for op in ops:
             if op < anchor and values.can_run(op):
@@ -112,7 +112,7 @@ class Ledger:
         return found
 
     @cached_property
-    def may_go(self) -> list[bool]:
+    def droppable(self) -> list[bool]:
         """Per tensor whether a plan may drop it: made by an op, no output, and touched by one device alone."""
         may = np.array(self.producer) >= 0
         may[list(self.trace.outputs)] = False
@@ -130,39 +130,39 @@ class Ledger:
         return found
 
 
-class Values:
+class OverwriteTracker:
     """Which values are gone because they were overwritten, while ops run one after another: the first ones and reruns.
 
     An op can run again if none of its reads is gone. One that writes in place overwrites on every run, so that it
     can run again only after what makes the value that it overwrites. at: how many ops have run in their own place.
     """
 
-    def __init__(self, ledger: Ledger, at: int = 0) -> None:
-        self._ledger = ledger
-        self.gone = {t for t in ledger.overwritten if ledger.gone_at[t] < at}
+    def __init__(self, index: TraceIndex, at: int = 0) -> None:
+        self._index = index
+        self.gone = {t for t in index.overwritten if index.overwritten_at[t] < at}
 
     def can_run(self, op: int) -> bool:
         """Whether an op that has run may run again now."""
-        return op not in self._ledger.received and self.gone.isdisjoint(self._ledger.reads[op])
+        return op not in self._index.received and self.gone.isdisjoint(self._index.reads[op])
 
     def run(self, op: int) -> None:
         """An op runs: its results are there, and what it overwrites is gone."""
-        ledger = self._ledger
-        for t in ledger.writes[op]:
+        index = self._index
+        for t in index.writes[op]:
             self.gone.discard(t)
-            if ledger.replaces[t] >= 0:
-                self.gone.add(ledger.replaces[t])
+            if index.replaces[t] >= 0:
+                self.gone.add(index.replaces[t])
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class Schedule:
     """A trace's ops in program order with some of them run again.
 
     steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it runs
     again. drops: per step the tensors that go after it. hold: tensors that do not go before the end of a later op.
     """
 
-    ledger: Ledger
+    index: TraceIndex
     steps: Sequence[tuple[int, int]]
     drops: Sequence[Sequence[int]]
     hold: Mapping[int, int] | None = None
@@ -187,20 +187,20 @@ class Runs:
 
     def peaks(self, device: int = 0) -> list[int]:
         """What a device holds at the start, then per step the most while that step runs, as in `peak`."""
-        ledger = self.ledger
-        size, replaces, producer = ledger.size, ledger.replaces, ledger.producer
-        uses = (ledger.trace.released >= 0).astype(int).tolist()  # what the program holds it uses
+        index = self.index
+        size, replaces, producer = index.size, index.replaces, index.producer
+        uses = (index.trace.released >= 0).astype(int).tolist()  # what the program holds it uses
         for op, _ in self.steps:
-            for t in ledger.reads[op]:
+            for t in index.reads[op]:
                 uses[t] += 1
-        kept = set(self.ledger.trace.outputs)
+        kept = set(self.index.trace.outputs)
         here = self._starts_on(device)
         live: set[int] = set(here)
         held = sum(size[t] for t in here)
         found = [held]
         for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
-            reads, writes = (ledger.reads[op], ledger.writes[op]) if ledger.device[op] == device else ((), ())
-            scratch, given_up = ledger.workspace[op] if ledger.device[op] == device else 0, 0
+            reads, writes = (index.reads[op], index.writes[op]) if index.device[op] == device else ((), ())
+            scratch, given_up = index.workspace[op] if index.device[op] == device else 0, 0
             for t in writes:
                 if replaces[t] in live:
                     live.discard(replaces[t])
@@ -212,8 +212,8 @@ class Runs:
                 live.add(t)
             found.append(held + scratch)
             held -= given_up
-            released = ledger.releases.get(op, ()) if anchor < 0 else ()
-            for t in gone if ledger.device[op] == device else ():
+            released = index.releases.get(op, ()) if anchor < 0 else ()
+            for t in gone if index.device[op] == device else ():
                 if t in live:
                     live.discard(t)
                     held -= size[t]
@@ -227,18 +227,20 @@ class Runs:
 
     def _starts_on(self, device: int) -> list[int]:
         first: dict[int, int] = {}
-        for op, where in enumerate(self.ledger.device):
-            for t in self.ledger.reads[op]:
-                if self.ledger.producer[t] < 0:
+        for op, where in enumerate(self.index.device):
+            for t in self.index.reads[op]:
+                if self.index.producer[t] < 0:
                     first.setdefault(t, where)
-        return [t for t, maker in enumerate(self.ledger.producer) if maker < 0 and first.get(t, 0) == device]
+        return [t for t, maker in enumerate(self.index.producer) if maker < 0 and first.get(t, 0) == device]
 
-    def reruns(self) -> int:
+    def rerun_count(self) -> int:
         """How many ops run again."""
         return sum(anchor >= 0 for _, anchor in self.steps)
 
 
-def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int, int] | None = None) -> Runs:
+def schedule_of(
+    index: TraceIndex, reruns: Reruns, *, prune: bool = False, hold: Mapping[int, int] | None = None
+) -> Schedule:
     """The trace with ops run again before their anchors; ops that can't are left out, and what they make stays.
 
     An op that reads what has been overwritten runs again only after what makes that value (see `Values`). A
@@ -246,27 +248,27 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
     prune: leave out, too, what nobody would read before it is made once more, or at all; what the program still
     holds then is wanted as if it were read. hold: tensors that do not go before the end of a later op.
     """
-    legal = _possible(ledger, again)
-    if (meeting := _meeting(ledger, legal)) is not legal:
-        legal = _possible(ledger, meeting)
+    legal = _possible(index, reruns)
+    if (meeting := _meeting(index, legal)) is not legal:
+        legal = _possible(index, meeting)
     steps: list[tuple[int, int]] = []
-    for op in range(len(ledger.reads)):
+    for op in range(len(index.reads)):
         steps += [(one, op) for one in legal.get(op, ())]
         steps.append((op, -1))
-    coming = [NEVER] * len(ledger.size)
-    wanted = [False] * len(ledger.size)  # whether it is read after that, or let go by the program
-    may_go, group = ledger.may_go, ledger.trace.op_columns.group
+    coming = [NEVER] * len(index.size)
+    wanted = [False] * len(index.size)  # whether it is read after that, or let go by the program
+    droppable, group = index.droppable, index.trace.op_columns.group
     kept: list[tuple[int, int]] = []
     drops: list[list[int]] = []
     for op, anchor in reversed(steps):
-        reads, writes = ledger.reads[op], ledger.writes[op]
-        for t in ledger.releases.get(op, ()) if anchor < 0 else ():
+        reads, writes = index.reads[op], index.writes[op]
+        for t in index.releases.get(op, ()) if anchor < 0 else ():
             wanted[t] = True
         may_skip = prune and anchor >= 0 and op not in group
         if may_skip and all(coming[t] == MADE or not wanted[t] for t in writes):
             continue
         kept.append((op, anchor))
-        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and may_go[t]])
+        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and droppable[t]])
         for t in writes:
             coming[t] = MADE if wanted[t] else NEVER
         for t in reads:
@@ -280,15 +282,15 @@ def runs(ledger: Ledger, again: Again, *, prune: bool = False, hold: Mapping[int
             late.setdefault(hold[t], []).append(t)  # type: ignore[index]
         if anchor < 0:
             gone += late.pop(op, ())
-    return Runs(ledger, kept, drops, hold)
+    return Schedule(index, kept, drops, hold)
 
 
-def _possible(ledger: Ledger, again: Again) -> dict[int, list[int]]:
+def _possible(index: TraceIndex, reruns: Reruns) -> dict[int, list[int]]:
     """Without reruns of what has not run, and of what reads an overwritten value that is not there again."""
-    values = Values(ledger)
+    values = OverwriteTracker(index)
     found: dict[int, list[int]] = {}
-    for op in range(len(ledger.reads)):
-        for one in again.get(op, ()):
+    for op in range(len(index.reads)):
+        for one in reruns.get(op, ()):
             if one < op and values.can_run(one):
                 values.run(one)
                 found.setdefault(op, []).append(one)
@@ -296,34 +298,36 @@ def _possible(ledger: Ledger, again: Again) -> dict[int, list[int]]:
     return found
 
 
-def _meeting(ledger: Ledger, again: dict[int, list[int]]) -> dict[int, list[int]]:
+def _meeting(index: TraceIndex, reruns: dict[int, list[int]]) -> dict[int, list[int]]:
     """Without the collectives that not all members would join, or in another order."""
-    group = ledger.trace.op_columns.group
-    if not group or not any(op in group for ops in again.values() for op in ops):
-        return again
+    group = index.trace.op_columns.group
+    if not group or not any(op in group for ops in reruns.values() for op in ops):
+        return reruns
     order: dict[int, list[str]] = {}
     members: dict[str, set[int]] = {}
     for op, name in group.items():
-        members.setdefault(name, set()).add(ledger.device[op])
-    for op in range(len(ledger.reads)):
-        for one in (*again.get(op, ()), op):
-            if one in group and ledger.trace.ops[one].kind == "collective":
-                order.setdefault(ledger.device[one], []).append(group[one])
+        members.setdefault(name, set()).add(index.device[op])
+    for op in range(len(index.reads)):
+        for one in (*reruns.get(op, ()), op):
+            if one in group and index.trace.ops[one].kind == "collective":
+                order.setdefault(index.device[one], []).append(group[one])
     for a in order:
         for b in order:
             shared = [[name for name in order[d] if {a, b} <= members[name]] for d in (a, b)]
             if shared[0] != shared[1]:
-                return {anchor: [op for op in ops if op not in group] for anchor, ops in again.items()}
-    return again
+                return {anchor: [op for op in ops if op not in group] for anchor, ops in reruns.items()}
+    return reruns
 
 
-def backward_slice(ledger: Ledger, ops: Sequence[int], wanted: Iterable[int], there: Collection[int] = ()) -> list[int]:
+def backward_slice(
+    index: TraceIndex, ops: Sequence[int], wanted: Iterable[int], there: Collection[int] = ()
+) -> list[int]:
     """Of some ops in order those that are needed, directly or not, to make the wanted tensors; `there` lie there."""
     missing, found = set(wanted), []
     for op in reversed(ops):
-        if not missing.isdisjoint(ledger.writes[op]):
+        if not missing.isdisjoint(index.writes[op]):
             found.append(op)
-            missing.update(t for t in ledger.reads[op] if t not in there)
+            missing.update(t for t in index.reads[op] if t not in there)
     return found[::-1]
 
 
