@@ -17,7 +17,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.schema import PARTS, ProfileFile, keys
 from sim.plan import Move, Plan, Problem, Wait
 from sim.policies.base import Policy
-from sim.report.foot import Foot
+from sim.report.footer import Footer
 from sim.report.listings import profile_page
 from sim.report.page import RunView
 from sim.report.page.run import run_data
@@ -370,7 +370,7 @@ def told(text: str, folder: Path) -> tuple:
     path.write_text(text, encoding="utf-8")
     platform = load_profile(path)
     result = simulate(small(), platform, "keep_all")
-    data = run_data(RunView("x", result.log, {}, Foot(platform)))
+    data = run_data(RunView("x", result.log, {}, Footer(platform)))
     return profile_page(str(path), as_json=True), data["tiers"], data["facts"], data["notes"]
 
 
