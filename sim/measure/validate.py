@@ -91,8 +91,8 @@ def validate(
 
     On CUDA the measured peak is `max_memory_allocated` minus the memory that is allocated between steps without
     belonging to a tensor of the step (cuBLAS's workspaces; a note says how much). It includes temporary workspaces of
-    kernels and the allocator's rounding. On a CPU it is the bytes of live storages, which includes neither; dropout is 0
-    there, because its CPU kernel saves a mask of another size.
+    kernels and the allocator's rounding. On a CPU it is the bytes of live storages, which includes neither; dropout is
+    0 there, because its CPU kernel saves a mask of another size.
 
     model: a GPT-2 or a Llama by name, a config, or None for a tiny GPT-2.
     batch, sequence: samples per step, tokens per sample.
