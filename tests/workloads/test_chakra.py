@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from sim import load_profile, simulate
+from sim.engine.replay import replay
 from sim.errors import TraceError
 from sim.log import WHY
+from sim.plan import Move, Plan, Wait
 from sim.trace import Trace, TraceBuilder
 from workloads import load_trace, transformer, w1
 from workloads.exporters.chakra import export_chakra
@@ -238,6 +240,7 @@ def facts(trace: Trace) -> list[tuple[Any, ...]]:
     """All that a trace says, by name."""
     rows: list[tuple[Any, ...]] = []
     for op in trace.ops:
+        rows.append(op.views)
         names = [tuple(trace.tensors[t].name for t in ids) for ids in (op.reads, op.writes)]
         about = op.kind, op.phase, op.layer, op.flops, op.bytes, op.workspace, op.device, op.random, op.duration
         rows.append((op.name, *about, op.dtype, *names))
@@ -258,6 +261,40 @@ def test_the_computation_of_an_exported_run_is_the_one_that_ran(policy: str, tmp
     assert facts(read_chakra(path, added=False)) == facts(result.log.trace)
     log = simulate(read_chakra(path, added=False), load_profile("a100_80_sxm")).log
     assert log.end == simulate(trace, load_profile("a100_80_sxm")).log.end
+
+
+def with_views() -> Trace:
+    """Two views of `y`, read in two ops; one more op writes a view beside a tensor of its own."""
+    b = TraceBuilder({"model": "views"})
+    x, y = b.tensor("x", 1 << 20, "input"), b.tensor("y", 1 << 20)
+    v, u, z, out = b.tensor("v", 0), b.tensor("u", 0), b.tensor("z", 1 << 20), b.tensor("out", 1 << 20)
+    b.op("f", "matmul", reads=[x], writes=[y], flops=10**9)
+    b.op("view", reads=[y], writes=[v], views=[0], duration=1)
+    b.op("both", reads=[x, v, y], writes=[z, u], views=[-1, 2], duration=1)
+    b.op("g", "matmul", reads=[z], writes=[], flops=10**12)
+    b.op("late", reads=[v, y, u, z], writes=[out], duration=1)
+    return b.build(outputs=[out], carry=())
+
+
+def test_views_lie_in_the_same_tensors_after_a_round_trip(tmp_path: Path) -> None:
+    trace = with_views()
+    log = simulate(trace, load_profile("a100_80_sxm")).log
+    (path,) = export_chakra(log, tmp_path / "run")
+    again = read_chakra(path, added=False)
+    assert facts(again) == facts(trace)
+    assert {again.tensors[v].name: again.tensors[t].name for v, t in again.view_of.items()} == {"v": "y", "u": "y"}
+    whole = load_trace(path)
+    assert [op.views for op in whole.ops if op.views] == [(0,), (-1, 2)]
+    assert simulate(whole, load_profile("a100_80_sxm")).log.end == log.end
+
+
+def test_where_a_storage_was_copied_back_it_stands_for_its_views(tmp_path: Path) -> None:
+    actions = (Move("y", "host", after="both"), Move("y", "hbm", before="late"), Wait("y", before="late"))
+    log = replay(Plan(with_views(), actions), load_profile("a100_40_pcie"))
+    (path,) = export_chakra(log, tmp_path / "run")
+    assert facts(read_chakra(path, added=False)) == facts(with_views())
+    whole = load_trace(path)
+    assert [whole.tensors[t].name for t in whole.ops[-1].reads] == ["y.again1", "z"]
 
 
 def test_moves_become_store_and_load_nodes_with_all_their_bytes(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ preceding node on the same engine or link.
 The format lacks capacities, the release of memory, and times below a microsecond; the attribute `duration_ns` has the
 exact nanoseconds. A trace does not record the type of a collective: `comm_type` is ALL_REDUCE unless the op's name
 implies another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`, …) and a table of tensors in the
-head let `workloads.importers.chakra` rebuild the trace. Alternatives, splits, views, and engines other than the
-device's main one are not written.
+head let `workloads.importers.chakra` rebuild the trace. A view (`Op.views`) has the storage of the tensor in which it
+lies, as in PyTorch's execution traces. Alternatives, splits, release points, and engines other than the device's main
+one are not written.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def _list(side: Any, log: EventLog, tensors: Any) -> None:
     """List tensors as in PyTorch's execution traces: tensor, storage, offset, elements, bytes per element, device."""
     column, rows, kinds = log.trace.tensor_columns, [], []
     for tensor in tensors:
-        storage = int(tensor)
+        storage = log.trace.view_of.get(int(tensor), int(tensor))
         while column.replaces[storage] >= 0:
             storage = int(column.replaces[storage])
         rows.append([int(tensor), storage, 0, int(column.bytes[tensor]), 1, "device"])

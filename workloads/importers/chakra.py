@@ -210,6 +210,7 @@ class _Reader:
             random=bool(RANDOM.search(node.name)) if node.attrs.get("random") is None else node.attrs["random"] is True,
             duration=None if modelled else duration,
             dtype=node.text("dtype")[:20],
+            views=self.tensors.places(reads, writes),
         )
 
     def _name(self, rank: int, node: ChakraNode, more: dict[str, Any]) -> str:

@@ -21,8 +21,9 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass
 class Tensors:
-    """Which tensors a node reads and writes.
+    """Which tensors a node reads and writes, and which of them lie in others.
 
+    view_of: per view the tensor in whose storage it lies.
     Storages are keyed (rank, number) where nodes list tensors, (rank, node, "made") where they do not.
     """
 
@@ -38,6 +39,7 @@ class Tensors:
     now: dict[Hashable, int] = field(default_factory=dict)
     lives: Counter[Hashable] = field(default_factory=Counter)
     overwritten: set[int] = field(default_factory=set)
+    view_of: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.storages = Storages(self.builder)
@@ -81,12 +83,23 @@ class Tensors:
         given = self._listed(node, node.inputs, "inputs")
         made = self._listed(node, node.outputs, "outputs")
         if self.given:
-            reads = [self._known(seen) for seen in given]
-            writes = [self._next(seen) for seen in {seen.tensor: seen for seen in made}.values()]
-            return [], list(dict.fromkeys(reads)), writes, []
+            read = {self._known(seen): seen.storage for seen in given}
+            made = list({seen.tensor: seen for seen in made}.values())
+            writes = [self._next(seen) for seen in made]
+            # where a copy came back into another storage, it stands for the views, too, which had none of the bytes
+            reads = [t for t in read if self.view_of.get(t, t) in read]
+            stored = {storage: t for t, storage in read.items() if t not in self.view_of}
+            for t, seen in zip(writes, made, strict=True):
+                if self.given[seen.tensor][5] < 0 and seen.storage in stored:
+                    self.view_of[t] = stored[seen.storage]
+            return [], reads, writes, []
         if not given and not made:
             return [], *self._plain(rank, node, phase), []
         return [s.shape for s in given], *self._stored(rank, node, phase, given, made), [s.shape for s in made]
+
+    def places(self, reads: list[int], writes: list[int]) -> list[int]:
+        """Per result the place in `reads` of the tensor in whose storage it lies, -1 where it has its own."""
+        return [reads.index(self.view_of[t]) if t in self.view_of else -1 for t in writes]
 
     def pass_on(self, rank: int, node: ChakraNode) -> None:
         """Leave a node out: nodes that depend on it inherit its dependencies."""
