@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
-from sim.commands.report import Wanted, files_beside, hold_again, saved_view
+from sim.commands.saved import Wanted, files_beside, hold_again, saved_view
 from sim.errors import ProfileError, TiersimError, near
 
 if TYPE_CHECKING:
