@@ -195,8 +195,8 @@ class Plan:
     place: tensor -> tier, or (tier, offset) for a planned allocator. By default a tensor is placed in the home tier of
         the engine that first uses or produces it.
     online: creates the object that decides during a run, once per run; it must be picklable.
-    keep_dead: lazy deallocation: tensors without further readers stay until memory is short. If there is an online
-        part, dropping them is its decision.
+    keep_dead: lazy deallocation: tensors without further readers stay until memory is short; all (True), or those with
+        these ids. If there is an online part, dropping them is its decision.
     notes: what the policy wants to find later in `history`.
     """
 
@@ -204,7 +204,7 @@ class Plan:
     actions: Sequence[Action] = ()
     place: Mapping[int, str | tuple[str, int]] = field(default_factory=dict)
     online: Callable[[], Online] | None = None
-    keep_dead: bool = False
+    keep_dead: bool | frozenset[int] = False
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -40,9 +40,19 @@ class Lifetimes:
     """
 
     def __init__(
-        self, prepared: Prepared, residency: Residency, space: Space, clock: Clock, *, lazy: bool, watched: bool
+        self,
+        prepared: Prepared,
+        residency: Residency,
+        space: Space,
+        clock: Clock,
+        *,
+        lazy: bool | frozenset[int],
+        watched: bool,
     ) -> None:
-        """lazy: dead tensors stay until memory is short. watched: an online part is told of each release."""
+        """lazy: dead tensors, all or these, stay until memory is short.
+
+        watched: an online part is told of each release.
+        """
         self.uses = list(prepared.uses)
         self.pins = [0] * len(prepared.size)
         self._prepared = prepared
@@ -138,7 +148,7 @@ class Lifetimes:
             return
         if not self._freeable[tensor] and not self._is_overwritten(tensor):
             return
-        if self._lazy:
+        if self._lazy is True or (self._lazy and tensor in self._lazy):
             self._dead.setdefault(tensor)
         else:
             self._free(tensor, op)

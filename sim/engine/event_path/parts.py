@@ -35,7 +35,7 @@ class Parts:
     prepared: Prepared
     resolved: Resolved
     online: Online | None
-    lazy: bool
+    lazy: bool | frozenset[int]
     clock: Clock
     record: Record
     residency: Residency
@@ -61,10 +61,10 @@ def assemble(
     resolved: Resolved,
     online: Online | None,
     *,
-    lazy: bool,
+    lazy: bool | frozenset[int],
     recompute_limit: float | None,
 ) -> Parts:
-    """The parts of a new run. lazy: dead tensors stay until memory is short."""
+    """The parts of a new run. lazy: dead tensors, all or these, stay until memory is short."""
     clock, record = Clock(), Record()
     size, charges = prepared.size, prepared.charges
     residency = Residency(len(size), [tier.name for tier in platform.tiers], clock, online)

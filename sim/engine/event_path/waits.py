@@ -140,7 +140,7 @@ class Waits:
         """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""
         parts = self._parts
         if parts.online is None:
-            return parts.lazy and parts.lifetimes.free_longest_dead(tier)
+            return bool(parts.lazy) and parts.lifetimes.free_longest_dead(tier)
         space, changes = parts.space, parts.record.changes.rows
         deficit = bytes - space.free(tier) - space.leaving[tier]
         need = Need(space.names[tier], bytes, max(1, deficit), op, reason)

@@ -248,7 +248,7 @@ class Composition(Policy):
             tuple(merged(kept, trace, problem.platform)),
             place=place,
             online=JoinedOnline(parts, trace) if parts else None,
-            keep_dead=any(each.plan.keep_dead for each in made),
+            keep_dead=frozenset().union(*(_kept_dead(each.plan, own) for each, own in zip(made, owned, strict=True))),
             notes={"parts": tuple(each.plan.notes for each in made)},
         )
 
@@ -374,6 +374,11 @@ def _alike(one: Plan, other: Plan) -> bool:
 
 def _workspace(trace: Trace) -> int:
     return int(trace.op_columns.workspace.max(initial=0))
+
+
+def _kept_dead(plan: Plan, owned: frozenset[int]) -> frozenset[int]:
+    """What of its own a part keeps beyond the last reader."""
+    return owned if plan.keep_dead is True else owned & frozenset(plan.keep_dead or ())
 
 
 def _differ(new: Trace, old: Trace) -> bool:
