@@ -180,7 +180,7 @@ def test_a_class_stands_for_its_policy():
 def test_a_policy_is_labelled_with_what_is_not_its_default():
     asked = [Mine(), Mine(size=2, words=("a",)), load_policy("chen", method="sqrt")]
     labels = [row["policy"] for row in compare(TRACE, PLATFORM, asked).rows]
-    assert labels == ["Mine", "Mine(size=2, words=('a',))", "chen(method=sqrt)"]
+    assert labels == ["Mine", 'Mine(size=2, words=["a"])', "chen(method=sqrt)"]
 
 
 FILE = '''
