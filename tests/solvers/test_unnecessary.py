@@ -83,10 +83,10 @@ def test_nearly_always_the_best_subset_of_the_reruns_is_left():
         times = []
         for count in range(len(reruns) + 1):
             for kept in combinations(reruns, count):
-                reruns: dict[int, list[int]] = {}
+                subset: dict[int, list[int]] = {}
                 for op, anchor in kept:
-                    reruns.setdefault(anchor, []).append(op)
-                some = schedule_of(found.index, reruns, prune=True)
+                    subset.setdefault(anchor, []).append(op)
+                some = schedule_of(found.index, subset, prune=True)
                 if some.peak() <= max(budget, found.peak()):
                     times.append(time_of(some, cost))
         mine = time_of(remove_unnecessary(found, cost, budget), cost)
