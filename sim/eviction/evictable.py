@@ -1,8 +1,8 @@
 """What an online policy may evict: the lineage of every tensor, and the sets of candidates.
 
-A tensor may be evicted if its producer can run again: not a member of a group, not an op of the update, nor one that
-overwrites what cannot come back itself. What cannot be brought back (a received tensor, an updated weight) is freed
-for good only when no tensor that is evicted and still needed would have to be made from it.
+A tensor may be evicted if its producer can be recomputed: not a member of a group, not an op of the update, nor one
+that overwrites a tensor that cannot be recomputed itself. A tensor that cannot be recomputed (a received one, an
+updated weight) is freed for good only when no evicted tensor that is still needed depends on it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,30 @@ Role = Annotated[str, OneOf(ROLES)]
 
 @dataclass(frozen=True, eq=False)
 class Lineage:
-    """Flat lists of a trace, an entry an op or a tensor; picklable.
+    """Flat lists of a trace, indexed by op or by tensor; picklable.
 
-    A view stands for the storage in which it lies, in `reads`, `parents` and `children`. views: per op that makes
-    views each with its storage. view_of: per view its storage. views_in: per storage all views in it.
+    A view stands for the storage that it views, in `reads`, `parents` and `children`.
 
-    reads: per op without doubles, in the order in which the last mention of each stands. parents: per tensor what its
-    producer reads. children: per tensor the results, but for views, of the ops that can run again and read it. makes:
-    per op the bytes of its results and workspace. took: per op ns of a run. cost: per tensor ns of a run of its
-    producer, 0 without one. counts: whether its producer can run
-    again, so that it adds to an evicted neighbourhood. freeable: whether it may be freed once nobody
-    reads it. holders: how many ops read it, and one more where the program releases it. releases: per op what the
-    program lets go of at its end. overwrites: per op what it overwrites in place and cannot come back.
+    reads: per op without duplicates, in the order in which the last mention of each stands.
+    writes: per op its results.
+    makes: per op the bytes of its results and workspace.
+    device: per op.
+    forward: per op whether it belongs to the forward pass.
+    producer: per tensor the op that produces it, -1 without one.
+    parents: per tensor what its producer reads.
+    children: per tensor the results, except views, of the recomputable ops that read it.
+    views: per op that makes views each with its storage.
+    view_of: per view its storage.
+    views_in: per storage all its views.
+    size: per tensor bytes.
+    took: per op ns of a run.
+    cost: per tensor ns of a run of its producer, 0 without one.
+    evictable: per tensor whether it may be evicted.
+    counts: per tensor whether its producer can be recomputed, so that it adds to an evicted neighbourhood.
+    freeable: per tensor whether it may be freed after its last read.
+    holders: per tensor how many ops read it, and one more where the program releases it.
+    releases: per op the tensors that the program releases at its end.
+    overwrites: per op the tensors that it overwrites in place and that cannot be recomputed.
     """
 
     reads: list[tuple[int, ...]]
@@ -66,9 +78,10 @@ class Lineage:
 
 
 def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, empty: bool = False) -> Lineage:
-    """The lineage of a problem's trace. evicts: roles of what may be evicted. empty: also where it has no bytes.
+    """The lineage of a problem's trace. An op's cost is its time with nothing else running.
 
-    An op's cost is its time with nothing else running.
+    evicts: roles of tensors that may be evicted.
+    empty: whether tensors without bytes may be, too.
     """
     trace = problem.trace
     c, t = trace.op_columns, trace.tensor_columns
@@ -76,19 +89,21 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, emp
     writes = [trace.writes(i) for i in range(count)]
     view_of = trace.view_of
     reads = [_last_mention(trace.reads(i), view_of) for i in range(count)]
-    again = (c.phase != PHASE_CODE["update"]) & ~np.isin(c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")])
-    again[list(c.group)] = False
+    recomputable = (c.phase != PHASE_CODE["update"]) & ~np.isin(
+        c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")]
+    )
+    recomputable[list(c.group)] = False
     for new in sorted(np.flatnonzero(t.replaces >= 0).tolist(), key=trace.producer.__getitem__):
-        old = trace.producer[t.replaces[new]]  # what is overwritten in place must come back first
-        again[trace.producer[new]] &= old >= 0 and again[old]
+        old = trace.producer[t.replaces[new]]  # what is overwritten in place must be recomputed first
+        recomputable[trace.producer[new]] &= old >= 0 and recomputable[old]
     made = trace.producer >= 0
-    counts = made & again[trace.producer] if count else made
+    counts = made & recomputable[trace.producer] if count else made
     evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (empty | (t.bytes > 0))
     evictable[list(view_of)] = False
     freeable = made.copy()
     freeable[[*trace.outputs, *view_of]] = False
     children: list[list[int]] = [[] for _ in range(len(t.name))]
-    for i in np.flatnonzero(again).tolist():
+    for i in np.flatnonzero(recomputable).tolist():
         for tensor in reads[i]:
             children[tensor] += (t for t in writes[i] if t not in view_of) if i in c.views else writes[i]
     overwrites: dict[int, tuple[int, ...]] = {}
@@ -135,10 +150,11 @@ def _last_mention(row: tuple[int, ...], view_of: Mapping[int, int]) -> tuple[int
 
 
 class Kin:
-    """Who was made from whom so far, and at what cost: the lineage, and what the views made so far add to it.
+    """Parents, children and costs so far: the lineage, and what the views made so far add to it.
 
-    cost: per storage ns of the ops that make it and the views in it, each once. joined: storages that have parents
-    beside those of their producer, through a view. views_made_from: per tensor the views elsewhere whose op reads it.
+    cost: per storage ns of the ops that produce it and its views, each once.
+    joined: storages that have parents besides those of their producer, through a view.
+    views_made_from: per tensor the views of other storages whose op reads it.
     """
 
     def __init__(self, lineage: Lineage) -> None:
@@ -169,9 +185,12 @@ class Kin:
 
 
 class ScoreTable:
-    """Per tensor, as arrays to score many at once: bytes, last access (ns), and since when it is evictable.
+    """Per tensor, as arrays to score many at once.
 
-    order: a count that grows; `weight`: the numerator of its score, or a lower bound of it (ns).
+    size: bytes.
+    access: ns of the last access.
+    order: a count that grows with the moment since when it is evictable.
+    weight: the numerator of its score, or a lower bound of it (ns).
     """
 
     def __init__(self, lineage: Lineage) -> None:
@@ -205,7 +224,7 @@ class CandidateSet:
         return self._slot.get(tensor, -1)
 
     def add(self, tensor: int) -> None:
-        """Put a tensor in; nothing if it is there."""
+        """Add a tensor; nothing if it is a member."""
         if tensor in self._slot:
             return
         at = len(self._slot)
@@ -215,7 +234,7 @@ class CandidateSet:
         self._slot[tensor] = at
 
     def remove(self, tensor: int) -> None:
-        """Take a tensor out; the last one takes its place. Nothing if it is not there."""
+        """Remove a tensor; the last one takes its place. Nothing if it is not a member."""
         at = self._slot.pop(tensor, -1)
         last = len(self._slot)
         if at >= 0 and at != last:

@@ -1,4 +1,4 @@
-"""An online part that evicts under pressure: what is where, what is locked, and who goes first."""
+"""An online part that evicts under pressure: what is resident where, what is pinned, and what is evicted first."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Rules:
 
 
 def evictable_tiers(problem: Problem) -> tuple[str, ...]:
-    """The tiers in which results are born: the homes of all engines."""
+    """The tiers in which results are allocated: the homes of all engines."""
     return tuple(dict.fromkeys(engine.home for engine in problem.platform.engines))
 
 
 class Evictor(Online):
-    """Keeps the ledger through `notice`, frees what is dead, and drops the least candidate under pressure.
+    """Tracks residency through `notice`, frees dead tensors, and drops the least candidate under pressure.
 
-    The plan must say `keep_dead`, so that the dead are freed here and nowhere else. A tensor is locked from
-    the moment an op that reads it is opened until that op ends; a dead tensor that was made again as a step
-    towards another one stays until it is evicted.
+    The plan must say `keep_dead`, so that dead tensors are freed here and nowhere else. A tensor is pinned from
+    the moment an op that reads it is opened until that op ends; a dead tensor that was recomputed on the way
+    to another one stays until it is evicted.
     """
 
     def __init__(self, lineage: Lineage, rules: Rules, *, tiers: Sequence[str], evicts: Sequence[str], seed: int):
@@ -53,8 +53,8 @@ class Evictor(Online):
         self.candidates = {tier: CandidateSet() for tier in evicts}
         self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
         self.copies = [0] * count
-        self.gone = [False] * count  # made, nowhere any more, and part of the graph
-        self.fixed = [False] * count  # something that its recomputation needs cannot come back
+        self.gone = [False] * count  # produced, evicted, and part of the graph
+        self.fixed = [False] * count  # something that its recomputation needs cannot be recomputed
         self.kin = Kin(lineage)
         self.table = ScoreTable(lineage)
         self.random = Random(seed)
@@ -73,7 +73,7 @@ class Evictor(Online):
         self._locks = [0] * count
         self._made = [False] * count
         self._banished = [False] * count
-        self._strays: set[int] = set()  # banished, and there again because another result was wanted
+        self._strays: set[int] = set()  # banished, but recomputed together with another result
         self._released = [False] * count
         self._holders = list(lineage.holders)
         self._at: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Evictor(Online):
     # ---- what happens ------------------------------------------------------------------------
 
     def notice(self, change: Change) -> None:
-        """Keep the ledger."""
+        """Update the state."""
         what, tensor, tier, now = change
         if tensor in self.line.view_of:
             self._notice_view(change)
@@ -98,7 +98,9 @@ class Evictor(Online):
             self._locks[tensor] += 1
             self.locked.add(tensor)
             if not self._released[tensor] or self.rules.deallocation != "banish":
-                self.table.access[tensor] = now  # under banishing a step to something else is no access
+                self.table.access[tensor] = (
+                    now  # under banishing a recomputation on the way to another tensor does not count as an access
+                )
             if tensor in self._leaving:
                 self.stay(tensor)
         elif what == "came":
@@ -137,12 +139,12 @@ class Evictor(Online):
             self.copies[view] &= ~self.bit[tier]
 
     def _drop_views(self, storage: int) -> list[Action]:
-        """The views in a storage that goes: without it they are undefined."""
+        """Drop the views of an evicted storage: without it they are undefined."""
         views, bits = self.line.views_in.get(storage, ()), self.bit.items()
         return [Drop(view, tier) for view in views for tier, bit in bits if self.copies[view] & bit]
 
     def _arrive(self, tensor: int, now: int) -> None:
-        """It is there after it was nowhere: its producer has ended, or it lies there from the start."""
+        """It is resident after it was nowhere: its producer has ended, or it exists from the beginning."""
         line, table = self.line, self.table
         producer = line.producer[tensor]
         first = not self._made[tensor]
@@ -193,14 +195,14 @@ class Evictor(Online):
                 self.price.went(tensor)
 
     def _lose_overwritten(self) -> None:
-        """What ops in place overwrote goes after their results have come: evicted, it touches what is evicted then."""
+        """Tensors overwritten in place are lost after the results have arrived, and join what is evicted then."""
         lost, self._overwritten = self._overwritten, []
         for tensor in lost:
             if not self.copies[tensor]:
                 self._lose(tensor)
 
     def stay(self, tensor: int) -> None:
-        """What was sent away is wanted, or was not sent: it is a candidate again."""
+        """An eviction was cancelled, because the tensor is needed or never left: it is a candidate again."""
         candidates = self.candidates[self._leaving.pop(tensor)]
         if self.line.evictable[tensor] and not self.fixed[tensor]:
             candidates.add(tensor)
@@ -208,7 +210,7 @@ class Evictor(Online):
     # ---- the dead ----------------------------------------------------------------------------
 
     def released(self, tensor: int) -> bool:
-        """Whether all that reads it has run, and the program has let go of it."""
+        """Whether all its readers have run, and the program has released it."""
         return self._released[tensor]
 
     def free_later(self, tensor: int) -> None:
@@ -254,11 +256,11 @@ class Evictor(Online):
                 self._due.append(tensor)  # an op beside the device has not ended
                 continue
             self._released[tensor] = True
-            again = self.line.counts[tensor] and not self.fixed[tensor]
+            recomputable = self.line.counts[tensor] and not self.fixed[tensor]
             if self.rules.deallocation == "banish":
                 if not self._banished[tensor] and not self._has_evicted_child(tensor):
                     answer += self._banish(tensor)
-            elif not again:
+            elif not recomputable:
                 missed, all_of_it = self._made_from(tensor)
                 if missed:
                     self._due.append(tensor)
@@ -289,7 +291,7 @@ class Evictor(Online):
         return any(not copies[view] and not self._banished[storage[view]] for view in made_from)
 
     def _banish(self, tensor: int) -> list[Action]:
-        """Free it for good; what was made from it cannot be made again."""
+        """Free it for good; its children cannot be recomputed any more."""
         self._banished[tensor] = True
         if self.gone[tensor]:
             self.gone[tensor] = False
@@ -299,7 +301,7 @@ class Evictor(Online):
         return self._drops(tensor)
 
     def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:
-        """What cannot be made again without this one, down to what is there and needed.
+        """The tensors that cannot be recomputed without this one, down to those that are resident and needed.
 
         Two answers: those among them that are evicted and still needed; all of them.
         """
@@ -318,9 +320,9 @@ class Evictor(Online):
         return missed, seen
 
     def _fix(self, tensors: Iterable[int]) -> None:
-        """They cannot be made again: what is there of them stays until nobody reads it.
+        """They cannot be recomputed: their resident copies stay until the last read.
 
-        Under banishing what was released already stays until something reads it once more, as the authors have it.
+        Under banishing, a released tensor stays until it is read once more, as the authors have it.
         """
         for tensor in tensors:
             self.fixed[tensor] = True

@@ -1,9 +1,8 @@
-"""What it would cost to bring a tensor back while its neighbours are evicted too.
+"""The cost of recomputing a tensor while its neighbours are evicted too.
 
-A `Price` keeps in `ScoreTable.weight` a lower bound of each candidate's cost and finds the exact one when
-asked. Evictions only raise costs, so that bounds stay valid and nothing has to be done; a tensor that
-comes back lowers the costs of few, which are found without a search. So a choice looks closely at the
-few candidates that could win instead of keeping all exact.
+A `Price` keeps in `ScoreTable.weight` a lower bound of each candidate's cost and computes the exact one when
+asked. Evictions only raise costs, so bounds stay valid; a recomputed tensor lowers the costs of few others, which are
+found without a search. So a choice evaluates exactly only the few candidates that could win.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sim.eviction.evictable import Kin, ScoreTable
 
 
 class Price(Protocol):
-    """Costs in ns of bringing candidates back."""
+    """Costs in ns of recomputing candidates."""
 
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """Cost, and time of the last access to what it counts; None if the cost is above `limit`.
@@ -27,10 +26,10 @@ class Price(Protocol):
         """Its last copy was dropped."""
 
     def came(self, tensor: int) -> None:
-        """Its producer ran again; all that it read is there."""
+        """It was recomputed; all inputs of its producer are resident."""
 
     def vanished(self, tensor: int) -> None:
-        """An evicted tensor is no part of the graph any more."""
+        """An evicted tensor does not belong to the graph any more."""
 
 
 class Neighbourhood:
@@ -106,10 +105,10 @@ class Neighbourhood:
 
 
 class CostClasses:
-    """Union-find classes of evicted tensors that touch; a candidate counts each class it touches.
+    """Union-find components of adjacent evicted tensors; a candidate counts each component it touches.
 
-    A tensor that comes back takes its cost out of its class; what remains stays one class, so that costs
-    are a little too high. A bound leaves a sixteenth of a class's cost as slack; each class has a heap
+    A recomputed tensor takes its cost out of its component; what remains stays one component, so that costs
+    are a little too high. A bound leaves a sixteenth of a component's cost as slack; each component has a heap
     of how much may leave it before whose bound is void.
     """
 

@@ -1,4 +1,4 @@
-"""Which candidate goes first: the least of a score, found by bounds and then exactly."""
+"""Which candidate is evicted first: the least of a score, found by bounds and then exactly."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ NEAR = 1e-12
 
 
 class Ranking:
-    """Scores weight / (size * staleness), without the parts that are switched off; the least goes first.
+    """Scores weight / (size * staleness), without the parts that are switched off; the least is evicted first.
 
-    weight: ns from `price`, or the producer's own cost where that is None. staleness: ns since the last
-    access, `none` to leave it out, `neighbourhood` to count from the last access to anything evicted
-    around. A score over 0 is infinite. Scores are quotients of integers as Python rounds them. ties:
-    whether the `last` or the `first` to become evictable wins; of scores of 0 the first always does.
+    A score over 0 is infinite. Scores are quotients of integers as Python rounds them.
+
+    price: the source of weights, ns; None for the producer's own cost.
+    by_size: whether the size counts.
+    staleness: ns since the last access, `none` to leave it out, `neighbourhood` to count from the last access to
+        anything evicted around.
+    ties: whether the `last` or the `first` to become evictable wins; of scores of 0 the first always does.
     """
 
     def __init__(
@@ -38,7 +41,10 @@ class Ranking:
     def least(
         self, candidates: CandidateSet, now: int, barred: Collection[int], ids: NDArray[np.int64] | None = None
     ) -> int:
-        """The candidate of least score that is not barred, -1 if there is none. ids: look at those alone."""
+        """The candidate of least score that is not barred, -1 if there is none.
+
+        ids: consider these alone.
+        """
         if ids is None:
             ids = candidates.ids
             slots = [at for at in map(candidates.slot, barred) if at >= 0]
@@ -75,10 +81,10 @@ class Ranking:
 
     def score(self, tensor: int, now: int) -> float:
         """The exact score of a candidate."""
-        found = self._quotient(tensor, now, math.inf)
-        if found is None:
+        score = self._quotient(tensor, now, math.inf)
+        if score is None:
             raise AssertionError("a score without a limit was cut off")
-        return found
+        return score
 
     def _scores(self, ids: NDArray[np.int64], now: int) -> NDArray[np.float64]:
         table = self._table
@@ -95,21 +101,21 @@ class Ranking:
     ) -> None:
         """Replace a bound by the exact score, or by a bound eight times as high."""
         tensor = int(ids[at])
-        found = self._quotient(tensor, now, 8 * float(self._table.weight[tensor]))
-        if found is None:
+        score = self._quotient(tensor, now, 8 * float(self._table.weight[tensor]))
+        if score is None:
             scores[at] = self._scores(ids[at : at + 1], now)[0]
         else:
-            scores[at] = exact[at] = found
+            scores[at] = exact[at] = score
 
     def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
         top, seen = int(self._table.weight[tensor]), int(self._table.access[tensor])
         if self._price is not None:
-            found = self._price.exact(tensor, limit)
-            if found is None:
+            exact = self._price.exact(tensor, limit)
+            if exact is None:
                 return None
-            top = found[0]
+            top = exact[0]
             if self._staleness == "neighbourhood":
-                seen = max(seen, found[1])
+                seen = max(seen, exact[1])
         bottom = self._lineage.size[tensor] if self._by_size else 1
         if self._staleness != "none":
             bottom *= now - seen
@@ -121,7 +127,7 @@ class Ranking:
 
 
 class Oldest(Ranking):
-    """The least recently used. Its score is the access and 1, so that an access at 0 is no score of 0."""
+    """The least recently used. Its score is the access and 1, so that an access at time 0 does not score 0."""
 
     def __init__(self, lineage: Lineage, table: ScoreTable, ties: str) -> None:
         super().__init__(lineage, table, None, by_size=False, staleness="none", ties=ties)
@@ -165,9 +171,9 @@ def ranking_for(
     ties: str = "last",
     random: Random,
 ) -> tuple[Ranking, Price | None]:
-    """The ranking of a heuristic by name, and the price that has to be told what comes and goes.
+    """The ranking of a heuristic by name, and the price that has to be told of evictions and recomputations.
 
-    `dtr` weighs e*, `dtr_eq` cost classes, `local` the tensor's own cost, `none` nothing (1), all over size
+    `dtr` weighs e*, `dtr_eq` evicted components, `local` the tensor's own cost, `none` nothing (1), all over size
     and staleness; `msps` weighs evicted ancestors over size alone; `size` is 1 / size, `lru` the last
     access, `random` a draw.
     """

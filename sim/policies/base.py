@@ -189,7 +189,7 @@ def _refused(policy: type[Policy], name: str, value: Any, declared: Any) -> str:
 
 
 def _check_traits(policy: type[Policy]) -> None:
-    """Refuse what a class says that is no trait, or of a trait what it cannot be. Raises PolicyError."""
+    """Refuse class attributes that are not traits, and impossible values of traits. Raises PolicyError."""
     known, own = TRAITS, declarations(policy)
     for name, value in vars(policy).items():
         if name.startswith("_") or callable(value) or hasattr(value, "__get__"):
@@ -199,8 +199,8 @@ def _check_traits(policy: type[Policy]) -> None:
                 raise PolicyError(_refused(policy, name, value, known[name]))
         elif name not in own and name.islower():
             raise PolicyError(
-                f"policy {own_name(policy)!r}: {name} is no trait{near(name, known)}; a parameter needs its type, as "
-                f"in `{name}: {type(value).__name__} = {value!r}`, and a constant a name in capitals"
+                f"policy {own_name(policy)!r}: {name} is not a trait{near(name, known)}; a parameter needs its type, "
+                f"as in `{name}: {type(value).__name__} = {value!r}`, and a constant a name in capitals"
             )
 
 

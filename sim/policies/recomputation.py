@@ -14,18 +14,18 @@ from sim.solvers.unnecessary import remove_unnecessary
 class RecomputationPlanner(Policy):
     """A policy whose plan is a recomputation schedule made before the iteration.
 
-    remove_unnecessary: where a tensor can stay resident within the budget, do not drop and recompute it; most
-        time per byte first (`sim.solvers.unnecessary`). Never slower, and never more than the budget if the plan
-        without it keeps to that. Off where what is published has no such step.
+    remove_unnecessary: keep a tensor resident instead of dropping and recomputing it where the budget allows, most
+        time per byte first (`sim.solvers.unnecessary`). Never slower, and within the budget if the plan without it
+        is. Off where the published system has no such step.
     """
 
     other_values = by_parameter(remove_unnecessary=True)
 
     remove_unnecessary: bool = False
 
-    def finished(self, problem: Problem, found: Schedule) -> Schedule:
+    def finished(self, problem: Problem, schedule: Schedule) -> Schedule:
         """The schedule as it leaves the planner."""
         if not self.remove_unnecessary:
-            return found
-        cost = [problem.cost.op_ns(op) for op in range(len(found.index.reads))]
-        return remove_unnecessary(found, cost, problem.budget)
+            return schedule
+        cost = [problem.cost.op_ns(op) for op in range(len(schedule.index.reads))]
+        return remove_unnecessary(schedule, cost, problem.budget)

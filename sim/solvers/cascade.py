@@ -1,7 +1,7 @@
-"""What has no room in the host goes on to the tier behind it, the coldest first: one rule for all who offload.
+"""Tensors that exceed the host's capacity go on to the tier behind it, the coldest first: one rule for all offloading.
 
-Offline plans are walked in program order (`cascade`), online ones ask when they make room (`Below`). Both leave
-capacities to the engine: a copy waits until what makes room for it has left.
+Offline plans are walked in program order (`cascade`), online ones ask when they free space (`Below`). Both leave
+capacities to the engine: a copy waits until the tensors that it displaces have left.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ At = tuple[int, int]
 
 
 def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: str) -> tuple[Action, ...]:
-    """The plan with what goes to `host` beyond its capacity sent on to the tiers behind it, in order of their anchors.
+    """The plan with tensors beyond `host`'s capacity sent on to the tiers behind it, in order of their anchors.
 
-    Where the host would overflow, what is needed back last goes on to the next tier, the newcomer itself if
-    that is it (straight through, without taking space in the host). When something leaves the host, what is needed
-    next comes up from behind as far as there is room, so that the slow link works ahead. Tensors come back from
-    where they lie. What fits nowhere is left as it was: its copy waits, or the run ends naming the tier.
-    Without a tier behind the host, or where all fits, the plan is as it was.
+    Where the host would overflow, the tensor needed back last goes on to the next tier, the newcomer itself if
+    that is it (straight through, without taking space on the host). When a tensor leaves the host, the one needed
+    next is brought up from behind as far as there is space, so that the slow link works ahead. Tensors are fetched from
+    where they reside. A tensor that fits nowhere is left as it was: its copy waits, or the run ends naming the tier.
+    Without a tier behind the host, or where everything fits, the plan is as it was.
     """
     chain = platform.cascade(host)
     plain = tuple(actions)
@@ -42,33 +42,33 @@ def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: s
     spare = [platform.tier(name).capacity - _resident(trace, platform, name) for name in chain]
     shelves = _Shelves(spare, trace.tensor_columns.bytes.tolist())
     never: At = (len(trace.ops), 0)
-    found: list[Action] = []
+    planned: list[Action] = []
     for at in sorted(anchored):
         before, after = (at[0], None) if at[1] == 0 else (None, at[0])
         left = False
-        here: dict[int, tuple[int, Move]] = {}  # where a tensor's move of this anchor stands in `found`
+        here: dict[int, tuple[int, Move]] = {}  # the index in `planned` of a tensor's move at this anchor
         for action in anchored[at]:
             if not isinstance(action, Move):
-                found.append(action)
+                planned.append(action)
                 continue
             tensor = trace.tensor_id(action.tensor)
             if action.to not in chain:
                 left = shelves.take(tensor) or left
-                found.append(action)
+                planned.append(action)
                 continue
             due = min((one for one in back.get(tensor, ()) if one > at), default=never)
             steps = shelves.put(tensor, due)
             for t, level in steps:
-                if t in here:  # it has not set out: it goes straight there
+                if t in here:  # it has not started: it goes straight there
                     place, move = here[t]
-                    found[place] = replace(move, to=chain[level])
+                    planned[place] = replace(move, to=chain[level])
                 elif t != tensor:
-                    found.append(Move(t, chain[level], before=before, after=after))
-            here[tensor] = len(found), action
-            found.append(replace(action, to=chain[next((level for t, level in steps if t == tensor), 0)]))
+                    planned.append(Move(t, chain[level], before=before, after=after))
+            here[tensor] = len(planned), action
+            planned.append(replace(action, to=chain[next((level for t, level in steps if t == tensor), 0)]))
         if left:
-            found += [Move(t, chain[level], before=before, after=after) for t, level in shelves.lift(at)]
-    return tuple(found)
+            planned += [Move(t, chain[level], before=before, after=after) for t, level in shelves.lift(at)]
+    return tuple(planned)
 
 
 def _at(trace: Trace, action: Action) -> At:
@@ -87,11 +87,11 @@ def _resident(trace: Trace, platform: Platform, tier: str) -> int:
     change = [0] * (count + 1)
     kept = set(trace.outputs)
     for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
-        maker = int(trace.producer[t])
-        first = maker if maker >= 0 else next(iter(trace.readers(t)), -1)
+        producer = int(trace.producer[t])
+        first = producer if producer >= 0 else next(iter(trace.readers(t)), -1)
         if first >= 0 and trace.replaced_by[t] < 0 and homes[int(c.device[first]), c.engine.get(first, "")] == tier:
-            change[0 if maker < 0 or trace.tensor_columns.replaces[t] >= 0 else maker] += size
-            change[count if t in kept or maker < 0 else int(trace.last_use[t]) + 1] -= size
+            change[0 if producer < 0 or trace.tensor_columns.replaces[t] >= 0 else producer] += size
+            change[count if t in kept or producer < 0 else int(trace.last_use[t]) + 1] -= size
     most = now = 0
     for delta in change:
         now += delta
@@ -101,10 +101,13 @@ def _resident(trace: Trace, platform: Platform, tier: str) -> int:
 
 @dataclass
 class _Shelves:
-    """How full each tier of a cascade is at a point of the program, and when what lies there is needed.
+    """How full each tier of a cascade is at a point of the program, and when its tensors are needed.
 
-    spare: bytes of each tier, first to last. `far` and `near` are heaps by when a tensor is needed, latest first and
-    earliest first; what has moved on since is skipped.
+    spare: bytes of each tier, first to last.
+    level: per tensor the tier in which it resides.
+    due: per tensor when it is needed.
+    far, near: heaps by when a tensor is needed, latest first and earliest first; entries of tensors that have moved on
+        since are skipped.
     """
 
     spare: list[int]
@@ -118,7 +121,7 @@ class _Shelves:
         self.far, self.near = [[] for _ in self.spare], [[] for _ in self.spare]
 
     def put(self, tensor: int, due: At) -> list[tuple[int, int]]:
-        """What moves where, in order, so that a tensor needed at `due` finds its place; it comes last, if it does."""
+        """The moves, in order, that place a tensor needed at `due`; its own comes last, if it finds space."""
         self.take(tensor)
         self.due[tensor] = due
         moves: list[tuple[int, int]] = []
@@ -126,14 +129,14 @@ class _Shelves:
         return moves
 
     def take(self, tensor: int) -> bool:
-        """Forget a tensor that comes back; whether it lay in the first tier."""
+        """Forget a tensor that is fetched; whether it resided in the first tier."""
         level = self.level.pop(tensor, -1)
         if level >= 0:
             self.spare[level] += self.size[tensor]
         return level == 0
 
     def lift(self, now: At) -> list[tuple[int, int]]:
-        """What comes up into the first tier, as far as it has room: what is needed next, first."""
+        """The moves up into the first tier, as far as it has space: the tensor needed next, first."""
         moves = []
         for level in range(1, len(self.spare)):
             heap = self.near[level]
@@ -158,7 +161,7 @@ class _Shelves:
         return False
 
     def _make_room(self, level: int, tensor: int, moves: list[tuple[int, int]]) -> bool:
-        """Send what is needed later than this tensor further on until it fits."""
+        """Send tensors that are needed later than this one further on until it fits."""
         heap = self.far[level]
         while self.size[tensor] > self.spare[level]:
             while heap and not self._is_at(level, heap[0]):
@@ -183,9 +186,11 @@ class _Shelves:
 
 
 class Below:
-    """The tiers behind the fast ones, as an online part sees them: what it sent there, coldest first.
+    """The tiers behind the fast ones, as an online part sees them: the tensors it sent there, coldest first.
 
-    chain: the host first. Tell it of every change; in each answer call `begin`, then `send` for what is to go down.
+    Tell it of every change; in each answer call `begin`, then `send` for each tensor that is to be offloaded.
+
+    chain: the tiers, the host first.
     """
 
     def __init__(self, chain: Sequence[str], size: Sequence[int]) -> None:
@@ -193,11 +198,11 @@ class Below:
         self._size = size
         self._mine: set[int] = set()
         self._order: dict[str, dict[int, None]] = {tier: {} for tier in chain}
-        self._sent: dict[str, set[int]] = {tier: set() for tier in chain}  # not there yet
+        self._sent: dict[str, set[int]] = {tier: set() for tier in chain}  # not arrived yet
         self._chosen: dict[str, set[int]] = {tier: set() for tier in chain}  # of this answer: they leave that tier
 
     def notice(self, change: Change) -> None:
-        """Keep the order: what came last, or left a fast tier last, is warmest."""
+        """Keep the order: the tensor that arrived last, or left a fast tier last, is warmest."""
         what, tensor, tier, _ = change
         if tensor not in self._mine:
             return
@@ -219,11 +224,11 @@ class Below:
             chosen.clear()
 
     def has(self, tensor: int) -> bool:
-        """Whether one of these tiers has a copy of what was sent."""
+        """Whether one of these tiers has a copy of a tensor that was sent."""
         return any(tensor in order for order in self._order.values())
 
     def send(self, tensor: int, memory: Memory) -> list[Action] | None:
-        """What moves a tensor down, room made for it first; None where no tier can have room."""
+        """The actions that move a tensor down, after freeing space for it; None where no tier can hold it."""
         there = memory.where(tensor)
         for tier in self.chain:
             if tier in there:
@@ -240,9 +245,9 @@ class Below:
         return None
 
     def _make_room(self, level: int, bytes: int, memory: Memory) -> list[Action] | None:
-        """Send the coldest further on until there are so many bytes; None if that is not to be had."""
+        """Send the coldest further on until so many bytes are free; None if that is impossible."""
         tier, size = self.chain[level], self._size
-        # what was sent and has not got its space yet has been promised it
+        # a tensor that was sent and has no space yet has been promised it
         promised = sum(size[t] for t in self._sent[tier]) - memory.arriving(tier)
         room = memory.free(tier) + memory.leaving(tier) + sum(size[t] for t in self._chosen[tier]) - max(promised, 0)
         answer: list[Action] = []
@@ -250,7 +255,9 @@ class Below:
             if tensor in self._chosen[tier] or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
                 continue
             if any(other not in self.chain for other in memory.where(tensor)):
-                steps: list[Action] | None = [Drop(tensor, tier)]  # a spare copy of what lies in a fast tier
+                steps: list[Action] | None = [
+                    Drop(tensor, tier)
+                ]  # a spare copy of a tensor that is resident in a fast tier
             else:
                 steps = self._down(tensor, level + 1, memory)
             if steps is None:

@@ -19,13 +19,16 @@ INF = 1 << 60
 class ChainCosts:
     """A chain of L stages. Times in ns, sizes in bytes.
 
-    uf, ub: forward and backward time, L entries. turn: forward time where the backward follows at once, so
-    that the output need not be made unless that backward reads it. x: L + 1 sizes of stage inputs, the last one that of
-    the last output. xbar: what stage i saves for its own backward, its output included, L entries.
-    of: bytes beyond input and output while a stage runs and saves nothing; of_saving: beyond input and
-    xbar while it saves; ob: beyond all that and the incoming gradient while it runs backward. there, grown:
-    bytes of weight gradients before a stage's backward begins, those of later stages, and what they add to
-    its peak, some of its own with them; none where empty.
+    uf, ub: forward and backward time, L entries.
+    turn: forward time where the backward follows at once, so that the output need not be computed unless that backward
+        reads it.
+    x: L + 1 sizes of stage inputs, the last one that of the last output.
+    xbar: what stage i saves for its own backward, its output included, L entries.
+    of: bytes beyond input and output while a stage runs and saves nothing.
+    of_saving: bytes beyond input and xbar while it saves.
+    ob: bytes beyond all that and the incoming gradient while it runs backward.
+    there: bytes of weight gradients of later stages, before a stage's backward begins; none where empty.
+    grown: bytes that weight gradients add to a stage's backward peak, some of its own with them; none where empty.
     """
 
     uf: Sequence[int]
@@ -48,10 +51,11 @@ class ChainTable:
     """Least times of all parts of a chain for all numbers of free slots.
 
     best[i][j - i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
-    outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
-    (slots + 1,); INF where it cannot be. slot: bytes of one. saving, hold: slots that stage i needs to run
-    forward and save, beside the gradients that lie there, and to run backward. lying: slots of the gradients
-    that lie there until stage j's backward, of its output and of weights.
+        outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
+        (slots + 1,); INF where it cannot be.
+    slot: bytes of one.
+    saving, hold: slots that stage i needs to run forward and save, beside the resident gradients, and to run backward.
+    lying: slots of the gradients that are resident until stage j's backward, of its output and of weights.
     """
 
     costs: ChainCosts
@@ -134,10 +138,10 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
     from there, then before there. Time O(L^3 slots), one vector operation over k and slots together.
     Cutting just before the loss never pays: the plan for what lies before it, with the loss at its turning
     point, does the same without the first forward. So such cuts are left out.
-    Departs: what a saving stage needs is checked beside the gradient that lies there while it runs forward,
+    Departs: what a saving stage needs is checked beside the gradient that is resident while it runs forward,
     none before the loss, where the paper's code counts that of its own output; `turn` is `uf` in the paper.
-    Weight gradients, of which it knows none, lie beside stages i … j from those behind j on: as much
-    whatever runs when, so a constant of each part's end, and no more states.
+    Weight gradients, which the paper lacks, are resident beside stages i … j from those behind j on: as many bytes
+    in any order, so a constant of each part's end, and no more states.
     """
     count = len(costs)
     slot, (x, xbar, of, of_saving, ob, there, grown) = slots_for(costs, budget, slots)

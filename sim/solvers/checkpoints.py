@@ -1,4 +1,4 @@
-"""Regions that run again before their backward, as checkpoints of PyTorch do, and what those hold meanwhile."""
+"""Regions that are recomputed before their backward, as PyTorch's checkpoints do, and what those hold meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from sim.trace.tensor import ROLE_CODE
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Ops of a region that run again before the anchor. start: the first of its own backward ops."""
+    """Ops of a region that are recomputed before the anchor.
+
+    start: the first of the region's own backward ops.
+    """
 
     region: Region
     start: int
@@ -35,20 +38,22 @@ def region_reruns(
     keep: Collection[int] = (),
     before: str = "result",
 ) -> list[Rerun]:
-    """Run each region again just before its backward.
+    """Recompute each region just before its backward.
 
-    What enters a region stays, and so does its border: what only other regions read. What the region's backward
-    only lets go of (autograd saved it for its shape alone) it wants as if it read it. early_stop: run again only what
-    the region's backward needs, so that nothing runs for the border alone; else the whole region. skip_last:
-    leave alone a region whose backward begins before any later region's forward. keep: ops that are not run again,
-    so that their results stay; as do those of ops that can't run again. A region of which nothing would go is not
-    run again. before: the region's first backward op that reads what it makes ("result"), that reads anything that
-    autograd saved, weights included ("saved"), or the first of all ("start").
+    What enters a region stays, and so do results that only other regions read. A tensor that the region's backward
+    only releases (autograd saved it for its shape alone) counts as read there. Ops that can't be recomputed keep their
+    results. A region of which nothing would be dropped is not recomputed.
+
+    early_stop: recompute only what the region's backward needs; else the whole region.
+    skip_last: do not recompute a region whose backward begins before any later region's forward.
+    keep: ops that are not recomputed, so that their results stay.
+    before: recompute before the region's first backward op that reads a result of the region ("result"), that reads
+        anything that autograd saved, weights included ("saved"), or the first of all ("start").
     """
     kept = set(keep)
     next_on: dict[int, int] = {}  # per device the first op of the region that follows
-    found: list[Rerun] = []
-    for region in sorted(regions, key=lambda one: one.forward[0], reverse=True):
+    reruns: list[Rerun] = []
+    for region in sorted(regions, key=lambda region: region.forward[0], reverse=True):
         device = index.device[region.forward[0]]
         first, last, wanted, stays = _inside(index, region, kept)
         follower = next_on.get(device, len(index.reads))
@@ -61,16 +66,16 @@ def region_reruns(
         ops = [op for op in region.forward if op not in kept]
         possible = index.can_run_together(ops, anchor)
         if early_stop or len(possible) < len(ops):
-            # an op that is kept is passed on the way, and what it reads is there again for it
+            # a kept op is not recomputed, but its inputs are
             passed = {t for op in region.forward if op in kept and op <= last for t in index.reads[op]}
             there = {t for t in stays if index.overwritten_at[t] >= anchor}
             possible = backward_slice(index, possible, (wanted | passed) - there, there)
-        found.append(Rerun(region, own[0], anchor, possible))
-    return found[::-1]
+        reruns.append(Rerun(region, own[0], anchor, possible))
+    return reruns[::-1]
 
 
 def by_anchor(reruns: Iterable[Rerun]) -> dict[int, list[int]]:
-    """Reruns of regions for `runs`."""
+    """Reruns of regions as `schedule_of` takes them."""
     anchored: dict[int, list[int]] = {}
     for rerun in reruns:
         anchored.setdefault(rerun.anchor, []).extend(rerun.ops)
@@ -80,20 +85,20 @@ def by_anchor(reruns: Iterable[Rerun]) -> dict[int, list[int]]:
 def rerun_regions(
     index: TraceIndex, regions: Sequence[Region], *, early_stop: bool = True, skip_last: bool = False
 ) -> dict[int, list[int]]:
-    """Run each region again just before its first backward op that reads what it makes (`region_reruns`)."""
+    """Recompute each region just before its first backward op that reads a result of it (`region_reruns`)."""
     return by_anchor(region_reruns(index, regions, early_stop=early_stop, skip_last=skip_last))
 
 
 def _inside(index: TraceIndex, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
-    """What of a region its backward wants.
+    """What of a region its backward needs.
 
-    The first op that does (-1 for none), the last of the region's ops whose results it wants, those results that are
-    not kept by name, and what stays.
+    Returns the first op that does (-1 for none), the last of the region's ops whose results it needs, those results
+    that are not kept by name, and the tensors that stay.
     """
     inside, undoing, outputs = set(region.forward), region.backward, set(index.trace.outputs)
     released = index.released
     begin = last = -1
-    goes = False
+    drops = False
     wanted, stays = set(), set()
     for op in region.forward:
         for t in index.writes[op]:
@@ -107,16 +112,16 @@ def _inside(index: TraceIndex, region: Region, kept: Collection[int]) -> tuple[i
             elif first < len(index.reads):
                 wanted.add(t)
                 begin = first if begin < 0 else min(begin, first)
-                goes = goes or not leaves
+                drops = drops or not leaves
             elif leaves:
                 stays.add(t)
             if first < len(index.reads):
                 last = op
-    return begin if goes else -1, last, wanted, stays
+    return begin if drops else -1, last, wanted, stays
 
 
 def _up_to(index: TraceIndex, region: Region, first: int) -> list[int]:
-    """The region's backward ops up to one of them that make, or read, too, the gradients that lead to it.
+    """The region's backward ops up to one of them that produce, or also read, the gradients that lead to it.
 
     A layer's backward ops are those of all its microbatches; their gradients meet in those of weights alone.
     """
@@ -131,14 +136,14 @@ def _up_to(index: TraceIndex, region: Region, first: int) -> list[int]:
 
 def is_passing(index: TraceIndex, t: int) -> bool:
     """Whether a tensor is a gradient that backward passes on, and not one of a weight."""
-    maker = index.producer[t]
-    return maker >= 0 and index.phase[maker] == BACKWARD and index.role[t] != ROLE_CODE["gradient"]
+    producer = index.producer[t]
+    return producer >= 0 and index.phase[producer] == BACKWARD and index.role[t] != ROLE_CODE["gradient"]
 
 
 def is_saved(index: TraceIndex, t: int) -> bool:
-    """Whether backward has a tensor because autograd saved it: what forward made, a weight, an input."""
-    maker = index.producer[t]
-    return index.phase[maker] == FORWARD if maker >= 0 else index.role[t] != ROLE_CODE["gradient"]
+    """Whether backward has a tensor because autograd saved it: a forward result, a weight, an input."""
+    producer = index.producer[t]
+    return index.phase[producer] == FORWARD if producer >= 0 else index.role[t] != ROLE_CODE["gradient"]
 
 
 def _reads_saved(index: TraceIndex, op: int) -> bool:
@@ -149,7 +154,7 @@ def _reads_saved(index: TraceIndex, op: int) -> bool:
 
 
 def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]:
-    """Copies of weights that a region makes, and the last forward op before the next backward: for `runs`' `hold`.
+    """Copies of weights that a region makes, and the last forward op before the next backward, to be held until then.
 
     PyTorch's autocast casts each weight once and keeps the copy until its context is left, which is after
     the forward pass and the loss.
@@ -179,8 +184,11 @@ def _casts_weights(index: TraceIndex, op: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Tensors that checkpoints hold up to the end of an op. until: what the program lets go of then; drops: what is
-    dropped then, for `runs`' `hold`, because it is made again later."""
+    """Tensors that checkpoints hold up to the end of an op.
+
+    until: per tensor the op at whose end the program releases it.
+    drops: per tensor the op after which it is dropped, because it is recomputed later; for `schedule_of`'s `hold`.
+    """
 
     until: Mapping[int, int]
     drops: Mapping[int, int]
@@ -189,10 +197,10 @@ class Held:
 def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = False) -> Held:
     """What the checkpoints round regions hold beside what autograd saves.
 
-    PyTorch's non-reentrant checkpoint holds the arguments of its function (what enters, but for weights and copies of
-    them) until the region's last backward node that saved something has run. The reentrant one runs a backward pass
-    inside of the outer one: until it has ended its arguments, its results, made again, and their gradients are local
-    variables there.
+    PyTorch's non-reentrant checkpoint holds the arguments of its function (the region's inputs, except weights and
+    copies of them) until the region's last backward node that saved something has run. The reentrant one runs a
+    backward pass inside the outer one: until that has ended, its arguments, its recomputed results and their
+    gradients are local variables there.
     """
     anchor_of = {t: rerun.anchor for rerun in reruns for op in rerun.ops for t in index.writes[op]}
     starts = sorted(rerun.start for rerun in reruns)

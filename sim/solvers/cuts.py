@@ -1,4 +1,4 @@
-"""What a trace saves from forward to backward, by the rules of a compiler's partitioner, and what then runs again."""
+"""What a trace saves from forward to backward, by the rules of a compiler's partitioner, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -43,41 +43,45 @@ class Joint:
         }
 
     def reruns(self, chosen: Collection[int]) -> dict[int, list[int]]:
-        """Run each chosen op once, just before the first backward op that needs it; the result is for `runs`."""
+        """Recompute each chosen op once, just before the first backward op that needs it, for `schedule_of`."""
         index, ran, left = self.index, set[int](), set(chosen)
         found: dict[int, list[int]] = {}
         for op in self.backward:
             stack = [index.producer[t] for t in index.reads[op]]
             needed: set[int] = set()
             while stack:
-                maker = stack.pop()
-                if maker in left and maker not in ran and maker not in needed:
-                    needed.add(maker)
-                    stack += [index.producer[t] for t in index.reads[maker]]
+                producer = stack.pop()
+                if producer in left and producer not in ran and producer not in needed:
+                    needed.add(producer)
+                    stack += [index.producer[t] for t in index.reads[producer]]
             if needed:
                 found[op] = sorted(needed)
                 ran |= needed
         return found
 
     def from_saved(self, saved: Collection[int]) -> Saved:
-        """What backward reads of the saved tensors, and the ops that make the rest of what it needs."""
+        """What backward reads of the saved tensors, and the ops that produce the rest of what it needs."""
         kept, reruns = set[int](), set[int]()
         stack = list(self.wanted)
         while stack:
             t = stack.pop()
-            maker = self.index.producer[t]
-            if maker < 0 or t in saved:
+            producer = self.index.producer[t]
+            if producer < 0 or t in saved:
                 kept.add(t)
-            elif maker not in reruns:
-                reruns.add(maker)
-                stack += self.index.reads[maker]
+            elif producer not in reruns:
+                reruns.add(producer)
+                stack += self.index.reads[producer]
         return Saved(kept, reruns, sum(self.index.size[t] for t in kept if self.index.producer[t] >= 0))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """kept: the tensors that stay from forward to backward; again: the ops that run again there; bytes: of those kept
-    that an op makes."""
+    """What backward finds saved.
+
+    kept: the tensors that stay from forward to backward.
+    reruns: the ops that are recomputed in backward.
+    bytes: of the kept tensors that an op produces.
+    """
 
     kept: Collection[int]
     reruns: Collection[int]
@@ -117,7 +121,7 @@ class Cuts:
         self.eager |= {t for op in joint.backward if op not in undoing for t in index.reads[op]}
 
     def saved(self, budget: float = 1.0, knapsack: str = "dp") -> Saved:
-        """What stays and what runs again for a memory budget of 0 to 1."""
+        """What stays and what is recomputed for a memory budget of 0 to 1."""
         kept = set(self.eager)
         for graph, partitioner in zip(self.graphs, self.partitioners, strict=True):
             kept.update(graph.nodes[i].tensor for i in partitioner.saved(budget, PICKERS[knapsack]))

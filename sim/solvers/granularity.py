@@ -1,4 +1,4 @@
-"""How finely a solver looks at a trace: op by op, or in runs of ops of one stage or layer."""
+"""How finely a solver looks at a trace: op by op, or in groups of ops of one stage or layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GRANULARITIES = ("op", "stage")
 
 
 def by_op(problem: Problem, index: TraceIndex, policy: str) -> Nodes:
-    """One node an op."""
+    """One node per op."""
     return nodes_of(problem, index, [[op] for op in range(body(problem, policy))])
 
 
 def by_stage(problem: Problem, index: TraceIndex, policy: str, most: int) -> Nodes:
-    """At most `most` nodes: runs of ops of the same stages of the chain, or of the same layers where it is none.
+    """At most `most` nodes: groups of ops of the same stages of the chain, or of the same layers without a chain.
 
-    Raises PolicyError where the trace has too many phases, or too few layers, to be divided so.
+    Raises PolicyError where the trace has too many phases, or too few layers, for so few nodes.
     """
     count = body(problem, policy)
     stage_of = _stages(problem, policy, count)
@@ -39,13 +39,13 @@ def _stages(problem: Problem, policy: str, count: int) -> list[int]:
         line = chain_of(problem, policy)
     except PolicyError:
         layer: list[int] = problem.trace.op_columns.layer.tolist()
-        return [one + 1 for one in layer[:count]]
-    found = [0] * count
+        return [index + 1 for index in layer[:count]]
+    stage_of = [0] * count
     for i, stage in enumerate(line.stages):
         for op in (*stage.forward, *stage.backward):
             if op < count:
-                found[op] = i
-    return found
+                stage_of[op] = i
+    return stage_of
 
 
 def _parts(problem: Problem, stage_of: list[int], width: int) -> list[list[int]]:

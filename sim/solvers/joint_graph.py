@@ -30,11 +30,20 @@ NEVER_NEEDED = 10**9
 class Node:
     """A value: a tensor, or all results of an op of several.
 
-    op: the op that makes it, -1 for what enters the graph. tensor: the tensor, -1 for several results. size: bytes,
-    for several results in all. arguments: the nodes it is made from. users: those made from it, and `OUTSIDE`.
-    allowed: cheap to recompute. fusible: may be one kernel with a fusible producer or user. joins: a concatenation,
-    into which any producer fuses. view: costs nothing. part: one of several results of a node. fixed: may never be
-    recomputed. static: lies there anyway (a weight). runtime: what to recompute it costs, in any unit.
+    op: the op that produces it, -1 for a value that enters the graph.
+    tensor: the tensor, -1 for several results.
+    size: bytes, for several results in all.
+    arguments: the nodes it is computed from.
+    allowed: cheap to recompute.
+    fusible: may be one kernel with a fusible producer or user.
+    intensive: compute-intensive.
+    random: draws random numbers.
+    view: costs nothing.
+    joins: a concatenation, into which any producer fuses.
+    part: one of several results of a node.
+    fixed: may never be recomputed.
+    static: resident anyway (a weight).
+    runtime: what to recompute it costs, in any unit.
     """
 
     op: int
@@ -60,8 +69,11 @@ class Node:
 
 @dataclass(eq=False)
 class JointGraph:
-    """Nodes in program order. backward: whether a node depends on the gradient that enters; leaves: whether it is a
-    result of the forward pass, or what the backward pass returns."""
+    """Nodes in program order.
+
+    backward: whether a node depends on the gradient that enters.
+    leaves: whether it is a result of the forward pass, or of what the backward pass returns.
+    """
 
     nodes: Sequence[Node]
     backward: Sequence[bool]
@@ -157,8 +169,8 @@ class _Builder:
 
     def _enter(self, t: int, backward: Collection[int]) -> None:
         """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
-        role, maker = self.trace.tensor_columns.role[t], self.index.producer[t]
-        gradient = role == ROLE_CODE["gradient"] or (maker >= 0 and self.columns.phase[maker] == BACKWARD)
+        role, producer = self.trace.tensor_columns.role[t], self.index.producer[t]
+        gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and self.columns.phase[producer] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
         self.nodes.append(Node(-1, t, self.index.size[t], static=bool(role in PERSISTENT)))

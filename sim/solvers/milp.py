@@ -1,10 +1,10 @@
-"""Which values to keep and which nodes to run again, as a mixed-integer program; HiGHS solves it through SciPy.
+"""Which values to keep and which nodes to recompute, as a mixed-integer program; HiGHS solves it through SciPy.
 
-The stages are Checkmate's (Jain et al., MLSys 2020): in stage t run[t, i] says that node i runs again, keep[t, v]
-that value v lies there when the stage starts. Where Checkmate frees a value with a binary FREE[t, (i, k)] and a
-row that divides by how many reasons there are to keep it, here a value lies there after reader k as much as the
-largest of those reasons says: lies >= run[t, j] of each later reader j, lies >= keep[t + 1, v]. A value is freed
-only behind a reader that runs, which the row FREE[t, (i, k)] <= R[t, k] says there. For whole numbers both say
+The stages are Checkmate's (Jain et al., MLSys 2020): in stage t run[t, i] says that node i is recomputed, keep[t, v]
+that value v is resident when the stage starts. Where Checkmate frees a value with a binary FREE[t, (i, k)] and a
+row that divides by how many reasons there are to keep it, here a value is resident after reader k as much as the
+largest of those reasons says: resident >= run[t, j] of each later reader j, resident >= keep[t + 1, v]. A value is
+freed only behind a reader that runs, which the row FREE[t, (i, k)] <= R[t, k] says there. For whole numbers both say
 the same; relaxed, this bound is never lower and mostly much higher, and it needs no binaries for freeing.
 """
 
@@ -28,7 +28,12 @@ TIES = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """The linear relaxation's answer. keep: (stage, value) -> 0 … 1; bound: least ns of reruns; room: least bytes."""
+    """The linear relaxation's answer.
+
+    keep: (stage, value) -> 0 … 1.
+    bound: least ns of recomputation.
+    room: least bytes.
+    """
 
     keep: Mapping[tuple[int, int], float]
     bound: int
@@ -36,13 +41,15 @@ class Relaxed:
 
 
 class Program:
-    """Columns and rows for some nodes and `room` bytes beyond what lies there throughout; None: as few as do.
+    """Columns and rows for some nodes.
 
     Costs get up to 1 % more at random, always the same: a chain of equal nodes has very many equal optima,
     among which a search gets lost. Bounds are for costs without that.
-    saved: (stage, bytes) at whose start no more than that may lie there.
-    at_most: ns of reruns of a plan that is known; dearer ones are left out. It also caps what is added to
-    costs, so that a dearer plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
+
+    room: bytes beyond what is resident throughout; None minimises them.
+    at_most: ns of recomputation of a known plan; more expensive plans are excluded. It also caps what is added to
+        costs, so that a more expensive plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
+    saved: (stage, bytes): at most so many bytes may be resident at the start of that stage.
     """
 
     def __init__(
@@ -58,14 +65,14 @@ class Program:
         self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._least: list[float] = []
         self._most: list[float] = []
-        unit = math.gcd(*(value.size for value in nodes.values), *nodes.makes, *nodes.makes_again) or 1
-        largest = sum(value.size for value in nodes.values) + max(nodes.makes, default=0) if room is None else room
+        unit = math.gcd(*(value.size for value in nodes.values), *nodes.run_bytes, *nodes.rerun_bytes) or 1
+        largest = sum(value.size for value in nodes.values) + max(nodes.run_bytes, default=0) if room is None else room
         whole_room = largest // unit
         scale = 1.0 if whole_room <= WIDE else WIDE / whole_room
         self._byte = scale / unit
         self._size = [value.size // unit * scale for value in nodes.values]
-        self._makes = [bytes // unit * scale for bytes in nodes.makes]
-        self._makes_again = [bytes // unit * scale for bytes in nodes.makes_again]
+        self._run_bytes = [bytes // unit * scale for bytes in nodes.run_bytes]
+        self._rerun_bytes = [bytes // unit * scale for bytes in nodes.rerun_bytes]
         self._room = whole_room * scale
         again, there = nodes.useful
         prices = [nodes.cost[i] for stage in again for i in stage]
@@ -113,15 +120,15 @@ class Program:
         for t, stage in enumerate(again):
             for i in stage:
                 price = n.cost[i] / self.price_unit * (1 + self.ties * float(draw.random()))
-                # where few bytes are sought, time only tells equals apart
+                # where bytes are minimised, time only breaks ties
                 self.run[t, i] = self._column(cost=price * weight, whole=True)
             self.run[t, t] = always
 
     def _stage(self, t: int, steps: Sequence[int], now: Sequence[int], then: Sequence[int]) -> None:
-        """What must be there when nodes run, and how much lies there at each step."""
+        """What must be resident when nodes run, and how much is resident at each step."""
         inside = set(steps)
         change: dict[int, Terms] = {-1: [], **{k: [] for k in steps}}
-        for v in sorted({*now, *then, *(v for k in steps for v in self.nodes.made_by[k])}):
+        for v in sorted({*now, *then, *(v for k in steps for v in self.nodes.produced_by[k])}):
             before: Terms = []
             for after, lies in self._value(t, v, inside):
                 change[after] += [(c, f * self._size[v]) for c, f in lies]
@@ -130,40 +137,40 @@ class Program:
         previous, held_before = -1, -1
         for k in steps:
             held = self._column(high=self._room)
-            makes = (self.run[t, k], self._makes[k] if k == t else self._makes_again[k])
+            run_bytes = (self.run[t, k], self._run_bytes[k] if k == t else self._rerun_bytes[k])
             last = [(held_before, -1.0)] if previous >= 0 else []
             self._row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
             if self._least_room < 0:
-                self._row([(held, 1.0), makes], most=self._room)
+                self._row([(held, 1.0), run_bytes], most=self._room)
             else:
-                self._row([(held, 1.0), makes, (self._least_room, -1.0)], most=0.0)
+                self._row([(held, 1.0), run_bytes, (self._least_room, -1.0)], most=0.0)
             previous, held_before = k, held
 
     def _value(self, t: int, v: int, inside: set[int]) -> list[tuple[int, Terms]]:
-        """Rows of one value in one stage; returns after which node (-1: the start) how much of it lies there."""
+        """Rows of one value in one stage; returns after which node (-1: the start) how much of it is resident."""
         value = self.nodes.values[v]
-        readers = [k for k in value.readers if k in inside and not k == t == value.maker]
+        readers = [k for k in value.readers if k in inside and not k == t == value.producer]
         kept, then = self.keep.get((t, v)), self.keep.get((t + 1, v))
-        made = self.run[t, value.maker] if value.maker in inside and value.comes_from(t) else None
+        made = self.run[t, value.producer] if value.producer in inside and value.produced_in(t) else None
         is_held = kept is not None and t <= value.held_until
         has = [(c, 1.0) for c in (kept, made) if c is not None]
         uses = [self.run[t, k] for k in readers]
         for use in [*uses, *([] if then is None else [then])]:
             self._row([*has, (use, -1.0)], least=0.0)
         if kept is not None and not is_held:
-            if made is not None:  # what is made again need not have lain there
+            if made is not None:  # what is recomputed need not have been resident
                 self._row(has, most=1.0)
             # nor what is neither read in this stage nor kept for the next
             self._row([(kept, -1.0), *((c, 1.0) for c in uses), *([] if then is None else [(then, 1.0)])], least=0.0)
         if is_held:
             has, made = [(kept, 1.0)], None  # type: ignore[list-item]
-        alone = len(self.nodes.made_by[value.maker]) == 1
-        left = self._reasons(uses, then, first=made is not None and not alone and value.maker != t)
+        alone = len(self.nodes.produced_by[value.producer]) == 1
+        left = self._reasons(uses, then, first=made is not None and not alone and value.producer != t)
         lies: list[tuple[int, Terms]] = []
         if kept is not None:
             lies.append((-1, [(kept, 1.0)]))
         if made is not None:
-            lies.append((value.maker, (left[0] or has) if readers else left[0]))
+            lies.append((value.producer, (left[0] or has) if readers else left[0]))
         elif kept is not None:
             lies[0] = (-1, has)
         lies += [(k, left[i + 1]) for i, k in enumerate(readers)]
@@ -172,7 +179,7 @@ class Program:
     def _reasons(self, uses: Sequence[int], then: int | None, *, first: bool) -> list[Terms]:
         """Before each use, and behind the last, how far later uses or the next stage need a value.
 
-        The entry before the first use is empty unless asked for: there all that was made or kept lies.
+        The entry before the first use is empty unless asked for: all that was produced or kept is resident there.
         """
         always = self.run[0, 0]
         follow = then
@@ -208,9 +215,9 @@ class Program:
             options=options,
         )
 
-    def _bound(self, found: float) -> int:
+    def _bound(self, objective: float) -> int:
         """The least ns that a solver's bound allows, without what was added to tell equals apart."""
-        units = found / (1 + self.ties)
+        units = objective / (1 + self.ties)
         if self.whole_prices:
             return math.ceil(units - 1e-6) * round(self.price_unit)
         return math.ceil(units * (1 - 1e-6) * self.price_unit)
@@ -219,29 +226,29 @@ class Program:
         """The linear relaxation, None where it has no solution. Its time is limited by nothing."""
         if self._room < 0:
             return None
-        found = self._solve(relaxed=True)
-        if found.x is None:
+        solution = self._solve(relaxed=True)
+        if solution.x is None:
             return None
-        keep = {key: float(found.x[c]) for key, c in self.keep.items()}
+        keep = {key: float(solution.x[c]) for key, c in self.keep.items()}
         if self._least_room < 0:
-            return Relaxed(keep, self._bound(max(0.0, found.fun)), 0)
-        return Relaxed(keep, 0, math.ceil((found.x[self._least_room] - 1e-3) / self._byte))
+            return Relaxed(keep, self._bound(max(0.0, solution.fun)), 0)
+        return Relaxed(keep, 0, math.ceil((solution.x[self._least_room] - 1e-3) / self._byte))
 
     def minimise(self, *, node_limit: int, time_limit: float) -> Answer:
         """Branch and bound, up to a number of nodes and of seconds. A limited answer is never `optimal`."""
         if self._room < 0:
             return Answer("infeasible")
-        found = self._solve(relaxed=False, node_limit=node_limit, time_limit=time_limit)
-        if found.status == 2:
+        solution = self._solve(relaxed=False, node_limit=node_limit, time_limit=time_limit)
+        if solution.status == 2:
             return Answer("infeasible")
-        limit = "" if found.status == 0 else "time" if found.status == 1 else "nodes"
-        low = found.mip_dual_bound
+        limit = "" if solution.status == 0 else "time" if solution.status == 1 else "nodes"
+        low = solution.mip_dual_bound
         bound = self._bound(max(0.0, low)) if low is not None and math.isfinite(low) else 0
-        if found.x is None:
+        if solution.x is None:
             return Answer("unknown", bound, limit=limit)
         stages: list[list[int]] = [[] for _ in range(len(self.nodes))]
         for (t, i), c in sorted(self.run.items()):
-            if i < t and found.x[c] > 0.5:
+            if i < t and solution.x[c] > 0.5:
                 stages[t].append(i)
         return Answer("feasible" if limit else "optimal", bound, stages, limit)
 

@@ -1,8 +1,8 @@
-"""A trace as solvers see it: nodes that run in order, values that lie between them, and what may run again.
+"""A trace as solvers see it: nodes that run in order, values that pass between them, and what may be recomputed.
 
-A node is one op, or several that follow each other and run again together; a value is what a node makes
-and a later one reads. Stage t of a plan runs some earlier nodes again, in order and each at most once,
-and then node t for the first time. Weights, inputs and the ops of the update are outside: a constant.
+A node is one op, or several consecutive ops that are recomputed together; a value is what a node produces
+and a later one reads. Stage t of a plan recomputes some earlier nodes, in order and each at most once,
+and then runs node t for the first time. Weights, inputs and the ops of the update are outside: a constant.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from sim.trace.tensor import ROLE_CODE
 
 @dataclass(frozen=True, slots=True)
 class NodeValue:
-    """Tensors that one node makes, that the same nodes read, and that come and go together.
+    """Tensors that one node produces, that the same nodes read, and that are live together.
 
-    size: bytes. maker: node. readers: nodes, rising; the maker itself where its reruns read what it made once.
-    end: whether it must lie there after the last node.
-    held_until: the last stage at whose start it must lie there, at least -1: a plan may not drop it.
-    gone: the node that overwrites it, or the number of nodes. fresh: whether it needs new bytes.
-    once: whether only the maker's first run makes it, and no rerun.
+    size: bytes.
+    producer: node.
+    readers: nodes, rising; the producer itself where its reruns read what it produced once.
+    end: whether it must be resident after the last node.
+    held_until: the last stage at whose start it must be resident, at least -1: a plan may not drop it.
+    gone: the node that overwrites it, or the number of nodes.
+    fresh: whether it needs new bytes.
+    once: whether only the producer's first run produces it, not its reruns.
     """
 
     size: int
-    maker: int
+    producer: int
     readers: tuple[int, ...]
     end: bool
     held_until: int
@@ -40,28 +43,32 @@ class NodeValue:
     fresh: bool = True
     once: bool = False
 
-    def comes_from(self, stage: int) -> bool:
-        """Whether a run of its maker in a stage makes it."""
-        return not self.once or stage == self.maker
+    def produced_in(self, stage: int) -> bool:
+        """Whether a run of its producer in a stage produces it."""
+        return not self.once or stage == self.producer
 
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """What has to be run. Times in ns, sizes in bytes.
+    """The nodes to schedule and their values. Times in ns, sizes in bytes.
 
-    members: per node its ops. repeats: per node those that a rerun runs, in order: without what can't be recomputed.
-    cost: per node, of a rerun. makes: per node the bytes it takes while it runs, beyond what lay there before: results
-    and workspace; makes_again: the same for a rerun. last_again: per node the last stage in which it may run
-    again, at most itself for never. values: see `NodeValue`. outside: bytes that lie there throughout.
-    border: the first stage in which nodes may run again.
+    members: per node its ops.
+    repeats: per node the ops that a rerun runs, in order: without those that can't be recomputed.
+    cost: per node, of a rerun.
+    run_bytes: per node the bytes it takes while it runs, beyond what was resident before: results and workspace.
+    rerun_bytes: the same for a rerun.
+    last_rerun: per node the last stage in which it may be recomputed, at most itself for never.
+    values: see `NodeValue`.
+    outside: bytes that are resident throughout.
+    border: the first stage in which nodes may be recomputed.
     """
 
     members: Sequence[Sequence[int]]
     repeats: Sequence[Sequence[int]]
     cost: Sequence[int]
-    makes: Sequence[int]
-    makes_again: Sequence[int]
-    last_again: Sequence[int]
+    run_bytes: Sequence[int]
+    rerun_bytes: Sequence[int]
+    last_rerun: Sequence[int]
     values: Sequence[NodeValue]
     outside: int
     border: int = 0
@@ -70,27 +77,27 @@ class Nodes:
         return len(self.members)
 
     @cached_property
-    def made_by(self) -> list[list[int]]:
-        """Per node the values that it makes."""
-        found: list[list[int]] = [[] for _ in self.members]
+    def produced_by(self) -> list[list[int]]:
+        """Per node the values that it produces."""
+        produced: list[list[int]] = [[] for _ in self.members]
         for v, value in enumerate(self.values):
-            found[value.maker].append(v)
-        return found
+            produced[value.producer].append(v)
+        return produced
 
     @cached_property
     def read_by(self) -> list[list[int]]:
         """Per node the values that it reads."""
-        found: list[list[int]] = [[] for _ in self.members]
+        read: list[list[int]] = [[] for _ in self.members]
         for v, value in enumerate(self.values):
             for reader in value.readers:
-                found[reader].append(v)
-        return found
+                read[reader].append(v)
+        return read
 
     @cached_property
     def useful(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Per stage the earlier nodes that it may be worth running again, and the values worth having at its start.
+        """Per stage the earlier nodes that may be worth recomputing, and the values worth having resident at its start.
 
-        The second list has one more entry: what must lie there at the end.
+        The second list has one more entry: the values that must be resident after the last stage.
         """
         count = len(self)
         wanted = [value.end for value in self.values]
@@ -100,15 +107,15 @@ class Nodes:
         for t in reversed(range(count)):
             reruns = {t}
             for i in reversed(range(t)):
-                if self.border <= t <= self.last_again[i] and any(
+                if self.border <= t <= self.last_rerun[i] and any(
                     t > self.values[v].held_until
                     and not self.values[v].once
                     and (wanted[v] or not reruns.isdisjoint(self.values[v].readers))
-                    for v in self.made_by[i]
+                    for v in self.produced_by[i]
                 ):
                     reruns.add(i)
             for v, value in enumerate(self.values):
-                wanted[v] = value.maker < t <= value.gone and (
+                wanted[v] = value.producer < t <= value.gone and (
                     wanted[v] or t <= value.held_until or not reruns.isdisjoint(value.readers)
                 )
             runs[t] = sorted(reruns - {t})
@@ -116,7 +123,7 @@ class Nodes:
         return runs, there
 
     def reruns(self, stages: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Which ops run again before which, for `sim.solvers.schedule.schedule_of`, given the nodes of each stage."""
+        """Per op the ops that are recomputed before it, as `schedule_of` takes them, given the nodes of each stage."""
         return {
             self.members[t][0]: [op for node in nodes for op in self.repeats[node]]
             for t, nodes in enumerate(stages)
@@ -142,8 +149,8 @@ def body(problem: Problem, policy: str) -> int:
 def counts_all(index: TraceIndex, ops: int) -> bool:
     """Whether nodes of one op each count memory as the engine does, among the first so many ops.
 
-    Not where the program holds a tensor beyond its last reader, nor where the storage of an input goes before the
-    end, because what overwrote it is neither an output nor read later.
+    They do not where the program holds a tensor beyond its last reader, nor where the storage of an input is freed
+    before the end, because what overwrote it is neither an output nor read later.
     """
     trace = index.trace
     held = ((trace.released >= 0) & (trace.released > trace.last_use)).any()
@@ -156,7 +163,7 @@ def counts_all(index: TraceIndex, ops: int) -> bool:
 
 
 def _in_place_of_inputs(index: TraceIndex) -> set[int]:
-    """Tensors that an op made in the storage of one that nothing produces."""
+    """Tensors that an op wrote in the storage of one without a producer."""
     found: set[int] = set()
     for t in sorted(index.overwritten, key=lambda t: index.producer[t]):
         if index.producer[t] < 0 or t in found:
@@ -167,14 +174,17 @@ def _in_place_of_inputs(index: TraceIndex) -> set[int]:
 def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
-    What makes a weight gradient runs once, and a weight gradient stays until it is read or to the end. So does an op
-    that nothing can recompute once its part has ended, such as one that overwrites an input; the rest of its part may
-    run again without it. What overwrites an input counts as the input does: it lies there throughout.
+    An op that produces a weight gradient runs once, and the gradient stays until it is read or to the end. An op
+    that nothing can recompute once its part has ended, such as one that overwrites an input, runs once, too; the rest
+    of its part may be recomputed without it. A tensor that overwrites an input counts as the input does: it is
+    resident throughout.
     Exact where each part is one op. Where it is more, all that leaves a part, and all that it reads, is
-    taken to lie there until the part ends, so that a plan may hold less than is reckoned here.
-    border: for a part of a trace, its forward and its backward: the node with which the backward begins. What
-    is made before that and read by others must lie there at its start, not at the end; nothing runs again
-    before it.
+    taken to be resident until the part ends, so that a plan may need less than is estimated here.
+
+    parts: the ops of each node.
+    border: for a part of a trace, its forward and its backward: the node with which the backward begins. Values
+        produced before it that other ops read must be resident at its start, not at the end; nothing is recomputed
+        before it.
     """
     trace = problem.trace
     ops = len(index.reads)
@@ -188,17 +198,17 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool, bool], int] = {}
     crossing: set[int] = set()
     overwritten = trace.replaced_by >= 0
-    for t, maker in enumerate(index.producer):
-        if maker < 0 or maker not in node_of or t in inputs:
+    for t, producer in enumerate(index.producer):
+        if producer < 0 or producer not in node_of or t in inputs:
             continue
         read = trace.readers(t)
-        at = node_of[maker]
-        once = maker in runs_once
+        at = node_of[producer]
+        once = producer in runs_once
         gone_by = index.overwritten_at[t] if overwritten[t] else ops
         gone = node_of.get(gone_by, count)
         users = [r for r in (*read, gone_by) if r in node_of]
         readers = {node_of[r] for r in users if r not in runs_once and (once or node_of[r] != at)}
-        at_first = {node_of[r] for r in users} - readers - {at}  # no rerun of them reads it
+        at_first = {node_of[r] for r in users} - readers - {at}  # their reruns do not read it
         wanted_outside = gone == count and any(r not in node_of for r in read)
         leaves = wanted_outside and at < border and t not in kept
         end = t in kept or (wanted_outside and not leaves)
@@ -214,24 +224,24 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
         key = (at, tuple(sorted(readers)), end, held, gone, index.replaces[t] < 0, once)
         grouped[key] = grouped.get(key, 0) + index.size[t]
     values = [
-        NodeValue(size, maker, readers, end, held, gone, fresh, once)
-        for (maker, readers, end, held, gone, fresh, once), size in sorted(grouped.items())
+        NodeValue(size, producer, readers, end, held, gone, fresh, once)
+        for (producer, readers, end, held, gone, fresh, once), size in sorted(grouped.items())
     ]
-    last_again = []
+    last_rerun = []
     for i, part in enumerate(repeats):
-        last = min(until[op] for op in part)  # an anchor may not lie behind it
+        last = min(until[op] for op in part)  # no anchor may follow it
         if any(role[t] == ROLE_CODE["gradient"] for op in part for t in index.writes[op]):
             last = 0
         stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
-        last_again.append(max(stages, default=i))
+        last_rerun.append(max(stages, default=i))
     there = trace.producer < 0
     return Nodes(
         members=parts,
         repeats=repeats,
         cost=[sum(problem.cost.op_ns(op) for op in part) for part in repeats],
-        makes=[taken(index, part, crossing) for part in parts],
-        makes_again=[taken(index, part, crossing) for part in repeats],
-        last_again=last_again,
+        run_bytes=[taken(index, part, crossing) for part in parts],
+        rerun_bytes=[taken(index, part, crossing) for part in repeats],
+        last_rerun=last_rerun,
         values=values,
         outside=int(trace.tensor_columns.bytes[there].sum()),
         border=border,
@@ -244,7 +254,7 @@ def _repeated(part: Sequence[int], until: Mapping[int, int], follower: int) -> l
 
 
 def taken(index: TraceIndex, part: Sequence[int], crossing: Collection[int]) -> int:
-    """The most bytes that a part takes while its ops run one by one and what leaves it stays."""
+    """The most bytes that a part takes while its ops run one by one and what leaves it stays resident."""
     last: Mapping[int, int] = {t: op for op in part for t in (*index.writes[op], *index.reads[op])}
     mine: set[int] = set()
     live = most = 0

@@ -47,10 +47,13 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a search came to. bound: ns of reruns.
+    """The outcome of a search.
 
     status: `optimal` (proven), `feasible` (stopped by `limit`), `infeasible` (proven), or `unknown` (stopped
-    before any plan was found). stages: per stage the nodes that run again. limit: `nodes`, `work` or `time`.
+        before any plan was found).
+    bound: ns of recomputation.
+    stages: per stage the nodes that are recomputed.
+    limit: `nodes`, `work` or `time`.
     """
 
     status: str
@@ -59,37 +62,40 @@ class Answer:
     limit: str = ""
 
 
-def rerun_ns(problem: Problem, found: Schedule) -> int:
-    """Nanoseconds of reruns of a plan."""
-    return sum(problem.cost.op_ns(op) for op, anchor in found.steps if anchor >= 0)
+def rerun_ns(problem: Problem, schedule: Schedule) -> int:
+    """Nanoseconds of recomputation of a plan."""
+    return sum(problem.cost.op_ns(op) for op, anchor in schedule.steps if anchor >= 0)
 
 
 def planned(
-    problem: Problem, found: Schedule, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
+    problem: Problem, schedule: Schedule, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
 ) -> Plan:
     """The plan, with notes: `status` (`optimal` or `feasible`), `rerun_ns`, `bound_ns`, `limit`, `time_limited`,
-    and `optimal_among`: what is proven of it says so of the plans that do this, "" where nothing is.
+    and `optimal_among`: the class of plans among which it is proven optimal, "" where nothing is proven.
 
-    bound: no plan of the same class has less rerun time, None where nothing is known. limit: which limit
-    ended the search, "" for none. plans: the class.
+    bound: no plan of the class recomputes for less time, None where nothing is known.
+    limit: which limit ended the search, "" for none.
+    plans: the class.
     """
     notes = {
         "status": status,
         "optimal_among": f"plans that {plans}" if status == "optimal" else "",
-        "rerun_ns": rerun_ns(problem, found),
+        "rerun_ns": rerun_ns(problem, schedule),
         "bound_ns": bound,
         "limit": limit,
         "time_limited": limit == "time",
     }
-    return Plan(problem.trace, found.actions(), notes=notes)
+    return Plan(problem.trace, schedule.actions(), notes=notes)
 
 
 def refused(
     problem: Problem, policy: str, least: Schedule | int, *, proven: bool, smallest: bool, plans: str = STAGED
 ) -> Infeasible:
-    """The error. proven: that no plan of the class fits. least: one that would in more, or the bytes that would do;
-    smallest: proven so for it.
+    """The error where nothing fits.
 
+    least: a plan that would fit in more, or the bytes that would do.
+    proven: no plan of the class fits.
+    smallest: proven that no plan of the class fits in less than `least`.
     plans: the class. Plans outside it may fit in less.
     """
     floor = least if isinstance(least, int) else least.peak()

@@ -1,4 +1,4 @@
-"""Regions of the forward that are run again together: layers, groups of layers, stages of a chain."""
+"""Regions of the forward that are recomputed together: layers, groups of layers, stages of a chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Forward ops of one device that are run again together, and the backward ops that undo them."""
+    """Forward ops of one device that are recomputed together, and the backward ops that undo them."""
 
     forward: tuple[int, ...]
     backward: Collection[int]
@@ -25,7 +25,7 @@ class Region:
 
 
 def layer_regions(index: TraceIndex, policy: str, every: int = 1) -> list[Region]:
-    """One region a run of forward ops of the same `every` layers, on each device and for each microbatch.
+    """One region per run of forward ops of the same `every` layers, on each device and for each microbatch.
 
     Raises PolicyError where no forward op has a layer.
     """
@@ -65,14 +65,14 @@ def _regions_of(
 
 
 def _separate(index: TraceIndex, ops: list[int]) -> list[list[int]]:
-    """A run of ops, cut where no result crosses: two microbatches of one layer may follow each other."""
+    """A run of ops, divided where no result crosses: two microbatches of one layer may follow each other."""
     at = {op: i for i, op in enumerate(ops)}
-    reach = list(range(len(ops)))  # per op the last one that reads a result of it or of one before
+    reach = list(range(len(ops)))  # per op the last one that reads a result of it or of an earlier one
     for i, op in enumerate(ops):
         for t in index.reads[op]:
-            maker = at.get(index.producer[t])
-            if maker is not None:
-                reach[maker] = max(reach[maker], i)
+            producer = at.get(index.producer[t])
+            if producer is not None:
+                reach[producer] = max(reach[producer], i)
     parts, start, furthest = [], 0, 0
     for i in range(len(ops)):
         furthest = max(furthest, reach[i])
@@ -86,7 +86,7 @@ def _separate(index: TraceIndex, ops: list[int]) -> list[list[int]]:
 
 
 def chain_of(problem: Problem, policy: str) -> Chain:
-    """The trace as a chain of two stages or more. Raises PolicyError where it is none, or of several devices."""
+    """The trace as a chain of two stages or more. Raises PolicyError where it is not one, or is on several devices."""
     trace = problem.trace
     if trace.devices > 1:
         raise PolicyError(f"policy {policy!r} needs a chain on one device; this trace has {trace.devices}")

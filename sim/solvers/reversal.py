@@ -87,10 +87,10 @@ def _forward(start: int, end: int) -> Iterator[tuple[str, int]]:
 def reruns_of(
     index: TraceIndex, schedule: ReversalSchedule, forward: Sequence[Sequence[int]], anchors: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Which ops run again before which, for `runs`, given each step's forward ops.
+    """Per op the ops that are recomputed before it, for `schedule_of`, given each step's forward ops.
 
     anchors: per step the op before which its backward begins, in falling order of steps; -1 for a step
-    without backward, before which nothing needs to be there.
+    without backward, which needs nothing resident.
     """
     ran: set[int] = set()
     waiting: list[int] = []

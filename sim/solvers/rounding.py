@@ -1,15 +1,15 @@
 """Two-phase rounding: from a fractional answer to plans with whole numbers.
 
 As Checkmate does it (Jain et al., MLSys 2020): first what is kept, by a threshold of one half or at random, each
-value with the chance that the relaxation gives it; then the fewest reruns for that. Because a rounded plan may
-hold more than the budget, the relaxation is solved for less, too. Departs: all thresholds that matter are tried, for
-several budgets down to the least that the relaxation allows, where the public code takes nine thresholds, and nine
+value with the probability that the relaxation gives it; then the least recomputation for that. Because a rounded plan
+may need more than the budget, the relaxation is solved for less, too. Departs: all thresholds that matter are tried,
+for several budgets down to the least that the relaxation allows, where the public code takes nine thresholds, and nine
 tenths of the budget alone.
 
-Each value of each stage is rounded by itself, as published, and near the smallest budget that costs much. There the
-relaxation keeps a part of nearly every value and runs a part of its maker, and the parts that are missing get smaller
+Each value of each stage is rounded independently, as published, and near the smallest budget that costs much. There the
+relaxation keeps a part of nearly every value and runs a part of its producer, and the missing parts get smaller
 from node to node. A threshold below those parts keeps more than fits; one above keeps nothing, so that each op of the
-backward starts again from far back. GPT-2 medium at 10 GB, by stage: the relaxation takes 36.4 % of the iteration, the
+backward recomputes from far back. GPT-2 medium at 10 GB, by stage: the relaxation takes 36.4 % of the iteration, the
 best whole plan 36.9 %; of the 38 plans that thresholds give the cheapest that fits takes 451.8 %, and 228.2 % with
 relaxations for less memory and random roundings.
 """
@@ -33,21 +33,23 @@ LOWEST = 0.8  # from this part of the budget on
 STEPS = 8  # towards the smallest budget
 
 Stages = Sequence[Sequence[int]]
-"""Per stage the nodes that run again."""
+"""Per stage the nodes that are recomputed."""
 
 
 def by_rounding(
     problem: Problem,
     index: TraceIndex,
     nodes: Nodes,
-    finish: Callable[[Schedule], Schedule] = lambda found: found,
+    finish: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     *,
     budgets: int = BUDGETS,
 ) -> tuple[Cheapest, int | None]:
-    """The cheapest plan by rounding that fits, and the bound on ns of reruns, None where nothing fits.
+    """The cheapest plan by rounding that fits, and the bound on ns of recomputation, None where nothing fits.
 
-    The relaxation is solved for less and less, as long as what its answer rounds to gets cheaper. finish: what
-    is done to a plan that fits before it is compared. budgets: for how many the relaxation is solved at most.
+    The relaxation is solved for less and less memory, as long as its roundings get cheaper.
+
+    finish: applied to a plan that fits before it is compared.
+    budgets: for how many budgets the relaxation is solved at most.
     """
     room = problem.budget - nodes.outside
     relaxed = Program(nodes, room).relax()
@@ -68,8 +70,8 @@ def by_rounding(
 class Cheapest:
     """The cheapest plan so far that fits, None where none did.
 
-    cost: ns of reruns of the cheapest before `finish`. reckoned: ns of reruns, of all nodes that it runs again whole:
-    the plan leaves out the ops of a node that nobody reads.
+    cost: ns of recomputation of the cheapest before `finish`.
+    reckoned: the same with all nodes recomputed whole: the plan leaves out ops of a node whose results are not read.
     """
 
     def __init__(
@@ -82,14 +84,14 @@ class Cheapest:
     def look(self, plans: Iterable[Stages]) -> None:
         """Take the cheapest of some plans that fits, if it is cheaper than the one so far."""
         for stages in plans:
-            found = schedule_of(self.index, self.nodes.reruns(stages), prune=True)
-            cost = rerun_ns(self.problem, found)
-            if cost >= self.cost or found.peak() > self.problem.budget:
+            schedule = schedule_of(self.index, self.nodes.reruns(stages), prune=True)
+            cost = rerun_ns(self.problem, schedule)
+            if cost >= self.cost or schedule.peak() > self.problem.budget:
                 continue
             self.cost, self.reckoned = cost, sum(self.nodes.cost[i] for stage in stages for i in stage)
-            found = self.finish(found)
-            if self.best is None or rerun_ns(self.problem, found) < rerun_ns(self.problem, self.best):
-                self.best = found
+            schedule = self.finish(schedule)
+            if self.best is None or rerun_ns(self.problem, schedule) < rerun_ns(self.problem, self.best):
+                self.best = schedule
 
 
 def tightest(index: TraceIndex, nodes: Nodes) -> tuple[Schedule, bool]:
@@ -116,11 +118,11 @@ def _least_peak(index: TraceIndex, nodes: Nodes, keep: Mapping[tuple[int, int], 
 
 
 def rounded(nodes: Nodes, keep: Mapping[tuple[int, int], float]) -> Iterator[list[list[int]]]:
-    """Plans (per stage the nodes that run again), one a threshold, the most that is kept last.
+    """Plans (per stage the nodes that are recomputed), one per threshold, the most that is kept last.
 
-    First what is kept: everything kept at least as far as the threshold; then the fewest reruns for that.
+    First what is kept: everything kept at least as far as the threshold; then the least recomputation for that.
     The thresholds are the values that occur in `keep`, thinned out evenly where they are many, one half, and more
-    than 1: there nothing is kept that need not be. A plan may hold more than the budget.
+    than 1: there nothing is kept that need not be. A plan may need more than the budget.
     """
     levels = sorted({round(level, 6) for level in keep.values() if level > 1e-6}, reverse=True)
     if len(levels) > FINEST:
@@ -149,17 +151,17 @@ def _different(nodes: Nodes, choices: Iterable[set[tuple[int, int]]]) -> Iterato
 
 
 def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[int]] | None:
-    """The fewest reruns that have the chosen (stage, value) lie there; None where they can't run.
+    """The fewest reruns with which the chosen (stage, value) are resident; None where they can't run.
 
-    In closed form: a node runs in a stage if something that it makes is kept for the next and was not kept
-    for this one, or if a node that runs there needs it. What it can't make again stays from its first run on.
+    In closed form: a node runs in a stage if a value that it produces is kept for the next and was not kept
+    for this one, or if a node that runs there needs it. A value that can't be recomputed stays from its first run on.
     """
     count = len(nodes)
     kept: list[set[int]] = [set() for _ in range(count + 1)]
     for t, v in chosen:
         kept[t].add(v)
     for v, value in enumerate(nodes.values):
-        for t in range(value.maker + 1, value.held_until + 1):
+        for t in range(value.producer + 1, value.held_until + 1):
             kept[t].add(v)
         if value.end:
             kept[count].add(v)
@@ -169,7 +171,7 @@ def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[
         if not all(_lies(nodes, kept, needed, t, v) for v in kept[t + 1] - kept[t]):
             return None
         for k in range(t, -1, -1):
-            reads = (v for v in nodes.read_by[k] if not k == t == nodes.values[v].maker)
+            reads = (v for v in nodes.read_by[k] if not k == t == nodes.values[v].producer)
             if k in needed and not all(_lies(nodes, kept, needed, t, v) for v in reads):
                 return None
         stages.append(sorted(needed - {t}))
@@ -177,13 +179,13 @@ def fewest_reruns(nodes: Nodes, chosen: Iterable[tuple[int, int]]) -> list[list[
 
 
 def _lies(nodes: Nodes, kept: Sequence[set[int]], needed: set[int], t: int, v: int) -> bool:
-    """Have a value lie there in a stage: kept, made again, or, where that can't be, kept from its first run on."""
+    """Have a value resident in a stage: kept, recomputed or, where that can't be, kept from its first run on."""
     value = nodes.values[v]
     if v in kept[t]:
         return True
-    if value.maker == t or (not value.once and nodes.border <= t <= nodes.last_again[value.maker]):
-        needed.add(value.maker)
+    if value.producer == t or (not value.once and nodes.border <= t <= nodes.last_rerun[value.producer]):
+        needed.add(value.producer)
         return True
-    for stage in range(value.maker + 1, t + 1):
+    for stage in range(value.producer + 1, t + 1):
         kept[stage].add(v)
     return t <= value.gone

@@ -1,10 +1,11 @@
-"""Orders of runs: what every offline recomputation plan comes down to.
+"""Recomputation schedules: what every offline recomputation plan comes down to.
 
-A plan that only drops and recomputes says which ops run again, and before which op of the trace. All
-else follows: a tensor goes after the last read before it is made again, and stays where nobody makes
-it again. So any such order is legal, and no other plan with the same runs holds less that keeps what has no
-producer and what the program holds. A legal plan may drop both, too, after the last read
-(`TraceIndex.stays_until`); the published systems do not, and neither do these, but bounds for all plans count it.
+A plan that only drops and recomputes says which ops are recomputed, and before which op of the trace. The drops
+follow: a tensor is dropped after its last read before it is recomputed, and stays resident where nothing
+recomputes it. So every such schedule is legal, and no other plan with the same recomputations that keeps the
+tensors without a producer, and those that the program holds, needs less memory. A legal plan may drop those, too,
+after their last read (`TraceIndex.stays_until`). The published systems do not, nor do these policies, but bounds for
+all plans take it into account.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import numpy as np
 from sim.plan import Action, Drop, Recompute
 from sim.trace.graph import Trace
 
-NEVER, READ, MADE = 0, 1, 2
+NEVER, READ, PRODUCED = 0, 1, 2
+"""What happens next to a tensor: nothing, a read, or a run of its producer."""
 
 Reruns = Mapping[int, Sequence[int]]
-"""Before which op (the anchor) which ops run again, in order."""
+"""Per op (the anchor) the ops that are recomputed before it, in order."""
 
 
 class TraceIndex:
-    """A trace's reads and writes as lists, and which of its ops can run again, until when."""
+    """A trace's reads and writes as lists, and which of its ops can be recomputed, until when."""
 
     def __init__(self, trace: Trace) -> None:
         c = trace.op_columns
@@ -42,39 +44,39 @@ class TraceIndex:
         self.role: list[int] = trace.tensor_columns.role.tolist()
         self.releases: Mapping[int, Sequence[int]] = c.releases
         self.released: list[int] = trace.released.tolist()
-        # the op that overwrites a tensor; later than all ops where none does
+        # per tensor the op that overwrites it; the number of ops where none does
         replaced = trace.replaced_by
         self.overwritten_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
         self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
 
     @cached_property
     def received(self) -> set[int]:
-        """Ops that can never run again: a part of a group that is no collective."""
+        """Ops that can never be recomputed: members of a group that is not a collective (sends and receives)."""
         kinds = self.trace.ops
         return {op for op in self.trace.op_columns.group if kinds[op].kind != "collective"}
 
     @cached_property
     def until(self) -> list[int]:
-        """Per op the op from which on it can't run again alone: 0 for never, because it writes in place or receives.
+        """Per op the op from which on it can't be recomputed alone: 0 for never, since it writes in place or receives.
 
-        For what runs again together with what makes its reads see `recomputable_until`.
+        For recomputation together with the producers of its inputs see `recomputable_until`.
         """
         last = []
         for op, reads in enumerate(self.reads):
-            at = min((self.overwritten_at[t] for t in reads), default=len(self.reads))
+            end = min((self.overwritten_at[t] for t in reads), default=len(self.reads))
             in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
-            last.append(0 if in_place or op in self.received else at)
+            last.append(0 if in_place or op in self.received else end)
         return last
 
     @cached_property
     def recomputable_until(self) -> list[int]:
-        """Per op the op from which on nothing can recompute it, in whatever way; 0 for what is received."""
+        """Per op the op from which on nothing can recompute it, in whatever way; 0 for a receive."""
         return [*self.recomputable_among(range(len(self.reads))).values()]
 
     def recomputable_among(self, ops: Iterable[int]) -> dict[int, int]:
         """For some ops, in order, the op from which on they can't be recomputed by running only ops among them.
 
-        What an op in place overwrites may be recomputed just before it; but an input that is overwritten is gone.
+        A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
         """
         last: dict[int, int] = {}
         for op in ops:
@@ -86,34 +88,34 @@ class TraceIndex:
     def stays_until(self) -> list[int]:
         """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
 
-        That is its last reader or what overwrites it, or, past all ops, the end where it is an output. For a
-        tensor that an op makes: -1, since it can be made again.
+        That is its last reader or the op that overwrites it or, past all ops, the end where it is an output. For a
+        tensor with a producer: -1, since it can be recomputed.
         """
         outputs, last = set(self.trace.outputs), []
-        for t, maker in enumerate(self.producer):
+        for t, producer in enumerate(self.producer):
             needed = max(self.trace.readers(t), default=-1)
             if self.overwritten_at[t] < len(self.reads):
                 needed = self.overwritten_at[t]
-            last.append(-1 if maker >= 0 else len(self.reads) if t in outputs else needed)
+            last.append(-1 if producer >= 0 else len(self.reads) if t in outputs else needed)
         return last
 
     def can_recompute(self, op: int, anchor: int) -> bool:
-        """Whether an op may run again alone just before `anchor`: all that it read is still what it was."""
+        """Whether an op may be recomputed alone just before `anchor`: nothing that it reads has been overwritten."""
         return op < anchor <= self.until[op]
 
     def can_run_together(self, ops: Iterable[int], anchor: int) -> list[int]:
-        """Of ops that run again in this order just before `anchor` those that can, given that the others do."""
+        """Of ops to be recomputed in this order just before `anchor` those that can be, given that the others are."""
         values = OverwriteTracker(self, anchor)
-        found = []
+        possible = []
         for op in ops:
             if op < anchor and values.can_run(op):
                 values.run(op)
-                found.append(op)
-        return found
+                possible.append(op)
+        return possible
 
     @cached_property
     def droppable(self) -> list[bool]:
-        """Per tensor whether a plan may drop it: made by an op, no output, and touched by one device alone."""
+        """Per tensor whether a plan may drop it: it has a producer, is not an output, and one device alone uses it."""
         may = np.array(self.producer) >= 0
         may[list(self.trace.outputs)] = False
         may[self.trace.replaced_by >= 0] = False
@@ -126,40 +128,43 @@ class TraceIndex:
                 np.minimum.at(low, ids, device)
                 np.maximum.at(high, ids, device)
             may &= low >= high
-        found: list[bool] = may.tolist()
-        return found
+        droppable: list[bool] = may.tolist()
+        return droppable
 
 
 class OverwriteTracker:
-    """Which values are gone because they were overwritten, while ops run one after another: the first ones and reruns.
+    """Which values are lost because they were overwritten, while ops run in order, first runs and recomputations.
 
-    An op can run again if none of its reads is gone. One that writes in place overwrites on every run, so that it
-    can run again only after what makes the value that it overwrites. at: how many ops have run in their own place.
+    An op can be recomputed if none of its inputs is lost. One that writes in place overwrites on every run, so that it
+    can be recomputed only after the producer of the value that it overwrites.
+
+    op: the first op that has not run in its own place.
     """
 
-    def __init__(self, index: TraceIndex, at: int = 0) -> None:
+    def __init__(self, index: TraceIndex, op: int = 0) -> None:
         self._index = index
-        self.gone = {t for t in index.overwritten if index.overwritten_at[t] < at}
+        self.lost = {t for t in index.overwritten if index.overwritten_at[t] < op}
 
     def can_run(self, op: int) -> bool:
-        """Whether an op that has run may run again now."""
-        return op not in self._index.received and self.gone.isdisjoint(self._index.reads[op])
+        """Whether an op that has run may be recomputed now."""
+        return op not in self._index.received and self.lost.isdisjoint(self._index.reads[op])
 
     def run(self, op: int) -> None:
-        """An op runs: its results are there, and what it overwrites is gone."""
+        """An op runs: its results exist, and the values that it overwrites are lost."""
         index = self._index
         for t in index.writes[op]:
-            self.gone.discard(t)
+            self.lost.discard(t)
             if index.replaces[t] >= 0:
-                self.gone.add(index.replaces[t])
+                self.lost.add(index.replaces[t])
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A trace's ops in program order with some of them run again.
+    """A trace's ops in program order with some of them recomputed.
 
-    steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it runs
-    again. drops: per step the tensors that go after it. hold: tensors that do not go before the end of a later op.
+    steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it is recomputed.
+    drops: per step the tensors that are dropped after it.
+    hold: tensors that are not dropped before the end of a later op.
     """
 
     index: TraceIndex
@@ -169,27 +174,27 @@ class Schedule:
 
     def actions(self) -> tuple[Action, ...]:
         """The drops and recomputations, anchored, in order."""
-        found: list[Action] = []
-        for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
+        actions: list[Action] = []
+        for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
             if anchor < 0:
-                found += [Drop(t, after=op) for t in gone]
+                actions += [Drop(t, after=op) for t in dropped]
             else:
-                found.append(Recompute(op, before=anchor))
-                found += [Drop(t, before=anchor) for t in gone]
-        return tuple(found)
+                actions.append(Recompute(op, before=anchor))
+                actions += [Drop(t, before=anchor) for t in dropped]
+        return tuple(actions)
 
     def peak(self, device: int = 0) -> int:
-        """The most bytes that a device holds when its ops run one by one and nothing moves.
+        """The most bytes resident on a device when its ops run one by one and nothing is offloaded.
 
-        What is there from the start and any device touches counts where it is first touched.
+        A tensor that exists from the start and is used on several devices counts where it is first used.
         """
         return max(self.peaks(device))
 
     def peaks(self, device: int = 0) -> list[int]:
-        """What a device holds at the start, then per step the most while that step runs, as in `peak`."""
+        """Bytes resident on a device at the start, then per step the most while that step runs, as in `peak`."""
         index = self.index
         size, replaces, producer = index.size, index.replaces, index.producer
-        uses = (index.trace.released >= 0).astype(int).tolist()  # what the program holds it uses
+        uses = (index.trace.released >= 0).astype(int).tolist()  # what the program holds counts as used
         for op, _ in self.steps:
             for t in index.reads[op]:
                 uses[t] += 1
@@ -197,8 +202,8 @@ class Schedule:
         here = self._starts_on(device)
         live: set[int] = set(here)
         held = sum(size[t] for t in here)
-        found = [held]
-        for (op, anchor), gone in zip(self.steps, self.drops, strict=True):
+        peaks = [held]
+        for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
             reads, writes = (index.reads[op], index.writes[op]) if index.device[op] == device else ((), ())
             scratch, given_up = index.workspace[op] if index.device[op] == device else 0, 0
             for t in writes:
@@ -210,10 +215,10 @@ class Schedule:
                 else:
                     held += size[t]
                 live.add(t)
-            found.append(held + scratch)
+            peaks.append(held + scratch)
             held -= given_up
             released = index.releases.get(op, ()) if anchor < 0 else ()
-            for t in gone if index.device[op] == device else ():
+            for t in dropped if index.device[op] == device else ():
                 if t in live:
                     live.discard(t)
                     held -= size[t]
@@ -223,7 +228,7 @@ class Schedule:
                 if uses[t] <= 0 and t in live and producer[t] >= 0 and t not in kept:
                     live.discard(t)
                     held -= size[t]
-        return found
+        return peaks
 
     def _starts_on(self, device: int) -> list[int]:
         first: dict[int, int] = {}
@@ -231,32 +236,36 @@ class Schedule:
             for t in self.index.reads[op]:
                 if self.index.producer[t] < 0:
                     first.setdefault(t, where)
-        return [t for t, maker in enumerate(self.index.producer) if maker < 0 and first.get(t, 0) == device]
+        return [t for t, producer in enumerate(self.index.producer) if producer < 0 and first.get(t, 0) == device]
 
     def rerun_count(self) -> int:
-        """How many ops run again."""
+        """How many ops are recomputed."""
         return sum(anchor >= 0 for _, anchor in self.steps)
 
 
 def schedule_of(
     index: TraceIndex, reruns: Reruns, *, prune: bool = False, hold: Mapping[int, int] | None = None
 ) -> Schedule:
-    """The trace with ops run again before their anchors; ops that can't are left out, and what they make stays.
+    """The trace with ops recomputed before their anchors; ops that can't be are left out, and their results stay.
 
-    An op that reads what has been overwritten runs again only after what makes that value (see `Values`). A
-    collective runs again only where all members of its group do, in the same order on all devices.
-    prune: leave out, too, what nobody would read before it is made once more, or at all; what the program still
-    holds then is wanted as if it were read. hold: tensors that do not go before the end of a later op.
+    An op that reads an overwritten value is recomputed only after the producer of that value (see
+    `OverwriteTracker`). A collective is recomputed only where all members of its group do so, in the same order on
+    all devices.
+
+    reruns: per anchor the ops to recompute.
+    prune: also leave out ops whose results are not read before they are recomputed once more, or at all; a result that
+        the program still holds counts as read.
+    hold: tensors that are not dropped before the end of a later op.
     """
     legal = _possible(index, reruns)
     if (meeting := _meeting(index, legal)) is not legal:
         legal = _possible(index, meeting)
     steps: list[tuple[int, int]] = []
     for op in range(len(index.reads)):
-        steps += [(one, op) for one in legal.get(op, ())]
+        steps += [(earlier, op) for earlier in legal.get(op, ())]
         steps.append((op, -1))
     coming = [NEVER] * len(index.size)
-    wanted = [False] * len(index.size)  # whether it is read after that, or let go by the program
+    wanted = [False] * len(index.size)  # whether it is read after that, or released by the program
     droppable, group = index.droppable, index.trace.op_columns.group
     kept: list[tuple[int, int]] = []
     drops: list[list[int]] = []
@@ -265,41 +274,41 @@ def schedule_of(
         for t in index.releases.get(op, ()) if anchor < 0 else ():
             wanted[t] = True
         may_skip = prune and anchor >= 0 and op not in group
-        if may_skip and all(coming[t] == MADE or not wanted[t] for t in writes):
+        if may_skip and all(coming[t] == PRODUCED or not wanted[t] for t in writes):
             continue
         kept.append((op, anchor))
-        drops.append([t for t in (*reads, *writes) if coming[t] == MADE and droppable[t]])
+        drops.append([t for t in (*reads, *writes) if coming[t] == PRODUCED and droppable[t]])
         for t in writes:
-            coming[t] = MADE if wanted[t] else NEVER
+            coming[t] = PRODUCED if wanted[t] else NEVER
         for t in reads:
             coming[t], wanted[t] = READ, True
     kept.reverse()
     drops.reverse()
     late: dict[int, list[int]] = {}
-    for (op, anchor), gone in zip(kept, drops, strict=True):
-        for t in [t for t in gone if hold and hold.get(t, -1) >= max(op + 1, anchor)]:
-            gone.remove(t)
+    for (op, anchor), dropped in zip(kept, drops, strict=True):
+        for t in [t for t in dropped if hold and hold.get(t, -1) >= max(op + 1, anchor)]:
+            dropped.remove(t)
             late.setdefault(hold[t], []).append(t)  # type: ignore[index]
         if anchor < 0:
-            gone += late.pop(op, ())
+            dropped += late.pop(op, ())
     return Schedule(index, kept, drops, hold)
 
 
 def _possible(index: TraceIndex, reruns: Reruns) -> dict[int, list[int]]:
-    """Without reruns of what has not run, and of what reads an overwritten value that is not there again."""
+    """Leave out ops that have not run yet, and ops that read a lost value that has not been recomputed."""
     values = OverwriteTracker(index)
-    found: dict[int, list[int]] = {}
+    possible: dict[int, list[int]] = {}
     for op in range(len(index.reads)):
-        for one in reruns.get(op, ()):
-            if one < op and values.can_run(one):
-                values.run(one)
-                found.setdefault(op, []).append(one)
+        for earlier in reruns.get(op, ()):
+            if earlier < op and values.can_run(earlier):
+                values.run(earlier)
+                possible.setdefault(op, []).append(earlier)
         values.run(op)
-    return found
+    return possible
 
 
 def _meeting(index: TraceIndex, reruns: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Without the collectives that not all members would join, or in another order."""
+    """Leave out collectives that some members would not join, or would join in another order."""
     group = index.trace.op_columns.group
     if not group or not any(op in group for ops in reruns.values() for op in ops):
         return reruns
@@ -322,7 +331,7 @@ def _meeting(index: TraceIndex, reruns: dict[int, list[int]]) -> dict[int, list[
 def backward_slice(
     index: TraceIndex, ops: Sequence[int], wanted: Iterable[int], there: Collection[int] = ()
 ) -> list[int]:
-    """Of some ops in order those that are needed, directly or not, to make the wanted tensors; `there` lie there."""
+    """Of some ops in order those that the wanted tensors depend on; those in `there` are resident already."""
     missing, found = set(wanted), []
     for op in reversed(ops):
         if not missing.isdisjoint(index.writes[op]):

@@ -10,7 +10,7 @@ def forward_of(trace: Trace) -> dict[int, int]:
     """The forward op that each backward op undoes, by id; no entry where nothing tells.
 
     An op called `fc1.bwd` or `fc1.bwd.weight` undoes `fc1`. Any other undoes, of the forward ops that read
-    or make all that it reads of the forward pass, the last one that is not after the forward op
+    or produce all that it reads of the forward pass, the last one that is not after the forward op
     undone just before: gradients flow backward. An op that reads nothing of the forward pass (a sum of
     gradients) belongs to the op undone just before.
     """
@@ -34,13 +34,13 @@ def forward_of(trace: Trace) -> dict[int, int]:
 
 
 def _touching(trace: Trace, op: int, forward: set[int]) -> set[int]:
-    """The forward ops that read or make every tensor of the forward pass that an op reads."""
+    """The forward ops that read or produce every tensor of the forward pass that an op reads."""
     common: set[int] | None = None
     for t in trace.reads(op):
-        maker = int(trace.producer[t])
-        if maker >= 0 and maker not in forward:
+        producer = int(trace.producer[t])
+        if producer >= 0 and producer not in forward:
             continue
-        here = {one for one in (maker, *trace.readers(t)) if one in forward}
+        here = {one for one in (producer, *trace.readers(t)) if one in forward}
         if here:
             common = here if common is None else common & here
     return common or set()

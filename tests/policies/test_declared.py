@@ -225,7 +225,7 @@ def test_a_registry_that_grows_is_a_choice_that_grows():
     ("online", 1, "online is 1; expected bool"),
     ("warm_up", -1, "warm_up is -1; expected int of at least 0"),
     ("optimal", True, "optimal is True; expected str"),
-    ("recompute", True, "recompute is no trait (did you mean 'recomputes'"),
+    ("recompute", True, "recompute is not a trait (did you mean 'recomputes'"),
     ("at_least", 3, "at_least: int = 3"),
 ])  # fmt: skip
 def test_a_trait_outside_its_vocabulary_is_refused_where_the_class_is_defined(trait, value, text):

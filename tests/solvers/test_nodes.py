@@ -113,7 +113,7 @@ def test_rounding_runs_again_what_the_published_conditions_ask_for_and_no_more(s
     draw, count = random.Random(seed), len(ops)
     trace = built(ops, None)
     nodes = by_op(problem_for(trace, within(1000)), TraceIndex(trace), "test")
-    index = {value.maker: v for v, value in enumerate(nodes.values)}
+    index = {value.producer: v for v, value in enumerate(nodes.values)}
     for _ in range(20):
         there = [[i in index and i < t and draw.random() < 0.4 for i in range(count)] for t in range(count)]
         there.append([nodes.values[index[i]].end if i in index else False for i in range(count)])
@@ -184,10 +184,10 @@ def test_a_part_runs_again_without_its_op_that_renews_an_input(joined):
     nodes = nodes_of(problem_for(trace, within(1000)), trace_index, parts)
     names = [[trace.ops[op].name for op in again] for again in nodes.repeats]
     assert names[0] == (["conv0", "apply0"] if joined else ["conv0", "norm0", "apply0"])
-    assert nodes.last_again == [3, 3, 3, 3]
+    assert nodes.last_rerun == [3, 3, 3, 3]
     assert nodes.cost[0] == (6 if joined else 7)
     own = [value for value in nodes.values if value.once]
-    assert [(value.maker, value.readers, value.size) for value in own] == (
+    assert [(value.producer, value.readers, value.size) for value in own] == (
         [(0, (0,), 2), (1, (1,), 2)] if joined else []
     )
     # the wide result of the first layer is made again for its backward; what only one run makes stays for that
@@ -228,7 +228,7 @@ def test_by_stage_every_part_of_a_forward_with_batch_norm_may_run_again():
     trace_index = TraceIndex(trace)
     nodes = by_stage(problem_for(trace, load_profile("a100_40_pcie")), trace_index, "test", 200)
     forward = [i for i, part in enumerate(nodes.members) if trace.ops[part[0]].phase == "forward"]
-    assert all(nodes.last_again[i] > i for i in forward[:-1])
+    assert all(nodes.last_rerun[i] > i for i in forward[:-1])
     barred = {op.id for op in trace.ops if op.name.endswith(".statistics")}
     assert barred
     assert barred.isdisjoint(op for again in nodes.repeats for op in again)

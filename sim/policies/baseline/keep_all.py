@@ -10,10 +10,10 @@ from sim.policies.base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class KeepAll(Policy):
-    """Keep every tensor until nobody reads it any more; move and recompute nothing.
+    """Keep every tensor until its last read; offload and recompute nothing.
 
     Source: the default of PyTorch and every other framework; the baseline of every paper here.
-    Bounds: the least time there is on one device, the most memory that any of these policies needs.
+    Bounds: the least time on one device, and the most memory that any of these policies needs.
     """
 
     manages = ()

@@ -22,15 +22,15 @@ from sim.units import parse_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(Policy):
-    """Evict the largest and stalest tensor: over the link if that is not dearer than recomputing it, else drop it.
+    """Evict the largest and stalest tensor: offload it if that is no more expensive than recomputing it, else drop it.
 
     Three parts. The filter takes the candidate of least 1 / (bytes * ns since its last access). The
     director divides the time of a copy out and back by the time to recompute: above 1 the tensor is
-    dropped, else moved to the host. Once a tensor has made the trip, the time that took, waiting in
-    queues included, stands for the copies; a copy that still lies in the host makes leaving free. The
-    prefetcher keeps the tensors that lie in the host alone in a queue and, before each op, copies back
-    those at its front as far as memory is free beyond what that op makes. What is read before that is
-    copied while the device waits; what was dropped is made again. A dead tensor is freed at once.
+    dropped, else moved to the host. Once a tensor has been offloaded and reloaded, the measured time, queueing
+    included, replaces the estimate; a copy that is still resident on the host makes leaving free. The
+    prefetcher keeps the tensors that are resident on the host alone in a queue and, before each op, copies back
+    those at its front as far as memory is free beyond the op's results. A tensor read before that is
+    copied while the device waits; a dropped one is recomputed. A dead tensor is freed at once.
 
     Source: Tang, Li, Wang, Jia et al., "DELTA: Dynamically Optimizing GPU Memory beyond Tensor
         Recomputation", 2022, arXiv:2203.15980; ACM TACO 2024. The steps are those of a public
@@ -40,22 +40,24 @@ class Delta(Policy):
     Departs: the code takes the link at 0.35 * 32 GiB/s whatever the machine; here the platform's route
         decides unless `bandwidth` is given. It divides the director's quotient by size and staleness
         too, which changes what "above 1" means: left out. It reloads in the forward pass as well: see
-        `prefetch_forward`. The copy in the host stays after a reload until the tensor is dead. Without
-        room in the host a tensor is dropped. Op times are those with nothing else running.
+        `prefetch_forward`. The copy on the host stays after a reload until the tensor is dead. Where the
+        host has no space a tensor is dropped. Op times are those with nothing else running.
 
-    filter: `stale_size` as above, or `cost_adjacent`, least min(recompute, copy) / ((bytes + free bytes
-        beside it) * staleness), which scores each candidate one by one.
-    recompute_cost: `classes`, with the evicted neighbours' classes as in `dtr_eq`, or `own`, the producer's.
+    filter: `stale_size` as above, or `cost_adjacent`, least min(recompute, copy) / ((bytes + adjacent free bytes)
+        * staleness), which scores each candidate one by one.
+    recompute_cost: `classes`, with the adjacent evicted components as in `dtr_eq`, or `own`, the producer's.
     bandwidth: bytes/s of both directions in the director's eyes, or text such as "11 GB/s"; None: the platform's.
     prefetch: take the queue from the oldest (`fifo`) or the youngest (`lifo`, the order in which backward
-        wants them), or `none`. prefetch_depth: how many from that end are looked at before an op.
-    watermark: share of the device's memory that is kept free: before each op those that the director would move go
-        out ahead of need, beside the computing, in the filter's order; 0 waits for pressure, as published.
-        Nothing is dropped ahead of need: that takes no time when it is.
-    prefetch_forward: also reload while the ops reached are forward ones.
-    ties: of equal scores the tensor that became evictable `last` or `first` goes. evicts: roles of what may leave.
-    Raises PolicyError for an unknown choice or role, a depth below 0, a watermark that is no share below 1, or a
-    bandwidth below 1 or without its unit.
+        needs them), or `none`.
+    prefetch_depth: how many from that end are looked at before an op.
+    watermark: share of the device's memory that is kept free: before each op tensors that the director would offload
+        are copied out ahead of need, overlapping with compute, in the filter's order; 0 waits for pressure, as
+        published. Nothing is dropped ahead of need, since a drop takes no time.
+    prefetch_forward: also reload while forward ops run.
+    ties: of equal scores the tensor that became evictable `last` or `first` is evicted.
+    evicts: roles of tensors that may be evicted.
+    Raises PolicyError for an unknown choice or role, a depth below 0, a watermark that is not a share below 1, or a
+        bandwidth below 1 or without its unit.
     """
 
     online = True
@@ -147,18 +149,18 @@ class _Director(Evictor):
         self._trips = trips
         self._homes = homes
         self._kept = kept
-        self._early = False  # what goes now goes ahead of need
+        self._early = False  # current evictions are ahead of need
         self._classes = CostClasses(self.kin, ScoreTable(lineage), self.gone)
         self.price = self._classes
-        self._away: dict[int, str] = {}  # in the host alone, oldest first: the tier it left
-        self._began: dict[int, tuple[str, int]] = {}  # copies under way: where to, since when
+        self._away: dict[int, str] = {}  # resident on the host alone, oldest first: the tier it left
+        self._began: dict[int, tuple[str, int]] = {}  # copies in flight: where to, since when
         self._took: dict[tuple[int, str], int] = {}  # ns that the last copy of a tensor to a tier took
         self._room = 0
 
     # ---- what happens ------------------------------------------------------------------------
 
     def notice(self, change: Change) -> None:
-        """Keep the ledger, the queue of what is away, and the times of copies."""
+        """Update the state, the queue of offloaded tensors, and the times of copies."""
         what, tensor, tier, now = change
         there = self.copies[tensor]
         super().notice(change)
@@ -169,7 +171,7 @@ class _Director(Evictor):
             if there and tensor in self._began and self._began[tensor][0] == tier:
                 self._took[tensor, tier] = now - self._began.pop(tensor)[1]
             if there and self.released(tensor):
-                self.free_later(tensor)  # it died on the way
+                self.free_later(tensor)  # it died in flight
             if tier != self._host:
                 self._away.pop(tensor, None)
         elif self._host is not None and tier != self._host and self.copies[tensor] == self.bit[self._host]:
@@ -185,15 +187,15 @@ class _Director(Evictor):
         return super().on_pressure(need, memory)
 
     def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:
-        """A move to the host if there is room and d <= 1, else a drop; see `Delta`."""
+        """A move to the host if it has space and the director's quotient is at most 1, else a drop; see `Delta`."""
         under_way, host = memory.in_flight(tensor), self._host
         if under_way is not None:
-            # still a candidate here, so that it is on its way out and was kept; now it may go after all
+            # still a candidate: an offload in flight that kept the source; now the source may be freed
             return Move(tensor, under_way) if under_way == host else None
         if host is None or need.tier not in self._trips:
             return None if self._early else Drop(tensor, need.tier)
         if self.copies[tensor] & self.bit[host]:
-            return Move(tensor, host)  # a clean copy lies there: nothing is copied
+            return Move(tensor, host)  # a clean copy is resident: nothing is copied
         size = self.line.size[tensor]
         if size > self._room or self.copy_ns(tensor, need.tier) > self.recompute_ns(tensor):
             return None if self._early else Drop(tensor, need.tier)
@@ -207,7 +209,7 @@ class _Director(Evictor):
         return self._took.get((tensor, str(self._host)), out) + self._took.get((tensor, tier), back)
 
     def recompute_ns(self, tensor: int) -> int:
-        """To make it again, with its evicted neighbours if the policy says so."""
+        """The time to recompute it, with its evicted components if the policy says so."""
         if self._policy.recompute_cost == "own":
             return self.kin.cost[tensor]
         return self._classes.cost(tensor)
@@ -234,7 +236,7 @@ class _Director(Evictor):
     # ---- the prefetcher ----------------------------------------------------------------------
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
-        """What the dead and the update ask for, then what goes ahead of need, or else reloads."""
+        """Free dead tensors and prepare the update; then evict ahead of need, or else reload."""
         answer = list(super().before(op, memory))
         policy = self._policy
         if policy.watermark and (early := self._ahead(op, memory, answer)):

@@ -1,1 +1,1 @@
-"""Policies that move tensors to another tier and back."""
+"""Policies that offload tensors to another tier and prefetch them."""

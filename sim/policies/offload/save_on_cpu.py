@@ -1,4 +1,4 @@
-"""PyTorch's `save_on_cpu`: every saved tensor goes to the host while the device waits."""
+"""PyTorch's `save_on_cpu`: every saved tensor is copied to the host while the device waits."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class SaveOnCpu(Policy):
 
     The device waits for each copy, one after the other: nothing overlaps, nothing is prefetched. As in
     PyTorch each saving op makes a copy of its own, of weights and inputs, too, so that a tensor saved
-    twice is copied twice, and each backward op unpacks a new device copy, of a weight beside the weight.
+    twice is copied twice, and each backward op unpacks a new device copy, even of a weight that is resident.
     A rewrite adds a tensor, and an op of no time, for each copy but the last of a tensor. Copies of weights in
-    a narrower type go to the host like all that is saved, but autocast's cache holds them on the device, too,
+    a narrower type go to the host like every saved tensor, but autocast's cache holds them on the device, too,
     until the forward pass ends.
     Source: `torch.autograd.graph.save_on_cpu` (PyTorch documentation and source): pack copies and blocks,
         unpack copies back on the computing stream.
     Bounds: time = compute + all copies out + all copies in; in backward the device holds what one op needs.
     Departs: what is saved is what backward ops read here; a saved tensor that no kernel reads (the bias of
         a norm, the second copy that a loss keeps of its log-probabilities) is not copied. A tensor is saved
-        once for each forward op that backward ops undo, when that op has run; where that op does not
+        once for each forward op whose backward ops read it, when that forward op has run; where that op does not
         touch the tensor, after its last forward use. While an added copy goes out
-        it takes device memory beside its original; PyTorch copies straight from that. What is beyond the
-        host's capacity goes on to the tier behind it, where the profile links one; PyTorch fails.
+        it takes device memory beside its original; PyTorch copies straight from that. Tensors beyond the
+        host's capacity go on to the next tier behind it, where the profile links one; PyTorch fails.
 
     pin_memory: False for ordinary host memory, the tier `host_pageable` where the platform has it.
-    weights: whether weights are copied. duplicates: False copies each tensor once, after its last forward
-        use, for all its backward readers.
+    weights: whether weights are copied.
+    duplicates: False copies each tensor once, after its last forward use, for all its backward readers.
     Raises PolicyError for a platform without a host tier.
     """
 
@@ -122,11 +122,11 @@ class SaveOnCpu(Policy):
             ignored.append(ROLE_CODE["weight"])
         found = []
         for t in range(len(trace.tensors)):
-            maker, readers = int(trace.producer[t]), trace.readers(t)
+            producer, readers = int(trace.producer[t]), trace.readers(t)
             late = tuple(op for op in readers if c.phase[op] == BACKWARD)
             if role[t] in ignored or not late or not trace.tensor_columns.bytes[t]:
                 continue
-            early = [op for op in (maker, *readers) if op >= 0 and c.phase[op] == FORWARD and op < late[0]]
+            early = [op for op in (producer, *readers) if op >= 0 and c.phase[op] == FORWARD and op < late[0]]
             if not early:
                 continue
             last = max(early)
@@ -147,7 +147,7 @@ class SaveOnCpu(Policy):
 
 
 def _forward_passes(trace: Trace) -> list[Region]:
-    """Runs of forward ops of one device with no backward op of that device between them: one a microbatch."""
+    """Runs of forward ops of one device with no backward op of that device between them: one per microbatch."""
     c = trace.op_columns
     device, phase = c.device.tolist(), c.phase.tolist()
     ops = sorted((op for op in range(len(phase)) if phase[op] <= BACKWARD), key=device.__getitem__)

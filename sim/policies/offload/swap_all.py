@@ -1,4 +1,4 @@
-"""Offload everything that backward needs, and bring it back a little before."""
+"""Offload everything that backward needs, and prefetch it shortly before its use."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class SwapAll(Policy):
 
     Source: the naive plan that swapping papers measure themselves against (vDNN_all without its
         layer-end synchronisation, arXiv 1602.08124; TFLMS's lower anchor, arXiv 1807.02037).
-    Bounds: each saved byte crosses the link twice; no device ever waits for a copy out, except for its
+    Bounds: each saved byte crosses the link twice; no device ever waits for an offload, except for its
         space. Time O(ops + tensors).
-    Departs: what would have to come back before any other op ran is never sent, nor what is last used on
-        another engine or in a group, whose ends the device does not see. A copy out that has not
-        ended when the tensor is to be prefetched is called back: it stays, and nothing comes in; so does
-        one for which the host never had room (both are counted as `moves_cancelled`). What is beyond the host's
-        capacity goes on to the tier behind it, where there is one.
+    Departs: a tensor whose prefetch would have to start before any other op has run is not offloaded, nor one last
+        used on another engine or in a group, whose ends the device does not see. An offload that has not
+        ended when its tensor is to be prefetched is cancelled: the tensor stays, and nothing is copied back; so is
+        one for which the host never had space (both are counted as `moves_cancelled`). Tensors beyond the host's
+        capacity go on to the next tier behind it, where there is one.
 
     ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the
         first backward op at the earliest.
     unit: `block` for the backward ops of one layer (of no layer: a run of them; each op alone where the
-        trace knows no layers), or `op`.
+        trace has no layers), or `op`.
     Raises PolicyError for an unknown unit, a negative `ahead`, or a platform without a host tier.
     """
 

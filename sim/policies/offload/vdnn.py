@@ -1,4 +1,4 @@
-"""vDNN: layer inputs leave while their layer runs, and the layer ends when its copies have."""
+"""vDNN: layer inputs are offloaded while their layer runs, and the layer ends when its copies have."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ FEATURE_MAPS = (ROLE_CODE["activation"], ROLE_CODE["input"])
 class Vdnn(Policy):
     """Copy a layer's inputs to the host while the layer runs, and back during the backward of a later one.
 
-    Forward: a tensor that backward needs goes out beside the last layer that reads it; the layer ends when
+    Forward: a tensor that backward needs is offloaded beside the last layer that reads it; the layer ends when
     both its computation and its copies have ended, and then the device's copy is released. Backward of
-    layer n: what it needs and is not there is fetched while the device waits; beside it comes the input
-    of the nearest layer below n that has not been fetched, but the search ends at the first heavy layer
-    that has nothing left to fetch; again both streams are waited for. A layer is a forward op with the
-    in-place ops behind it. The last layer that is no activation function, the classifier, weights, and
-    what no later layer reads (masks, statistics) stay.
+    layer n: inputs that are not resident are fetched while the device waits; beside it the input
+    of the nearest layer below n that has not been fetched is prefetched, but the search ends at the first
+    compute-intensive layer that has nothing left to fetch; again both streams are waited for. A layer is a forward op
+    with the in-place ops behind it. The last layer that is not an activation function, the classifier, weights, and
+    tensors that no later layer reads (masks, statistics) stay.
     Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
         Network Design", MICRO 2016, arXiv:1602.08124; prefetch window, offload sets and the passes of
         `dyn` as in its public re-implementations.
     Bounds: forward = sum of max(layer, its copy), backward likewise; the device holds the largest layer's
-        working set and one prefetched input. `dyn`: one replay a pass, at most one for each smaller
+        working set and one prefetched input. `dyn`: one replay per pass, at most one for each smaller
         workspace.
     Headline: VGG-16 with 256 images (28 GB) on 12 GB, 18 % behind an unlimited GPU. With plain SGD and the kernels
         of its time (`cnn(..., optimizer="sgd", kernels="cudnn")`) it fits 12 GiB here as well; PyTorch's indices of
@@ -46,17 +46,17 @@ class Vdnn(Policy):
         on time factors of algorithms, which are estimates.
     Departs: the passes of `dyn` are replays, not profiled iterations. Where its choice would be slower
         than `all` with least workspace, which the published passes do not exclude, it takes that.
-        Layers on engines beside the device's main one, and collectives, neither send nor fetch. What is beyond
-        the host's capacity goes on to the tier behind it, where there is one.
+        Layers on engines beside the device's main one, and collectives, neither offload nor fetch. Tensors beyond
+        the host's capacity go on to the next tier behind it, where there is one.
 
-    variant: `all` sends the inputs of every layer, `conv` those of heavy layers, `dyn` tries: nothing sent,
-        `conv`, `all`, each with the fastest implementations; then `conv` and `all` with smaller workspaces
+    variant: `all` offloads the inputs of every layer, `conv` those of compute-intensive layers, `dyn` tries: nothing
+        offloaded, `conv`, `all`, each with the fastest implementations; then `conv` and `all` with smaller workspaces
         where memory overflows; then `all` with the smallest.
     algorithm: of ops with alternatives take the fastest (`p`) or the one with least workspace (`m`);
         `dyn` chooses itself.
     heavy: kinds of op that count as convolutions; by default `conv` where the trace has any, else
         `matmul` and `attention`.
-    classifier: kinds of op that, behind the last heavy layer, begin the part that stays.
+    classifier: kinds of op that, behind the last compute-intensive layer, begin the part that stays.
     Raises PolicyError for an unknown variant, algorithm or kind, or a platform without a host tier;
     OutOfMemory from `dyn` where not even `all` with least workspace fits.
     """
@@ -197,11 +197,11 @@ class _Layers:
                 readers = trace.readers(t)
                 late = [op for op in readers if phase[op] == BACKWARD]
                 last = max((op for op in readers if op not in late), default=-1)
-                maker = int(trace.producer[t])
+                producer = int(trace.producer[t])
                 if (
                     late
-                    and maker not in self.ops[n]
-                    and (maker < 0 or self.plain(maker))  # else it may not be there when its copy is to begin
+                    and producer not in self.ops[n]
+                    and (producer < 0 or self.plain(producer))  # else it may not be there when its copy is to begin
                     and late[0] > self.ops[n][-1] >= last
                     and self._layer_of.get(last) == n
                     and trace.tensor_columns.role[t] in FEATURE_MAPS

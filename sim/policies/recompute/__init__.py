@@ -1,1 +1,1 @@
-"""Policies that drop activations and compute them again."""
+"""Policies that drop tensors and recompute them."""

@@ -22,22 +22,22 @@ GRID = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Chen(RecomputationPlanner):
-    """Keep one activation a segment of the forward chain; run each segment again once, before its backward.
+    """Keep one activation per segment of the forward chain; recompute each segment once, before its backward.
 
     Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
         arXiv:1604.06174: the O(sqrt n) plan of section 4.2, and Algorithm 3 (memory planning with a
         threshold) with its search over the threshold.
-    Bounds: on n equal stages the peak is about 2 sqrt(n) activations; at most one more forward, because
+    Bounds: on n equal stages the peak is about 2 sqrt(n) activations; at most one more forward pass, because
         no op runs more than twice. Plans in O(stages) for each of 8 thresholds.
-    Departs: candidates for a cut are the stage borders of the trace's chain. The last segment is still
-        there when backward begins and does not run again. The platform's budget plays no part. The
-        recursive scheme of section 4.3 is `vlad`.
+    Departs: cuts are possible at the stage borders of the trace's chain. The last segment is still resident
+        when backward begins and is not recomputed. The platform's budget plays no part. The recursive scheme of
+        section 4.3 is `vlad`.
 
-    method: "search" tries thresholds and keeps the least estimated peak; "threshold" takes `threshold`;
-    "sqrt" makes `segments` of equal numbers of stages.
-    threshold: bytes that a segment may make before it is cut, for "threshold".
-    segments: how many for "sqrt"; None takes the integer square root of the number of stages.
-    Raises PolicyError where the trace is no chain, naming the op.
+    method: "search" tries thresholds and takes the least estimated peak; "threshold" uses `threshold`;
+        "sqrt" makes `segments` of equal numbers of stages.
+    threshold: bytes that a segment may produce before it is cut, for "threshold".
+    segments: number of segments for "sqrt"; None takes the integer square root of the number of stages.
+    Raises PolicyError where the trace is not a chain, naming the op.
     """
 
     recomputes = True

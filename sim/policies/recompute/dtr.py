@@ -19,47 +19,48 @@ from sim.policies.base import Policy, by_parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Dtr(Policy):
-    """When memory is short drop the tensor of least (cost to make it again) / (bytes * ns since its last access).
+    """Under memory pressure drop the tensor of least (recomputation cost) / (bytes * ns since its last access).
 
-    Whatever is read later is made again by its producer, and first what that reads. It needs no plan and
-    no knowledge of what comes: sizes, the times of ops that have run, and who made what.
+    Whatever is read later is recomputed by its producer, after that producer's own missing inputs. It needs no plan
+    and does not look ahead: it knows sizes, the times of ops that have run, and which op produced what.
 
     Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen, Tatlock, "Dynamic Tensor Remateriali-
         zation", ICLR 2021, arXiv:2006.09616, and the authors' prototype simulator: on its chains and on
         a transformer stack this policy recomputes the same ops, to the nanosecond.
     Bounds: a chain of N unit ops with 2 sqrt(N) slots and `dtr` recomputes at most about N ops; against an
         adversary any heuristic may need Omega(N / slots) times the optimum. A choice takes a few vector
-        operations over the candidates and a close look at those that could win.
-    Departs: by the engine's rules, an op that waits for several evicted tensors holds those that come back
-        on the way to another, one that runs again holds those of its results that are still there, and at
-        the end the outputs hold each other; the prototype may evict them (its printed results do not
-        depend on it). Its searches of the neighbourhood are kept until something comes: they lack what a view
-        of several tensors joins meanwhile, and count what an op that waits to run for the first time will make
-        and what was banished; here a neighbourhood is what is evicted around now. But for these, runs of
-        imported logs are the prototype's, eviction by eviction, as a replay of logs that shares no code with
-        this one tells it: a view is undefined once its storage was evicted, the time of its op is part of the
-        storage's cost, and what else that op reads is next to the storage. Weight gradients are not
-        evicted unless `evicts` says so (the prototype knows constants and the rest); neither is what a
-        collective, a receive or an update has made, nor what could not be made again because something
-        under it was overwritten or freed: before a weight is overwritten, what was made from it, is evicted
-        and still needed is made again. An op in place overwrites (where the prototype makes a new tensor), and
-        its result is evicted where what it overwrites can be recomputed. An op's cost is its time
-        with nothing else running.
+        operations over the candidates and an exact evaluation of those that could win.
+    Departs: by the engine's rules, an op that waits for several evicted tensors pins those already recomputed
+        while the others are, a recomputed op pins those of its results that are still resident, and at
+        the end the outputs pin each other; the prototype may evict them (its printed results do not
+        depend on it). The prototype caches its searches of the neighbourhood until a tensor is recomputed: a cached
+        search lacks what a view of several tensors has joined meanwhile, and counts results of ops that have not run
+        yet and banished tensors; here a neighbourhood is what is evicted around the tensor now. Apart from these
+        points, runs of imported logs match the prototype's, eviction by eviction, as a replay of logs that shares no
+        code with this one confirms: a view is undefined once its storage was evicted, the time of its op is part of
+        the storage's cost, and the op's other inputs are neighbours of the storage. Weight gradients are not
+        evicted unless `evicts` says so (the prototype only tells constants from the rest). Nor are results of
+        collectives, receives and updates, nor tensors that could not be recomputed because an ancestor was
+        overwritten or freed: before a weight is overwritten, evicted tensors that depend on it and are still needed
+        are recomputed. An op in place overwrites (where the prototype makes a new tensor), and its result is
+        evicted where the overwritten value can be recomputed. An op's cost is its time with nothing else running.
 
-    heuristic: the cost. `dtr`: its producer's time and that of all evicted tensors reached through evicted
-        parents only or evicted children only. `dtr_eq`: that of the classes of evicted tensors it touches,
-        nearly the same and cheaper. `local`: the producer's time. `none`: 1. Others replace the score:
-        `msps` (time of it and its evicted ancestors, over bytes), `lru`, `size` (largest), `random`.
-    deallocation: what happens once nobody reads a tensor any more. `eager`: it is evicted, and may come
-        back as a step to another. `ignore`: it stays until it is evicted. `banish`: it is freed for good
-        as soon as nothing evicted was made from it; what was made from it then stays. Until then a read
-        of it, once released, is no access.
-    ties: of equal scores the tensor that became evictable `last` or `first` goes; of scores of 0 the first.
+    heuristic: the cost. `dtr`: the producer's time plus that of the evicted neighbourhood: all evicted tensors
+        reached through evicted parents only or evicted children only. `dtr_eq`: plus that of the adjacent evicted
+        components, nearly the same and cheaper to find. `local`: the producer's time. `none`: 1. Others replace the
+        score: `msps` (time of the tensor and its evicted ancestors, over bytes), `lru`, `size` (largest), `random`.
+    deallocation: what happens to a tensor after its last read. `eager`: it is evicted, and may be recomputed
+        on the way to another. `ignore`: it stays until it is evicted. `banish`: it is freed for good
+        as soon as no evicted tensor depends on it; tensors computed from it then stay resident. Until then a read
+        of it, once released, does not count as an access.
+    ties: of equal scores the tensor that became evictable `last` or `first` is evicted; of scores of 0 the first.
     staleness: `own`, or `neighbourhood` to count from the latest access to anything that the cost counts
-        (`dtr` alone), or `none`. by_size: whether bytes count. Both are for the first four heuristics.
-    evicts: roles of what may be evicted; the prototype's are ("activation", "temporary", "gradient").
-    ignore_small: pass over what is smaller than this fraction of the mean (the prototype: 0.01), unless
-        nothing else is left. sample: look at a random subset of about 2 sqrt(candidates).
+        (`dtr` alone), or `none`; for the first four heuristics.
+    by_size: whether bytes count; for the first four heuristics.
+    evicts: roles of tensors that may be evicted; the prototype's are ("activation", "temporary", "gradient").
+    ignore_small: skip tensors smaller than this fraction of the mean size (the prototype: 0.01), unless
+        nothing else is left.
+    sample: look at a random subset of about 2 sqrt(candidates).
     Raises PolicyError for an unknown choice or role, or a `neighbourhood` that the heuristic does not have.
     """
 

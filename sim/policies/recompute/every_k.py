@@ -17,18 +17,18 @@ from sim.solvers.schedule import TraceIndex, schedule_of
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK(RecomputationPlanner):
-    """Keep what enters every k-th layer; run k layers again together before their backward.
+    """Keep the input of every k-th layer; recompute k layers together before their backward.
 
     A trace whose forward ops have no layers is cut into a chain, and `k` counts its stages.
     Source: Megatron-LM's `--recompute-method uniform --recompute-num-layers k`;
         `torch.utils.checkpoint.checkpoint_sequential` with n/k segments.
-    Bounds: on n equal layers n/k inputs and the activations of k layers; at most one more forward.
-    Departs: the last ops run again only as far as backward needs them (see `full_recompute`).
+    Bounds: on n equal layers n/k inputs and the activations of k layers; at most one more forward pass.
+    Departs: the recomputation of a group stops at the last op that backward needs (see `full_recompute`).
 
-    k: layers or stages that are run again together, at least 1.
-    skip_last: leave the last k alone, whose backward follows their forward at once, as
-    `checkpoint_sequential` does.
-    Raises PolicyError where the trace has no layers and is no chain.
+    k: layers or stages that are recomputed together, at least 1.
+    skip_last: do not recompute the last k, whose backward follows their forward at once, as
+        `checkpoint_sequential` does.
+    Raises PolicyError where the trace has no layers and is not a chain.
     """
 
     recomputes = True
@@ -48,5 +48,5 @@ class EveryK(RecomputationPlanner):
         else:
             line = chain_of(problem, "every_k")
             regions = stage_regions(line, range(self.k - 1, len(line), self.k))
-        found = schedule_of(index, rerun_regions(index, regions, skip_last=self.skip_last))
-        return Plan(trace, self.finished(problem, found).actions())
+        schedule = schedule_of(index, rerun_regions(index, regions, skip_last=self.skip_last))
+        return Plan(trace, self.finished(problem, schedule).actions())

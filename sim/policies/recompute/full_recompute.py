@@ -15,28 +15,28 @@ from sim.solvers.schedule import TraceIndex, schedule_of
 
 @dataclass(frozen=True, kw_only=True)
 class FullRecompute(RecomputationPlanner):
-    """Checkpoint every layer: what enters or leaves it stays, all else goes and is made again in backward.
+    """Checkpoint every layer: keep its inputs and outputs, drop everything else and recompute it in backward.
 
-    A layer is a run of forward ops with the same layer index, on one device, for one microbatch. What it
-    makes inside goes after its last forward read. Just before the first backward op that reads anything that
-    autograd saved in the layer its forward ops run again, in order. Random ops draw the same numbers again. What
-    enters a layer is held, as the arguments of a checkpoint are, until the last such op has run.
+    A layer is a run of forward ops with the same layer index, on one device, for one microbatch. Tensors inside it
+    are dropped after their last forward read. Just before the first backward op that reads anything that
+    autograd saved in the layer, its forward ops are recomputed in order. Random ops draw the same numbers as before.
+    The layer's inputs are held, as the arguments of a checkpoint are, until the last such op has run.
     Source: the practice of every framework (`torch.utils.checkpoint` round each layer); Chen, Xu, Zhang,
-        Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174, with a segment
-        a layer.
-    Bounds: activations of one layer and one tensor a layer; at most one more forward. Plans in O(ops).
-        An op that writes in place runs again where the layer makes again what it overwrites.
-    Departs: what overwrites a value of another layer does not run again, and its result stays. PyTorch would run
-        it on what it has overwritten, which gives another value. What only other layers read lies there, and
-        nothing runs again for it alone.
+        Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174, with one segment
+        per layer.
+    Bounds: the activations of one layer and one tensor per layer; at most one more forward pass. Plans in O(ops).
+        An op that writes in place is recomputed where the layer recomputes the value that it overwrites.
+    Departs: an op that overwrites a value of another layer is not recomputed, and its result stays. PyTorch would run
+        it on its own earlier result, which gives another value. A tensor that only other layers read stays resident,
+        and nothing is recomputed for it alone.
 
-    early_stop: run again only as far as the last op whose result the layer's backward wants, as PyTorch's
-    non-reentrant checkpoint does; else the whole layer, as that does after `set_checkpoint_early_stop(False)`.
-    reentrant: as PyTorch's checkpoint does with `use_reentrant=True`: the whole layer runs again before the first of
-    its backward ops, and until the last of them its arguments, its results and their gradients are held.
-    skip_last: leave a layer alone whose backward follows its forward at once.
+    early_stop: recompute only up to the last op whose result the layer's backward needs, as PyTorch's
+        non-reentrant checkpoint does; else the whole layer, as that does after `set_checkpoint_early_stop(False)`.
+    reentrant: as PyTorch's checkpoint does with `use_reentrant=True`: the whole layer is recomputed before the first of
+        its backward ops, and its arguments, results and their gradients are held until the last of them.
+    skip_last: do not recompute a layer whose backward follows its forward at once.
     autocast_cache: copies of weights in a narrower type stay until the forward pass ends, as PyTorch's
-    autocast keeps them; else they go like all else.
+        autocast keeps them; else they are dropped like everything else.
     Raises PolicyError where no forward op has a layer.
     """
 

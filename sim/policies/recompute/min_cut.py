@@ -16,27 +16,28 @@ from sim.solvers.schedule import schedule_of
 
 @dataclass(frozen=True, kw_only=True)
 class MinCut(RecomputationPlanner):
-    """Cut the joint graph of forward and backward where the tensors that cross weigh least.
+    """Cut the joint forward-backward graph where the tensors that cross weigh least.
 
     A tensor weighs its bytes times 1.1 for each op between it and backward (at most 100), twice that where no kernel
-    of its own writes it; weights are free. Only ops that are cheap by kind are recomputed, and of these none that
-    reduces to less than a quarter, that backward reads in a kernel of its own, that ends a chain of a hundred, or that
-    reads what was used far before. What backward needs is made just before it.
+    of its own writes it; weights are free. Only ops that are cheap by kind are recomputed. Of these, none is that
+    reduces its input to less than a quarter, whose result backward reads in a kernel of its own, that ends a chain
+    of a hundred fused ops, or that reads a value last used far before. What backward needs is recomputed just before
+    its use.
     Source: PyTorch's `min_cut_rematerialization_partition` (torch/_functorch/partitioners.py, 2.13), whose cuts on
         its own graphs these are, node for node.
-    Bounds: what is saved weighs no more than under any other choice of the ops that may be recomputed; at most one
-        rerun of each. Planning takes well under a second for thousands of ops.
+    Bounds: what is saved weighs no more than under any other choice of the ops that may be recomputed; each is
+        recomputed at most once. Planning takes well under a second for thousands of ops.
     Departs: the compiler cuts its own decomposed graph, where views are nodes. On a trace without them a value lies
         fewer steps from backward (what is kept differs by up to 4 % of the default cut on the graphs tried), and kinds
-        stand for ops: of a norm, softmax or loss each result is a node of its own, as if taken apart. What backward
+        stand for ops: of a norm, softmax or loss each result is a node of its own, as if decomposed. What backward
         computes without its gradient (a mask) the compiler may move into forward in order to save it; here it stays
         where it is. What writes in place runs once, where the compiler's graph has no such ops. Ops are not fused, so
-        recomputing a cheap one costs its time. On the platform's budget nothing depends.
+        recomputing a cheap one costs its time. The platform's budget plays no part.
 
     aggressive: ban only random and compute-intensive ops and reductions (`aggressive_recomputation`).
     regions: "graph" for one cut, "layer" for one in each layer, as if each were compiled alone.
-    Notes of the plan: `kept_bytes`: of the tensors made in forward that are saved.
-    Raises PolicyError where nothing in backward reads what forward makes, or on several devices.
+    Notes of the plan: `kept_bytes`: bytes of the saved tensors that forward ops produce.
+    Raises PolicyError where no backward op reads a forward result, or on several devices.
     """
 
     recomputes = True
@@ -52,5 +53,5 @@ class MinCut(RecomputationPlanner):
         """Drops and recomputations."""
         cuts = Cuts(problem, "min_cut", regions=self.regions, bans=AGGRESSIVE if self.aggressive else Bans())
         saved = cuts.saved()
-        found = self.finished(problem, schedule_of(cuts.index, cuts.joint.reruns(saved.reruns), prune=True))
-        return Plan(problem.trace, found.actions(), notes={"kept_bytes": saved.bytes})
+        schedule = self.finished(problem, schedule_of(cuts.index, cuts.joint.reruns(saved.reruns), prune=True))
+        return Plan(problem.trace, schedule.actions(), notes={"kept_bytes": saved.bytes})

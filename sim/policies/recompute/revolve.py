@@ -19,17 +19,17 @@ from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 class Revolve(RecomputationPlanner):
     """Reverse the chain with at most `slots` stage inputs kept, in the fewest forward steps.
 
-    A stage runs forward to get on, or once more right before its backward, saving what that needs.
+    A stage runs forward to reach a later one, or once more right before its backward, saving what that needs.
     Source: Griewank, Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000.
     Bounds: t(l, c) = r l - C(c+r, c+1) stage runs beyond one each, with the least r such that
         l <= C(c+r, c): optimal for equal stages, among schedules that keep stage inputs alone; no stage runs
         more than r + 1 times. Planning is linear in the number of runs.
     Departs: stages are those of the trace's chain view, taken as equal although they are not. An input is
-        freed as soon as no later run reads it, and an op runs again only where its results are read.
+        freed as soon as no later run reads it, and an op is recomputed only where its results are read.
 
     slots: stage inputs kept at once, the first stage's included, at least 1; None takes the most that
-    fit the budget, found by bisection over the plans' exact peaks.
-    Raises PolicyError where the trace is no chain or has no backward.
+        fit the budget, found by bisection over the plans' exact peaks.
+    Raises PolicyError where the trace is not a chain or has no backward.
     """
 
     recomputes = True
@@ -60,5 +60,5 @@ class Revolve(RecomputationPlanner):
                     slots = middle
                 else:
                     too_many = middle
-        found = self.finished(problem, with_slots(slots))
-        return Plan(problem.trace, found.actions(), notes={"slots": slots})
+        schedule = self.finished(problem, with_slots(slots))
+        return Plan(problem.trace, schedule.actions(), notes={"slots": slots})

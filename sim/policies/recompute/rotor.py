@@ -42,19 +42,19 @@ class Rotor(RecomputationPlanner):
     Source: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for
         heterogeneous chains", 2019, arXiv:1911.13214.
     Bounds: O(L^3 slots) time, O(L^2 slots) memory for L stages: 0.05 s at 48, 4 s and 0.5 GB at 192.
-    Departs: stages come from the trace's chain view. Weights and inputs are taken off the budget beforehand.
-        The paper knows no weight gradients; here each part of the chain is checked beside those of the
-        stages behind it. What else the chain does not count (an activation that a later stage's backward
-        reads, say) and what rounding counts too much show in the plan's exact peak: the model is given
-        more room or less, eight times at most, and the fastest plan that fits is taken.
+    Departs: stages come from the trace's chain view. Weights and inputs are subtracted from the budget beforehand.
+        The paper has no weight gradients; here each part of the chain is checked together with those of the
+        later stages. Memory outside the model (an activation that a later stage's backward
+        reads, say) and bytes added by rounding show in the plan's exact peak: the model is given a larger or
+        smaller budget, eight times at most, and the fastest plan that fits is taken.
         Sizes are exact, not rounded, where the budget is at most `slots` multiples of their greatest
-        common divisor. An op that runs again runs only where its results are read, so the plan may take
-        less time than the model's. Because rounding depends on the budget, a little more of it may cost a
+        common divisor. An op is recomputed only where its results are read, so the plan may take
+        less time than the model's. Because rounding depends on the budget, a slightly larger one may cost a
         little time, and within some per cent of the least memory a simpler policy may fit where none of
         the plans tried does: hence not `optimal`.
 
     slots: parts into which the budget is divided, at least 2.
-    Raises PolicyError where the trace is no chain, Infeasible where no persistent schedule is found.
+    Raises PolicyError where the trace is not a chain, Infeasible where no persistent schedule is found.
     """
 
     recomputes = True
@@ -80,14 +80,14 @@ class Rotor(RecomputationPlanner):
             table = solve(costs, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
-            found = schedule_of(index, reruns_of(index, table.schedule(), forward, anchors), prune=True)
-            return table.time, found, found.peak() - problem.budget
+            schedule = schedule_of(index, reruns_of(index, table.schedule(), forward, anchors), prune=True)
+            return table.time, schedule, schedule.peak() - problem.budget
 
         best = fastest_fitting(attempt, room_of(problem, line), problem.budget // self.slots)
         if best is None:
             best = self._tight(problem, costs, attempt)
-        time, found, _ = best
-        return Plan(problem.trace, self.finished(problem, found).actions(), notes={"model_ns": time})
+        time, schedule, _ = best
+        return Plan(problem.trace, self.finished(problem, schedule).actions(), notes={"model_ns": time})
 
     def _tight(self, problem: Problem, costs: ChainCosts, attempt: Callable[[int], Attempt | None]) -> Attempt:
         """The fastest schedule for little room that fits. Raises Infeasible naming the least peak of them."""

@@ -1,4 +1,4 @@
-"""Selective recomputation: run again only what is large and cheap in a transformer layer."""
+"""Selective recomputation: recompute only what is large and cheap in a transformer layer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ EXPENSIVE = ("matmul", "conv", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveRecompute(RecomputationPlanner):
-    """Keep what is dear to compute, run the rest of a layer again before its backward.
+    """Keep what is expensive to compute, recompute the rest of a layer before its backward.
 
-    recompute="attention_core": the products with K and V, the softmax and its dropout run again, and the
-        matrices of sequence x sequence entries go. Source: Korthikanti et al., "Reducing Activation
+    recompute="attention_core": the products with K and V, the softmax and its dropout are recomputed, and the
+        matrices of sequence x sequence entries are dropped. Source: Korthikanti et al., "Reducing Activation
         Recomputation in Large Transformer Models", MLSys 2023, arXiv:2205.05198. Bounds: on their model
-        the activations of a layer fall from sbh (34 + 5as/h) to 34 sbh bytes, for 4 b s^2 h FLOPs more a
+        the activations of a layer fall from sbh (34 + 5as/h) to 34 sbh bytes, for 4 b s^2 h more FLOPs per
         layer: s/(18h) of an iteration's, where the paper's formula counts s/(6h).
-    recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, all
-        else in a layer runs again. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
-        list round every layer. As under any checkpoint, what enters the layer is held until the last of its
-        backward nodes that saved something has run. The cache also holds a product that nobody reads again until
-        the layer's backward ends: here it is released with the last backward op that reads what the layer made.
-    Departs: what overwrites a kept result, or one of another layer, does not run again (see `full_recompute`); the
+    recompute="all_but_matmul": results of matrix products, convolutions and fused attention stay, everything
+        else in a layer is recomputed. Source: PyTorch's `create_selective_checkpoint_contexts` with such a
+        list round every layer. As under any checkpoint, the layer's inputs are held until the last of its
+        backward nodes that saved something has run. The cache also holds a product that is not read again until
+        the layer's backward ends: here it is released with the last backward op that reads a result of the layer.
+    Departs: an op that overwrites a kept result, or one of another layer, is not recomputed (see `full_recompute`); the
         cache then holds what has been written over the product.
 
-    recompute: one of the two. early_stop: run again only as far as backward needs it; None takes each
-    source's way: the whole core (Megatron), or early (PyTorch). autocast_cache: copies of weights in a
-    narrower type stay until the forward pass ends, as PyTorch's autocast keeps them.
+    recompute: one of the two.
+    early_stop: recompute only as far as backward needs it; None follows each source: the whole core (Megatron), or
+        early (PyTorch).
+    autocast_cache: copies of weights in a narrower type stay until the forward pass ends, as PyTorch's autocast
+        keeps them.
     Raises PolicyError where the trace has no layers or, for "attention_core", no op named
-    `….attn.core.…`: fused attention keeps no matrices, so there is nothing to run again.
+    `….attn.core.…`: fused attention keeps no matrices, so there is nothing to recompute.
     """
 
     recomputes = True
@@ -77,7 +79,7 @@ class SelectiveRecompute(RecomputationPlanner):
 
 
 def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:
-    """The ops of each layer's attention core, a region a run of them."""
+    """The ops of each layer's attention core, one region per run of them."""
     names = index.trace.op_columns.name
     found, fused = [], ""
     for layer in layers:
@@ -88,12 +90,12 @@ def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:
         fused = fused or next((names[op] for op in layer.forward if names[op].endswith(CORE)), "")
     if not found:
         why = f"{fused!r} is fused and keeps no matrices" if fused else f"no op is named '…{CORE}.…'"
-        raise PolicyError(f"policy 'selective_recompute' finds no attention core to run again: {why}")
+        raise PolicyError(f"policy 'selective_recompute' finds no attention core to recompute: {why}")
     return found
 
 
 def _cached(index: TraceIndex, layers: list[Region], keep: Collection[int], reruns: Iterable[Rerun]) -> dict[int, int]:
-    """The kept results that would go before their layer's backward begins, and that backward's last op."""
+    """The kept results that would be freed before their layer's backward begins, and that backward's last op."""
     read_again = {t for rerun in reruns for op in rerun.ops for t in index.reads[op]}
     found: dict[int, int] = {}
     for layer in layers:
@@ -109,7 +111,7 @@ def _cached(index: TraceIndex, layers: list[Region], keep: Collection[int], reru
 
 
 def _version(index: TraceIndex, tensor: int, op: int) -> int:
-    """What lies in a tensor's storage when an op runs: the tensor, or what has overwritten it."""
+    """What a tensor's storage holds when an op runs: the tensor, or what has overwritten it."""
     while index.overwritten_at[tensor] < op:
         tensor = int(index.trace.replaced_by[tensor])
     return tensor

@@ -24,13 +24,13 @@ class Vlad(RecomputationPlanner):
     trace may be any graph.
     Source: Siskind, Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user
         annotation", Optimization Methods and Software 33(4-6), 2018, arXiv:1708.06799 (checkpointVLAD).
-    Bounds: bisection holds ceil(log2 l) snapshots and runs (l/2) log2 l steps again for l a power of two.
+    Bounds: bisection holds ceil(log2 l) snapshots and recomputes (l/2) log2 l steps for l a power of two.
     Departs: steps are ops, not interpreter steps. A backward op belongs to the last step whose result it
-        reads. An op runs again only where its results are read. The stop rules of the paper (snapshots,
+        reads. An op is recomputed only where its results are read. The stop rules of the paper (snapshots,
         or a time factor) become `base` and `snapshots`.
 
     base: ops that are reversed as one, with all they save; None takes the fewest halvings that fit the
-    budget, and the finest where none does.
+        budget, and the finest where none does.
     snapshots: split binomially with this many snapshots instead (the order of `revolve`), op by op.
     Raises PolicyError on several devices or without backward.
     """
@@ -63,14 +63,14 @@ class Vlad(RecomputationPlanner):
             return schedule_of(index, reruns_of(index, reversal, [(op,) for op in steps], anchors), prune=True)
 
         if self.snapshots is not None:
-            found = along(binomial_reversal(len(steps), self.snapshots))
-            return Plan(trace, self.finished(problem, found).actions())
+            schedule = along(binomial_reversal(len(steps), self.snapshots))
+            return Plan(trace, self.finished(problem, schedule).actions())
         base = self.base or len(steps)
-        found = along(bisection_reversal(len(steps), base))
-        while self.base is None and base > 1 and found.peak() > problem.budget:
+        schedule = along(bisection_reversal(len(steps), base))
+        while self.base is None and base > 1 and schedule.peak() > problem.budget:
             base = -(-base // 2)
-            found = along(bisection_reversal(len(steps), base))
-        return Plan(trace, self.finished(problem, found).actions(), notes={"base": base})
+            schedule = along(bisection_reversal(len(steps), base))
+        return Plan(trace, self.finished(problem, schedule).actions(), notes={"base": base})
 
     def _anchors(self, index: TraceIndex, steps: list[int]) -> list[int]:
         """Per forward op the backward op before which its results must be there; these fall with the steps."""

@@ -21,33 +21,33 @@ from sim.trace.tensor import ROLE_CODE
 
 @dataclass(frozen=True, kw_only=True)
 class LruTiering(Policy):
-    """Results start in the fast zone; under pressure the least recently used one goes to the slow zone.
+    """Results start in the fast zone; under pressure the least recently used one is moved to the slow zone.
 
-    Under pressure, move the unlocked result that was read or made longest ago from the device's memory
-    to the host tier; an op that reads what is not there waits while the engine copies it back. The slow
-    copy stays until the tensor dies or its space is wanted, so that sending the tensor away again costs nothing.
+    Under pressure, move the unpinned result that was read or produced longest ago from the device's memory
+    to the host tier; an op that reads a tensor that is not resident waits while the engine copies it back. The slow
+    copy stays until the tensor dies or its space is needed, so that moving the tensor out again costs nothing.
     When the host is full, what left the device's memory longest ago goes on to the tier behind it, if there is one.
     Source: the layered scheme for the MT-3000 (an 8 GB acceleration zone beside 64 GB of DDR) that a
         survey of memory optimisation for training sketches, parts 1, 2 and 4; no figures were published.
     Bounds: moves nothing where everything fits. A step is O(1) for `lru`; `score` looks at all residents
-        each time memory is short, as DTR does.
+        under each memory pressure, as DTR does.
     Departs: of the scheme's other parts, checkpoints at the borders of zone residency groups, the
-        instruction mapping table (a platform's engines and efficiencies play that role), low precision
-        on the way (a codec, a rewrite) and the choice between recomputation and DDR are policies of
+        instruction mapping table (a platform's engines and efficiencies play that role), low-precision
+        copies (a codec, a rewrite) and the choice between recomputation and DDR are policies of
         their own. `score` picks what to move with DTR's local index; it does not recompute. The survey has
         memory swapped when an allocation fails and copied back on a miss: both while the device waits.
         `watermark` and `prefetch` are what its streams of their own for each direction would allow.
 
-    hits: tensors read at least that many times go only after all others; 0 treats all alike.
-    pin_flops_per_byte: never send away the result of an op of more FLOPs per byte touched; None for no
-        pinning. What is pinned can be too much for the budget.
+    hits: tensors read at least that many times are moved only after all others; 0 treats all alike.
+    pin_flops_per_byte: never move the result of an op of more FLOPs per byte touched; None for no
+        pinning. Pinned results may exceed the budget.
     choice: `lru`, or `score` for the smallest (time to recompute) / (bytes * time since its last use).
-    watermark: share of the device's memory that is kept free: before each op the least recently used goes out ahead
-        of need, beside the computing; 0 waits for pressure.
-    prefetch: before each backward op bring back up to so many of those that lie in slow tiers alone, those that left
-        last first, as far as memory is free beyond what the op makes and the watermark; 0 waits for misses.
-    Raises PolicyError for an unknown choice, a watermark that is no share below 1, a negative number, or a platform
-    without a host tier.
+    watermark: share of the device's memory that is kept free: before each op the least recently used is moved ahead
+        of need, overlapping with compute; 0 waits for pressure.
+    prefetch: before each backward op prefetch up to so many tensors that are resident in slow tiers alone, the last
+        to leave first, as far as memory is free beyond the op's results and the watermark; 0 waits for misses.
+    Raises PolicyError for an unknown choice, a watermark that is not a share below 1, a negative number, or a platform
+        without a host tier.
     """
 
     online = True

@@ -1,4 +1,4 @@
-"""ZeRO-Offload: the optimizer and its state live on the host, weights for forward and backward on the device."""
+"""ZeRO-Offload: the optimizer and its states reside on the host, weights for forward and backward on the device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CPU = "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOffload(Policy):
-    """Gradients go to the host as they appear, the CPU updates there, and new weights come back in tiles.
+    """Gradients are offloaded as they are produced, the CPU runs the update, and new weights come back in tiles.
 
     The update runs on the engine `cpu`, on host copies of the weights and on optimizer states that never leave
-    the host. Whatever ops the trace's optimizer consists of, the CPU runs one fused op a tile: the parameters of a
-    layer (of no layer: another tile), or where the trace knows no layers what its ops join. It touches gradient,
-    weight and states once: 28 bytes a parameter with Adam. A gradient leaves once its bucket is full. When all
-    have arrived the updates run; the new weights of a tile go to the device while the next tile is updated.
-    The device's old copy is released when the new one is to come.
+    the host. Whatever ops the trace's optimizer consists of, the CPU runs one fused op per tile: the parameters of one
+    layer (those without a layer form another tile), or where the trace has no layers the parameters that its ops
+    join. It touches gradient, weight and states once: 28 bytes per parameter with Adam. A gradient leaves once its
+    bucket is full. When all have arrived the updates run; the new weights of a tile are copied to the device while the
+    next tile is updated. The device's old copy is released when the new one is about to arrive.
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
         arXiv:2101.06840, for one device; on several, each device sends what its own update ops read.
     Bounds: with 16-bit weights and gradients of M elements 2M bytes go down and 2M up, the least for
@@ -41,17 +41,17 @@ class ZeroOffload(Policy):
         whose optimizer takes all parameters in one op, as a captured one does, has one tile. Ops of the update
         phase that are no optimizer's (clipping) run on the CPU one by one.
         Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under
-        autocast device weights and gradients are fp32, and so is what is copied. Conversion takes the CPU
+        autocast device weights and gradients are fp32, and so are the copies. Conversion takes the CPU
         no time of its own, and gradients of a bucket are copied one by one.
 
-    bucket: bytes of gradients that leave together, an int or text such as "50 MB"; 0 sends each at once.
-    delayed: delayed parameter update: the CPU updates with the gradients of the iteration before while the
-        device runs forward and backward, so that time = the longer of the two (+ what is copied after).
+    bucket: bytes of gradients that are copied together, an int or text such as "50 MB"; 0 copies each at once.
+    delayed: delayed parameter update: the CPU updates with the gradients of the previous iteration while the
+        device runs forward and backward, so that time = the longer of the two (+ the copies after).
         Weights are one step stale (`lossless` is then False); the gradients of an iteration are carried
         to the next, and new weights take device space beside the old ones as soon as they exist. Needs
-        updates that read nothing that other updates make, so no clipping by the norm of all gradients.
-    Raises PolicyError for a bucket that is no size, a platform without host tier or an engine `cpu`, or a
-    delayed update in several steps.
+        updates that read no result of other updates, so no clipping by the norm of all gradients.
+    Raises PolicyError for a bucket that is not a size, a platform without host tier or an engine `cpu`, or a
+        delayed update in several steps.
     """
 
     moves = True
@@ -105,9 +105,10 @@ def _updates(trace: Trace) -> list[int]:
 class _Split:
     """Which ops update, and which tensors cross between them and the rest, by ids of the old trace.
 
-    last_use: per tensor the last op that is no update and reads or makes it. read: what updates read.
-    gradients: what updates need and others make. weights: what is there from the start and both need, with
-    the value it ends as.
+    last_use: per tensor the last op other than an update that reads or produces it.
+    read: the tensors that updates read.
+    gradients: tensors that updates need and other ops produce.
+    weights: tensors that exist from the beginning and that both need, with the value each ends as.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -133,20 +134,23 @@ class _Split:
         return tensor
 
     def check_independent(self) -> None:
-        """Raise PolicyError where an update reads what another one makes."""
+        """Raise PolicyError where an update reads a result of another one."""
         for op in sorted(self.updates):
             for t in self.trace.reads(op):
                 if int(self.trace.producer[t]) in self.updates:
-                    names, maker = self.trace.op_columns.name, int(self.trace.producer[t])
-                    raise PolicyError(f"zero_offload: delayed: update {names[op]!r} reads what {names[maker]!r} makes")
+                    names, producer = self.trace.op_columns.name, int(self.trace.producer[t])
+                    raise PolicyError(
+                        f"zero_offload: delayed: update {names[op]!r} reads what {names[producer]!r} makes"
+                    )
 
 
 @dataclass
 class _Rewritten:
     """The new trace, and the new ids of old ops and tensors.
 
-    kept: per weight that updates read the host's copy at the start. fresh: per weight what goes up: its new
-    value, a copy of that where the host keeps it. before: per gradient that of the iteration before.
+    kept: per weight that updates read the host's copy at the start.
+    fresh: per weight the tensor that is copied up: its new value, or a copy of that where the host keeps it.
+    before: per gradient that of the previous iteration.
     """
 
     ops: dict[int, int] = field(default_factory=dict)

@@ -15,11 +15,11 @@ HALF = ("fp16", "bf16")
 
 
 def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
-    """The trace with its optimizer ops, of those in `updates`, fused into one op a tile.
+    """The trace with its optimizer ops, of those in `updates`, fused into one op per tile.
 
     A tile is what the ops themselves join (what they pass to each other, versions of one storage), and where the
     trace knows layers all parameters of a layer, or of none. Each touches gradient, weight and states once as
-    operands and once as results: 28 bytes a parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
+    operands and once as results: 28 bytes per parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
     optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
     return fuse(trace, _tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)

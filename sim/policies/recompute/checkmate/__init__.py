@@ -1,4 +1,4 @@
-"""Checkmate: the fewest nanoseconds of reruns within the budget, by mixed-integer programming."""
+"""Checkmate: the least recomputation time within the budget, by mixed-integer programming."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Checkmate(RecomputationPlanner):
-    """Before each op run some earlier ops again, in order and each at most once, for the least total time.
+    """Before each op recompute some earlier ops, in order and each at most once, for the least total time.
 
     Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Checkmate: Breaking the Memory
         Wall with Optimal Tensor Rematerialization", MLSys 2020: the frontier-advancing program, and the
         two-phase rounding of its linear relaxation.
-    Bounds: relaxation <= optimum <= rounding, the optimum being that of the plans which, on one device, keep
-        weights, inputs, weight gradients and what is still to be overwritten in place, and before each op recompute
-        earlier ones in program order, each at most once there. Another order, or an input dropped after its last
-        read, may do with less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take
+    Bounds: relaxation <= optimum <= rounding. The optimum is over plans on one device that keep weights, inputs,
+        weight gradients and values still to be overwritten in place, and before each op recompute earlier ones
+        in program order, each at most once there. Another order, or an input dropped after its last
+        read, may need less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take
         seconds, the relaxation a tenth of that.
-    Departs: what is freed when is said by other rows than the paper's, with the same whole solutions and a
-        higher bound (see `sim.solvers.milp`). A result that nothing reads any more goes at once, as in the
+    Departs: other rows than the paper's say what is freed when, with the same integer solutions and a
+        higher bound (see `sim.solvers.milp`). A result is freed right after its last read, as in the
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place
-        writes count as in the engine. Weights, inputs, weight gradients once made, and the update are outside;
-        what makes a weight gradient runs once.
-        What the search gives where it finds nothing better is the fastest plan that fits among roundings at the whole
-        budget and Chen et al.'s segments of each length; the authors hand their solver the fastest of Chen's and others
-        as a start, for which SciPy has no way. Rounding tries many thresholds and some
-        draws, for several budgets, and takes the cheapest plan that fits exactly (`sim.solvers.rounding`); the public
-        code tries nine thresholds, for nine tenths of the budget. Both round each value of each stage by itself,
-        which near the smallest budget takes several times the optimum (why: `sim.solvers.rounding`).
-        A search that has proven its plan best with costs changed at random by up to 1 %, as in the public code, is
-        made once more with the costs themselves.
-        SciPy gives no way to set the number of threads of HiGHS; the same question got the same plan so far.
+        writes count as in the engine. Weights, inputs, weight gradients once produced, and the update are outside;
+        an op that produces a weight gradient runs once.
+        Where the search finds nothing better, the plan is the fastest that fits among roundings at the whole
+        budget and Chen et al.'s segments of each length; the authors start their solver from the fastest of Chen's and
+        other plans, which SciPy does not allow. Rounding tries many thresholds and some random draws, for several
+        budgets, and takes the cheapest plan that fits exactly; the public code tries nine thresholds, for nine tenths
+        of the budget. Both round each value of each stage independently, which near the smallest budget takes several
+        times the optimum (why: `sim.solvers.rounding`).
+        The search perturbs costs at random by up to 1 %, as the public code does; once it has proven its plan best, it
+        is repeated with the exact costs.
+        SciPy cannot set HiGHS's number of threads; so far the same problem has given the same plan.
 
     method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
-    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where it is none) run again together,
-        and what they read and leave is taken to lie there meanwhile; an op that can't be recomputed, such as one
-        that renews running statistics in place, is left out of that. None: "op" up to `max_ops`, beyond
-        that "stage" for rounding, an error for the exact method.
+    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where the trace is not a chain) are
+        recomputed together, and their inputs and results are taken to be resident meanwhile; an op that can't be
+        recomputed, such as one that updates running statistics in place, is left out. None: "op" up to `max_ops`,
+        beyond that "stage" for rounding, an error for the exact method.
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
-    node_limit: nodes of the search tree, of each search. time_limit: seconds of search in all.
-    Notes of the plan: `status` is "optimal" only where proven (to one part in a million of the rerun time
+    node_limit: nodes of the search tree, of each search.
+    time_limit: seconds of search in all.
+    Notes of the plan: `status` is "optimal" only where proven (to one part in a million of the recomputation time
         where costs have no common unit above a ten-thousandth), else "feasible": rounding above the bound,
-        stages, a limit met; `bound_ns`: no plan of this class has less rerun time; `rerun_ns`; `limit`: "",
+        stages, a limit reached; `bound_ns`: no plan of this class recomputes for less time; `rerun_ns`; `limit`: "",
         "nodes" or "time"; `time_limited`.
     Raises Infeasible where no plan of that class fits (proven for "milp") naming a budget that does; PolicyError on
-        several devices or engines, too many ops, or a limit met before any plan was found.
+        several devices or engines, too many ops, or a limit reached before any plan was found.
     """
 
     recomputes = True
@@ -101,7 +102,9 @@ class Checkmate(RecomputationPlanner):
             return planned(problem, plain, status="optimal", bound=0)
         nodes, exact = self._nodes(problem, index)
         budgets = BUDGETS if self.method == "rounding" else 1
-        search, bound = by_rounding(problem, index, nodes, lambda found: self.finished(problem, found), budgets=budgets)
+        search, bound = by_rounding(
+            problem, index, nodes, lambda schedule: self.finished(problem, schedule), budgets=budgets
+        )
         if self.method == "milp":
             phase = problem.trace.op_columns.phase
             search.look(segmented(nodes, [phase[part[0]] == FORWARD for part in nodes.members]))
@@ -117,11 +120,11 @@ class Checkmate(RecomputationPlanner):
         if self.method == "rounding" or impossible:
             raise refused(problem, "checkmate", least, proven=impossible, smallest=smallest)
         search.best = known
-        found, answer = self._search(problem, index, nodes, search, exact)
-        if found is not None:
+        schedule, answer = self._search(problem, index, nodes, search, exact)
+        if schedule is not None:
             status = "optimal" if exact and answer.status == "optimal" else "feasible"
             bound = max(bound or 0, answer.bound) if exact else None
-            return planned(problem, found, status=status, bound=bound, limit=answer.limit)
+            return planned(problem, schedule, status=status, bound=bound, limit=answer.limit)
         if answer.status == "infeasible":
             raise refused(problem, "checkmate", least, proven=exact, smallest=smallest)
         raise PolicyError(
@@ -147,9 +150,9 @@ class Checkmate(RecomputationPlanner):
     ) -> tuple[Schedule | None, Answer]:
         """The best plan that fits exactly, and what the search said of it.
 
-        First with costs told apart by up to 1 %, as in the public code, and without the plan that is known: a row that
-        leaves out what is dearer hides from the solver the plans from which it finds better ones. Then, where that
-        ended with a proof and more is asked, once more by the costs alone and with that row, which the proof needs.
+        First with costs perturbed by up to 1 %, as in the public code, and without the known plan: a row that
+        excludes more expensive plans hides from the solver those from which it finds better ones. Then, where that
+        ended with a proof and more is asked, once more with the exact costs and that row, which the proof needs.
         """
         known, at_most = start.best, start.reckoned
         room, ends = problem.budget - nodes.outside, time.monotonic() + self.time_limit
@@ -160,15 +163,15 @@ class Checkmate(RecomputationPlanner):
             answer = program.minimise(node_limit=self.node_limit, time_limit=left)
             if not answer.stages:
                 break
-            found = schedule_of(index, nodes.reruns(answer.stages), prune=True)
-            excess = found.peak() - problem.budget
+            schedule = schedule_of(index, nodes.reruns(answer.stages), prune=True)
+            excess = schedule.peak() - problem.budget
             if excess > 0:
-                room -= excess  # by the solver's tolerance more lies there than there is room for
+                room -= excess  # the solver's tolerance lets a plan exceed the budget a little
                 continue
             at_most = min(at_most, sum(nodes.cost[i] for stage in answer.stages for i in stage))
-            found = self.finished(problem, found)
-            if known is None or rerun_ns(problem, found) <= rerun_ns(problem, known):
-                known = found
+            schedule = self.finished(problem, schedule)
+            if known is None or rerun_ns(problem, schedule) <= rerun_ns(problem, known):
+                known = schedule
             if proving or answer.limit or not exact or answer.bound == rerun_ns(problem, known):
                 return known, answer
             proving = True

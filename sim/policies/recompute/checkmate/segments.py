@@ -9,10 +9,12 @@ from sim.solvers.rounding import Stages, fewest_reruns
 
 
 def segmented(nodes: Nodes, forward: Sequence[bool]) -> Iterator[Stages]:
-    """One plan for each length of a segment, in nodes: what leaves a segment is kept, its inside made again at once.
+    """One plan for each length of a segment, in nodes: a segment's results are kept, its inside recomputed at once.
 
     As Chen et al. 2016 do it; the last segment before a backward is kept whole. The authors of Checkmate start their
-    search from the fastest of such plans that fits. forward: per node whether it belongs to a forward.
+    search from the fastest of such plans that fits.
+
+    forward: per node whether it belongs to a forward.
     """
     for length in range(1, sum(forward) + 1):
         stages = fewest_reruns(nodes, _kept(nodes, forward, _segments(forward, length)))
@@ -35,13 +37,13 @@ def _segments(forward: Sequence[bool], length: int) -> list[int]:
 
 
 def _kept(nodes: Nodes, forward: Sequence[bool], segment: Sequence[int]) -> set[tuple[int, int]]:
-    """At the start of which stages which values lie there."""
+    """The (stage, value) pairs such that the value is resident at the start of the stage."""
     count = len(nodes)
     inner: dict[int, list[tuple[int, int]]] = {}  # per segment its values that no other node of a forward reads
     anchor: dict[int, int] = {}  # per segment the first backward node that reads one of them
     border: list[tuple[int, int]] = []  # values that stay, and the last node that reads them
     for v, value in enumerate(nodes.values):
-        mine, last = segment[value.maker], count if value.end else max(value.readers, default=-1)
+        mine, last = segment[value.producer], count if value.end else max(value.readers, default=-1)
         later = [k for k in value.readers if segment[k] != mine]
         if mine < 0 or value.end or any(forward[k] for k in later):
             border.append((v, last))
@@ -54,13 +56,13 @@ def _kept(nodes: Nodes, forward: Sequence[bool], segment: Sequence[int]) -> set[
         value = nodes.values[v]
         users = (anchor.get(segment[k], -1) for k in value.readers)
         until = min(max((last, *users)), value.gone)
-        kept.update((t, v) for t in range(value.maker + 1, until + 1))
+        kept.update((t, v) for t in range(value.producer + 1, until + 1))
     for mine, values in inner.items():
         for v, last in values:
             value = nodes.values[v]
-            first = max((k for k in value.readers if segment[k] == mine), default=value.maker)
+            first = max((k for k in value.readers if segment[k] == mine), default=value.producer)
             again = anchor.get(mine, count)
             kept.update(
-                (t, v) for t in (*range(value.maker + 1, first + 1), *range(again + 1, last + 1)) if t <= value.gone
+                (t, v) for t in (*range(value.producer + 1, first + 1), *range(again + 1, last + 1)) if t <= value.gone
             )
     return kept

@@ -1,4 +1,4 @@
-"""Colossal-Auto on one device: Rotor's schedule of the chain, together with weights that wait on the host."""
+"""Colossal-Auto on one device: Rotor's schedule of the chain, together with weights offloaded to the host."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ COARSE = 16  # activation budgets that are tried where none of the likely ones h
 
 @dataclass(frozen=True, kw_only=True)
 class ColossalAuto(RecomputationPlanner):
-    """The fastest pair of a checkpointing schedule and of stages whose weights lie on the host.
+    """The fastest pair of a checkpointing schedule and a set of stages whose weights are offloaded to the host.
 
-    For several activation budgets the best schedule of the chain is found by Rotor's dynamic program; for each,
-    weights go to the host, stage by stage, until the rest fits. The pairs are replayed, and the fastest is kept.
+    For several activation budgets Rotor's dynamic program finds the best schedule of the chain; for each,
+    weights are offloaded, stage by stage, until the rest fits. The pairs are replayed, and the fastest is kept.
     Source: Liu, Li, Fang, Shao, Yao, You, "Colossal-Auto: Unified Automation of Parallelization and Activation
         Checkpoint for Large-scale Models", 2023, arXiv:2302.02599; the greedy choice of what to offload follows the
         authors' code.
-    Bounds: never slower than Rotor with the same slots. The dynamic program runs twice or so, as for Rotor; each
+    Bounds: never slower than Rotor with the same slots. The dynamic program runs about twice, as for Rotor; each
         pair then takes O(stages * window * steps) and one replay.
     Departs: the search over parallel layouts is not part of this. There checkpointing and offload are separate
-        passes, here activation budgets join them, as they join layouts and checkpointing there. Stages that
-        share a weight go together; a stage's weights come for each run of it, so that a stage that is run again
-        pays for more copies, which the code, without recomputation there, counts as two (four if shared). `window`
-        holds for forward too, where the code looks one stage ahead, and one stage may be the place where
-        several copies start. Any stage may be offloaded, the last one included. The update stays on the
-        device: weights come for it and their new values go back, gradients and optimizer states stay.
+        passes; here activation budgets join them, as they join layouts and checkpointing there. Stages that
+        share a weight are offloaded together. A stage's weights are fetched for each run of it, so that a recomputed
+        stage pays for more copies, which the code, without recomputation there, counts as two (four if shared).
+        `window` also holds in forward, where the code looks one stage ahead, and several copies may start at one
+        stage. Any stage may be offloaded, the last one included. The update stays on the
+        device: weights are fetched for it and their new values written back, gradients and optimizer states stay.
 
-    slots: parts into which memory is divided, at least 2. levels: activation budgets, at least 1.
+    slots: parts into which memory is divided, at least 2.
+    levels: number of activation budgets, at least 1.
     offload: "asynchronous": copies start up to `window` visits ahead, no more than hide them; "synchronous":
         when the stage is reached; "none": Rotor. Without a host tier nothing is offloaded either.
-    window: at least 1. share: the part of the budget that the greedy choice aims at, above 0 and at most 1 (0.95 in
+    window: visits of stages that a copy may start ahead, at least 1.
+    share: the part of the budget that the greedy choice aims at, above 0 and at most 1 (0.95 in
         the code, whose estimate of the peak may be off); where it can't be met, the whole budget.
     Notes: `offloaded_bytes`, of weights that begin on the host.
-    Raises PolicyError where the trace is no chain or has no backward, Infeasible, naming a budget that does, where
+    Raises PolicyError where the trace is not a chain or has no backward, Infeasible, naming a budget that does, where
         no pair fits.
     """
 
@@ -91,11 +93,11 @@ class ColossalAuto(RecomputationPlanner):
             outside = held_outside(problem, line) - line.gradients
             schedules = _Schedules(problem, line, index, plain.peak() - outside, self.slots)
             weights = sum(unit.bytes for unit in search.units)
-            for found in schedules.within(np.linspace(0, weights, self.levels) + problem.budget - outside):
-                search.pair(self.finished(problem, found), host)
+            for schedule in schedules.within(np.linspace(0, weights, self.levels) + problem.budget - outside):
+                search.pair(self.finished(problem, schedule), host)
             if search.best is None:
-                for found in schedules.within((schedules.table.least_bytes() or 0) * np.geomspace(1, 4, COARSE)):
-                    search.pair(self.finished(problem, found), host)
+                for schedule in schedules.within((schedules.table.least_bytes() or 0) * np.geomspace(1, 4, COARSE)):
+                    search.pair(self.finished(problem, schedule), host)
         if search.best is None:
             raise Infeasible(
                 f"policy 'colossal_auto' finds no schedule of {len(line)} stages in {format_bytes(problem.budget)}, "
@@ -117,11 +119,11 @@ class _Search:
         self.end = 0
         self.floor: int | None = None
 
-    def pair(self, found: Schedule, host: Tier) -> None:
+    def pair(self, schedule: Schedule, host: Tier) -> None:
         """Offload beside a schedule, greedily; its own time is the least that the pair takes."""
-        if self.best is not None and self.once + rerun_ns(self.problem, found) >= self.end:
+        if self.best is not None and self.once + rerun_ns(self.problem, schedule) >= self.end:
             return
-        pager = Pager(self.problem, self.line, found, host)
+        pager = Pager(self.problem, self.line, schedule, host)
         chosen = offloaded(pager, self.units, budget=self.problem.budget, target=self.target, window=self.window)
         if chosen is None:
             least = int((pager.peaks - sum(pager.absent(unit, 0) for unit in self.units)).max())
@@ -158,5 +160,5 @@ class _Schedules:
             slots = min(max(int(room / self.table.slot), self.least), self.table.slots)
             if slots >= self.least and slots not in self.seen:
                 self.seen.add(slots)
-                schedule = replace(self.table, slots=slots).schedule()
-                yield schedule_of(self.index, reruns_of(self.index, schedule, self.forward, self.anchors), prune=True)
+                reversal = replace(self.table, slots=slots).schedule()
+                yield schedule_of(self.index, reruns_of(self.index, reversal, self.forward, self.anchors), prune=True)

@@ -1,4 +1,4 @@
-"""Weights that lie on the host and come for each visit to their stage: which ones, and how early, greedily."""
+"""Weights that reside on the host and are fetched for each visit to their stage: which, and how early, greedily."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that go together: those of a stage, or of several stages that share one. bytes: of all."""
+    """Weights that are offloaded together: those of a stage, or of several stages that share one.
+
+    bytes: of all.
+    """
 
     weights: tuple[int, ...]
     bytes: int
@@ -47,36 +50,37 @@ def units_of(problem: Problem, line: Chain) -> list[Unit]:
         members[first] = list(weights)
         unit_of |= dict.fromkeys(weights, first)
     size = trace.tensor_columns.bytes
-    units = [Unit(tuple(found), int(size[found].sum())) for _, found in sorted(members.items()) if found]
+    units = [Unit(tuple(weights), int(size[weights].sum())) for _, weights in sorted(members.items()) if weights]
     return [unit for unit in units if unit.bytes]
 
 
 def _touching(problem: Problem, weight: int) -> set[int]:
     """The ops that read a weight, or a value that takes its place."""
-    found: set[int] = set()
+    touching: set[int] = set()
     while weight >= 0:
-        found |= {*problem.trace.readers(weight), int(problem.trace.producer[weight])} - {-1}
+        touching |= {*problem.trace.readers(weight), int(problem.trace.producer[weight])} - {-1}
         weight = int(problem.trace.replaced_by[weight])
-    return found
+    return touching
 
 
 class Pager:
-    """What offloading units saves, and costs, while an order of runs goes by.
+    """What offloading units saves, and costs, along a recomputation schedule.
 
     A visit is a run of steps of one stage; an op of no stage (an update) is one by itself. A weight on the host
-    comes before a visit that reads it and its copy goes after that; where it is overwritten the new value
-    goes to the host after its last use. With `ahead` = a copies begin at the start of the a-th visit before,
+    is fetched before a visit that reads it, and its copy dropped after that; where it is overwritten the new value
+    is copied to the host after its last use. With `ahead` = a copies begin at the start of the a-th visit before,
     with 0 when the visit itself starts.
-    peaks: bytes a step without offload. Arrays have one entry a step.
+
+    peaks: bytes per step without offload. Every array has as many entries as there are steps.
     """
 
-    def __init__(self, problem: Problem, line: Chain, found: Schedule, host: Tier) -> None:
-        self.problem, self.found, self.host = problem, found, host
-        self.index: TraceIndex = found.index
-        self.peaks = np.array(found.peaks()[1:], np.int64)
-        self.time = np.array([problem.cost.op_ns(op) for op, _ in found.steps], np.int64)
+    def __init__(self, problem: Problem, line: Chain, schedule: Schedule, host: Tier) -> None:
+        self.problem, self.schedule, self.host = problem, schedule, host
+        self.index: TraceIndex = schedule.index
+        self.peaks = np.array(schedule.peaks()[1:], np.int64)
+        self.time = np.array([problem.cost.op_ns(op) for op, _ in schedule.steps], np.int64)
         stage_of = {op: i for i, stage in enumerate(line.stages) for op in (*stage.forward, *stage.backward)}
-        keys = [stage_of.get(op, -1 - op) for op, _ in found.steps]
+        keys = [stage_of.get(op, -1 - op) for op, _ in schedule.steps]
         counts = [len(list(run)) for _, run in groupby(keys)]
         self.ends: Ints = np.cumsum(counts) - 1
         self.starts: Ints = self.ends - counts + 1
@@ -86,14 +90,14 @@ class Pager:
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:
-        """Per tensor the steps that read, make or overwrite it."""
-        found: dict[int, list[int]] = {}
+        """Per tensor the steps that read, produce or overwrite it."""
+        uses: dict[int, list[int]] = {}
         index = self.index
-        for s, (op, _) in enumerate(self.found.steps):
+        for s, (op, _) in enumerate(self.schedule.steps):
             touched = {*index.reads[op], *index.writes[op]}
             for t in touched | {index.replaces[t] for t in index.writes[op]}:
-                found.setdefault(t, []).append(s)
-        return found
+                uses.setdefault(t, []).append(s)
+        return uses
 
     def last_value(self, weight: int) -> int:
         """What a weight has become at the end."""
@@ -106,17 +110,17 @@ class Pager:
         """First and last steps of the times during which a weight, or what it has become, is on the device."""
         key = weight, ahead
         if key not in self._intervals:
-            found: list[tuple[int, int]] = []
+            intervals: list[tuple[int, int]] = []
             end = self.last_value(weight)
             visits = sorted({int(self.visit_of[s]) for s in self.uses.get(weight, ())})
             for v in visits:
                 first, last = int(self.starts[max(v - ahead, 0)]), int(self.ends[v])
                 if v == visits[-1] and end != weight:
                     last = self.uses[end][-1]
-                if found and first <= found[-1][1] + 1:
-                    first = found.pop()[0]
-                found.append((first, last))
-            self._intervals[key] = found
+                if intervals and first <= intervals[-1][1] + 1:
+                    first = intervals.pop()[0]
+                intervals.append((first, last))
+            self._intervals[key] = intervals
         return self._intervals[key]
 
     def absent(self, unit: Unit, ahead: int) -> Ints:
@@ -146,7 +150,7 @@ class Pager:
         """The runs' drops and recomputations, and the copies of the chosen units, each with its `ahead`."""
         into: dict[int, list[tuple[int, int, Action]]] = {}
         out: dict[int, list[int]] = {}
-        anchors = [op if anchor < 0 else anchor for op, anchor in self.found.steps]
+        anchors = [op if anchor < 0 else anchor for op, anchor in self.schedule.steps]
         for t, ahead in ((t, ahead) for unit, ahead in chosen for t in unit.weights):
             for first, last in self.intervals(t, ahead):
                 needed = next(s for s in self.uses[t] if s >= first)
@@ -155,21 +159,21 @@ class Pager:
                 move = Move(t, self.problem.home, keep=keep, before=anchors[first])
                 into.setdefault(first, []).append((needed, t, move))
                 out.setdefault(last, []).append(t)
-        found: list[Action] = []
-        for s, ((op, anchor), gone) in enumerate(zip(self.found.steps, self.found.drops, strict=True)):
+        actions: list[Action] = []
+        for s, ((op, anchor), dropped) in enumerate(zip(self.schedule.steps, self.schedule.drops, strict=True)):
             # copies that begin together come in the order of need
-            found += [move for _, _, move in sorted(into.get(s, ()), key=lambda one: one[:2])]
+            actions += [move for _, _, move in sorted(into.get(s, ()), key=lambda one: one[:2])]
             if anchor >= 0:
-                found.append(Recompute(op, before=anchor))
+                actions.append(Recompute(op, before=anchor))
             after, before = (op, None) if anchor < 0 else (None, anchor)
-            found += [Drop(t, after=after, before=before) for t in gone]
+            actions += [Drop(t, after=after, before=before) for t in dropped]
             for t in out.get(s, ()):
                 now = self.last_value(t)
                 if now == t or self.uses[now][-1] != s:
-                    found.append(Drop(t, self.problem.home, after=after, before=before))
+                    actions.append(Drop(t, self.problem.home, after=after, before=before))
                 elif now in self.outputs:
-                    found.append(Move(now, self.host.name, after=after, before=before))
-        return tuple(found)
+                    actions.append(Move(now, self.host.name, after=after, before=before))
+        return tuple(actions)
 
 
 def offloaded(

@@ -33,39 +33,44 @@ MEBIBYTE = 1 << 20
 class MegTaiChi(Policy):
     """Two parts: tensor partition before the run, tensor eviction while it runs.
 
-    Eviction: when no hole is large enough for a request, the tensor of least
+    Eviction: when no free block is large enough for a request, the tensor of least
         (N + ε) · penalty^k / ((bytes + free bytes just below and above it) / MiB · (ns since its last use + ε))
-    goes, one at a time until a hole is, so that holes grow together. N is the time to make its evicted
-    neighbours again (see `neighbours`), k how often it has been made again, ε = 0.001. What is read later is
-    made again.
-    Partition: the samples of the batch are dealt out to parts that run one after the other and whose
-    gradients are added up; a trial run a number of parts, from one on, says how long each takes, and the
-    first after which more parts are no faster is taken.
+    is evicted, one at a time until a block is large enough, so that adjacent free blocks merge. N is the time to
+    recompute its evicted neighbours (see `neighbours`), k how often it has been recomputed, ε = 0.001. A tensor that
+    is read later is recomputed.
+    Partition: the samples of the batch are split into parts that run one after the other and whose
+    gradients are added up. One trial run per number of parts, from one on, measures its time, and the
+    first number after which more parts are no faster is taken.
 
     Source: Hu et al., "MegTaiChi: Dynamic Tensor-Based Memory Management Optimization for DNN Training", ICS 2022,
         of which the abstract is public; score, neighbours and the loop round an allocation are those of MegEngine's
         public code (imperative/src/impl/interpreter).
     Bounds: a choice takes vector operations over the candidates, and, where the tier has addresses, a look at
-        the space beside each. With `neighbours` "both", `own_cost`, a `penalty` of 1 and a tier without addresses
+        the free space beside each. With `neighbours` "both", `own_cost`, a `penalty` of 1 and a tier without addresses
         it chooses as `dtr` with `dtr_eq`, up to ε.
-    Departs (a reconstruction). Partition: the paper cuts tensors over several devices, each along the dimension that
-        costs least communication, by what the first iterations showed; how is not public. Here it is one device,
-        every tensor along the batch, in time instead of space, and what decides is trial runs. Eviction: the code takes
+    Departs (a reconstruction). Partition: the paper splits tensors over several devices, each along the dimension of
+        least communication, as the first iterations showed; how is not public. Here it is one device,
+        every tensor along the batch, in time instead of space, and trial runs decide. Eviction: the code takes
         bytes read and written as the cost of an op and as its clock, here both are time; it forgets the cost of
-        a whole class when the tensor that stands for it comes back, here only that tensor's; it keeps what is
-        smaller than `at_least` whatever happens, here that goes when nothing larger is left. Where nothing
-        is left to evict the code moves all blocks together, and here memory is out. The allocator is the tier's:
-        `pool` with best fit is nearest to MegEngine's. What is evicted when, and what is dead, follows `dtr` with
+        a whole component when the tensor that represents it is recomputed, here only that tensor's; it never evicts
+        what is smaller than `at_least`, here that is evicted when nothing larger is left. Where nothing
+        is left to evict the code compacts memory, and here memory is out. The allocator is the tier's:
+        `pool` with best fit is nearest to MegEngine's. When tensors are evicted, and which are dead, follows `dtr` with
         `eager`.
 
-    parts: how many parts the batch is dealt out to; None: see above.
-    neighbours: whose classes of evicted tensors N counts: those of what its `producer` reads and of that op's other
-        results, one for each, as in the code; or of `both` its parents and its children, each class once, as DTR.
-    own_cost: whether N counts the tensor's own producer, too. penalty: at least 1. adjacent: whether the free bytes
-        beside it count. at_least: bytes, or text such as "1 MiB", below which a tensor goes last.
+    parts: how many parts the batch is split into; None: see above.
+    neighbours: whose components of evicted tensors N counts: those of the inputs of its `producer` and of that
+        op's other results, one for each, as in the code; or of `both` its parents and its children, each component
+        once, as DTR.
+    own_cost: whether N counts the tensor's own producer, too.
+    penalty: factor of the score for each recomputation of the tensor so far, at least 1.
+    adjacent: whether the adjacent free bytes count.
+    at_least: bytes, or text such as "1 MiB", below which a tensor is evicted last.
     threshold: share of the memory, above 0, to evict down to before each op, whether it needs it or not; None: only
-        on demand. sample: look at a random subset of about 2 sqrt(candidates). evicts: roles of what may leave.
-    Raises PolicyError for a wrong parameter, or where `parts` cannot be made of the batch.
+        on demand.
+    sample: look at a random subset of about 2 sqrt(candidates).
+    evicts: roles of tensors that may be evicted.
+    Raises PolicyError for a wrong parameter, or where the batch cannot be split into `parts`.
     """
 
     online = True
@@ -239,7 +244,7 @@ class _Evictor(Evictor):
         return [Drop(tensor, tier), *self._drop_views(tensor)]
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
-        """The least candidate alone: once it has gone, there is more space beside others."""
+        """The least candidate alone: its space then adjoins that of others, which changes their scores."""
         return super().on_pressure(need._replace(short=1), memory)
 
     def choose(self, candidates: CandidateSet, tier: str, memory: Memory, barred: set[int]) -> int:
@@ -256,9 +261,10 @@ class _Evictor(Evictor):
 
 
 class _Beside(Ranking):
-    """Scores (weight + ε) · penalty / ((bytes + free bytes beside) / MiB · (staleness + ε)); the least goes first.
+    """Scores (weight + ε) · penalty / ((bytes + adjacent free bytes) / MiB · (staleness + ε)); the least goes.
 
-    penalty: per tensor, grows with each time it is made again. free: per tensor, bytes, as looked at last.
+    penalty: per tensor, grows with each recomputation.
+    free: per tensor, bytes, as looked at last.
     """
 
     def __init__(self, lineage: Lineage, table: ScoreTable, price: Price) -> None:

@@ -1,4 +1,4 @@
-"""MegEngine's estimate of what evicted neighbours cost: classes found through the producing op."""
+"""MegEngine's estimate of what evicted neighbours cost: components found through the producing op."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from sim.eviction.neighbourhood import CostClasses
 
 
 class ProducerClasses(CostClasses):
-    """Union-find classes of evicted tensors, joined and counted from the side of a tensor's producer.
+    """Union-find components of evicted tensors, joined and counted from the side of a tensor's producer.
 
-    A tensor that goes joins the classes of what its producer reads and of that op's other results, where those
-    have gone; a candidate counts, for each of these neighbours, its class or its own cost, whichever is more.
-    both: neighbours are its parents and its children instead, and each class counts once, as in DTR. own:
-    whether its own cost counts.
+    An evicted tensor joins the components of its producer's inputs and of that op's other results, where those
+    are evicted; a candidate counts, for each of these neighbours, its component or its own cost, whichever is more.
+
+    both: neighbours are its parents and its children instead, and each component counts once, as in DTR.
+    own: whether its own cost counts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mimose: estimate from the input's size what each block will keep, and checkpoint as few as the memory asks for."""
+"""Mimose: estimate from the input's size what each block will keep, and checkpoint as few as memory requires."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ FITS_RELATIVELY, FITS_BYTES, LEAST_BYTES = 0.1, 10**7, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Mimose(RecomputationPlanner):
-    """Plan checkpoints for each iteration anew, from what inputs of other sizes were measured to need.
+    """Plan checkpoints for each iteration, from the measured needs of inputs of other sizes.
 
     Three parts. Sheltered collecting: in the first iterations every block (layer) is checkpointed, and each
     block's forward runs twice, once plainly to measure what it keeps and once as checkpointed. Lightning
     estimator: per block, and for the whole model, a polynomial of degree 2 of the input's size, fitted by least
-    squares. Responsive scheduler: what the model is predicted to take beyond the memory that is left must be
-    covered by blocks. They stand in buckets of nearly equal bytes, largest first; in a bucket earlier layers
-    come first, for they are run again last, when memory is empty. The smallest bucket with a block that covers
-    what is missing gives it, else `fallback` does, until all is covered. A plan is kept for all inputs that round up to
+    squares. Responsive scheduler: the predicted deficit of memory must be covered by checkpointed
+    blocks. They stand in buckets of nearly equal bytes, largest first; in a bucket earlier layers
+    come first, for they are recomputed last, when memory is empty. The smallest bucket with a block that covers
+    the deficit gives it, else `fallback` does, until all is covered. A plan is cached for all inputs that round up to
     the same size.
 
-    The input's size is the trace's `sequence` (`meta`), else the bytes of its inputs. Give `simulate` one trace an
+    The input's size is the trace's `sequence` (`meta`), else the bytes of its inputs. Give `simulate` one trace per
     iteration to see it respond: `simulate([transformer("gpt2", batch=4, sequence=s) for s in lengths], …)`.
 
     Source: Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU", 2022,
         arXiv:2209.02478; IPDPS 2023; and the authors' public code, whose greedy strategy picks the same blocks on the
         same figures.
-    Bounds: plans in O(blocks²) where nothing is cached; a collecting iteration costs one more forward than full
+    Bounds: plans in O(blocks²) where nothing is cached; a collecting iteration costs one more forward pass than full
         checkpointing. Estimates are exact where what blocks keep is a polynomial of degree 2 of the size.
     Departs: in the first `collect` iterations an input whose size has been collected is planned for at once: the
         code measures it again, and here it would find the same. With fewer than three sizes the polynomial has
         a lower degree. The copies of weights that autocast keeps are not counted as a block's. Blocks are layers,
         where the code takes modules at the middle of the nesting; its other planner, a knapsack over halves of
-        layers that it leaves switched off, is not there. See `verify`.
+        layers that it leaves switched off, is not included. See `verify`.
 
-    collect: how many iterations may collect, at least 1. round_to: plans are made for sizes rounded up to a
-        multiple of this. fallback: where no single block covers what is missing, take one of the `smallest` or
+    collect: how many iterations may collect, at least 1.
+    round_to: plans are made for sizes rounded up to a multiple of this.
+    fallback: where no single block covers the deficit, take one of the `smallest` or
         of the `largest` bucket (the code: smallest).
-    static_size: plan for inputs of this size whatever comes, the code's static mode; None: for what comes.
-    verify: walk over the plan before it runs, and where it would not fit ask for as many bytes more, until it
-        fits or all blocks are checkpointed. Without, the plan is the estimate's, as in the code.
+    static_size: plan for inputs of this size whatever their own, the code's static mode; None: for their own.
+    verify: compute the plan's exact peak before it runs, and where it would not fit add the excess to the deficit,
+        until it fits or all blocks are checkpointed. Without, the plan is the estimate's, as in the code.
     Raises PolicyError on several devices, without layers or a backward, or where history is of another batch or
-    number of blocks; Infeasible where not even checkpointing all blocks fits.
+        number of blocks; Infeasible where not even checkpointing all blocks fits.
     """
 
     recomputes = True
@@ -87,17 +88,17 @@ class Mimose(RecomputationPlanner):
         seen = {run.plan.notes["input_size"] for run in past}
         if not past or (len(problem.history) < self.collect and size not in seen):
             notes |= {"phase": "collect", "freed": blocks.freed, "blocks": tuple(range(len(blocks.regions)))}
-            found = blocks.shuttled()
-            self._refuse(problem, found)
-            return Plan(problem.trace, found.actions(), notes=notes)
+            schedule = blocks.shuttled()
+            self._refuse(problem, schedule)
+            return Plan(problem.trace, schedule.actions(), notes=notes)
         rounded = -(-(self.static_size or size) // self.round_to) * self.round_to
         notes |= {"phase": "respond", "rounded": rounded}
         for run in reversed(problem.history):
             if run.plan.notes.get("phase") == "respond" and run.plan.notes["rounded"] == rounded:
-                found = blocks.checkpointed(run.plan.notes["blocks"])
-                if not self.verify or found.peak() <= problem.budget:
-                    found = self.finished(problem, found)
-                    return Plan(problem.trace, found.actions(), notes={**run.plan.notes, **notes, "cached": True})
+                schedule = blocks.checkpointed(run.plan.notes["blocks"])
+                if not self.verify or schedule.peak() <= problem.budget:
+                    schedule = self.finished(problem, schedule)
+                    return Plan(problem.trace, schedule.actions(), notes={**run.plan.notes, **notes, "cached": True})
                 break
         return self._respond(problem, blocks, past, {**notes, "cached": False})
 
@@ -122,15 +123,15 @@ class Mimose(RecomputationPlanner):
         now = estimate.at(notes["rounded"])
         deficit = now.model - problem.budget
         chosen = cover(now.blocks, deficit, self.fallback)
-        found = blocks.checkpointed(chosen)
-        while self.verify and len(chosen) < len(now.blocks) and (over := found.peak() - problem.budget) > 0:
+        schedule = blocks.checkpointed(chosen)
+        while self.verify and len(chosen) < len(now.blocks) and (over := schedule.peak() - problem.budget) > 0:
             deficit = max(deficit, sum(now.blocks[i] for i in chosen)) + over
             chosen = cover(now.blocks, deficit, self.fallback)
-            found = blocks.checkpointed(chosen)
+            schedule = blocks.checkpointed(chosen)
         notes |= {"blocks": chosen, "predicted": now, "deficit": deficit, "estimate_fits": estimate.fits}
         if len(chosen) == len(now.blocks):
-            self._refuse(problem, found)
-        return Plan(problem.trace, self.finished(problem, found).actions(), notes=notes)
+            self._refuse(problem, schedule)
+        return Plan(problem.trace, self.finished(problem, schedule).actions(), notes=notes)
 
     def _refuse(self, problem: Problem, most: Schedule) -> None:
         """Raise Infeasible where a walk says that the plan which checkpoints all blocks takes too much."""

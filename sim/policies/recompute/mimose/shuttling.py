@@ -30,30 +30,30 @@ class Blocks:
     casts: Mapping[int, int]
 
     def checkpointed(self, chosen: Sequence[int]) -> Schedule:
-        """The iteration with the chosen blocks run again just before their backward."""
+        """The iteration with the chosen blocks recomputed just before their backward."""
         reruns = rerun_regions(self.index, [self.regions[i] for i in chosen])
         return schedule_of(self.index, reruns, hold=self.casts)
 
     @cached_property
     def freed(self) -> tuple[tuple[int, ...], ...]:
-        """Per block the tensors that lie there from its forward to its backward, and not if it is checkpointed."""
+        """Per block the tensors that are resident from its forward to its backward, unless it is checkpointed."""
         index, everything = self.index, self.checkpointed(range(len(self.regions)))
-        # what a backward op lets go lay there all the time, and is only made once more for its own block
+        # a tensor that a backward op frees was resident all the time, and is only recomputed for its own block
         forward = (index.trace.op_columns.phase == FORWARD).tolist()
         pairs = zip(everything.steps, everything.drops, strict=True)
         dropped = {t for (op, anchor), gone in pairs if anchor < 0 and forward[op] for t in gone}
-        found = []
+        freed = []
         for region in self.regions:
             inside = set(region.forward)
             made = [t for op in region.forward for t in index.writes[op] if t in dropped and t not in self.casts]
-            found.append(tuple(t for t in made if not inside.issuperset(index.trace.readers(t))))
-        return tuple(found)
+            freed.append(tuple(t for t in made if not inside.issuperset(index.trace.readers(t))))
+        return tuple(freed)
 
     def shuttled(self) -> Schedule:
         """The collecting iteration: each block runs plainly, keeping all it would keep, then checkpointed.
 
-        Between the two runs it holds what a plain forward leaves behind, so that it can be measured; then
-        that goes, and the second run keeps the block's results alone. Random ops draw the same numbers again.
+        Between the two runs it holds what a plain forward keeps, so that it can be measured; then
+        that is dropped, and the second run keeps the block's results alone. Random ops draw the same numbers as before.
         """
         index = self.index
         reruns: dict[int, list[int]] = {}
@@ -72,20 +72,20 @@ class Blocks:
             reruns.setdefault(anchor, []).extend(ops)
         return self._with_casts_kept(schedule_of(index, reruns, hold=hold))
 
-    def _with_casts_kept(self, found: Schedule) -> Schedule:
+    def _with_casts_kept(self, schedule: Schedule) -> Schedule:
         """Second runs of blocks leave the cached copies of weights where they are."""
-        drops = [list(gone) for gone in found.drops]
-        place = {op: i for i, (op, anchor) in enumerate(found.steps) if anchor < 0}
-        for i, (_, anchor) in enumerate(found.steps):
+        drops = [list(dropped) for dropped in schedule.drops]
+        place = {op: i for i, (op, anchor) in enumerate(schedule.steps) if anchor < 0}
+        for i, (_, anchor) in enumerate(schedule.steps):
             early = [t for t in drops[i] if anchor >= 0 and self.casts.get(t, -1) >= anchor]
             for t in early:
                 drops[i].remove(t)
                 drops[place[self.casts[t]]].append(t)
-        return Schedule(found.index, found.steps, drops)
+        return Schedule(schedule.index, schedule.steps, drops)
 
 
 def blocks_of(problem: Problem, policy: str) -> Blocks:
-    """A block a layer. Raises PolicyError on several devices, without layers, or without a backward phase."""
+    """One block per layer. Raises PolicyError on several devices, without layers, or without a backward phase."""
     trace = problem.trace
     if trace.devices > 1:
         raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
@@ -98,10 +98,11 @@ def blocks_of(problem: Problem, policy: str) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one collecting iteration showed, in bytes. blocks: per block what it keeps from forward to backward.
+    """What one collecting iteration showed, in bytes.
 
-    model: what the iteration would have taken, had no block been checkpointed: its peak with all that blocks keep
-    there from its first run to its end. Where a block runs again beside that, it is a little too much.
+    blocks: per block what it keeps from forward to backward.
+    model: what the iteration would have needed, had no block been checkpointed: its peak with all that blocks keep
+        resident from their first run to their end. Where a block is recomputed meanwhile, it is a little too much.
     """
 
     blocks: tuple[int, ...]

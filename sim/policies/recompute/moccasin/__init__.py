@@ -1,4 +1,4 @@
-"""Moccasin: the fewest nanoseconds of reruns, each op run a few times at most, by constraint programming."""
+"""Moccasin: the least recomputation time, each op run a few times at most, by constraint programming."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ FLOOR_WORK = 10.0  # deterministic seconds to look for the smallest budget that 
 
 @dataclass(frozen=True, kw_only=True)
 class Moccasin(RecomputationPlanner):
-    """Run each op at most `runs` times, keep each result for one interval per run, and take the least time so.
+    """Run each op at most `runs` times, keep each result for one interval per run, and minimise the total time.
 
     Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural
         Networks", ICML 2023: retention intervals on a grid of events, a cumulative constraint for memory.
-    Bounds: the optimum of Checkmate's plans that run no op more than `runs` times. Where an op has to run more
-        often for that, others take less time, or fit in less memory: a chain of 8 equal stages fits in 3 units with
+    Bounds: the optimum of Checkmate's plans that run no op more than `runs` times. Where the true optimum runs an op
+        more often, other policies take less time or fit in less memory: a chain of 8 equal stages fits in 3 units with
         6 runs per op, in 5 with 2. O(n runs) intervals for n ops, against Checkmate's O(n^2) binaries. A good plan
-        comes early; to prove it best takes long where many ops have equal costs (61 equal ops: the optimum within
+        is found early; the proof takes long where many ops have equal costs (61 equal ops: the optimum within
         seconds, no proof within a minute).
-    Departs: the paper first lessens the peak of the plan without reruns, and starts from that; here the solver
+    Departs: the paper first reduces the peak of the plan without recomputation, and starts from that; here the solver
         starts from nothing, and looks for the least peak only where nothing fits, to name a budget that
         does. Several results of an op, workspace and in-place writes count as in the engine. Weights, inputs,
-        weight gradients once made, and the update are outside. Ops that make weight gradients run once.
+        weight gradients once produced, and the update are outside. Ops that produce weight gradients run once.
 
     runs: the most runs of an op, its first one counted (C_v in the paper), at least 1.
-    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where the trace is no chain) are
+    granularity: "op", or "stage": the ops of a stage of the chain (of a layer where the trace is not a chain) are
         recomputed together, without those that can't be. None: "op" up to `max_ops` ops, "stage" beyond.
     max_ops: the most nodes to plan for, at least 2.
-    work_limit: deterministic seconds of search; time_limit: seconds by the clock.
-    Notes of the plan: `status` is "optimal" only where proven, of plans with so few runs per op, "feasible" for
-        stages and where a limit was met; `optimal_among`: that class; `bound_ns`, `rerun_ns`, `limit` ("",
+    work_limit: deterministic seconds of search.
+    time_limit: seconds of search by the clock.
+    Notes of the plan: `status` is "optimal" only where proven, among plans with so few runs per op, "feasible" for
+        stages and where a limit was reached; `optimal_among`: that class; `bound_ns`, `rerun_ns`, `limit` ("",
         "work" or "time"), `time_limited`.
     Raises PolicyError without OR-Tools (the extra `solvers`), on several devices or engines, and when a limit
-        was met before any plan was found; Infeasible where none fits with so few runs per op.
+        was reached before any plan was found; Infeasible where none fits with so few runs per op.
     """
 
     recomputes = True
@@ -107,12 +108,12 @@ class Moccasin(RecomputationPlanner):
                 f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
                 "time_limit or the budget"
             )
-        found = self.finished(problem, schedule_of(index, nodes.reruns(answer.stages), prune=True))
-        if found.peak() > problem.budget:
-            raise refused(problem, "moccasin", found, proven=False, smallest=False, plans=self._class)
-        is_best = exact and (answer.status == "optimal" or rerun_ns(problem, found) <= answer.bound)
+        schedule = self.finished(problem, schedule_of(index, nodes.reruns(answer.stages), prune=True))
+        if schedule.peak() > problem.budget:
+            raise refused(problem, "moccasin", schedule, proven=False, smallest=False, plans=self._class)
+        is_best = exact and (answer.status == "optimal" or rerun_ns(problem, schedule) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
-        return planned(problem, found, status=status, bound=bound, limit=answer.limit, plans=self._class)
+        return planned(problem, schedule, status=status, bound=bound, limit=answer.limit, plans=self._class)
 
     def _least(self, problem: Problem, index: TraceIndex, nodes: Nodes) -> tuple[Schedule, bool]:
         """The plan of least memory that is found, and whether that is proven."""

@@ -1,8 +1,8 @@
-"""Retention intervals: which runs of a node make a value, and from when to when it stays; solved by CP-SAT.
+"""Retention intervals: which runs of a node produce a value, and how long each stays resident; solved by CP-SAT.
 
-Time is a grid of events: stage t has one for each node k <= t, in order, and node k may run again only at its
-own event of a later stage. A node has at most `runs` runs, its first in its own stage; each run of its maker
-starts one interval of a value. The memory of all intervals that cover an event is within the room.
+Time is a grid of events: stage t has one for each node k <= t, in order, and node k may be recomputed only at its
+own event of a later stage. A node has at most `runs` runs, its first in its own stage; each run of its producer
+starts one interval of a value. The memory of all intervals that cover an event is within the budget.
 The model follows Moccasin (Bartan et al., ICML 2023), and shares nothing with the program in `sim.solvers.milp`.
 """
 
@@ -30,14 +30,18 @@ def cp_sat(policy: str) -> Any:
 
 
 class Retention:
-    """The model for some nodes; room: bytes beyond what lies there throughout, None: as few as do."""
+    """The model for some nodes.
+
+    room: bytes beyond what is resident throughout; None minimises them.
+    runs: the most runs of a node.
+    """
 
     def __init__(self, nodes: Nodes, room: int | None, runs: int, policy: str) -> None:
         self.cp = cp_sat(policy)
         self.model = self.cp.CpModel()
         self.nodes = nodes
         self.last = _event(len(nodes) - 1, len(nodes) - 1)
-        self.byte = math.gcd(*(value.size for value in nodes.values), *nodes.makes, *nodes.makes_again) or 1
+        self.byte = math.gcd(*(value.size for value in nodes.values), *nodes.run_bytes, *nodes.rerun_bytes) or 1
         self.price = math.gcd(*nodes.cost) or 1
         self.active: dict[tuple[int, int], Any] = {}
         self.start: dict[tuple[int, int], Any] = {}
@@ -53,7 +57,7 @@ class Retention:
             self._value(v)
         self.room = None if room is None else room // self.byte
         if self.room is None:
-            worst = sum(value.size for value in nodes.values) + max(nodes.makes, default=0)
+            worst = sum(value.size for value in nodes.values) + max(nodes.run_bytes, default=0)
             capacity = self.model.NewIntVar(0, worst // self.byte, "")
             self.model.AddCumulative(self._intervals, self._demands, capacity)
             self.model.Minimize(capacity)
@@ -88,10 +92,10 @@ class Retention:
                 model.Add(start > self.start[k, i - 1]).OnlyEnforceIf(active)
 
     def _scratch(self, k: int) -> None:
-        """What a run takes beyond the values that it starts."""
-        values = [self.nodes.values[v] for v in self.nodes.made_by[k]]
-        first = self.nodes.makes[k] - sum(value.size for value in values if value.fresh)
-        again = self.nodes.makes_again[k] - sum(
+        """The bytes of a run beyond the values that it starts."""
+        values = [self.nodes.values[v] for v in self.nodes.produced_by[k]]
+        first = self.nodes.run_bytes[k] - sum(value.size for value in values if value.fresh)
+        again = self.nodes.rerun_bytes[k] - sum(
             value.size for value in values if value.fresh and self._comes_back(value)
         )
         for i in range(self.count[k]):
@@ -105,20 +109,20 @@ class Retention:
             self._demands.append(bytes // self.byte)
 
     def _value(self, v: int) -> None:
-        """Its intervals, one a run of its maker, and that each reader runs within one of them."""
+        """One interval for each run of its producer; and each reader runs within one of them."""
         model, value = self.model, self.nodes.values[v]
         count = len(self.nodes)
         held = value.held_until >= 0
         goes = _event(value.gone, value.gone) if value.gone < count else self.last
         ends: list[Any] = []
-        for i in range(self.count[value.maker] if self._comes_back(value) else 1):
-            start, active = self.start[value.maker, i], self.active[value.maker, i]
+        for i in range(self.count[value.producer] if self._comes_back(value) else 1):
+            start, active = self.start[value.producer, i], self.active[value.producer, i]
             end = model.NewIntVar(0, self.last + 1, "")
             ends.append(end)
             model.Add(end >= start).OnlyEnforceIf(active)
-            if i and value.gone < count:  # made again it is overwritten again, later in the same stage
+            if i and value.gone < count:  # recomputed, it is overwritten once more, later in the same stage
                 for (k, run, t), one in self.at.items():
-                    if (k, run) == (value.maker, i):
+                    if (k, run) == (value.producer, i):
                         model.Add(end <= _event(t, t)).OnlyEnforceIf(one)
             else:
                 model.Add(end <= goes).OnlyEnforceIf(active)
@@ -134,24 +138,24 @@ class Retention:
         if value.end:
             self._one_of(v, ends, None, None)
         for k in value.readers:
-            for i in range(1 if k == value.maker else 0, self.count[k]):
+            for i in range(1 if k == value.producer else 0, self.count[k]):
                 self._one_of(v, ends, self.start[k, i], self.active[k, i])
 
     def _comes_back(self, value: NodeValue) -> bool:
-        """Whether a value has intervals of its own when it is made again: it may go, or was overwritten."""
+        """Whether a value has intervals of its own when recomputed: it may be dropped, or was overwritten."""
         return not value.once and (value.held_until < 0 or value.gone < len(self.nodes))
 
     def _one_of(self, v: int, ends: list[Any], when: Any, active: Any) -> None:
         """Some interval of a value covers an event (the end, without one), if what asks for it is active."""
-        model, maker = self.model, self.nodes.values[v].maker
+        model, producer = self.model, self.nodes.values[v].producer
         ways = []
         for j, end in enumerate(ends):
             way = model.NewBoolVar("")
-            model.AddImplication(way, self.active[maker, j])
+            model.AddImplication(way, self.active[producer, j])
             if when is None:
                 model.Add(end >= self.last).OnlyEnforceIf(way)
             else:
-                model.Add(self.start[maker, j] < when).OnlyEnforceIf(way)
+                model.Add(self.start[producer, j] < when).OnlyEnforceIf(way)
                 model.Add(end >= when).OnlyEnforceIf(way)
             ways.append(way)
         if active is None:
@@ -164,7 +168,7 @@ class Retention:
     def solve(self, *, work_limit: float, time_limit: float, seed: int) -> Answer:
         """Search with one worker, up to seconds of deterministic time and of wall time.
 
-        The bound is on ns of reruns, on bytes where as few as do were asked for. A limited answer is
+        The bound is on ns of recomputation, on bytes where they are minimised. A limited answer is
         never `optimal`.
         """
         if self.room is not None and self.room < 0:

@@ -26,21 +26,22 @@ WIDER = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class RelaxAndFix(RecomputationPlanner):
-    """Decide what is resident when the op of largest footprint runs, then wherever that plan still needs too much.
+    """Decide what is resident when the op of largest footprint runs, then wherever that plan still exceeds the budget.
 
     A linear program of that one moment says what is resident then and what is recomputed afterwards, for the least
     time. It is rounded, at three thresholds, and each op is recomputed just before its result is read. The op at
-    which such a plan passes the budget becomes the next moment: the decisions before it are fixed, and a program for
-    that moment decides again, until a plan fits. What need not be dropped after all stays resident.
+    which such a plan exceeds the budget becomes the next moment: the decisions before it are fixed, and a program for
+    that moment is solved, until a plan fits. In the end, recomputation that proved unnecessary is removed.
     Source: this project. The conditions are Checkmate's (Jain et al., MLSys 2020) at a few ops instead of all; fixing
         one part of a program after the other is known as relax-and-fix.
     Bounds: `bound_ns` is proven for every plan on one device that only drops and recomputes and keeps weight gradients
-        once they are made, offline or online, in any order and however often; it is taken over the first `moments`
-        moments together. Each program has a variable per op and tensor: hundredths of a second for thousands of
-        ops, mostly one program per rounding; tens near the least memory.
+        once they are produced, offline or online, in any order and however often; it is taken over the first `moments`
+        moments together. Each program has a variable per op and tensor and takes hundredths of a second for thousands
+        of ops; mostly there is one program per rounding, near the least memory tens.
     Departs: from no paper. Removing unnecessary recomputation is part of it, and on by default.
 
-    moments: those in the program of the bound, at least 1. rounds: programs in all before the search is given up.
+    moments: number of moments in the program of the bound, at least 1.
+    rounds: programs in all before the search is given up.
     Notes of the plan: `status` is "optimal" only where its recomputation is no longer than the bound; `bound_ns`,
         `rerun_ns`.
     Raises Infeasible where no plan was found, naming a budget that does, and saying so where it is proven that there
@@ -68,13 +69,13 @@ class RelaxAndFix(RecomputationPlanner):
             return planned(problem, plain, status="optimal", bound=0, plans=PLANS)
         search = MomentSearch(index, [problem.cost.op_ns(op) for op in range(len(index.reads))])
         floor = least_bytes(index)
-        found, bound = self._best(problem, search, problem.budget)
-        if found is None:
+        schedule, bound = self._best(problem, search, problem.budget)
+        if schedule is None:
             impossible = bound is None or problem.budget < floor
             enough = self._enough(problem, search, max(floor, problem.budget), plain.peak())
             raise refused(problem, "relax_and_fix", enough, proven=impossible, smallest=False, plans=PLANS)
-        status = "optimal" if rerun_ns(problem, found) == bound else "feasible"
-        return planned(problem, found, status=status, bound=bound, plans=PLANS)
+        status = "optimal" if rerun_ns(problem, schedule) == bound else "feasible"
+        return planned(problem, schedule, status=status, bound=bound, plans=PLANS)
 
     def _best(
         self, problem: Problem, search: MomentSearch, budget: int, levels: Sequence[float] = LEVELS
@@ -92,10 +93,10 @@ class RelaxAndFix(RecomputationPlanner):
                 bound = search.bound(dive.moments[: self.moments], budget)
             if bound is None:
                 return None, None
-            if dive.found is not None:
-                found = self.finished(problem, dive.found)
-                if best is None or rerun_ns(problem, found) < rerun_ns(problem, best):
-                    best = found
+            if dive.schedule is not None:
+                schedule = self.finished(problem, dive.schedule)
+                if best is None or rerun_ns(problem, schedule) < rerun_ns(problem, best):
+                    best = schedule
             if best is not None and rerun_ns(problem, best) <= bound + close:
                 break
         return best, bound

@@ -9,11 +9,11 @@ from sim.trace.tensor import ROLE_CODE
 
 
 def least_bytes(index: TraceIndex) -> int:
-    """Bytes below which no plan gets that drops and recomputes on one device and keeps weight gradients.
+    """Bytes below which no plan can stay that drops and recomputes on one device and keeps weight gradients.
 
-    At the start all inputs are resident. While an op runs there are resident: what the op reads and makes, its
-    workspace, inputs that are still to be read, and what a later op reads and nothing can recompute until then. An
-    input may be dropped after its last read. An output may be dropped and made again; at the end all of them are there.
+    At the start all inputs are resident. While an op runs, resident are: its inputs and results, its
+    workspace, inputs that are still to be read, and tensors that a later op reads and nothing can recompute until then.
+    An input may be dropped after its last read. An output may be dropped and recomputed; at the end all are resident.
     """
     enters, leaves = _never_dropped(index)
     resident: set[int] = set()

@@ -29,7 +29,7 @@ class Dive:
     moments: ops, in the order in which they were added.
     """
 
-    found: Schedule | None
+    schedule: Schedule | None
     moments: Sequence[int]
     programs: int
 
@@ -70,10 +70,10 @@ class MomentSearch:
             if answer is None:
                 break
             keep[now] = {t for t, far in answer.keep[-1].items() if far >= level}
-            found = schedule_of(self.index, self._again(order, keep), prune=True)
-            excess = _first_excess(found, order, budget)
+            schedule = schedule_of(self.index, self._again(order, keep), prune=True)
+            excess = _first_excess(schedule, order, budget)
             if excess is None:
-                return Dive(found, added, round + 1)
+                return Dive(schedule, added, round + 1)
             op, bytes = excess
             order = [one for one in order if one <= op]
             if op in order:
@@ -132,16 +132,16 @@ class MomentSearch:
         return needed
 
 
-def _first_excess(found: Schedule, order: Sequence[int], budget: int) -> tuple[int, int] | None:
+def _first_excess(schedule: Schedule, order: Sequence[int], budget: int) -> tuple[int, int] | None:
     """The op at which, or before which, a plan passes the budget most, up to the next moment; and by how much.
 
     Of the stretches between moments the first one that passes it counts. None where the plan fits.
     """
-    peaks = np.array(found.peaks()[1:])
+    peaks = np.array(schedule.peaks()[1:])
     over = np.flatnonzero(peaks > budget)
     if not len(over):
         return None
-    place = np.array([op if anchor < 0 else anchor for op, anchor in found.steps])
+    place = np.array([op if anchor < 0 else anchor for op, anchor in schedule.steps])
     end = min((op for op in order if op >= place[over[0]]), default=len(place))
     inside = over[place[over] <= end]
     worst = int(inside[np.argmax(peaks[inside])])

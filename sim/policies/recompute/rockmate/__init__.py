@@ -1,4 +1,4 @@
-"""Rockmate: integer programs for the insides of stages, a dynamic program over the chain of stages."""
+"""Rockmate: integer programs for the inside of stages, a dynamic program over the chain of stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sim.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Rockmate(RecomputationPlanner):
-    """Rotor's schedules, where a stage may also save a part of its inside and run the rest again in its backward.
+    """Rotor's schedules, where a stage may also save a part of its inside and recompute the rest in its backward.
 
     Source: Zhao, Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and
         Generic Tool for Re-materialization in PyTorch", ICML 2023: options of a block from Checkmate-like
@@ -33,16 +33,19 @@ class Rockmate(RecomputationPlanner):
     Bounds: at most Rotor's time by the model; `levels` squared programs for each distinct stage, then
         O(L^2 (L + options) slots) time for L stages.
     Departs: blocks are the stages of the trace's chain. Options come from this package's program (see
-        `checkmate`), op by op, with limits on what lies there between the stage's forward and backward and on
-        what it holds at once; a forward that saves nothing runs all its ops in order. The plan's exact peak
-        is known afterwards: then it is made again for more room or less, as in `rotor`.
+        `checkmate`), op by op, with limits on what is resident between the stage's forward and backward and on
+        its peak; a forward that saves nothing runs all its ops in order. Once the plan's exact peak
+        is known, the program is solved for a larger or smaller budget, as in `rotor`.
 
-    slots: parts into which the budget is divided, at least 2. levels: limits of either kind, at least 1.
+    slots: parts into which the budget is divided, at least 2.
+    levels: number of limits of either kind, at least 1.
     exact_ops: for stages of more ops, forward and backward together, options come from rounding the
-        relaxation alone. max_ops: stages of more ops save all or nothing.
-    node_limit, time_limit: search nodes and seconds of each stage's program.
+        relaxation alone.
+    max_ops: stages of more ops save all or nothing.
+    node_limit: search nodes of each stage's program.
+    time_limit: seconds of each stage's program.
     Notes: `status` is always "feasible"; `rerun_ns`, `limit`, `time_limited`; see `checkmate`.
-    Raises PolicyError where the trace is no chain or has no backward, Infeasible where no schedule is found.
+    Raises PolicyError where the trace is not a chain or has no backward, Infeasible where no schedule is found.
     """
 
     recomputes = True
@@ -85,8 +88,8 @@ class Rockmate(RecomputationPlanner):
             table = OptionTable(line, room, self.slots) if room > 0 else None
             if table is None or table.time >= INF:
                 return None
-            found = schedule_of(index, reruns_of(chain, line, table.schedule(), anchors), prune=True)
-            return rerun_ns(problem, found), found, found.peak() - problem.budget
+            schedule = schedule_of(index, reruns_of(chain, line, table.schedule(), anchors), prune=True)
+            return rerun_ns(problem, schedule), schedule, schedule.peak() - problem.budget
 
         best = fastest_fitting(attempt, room_of(problem, chain), problem.budget // self.slots)
         least = problem.budget
@@ -105,7 +108,7 @@ class Rockmate(RecomputationPlanner):
 
 
 def reruns_of(chain: Chain, line: Line, schedule: Sequence[Step], anchors: Sequence[int]) -> dict[int, list[int]]:
-    """Which ops run again before which: stages that run forward again, and what their options run again."""
+    """Per op the ops recomputed before it: of stages that run forward once more, and by the options of stages."""
     ran: set[int] = set()
     waiting: list[int] = []
     reruns: dict[int, list[int]] = {}

@@ -53,9 +53,9 @@ class OptionTable:
         self.slots = int(budget / self.slot)
         self.x = [*map(self._up, line.x), 0]
         there, grown = line.there or [0] * count, line.grown or [0] * count
-        # the gradients that lie there until a stage's backward: of its output, and of weights
+        # the gradients that are resident until a stage's backward: of its output, and of weights
         self.lying = [self.x[i + 1] + self._up(there[i]) for i in range(count)] + [0]
-        # per stage and option: slots to start with, to save, and to have at least beside the gradient that lies there
+        # per stage and option: slots to start with, to save, and needed beside the resident gradient
         self.ways = [
             [(self._up(o.xbar), self._up(o.xbar) + self._up(o.saving),
               self.x[i + 1] + self._up(o.xbar) + self._up(o.undoing) + self._up(grown[i])) for o in options]

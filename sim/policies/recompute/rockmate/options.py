@@ -1,4 +1,4 @@
-"""Ways to run one stage of a chain: how much it saves, and what its backward then runs again."""
+"""Ways to run one stage of a chain: how much it saves, and what its backward then recomputes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from sim.solvers.rounding import rounded
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, Stage
 
-NEVER, READ, MADE = 0, 1, 2
+NEVER, READ, PRODUCED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way. Times in ns, sizes in bytes, as of a `Stage`.
+    """One way to run a stage. Times in ns, sizes in bytes, as of a `Stage`.
 
-    again: per backward op what runs again before it, by position in forward and backward together. extra: time of
-    those. turn: forward time where the backward follows at once. xbar: what it saves, its output included.
-    saving: bytes beyond input and xbar while it runs forward. undoing: bytes beyond xbar and the gradient of
-    its output while it runs backward.
+    reruns: per backward op what is recomputed before it, by position in forward and backward together.
+    extra: time of those.
+    turn: forward time where the backward follows at once.
+    xbar: what it saves, its output included.
+    saving: bytes beyond input and xbar while it runs forward.
+    undoing: bytes beyond xbar and the gradient of its output while it runs backward.
     """
 
     reruns: tuple[tuple[int, ...], ...]
@@ -73,8 +75,8 @@ class Menu:
         nodes = nodes_of(self.problem, self.index, parts, border=count)
         incoming = self._incoming(stage)
         key = (
-            *map(tuple, (nodes.cost, nodes.makes, nodes.values, incoming)),
-            tuple(last - i for i, last in enumerate(nodes.last_again) if last <= len(nodes)),
+            *map(tuple, (nodes.cost, nodes.run_bytes, nodes.values, incoming)),
+            tuple(last - i for i, last in enumerate(nodes.last_rerun) if last <= len(nodes)),
             every,
         )
         if key not in self._known:
@@ -87,8 +89,8 @@ class Menu:
         trace, found = self.problem.trace, []
         place = {op: len(stage.forward) + i for i, op in enumerate(stage.backward)}
         for t in sorted({t for op in stage.backward for t in trace.reads(op)}):
-            maker = int(trace.producer[t])
-            if maker >= 0 and maker not in place and trace.op_columns.phase[maker] == BACKWARD:
+            producer = int(trace.producer[t])
+            if producer >= 0 and producer not in place and trace.op_columns.phase[producer] == BACKWARD:
                 last = trace.readers(t)[-1]
                 found.append((int(trace.tensor_columns.bytes[t]), place.get(last, len(stage.forward) + len(place))))
         return found
@@ -107,7 +109,7 @@ class Menu:
             return found
         for level in range(self.levels):
             saved = least + (most - least) * level // self.levels
-            high = sum(value.size for value in nodes.values) + max(nodes.makes)
+            high = sum(value.size for value in nodes.values) + max(nodes.run_bytes)
             for step in range(self.levels):
                 room = floor.room + (high - floor.room) * (self.levels - step) // self.levels
                 plans = self._plans(nodes, room, saved)
@@ -153,16 +155,17 @@ def _option(
 
 
 def held_by(nodes: Nodes, stages: Sequence[Sequence[int]], incoming: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """The most bytes while the forward runs, while the backward runs, and what lies there between them.
+    """The most bytes while the forward runs, while the backward runs, and the bytes resident between them.
 
-    incoming: (bytes, node that reads it last) of what comes from outside; it lies there from the border on. What
-    stays to the end whatever the plan (weight gradients) does not count.
+    Tensors that stay to the end in every plan (weight gradients) do not count.
+
+    incoming: (bytes, node that reads it last) of gradients from outside; resident from the border on.
     """
     count, border = len(nodes), nodes.border
     stays = {v for v, value in enumerate(nodes.values) if value.end and value.held_until >= count}
-    makes = [
-        bytes - sum(nodes.values[v].size for v in nodes.made_by[k] if v in stays and nodes.values[v].fresh)
-        for k, bytes in enumerate(nodes.makes)
+    run_bytes = [
+        bytes - sum(nodes.values[v].size for v in nodes.produced_by[k] if v in stays and nodes.values[v].fresh)
+        for k, bytes in enumerate(nodes.run_bytes)
     ]
     coming = [READ if value.end else NEVER for value in nodes.values]
     lies = sum(value.size for v, value in enumerate(nodes.values) if value.end and v not in stays)
@@ -170,19 +173,19 @@ def held_by(nodes: Nodes, stages: Sequence[Sequence[int]], incoming: Sequence[tu
     for t in reversed(range(count)):
         if t == border - 1:
             for v, value in enumerate(nodes.values):
-                if value.held_until >= border and coming[v] != READ and value.maker < border:
+                if value.held_until >= border and coming[v] != READ and value.producer < border:
                     coming[v] = READ
                     lies += value.size
             between = lies
         for k in reversed([*stages[t], t]):
-            for v in nodes.made_by[k]:
+            for v in nodes.produced_by[k]:
                 if coming[v] == READ and v not in stays:
                     lies -= nodes.values[v].size
-                coming[v] = MADE
+                coming[v] = PRODUCED
             for v in nodes.read_by[k]:
                 if coming[v] != READ and v not in stays:
                     lies += nodes.values[v].size
                 coming[v] = READ
             outside = sum(bytes for bytes, last in incoming if t <= last) if t >= border else 0
-            most[t >= border] = max(most[t >= border], lies + makes[k] + outside)
+            most[t >= border] = max(most[t >= border], lies + run_bytes[k] + outside)
     return most[0], most[1], between

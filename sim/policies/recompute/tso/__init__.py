@@ -29,34 +29,36 @@ ATTEMPTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Tso(RecomputationPlanner):
-    """Cut the chain into segments, and run each op by op or as one captured graph, kept or run again.
+    """Cut the chain into segments, and run each op by op or as one captured graph, kept or recomputed.
 
-    Modes: `eager` keeps what a segment's backward needs. `checkpoint` keeps its output, and runs its inside again
-    before its backward. `graph` captures the segment's forward, and its backward, as graphs that are launched whole:
-    its ops spare their launches, the capture costs once, and whatever it makes stays until its end.
-    `graph_checkpoint` does both, and runs all of it again as one. The cuts and the modes together take the
-    least time within the budget. Nothing moves.
+    Modes: `eager` keeps what a segment's backward needs. `checkpoint` keeps its output, and recomputes its inside
+    before its backward. `graph` captures its forward, and its backward, as CUDA graphs that are launched whole:
+    its ops save their launch overhead, each capture costs time once, and all results stay until the graph ends.
+    `graph_checkpoint` does both, and recomputes the segment as one graph. The cuts and the modes together take the
+    least time within the budget. Nothing is offloaded.
     Source: Tang et al., "TSO", poster, EuroSys 2025, of which only a summary was at hand: recomputation
         planned together with execution modes, by a segmented, convex-optimised dynamic program.
     Bounds: no other choice of segments and modes takes less time by the model, sizes rounded up to slots.
         O(L^2 slots modes) time for L stages.
-    Departs: a reconstruction: the modes, what they cost and the recurrences are a reading of that summary, and no
+    Departs: a reconstruction: the modes, their costs and the recurrences are a reading of that summary, and no
         figure of the poster is claimed. Segments consist of stages of the trace's chain. Eager
         execution evicts nothing by itself. Modes change the trace: times and workspaces of captured ops. A
         captured op's time is fixed beforehand, so it shares no bandwidth pool. A plan may be faster than
-        keeping all, by the launches that it spares. Weight gradients, and what else the chain does not count,
-        show in the plan's exact peak only; where that passes the budget the room is bisected, as in `rotor`.
+        keeping all, by the saved launch overhead. Weight gradients, and other memory outside the chain,
+        show in the plan's exact peak only; where that exceeds the budget the model's budget is bisected, as in `rotor`.
 
-    modes: those that a segment may take. method: "slots", or "price": a price on saved bytes instead, with exact
-        sizes, O(L modes) a price; it may miss the best, and on long chains beats rounding to slots.
+    modes: the modes that a segment may take.
+    method: "slots", or "price": a price on saved bytes instead, with exact sizes, O(L modes) per price; it may miss
+        the best plan, and on long chains beats rounding to slots.
     slots: parts into which the budget is divided, at least 2.
-    launch: ns that a captured op spares, at most its engine's launch where its time is not measured; None for just
-        that, and for nothing where it is.
-    capture: ns to capture one graph, of which a segment has two. replays: iterations that share a capture.
-    switch: ns for each change between captured and eager execution. The last three are assumed figures.
+    launch: ns that a captured op saves, at most its engine's launch where its time is not measured; None for exactly
+        that, and for nothing where its time is measured.
+    capture: ns to capture one graph, of which a segment has two; an assumed figure.
+    replays: iterations that share a capture; an assumed figure.
+    switch: ns for each change between captured and eager execution; an assumed figure.
     Notes: `segments` (first stage, last stage, mode), `model_ns`, the time of forward and backward by the model,
         `launch_ns` where `launch` is given.
-    Raises PolicyError where the trace is no chain or has no backward, Infeasible naming a budget that would do.
+    Raises PolicyError where the trace is not a chain or has no backward, Infeasible naming a budget that would do.
     """
 
     recomputes = True
@@ -130,8 +132,8 @@ class Tso(RecomputationPlanner):
             "model_ns": int(figures.uf.sum()) + sum(stage.ub for stage in line.stages) + best.time,
         }
         replayed = any(MODES[self.modes[q]].captured and MODES[self.modes[q]].recompute for _, _, q in best.segments)
-        found = best.runs if replayed else self.finished(problem, best.runs)  # a captured graph is launched whole
-        return Plan(found.index.trace, found.actions(), notes=notes)
+        schedule = best.runs if replayed else self.finished(problem, best.runs)  # a captured graph is launched whole
+        return Plan(schedule.index.trace, schedule.actions(), notes=notes)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""
@@ -160,7 +162,7 @@ class Tso(RecomputationPlanner):
         charges: dict[int, int] = {}
         for k, (region, mode) in enumerate(zip(regions, modes, strict=True)):
             undoing = sorted(region.backward)
-            # a forward op may run again, and be charged again
+            # a forward op may be recomputed, and charged twice
             bearer = undoing[0] if undoing else region.forward[0]
             if mode.captured:
                 parts += [Part(region.forward), Part(undoing, region.forward)]

@@ -31,7 +31,7 @@ def total_ns(prices: Sequence[ModePrices], segments: Sequence[Segment], switch: 
 
 
 def room_for(prices: Sequence[ModePrices], segments: Sequence[Segment]) -> int:
-    """The most bytes that lie there at once under a choice."""
+    """The most bytes resident at once under a choice."""
     before = most = 0
     for i, j, q in segments:
         most = max(most, before + int(prices[q].peak[i, j]))
@@ -189,7 +189,7 @@ def _before_last(prices: Sequence[ModePrices], segments: Sequence[Segment]) -> i
 def at_price(prices: Sequence[ModePrices], part: int, price: Fraction, switch: int) -> list[Segment] | None:
     """The choice of least time and price of what is saved before the last segment, no segment's peak above `part`.
 
-    price: ns a byte. None where there is none.
+    price: ns per byte. None where there is none.
     Time and bytes of a segment i … j - 1 are differences u(j) - v(i), and it fits from some i on that only rises
     with j: so the best i for each j is a minimum over a sliding window (the costs obey the quadrangle
     inequality with equality, and the split points are monotone).

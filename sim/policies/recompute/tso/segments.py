@@ -41,10 +41,15 @@ MODES: Mapping[str, Mode] = {
 class Figures:
     """What the modes of a chain of L stages are priced with: per stage, times in ns, sizes in bytes; see `Stage`.
 
-    x: L + 1 sizes. uf: forward time. turn: of it what a segment that ends here runs again op by op. spared_f, spared_b:
-    of the forward's and the backward's time, what a captured graph spares. made_f, made_b: all that the
-    ops of either make. work_f, work_b: the largest workspace. The rest as in `Stage`.
+    x: L + 1 sizes.
+    uf: forward time.
+    turn: of it what a segment that ends here recomputes op by op.
+    spared_f, spared_b: launch overhead that a captured graph saves, in forward and in backward.
+    made_f, made_b: bytes of all results of either's ops.
+    work_f, work_b: the largest workspace.
     capture: ns, for the graphs of one segment.
+
+    The rest as in `Stage`.
     """
 
     x: Ints
@@ -105,9 +110,10 @@ def figures_of(chain: Chain, trace: Trace, turn: Sequence[int], spared: Ints, ca
 class ModePrices:
     """Of every segment i … j - 1 in one mode, at [i, j]: time beyond one plain forward and backward, ns, and bytes.
 
-    saved: from its forward to its backward, its output included. peak: the most beyond what lies there before it,
-    its input included, and never less for a longer segment. FAR where j <= i. Shape (L, L + 1). A segment that
-    ends the chain does not run again.
+    FAR where j <= i. Shape (L, L + 1). A segment that ends the chain is not recomputed.
+
+    saved: from its forward to its backward, its output included.
+    peak: the most beyond what is resident before it, its input included, and never less for a longer segment.
     """
 
     mode: Mode

@@ -26,28 +26,29 @@ LONGEST = 20  # reruns an op, on average: a schedule of more is given up
 
 @dataclass(frozen=True, kw_only=True)
 class Twremat(RecomputationPlanner):
-    """Hold the results of a balanced separator while the parts that it leaves are computed, and so on in each part.
+    """Hold the results of a balanced separator while the parts that it leaves are computed, and recurse into each part.
 
     The graph of ops gets a tree decomposition of small width. A bag of it that leaves parts of at most half the
-    ops each is computed op by op and held; what an op of it reads in a part is computed there by the same rule,
-    and may be let go afterwards. No chain is needed.
+    ops each is computed op by op and held; an input that an op of the bag needs from a part is computed there by the
+    same rule, and may be freed afterwards. No chain is needed.
     Source: Kumar, Purohit, Svitkina, Vee, Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019.
-    Bounds: n ops in a decomposition of width k give a tree of at most log2 n + 1 levels; at any time there lie
-        at most k + 1 results a level and what one op a level reads; at most n (k + 2)^levels runs. The width
-        is that of a greedy order, not the treewidth. Planning takes tenths of a second for thousands of ops.
+    Bounds: n ops in a decomposition of width k give a tree of at most log2 n + 1 levels; at any time at
+        most k + 1 results per level and the inputs of one op per level are resident; at most n (k + 2)^levels runs.
+        The width is that of a greedy order, not the treewidth. Planning takes tenths of a second for thousands of ops.
     Departs: a reconstruction: the recursion and the passes after it follow the method's public implementation
         by others (the one that Rockmate calls), not the paper's text. First runs stay in program order; an op
-        that no other reads runs with the first op of a separator that follows it, not at the end. What may
-        be let go stays until its bytes are needed, then goes by least time per byte. Afterwards reruns are left out
-        whose results can stay within the budget, in six passes, with sizes exact. Backward ops, and what
-        receives, run once; an op in place runs again together with what makes what it overwrites, if nothing else
-        reads that, else it runs once. A schedule of more than 20 reruns an op is given up.
+        whose results no other reads runs with the first op of a separator that follows it, not at the end. A tensor
+        that may be freed stays until its bytes are needed; the least time per byte is freed first. Afterwards
+        recomputations whose results can stay within the budget are removed, in six passes, with exact sizes. Backward
+        ops and receives run once; an op in place is recomputed together with the value that it overwrites, if nothing
+        else reads that, else it runs once. A schedule of more than 20 recomputations per op is given up.
 
-    order: of elimination, "min_fill" or "min_degree". eager: let go at once all that may go, and leave no
-    rerun out: the schedule of least memory, whatever the budget.
+    order: elimination order, "min_fill" or "min_degree".
+    eager: free at once everything that may be freed, and remove no recomputation: the schedule of least memory,
+        whatever the budget.
     Notes: `width` of the decomposition, `levels` of separators, `rerun_ns`.
     Raises PolicyError on several devices and where an eager schedule is given up, Infeasible naming a budget
-    that would do.
+        that would do.
     """
 
     recomputes = True
@@ -82,10 +83,10 @@ class Twremat(RecomputationPlanner):
         notes = {"width": decomposition.width, "levels": tree.depth, "rerun_ns": rerun_ns(problem, fits)}
         return Plan(trace, fits.actions(), notes=notes)
 
-    def _eager(self, found: Schedule | None, budget: int) -> tuple[Schedule | None, Schedule]:
-        if found is None:
+    def _eager(self, schedule: Schedule | None, budget: int) -> tuple[Schedule | None, Schedule]:
+        if schedule is None:
             raise PolicyError(f"policy 'twremat': the eager schedule has over {LONGEST} reruns an op; take eager=False")
-        return (found if found.peak() <= budget else None), found
+        return (schedule if schedule.peak() <= budget else None), schedule
 
 
 def _search(
@@ -97,16 +98,16 @@ def _search(
     if top <= budget:
         return least, least
     for limit in (budget, 0, top // 4, top // 2, top * 3 // 4):
-        found = within(limit)
-        if found is not None and found.peak() <= budget:
-            return found, found
-        if found is not None and limit != budget:
-            least = min(least, found, key=Schedule.peak)
+        schedule = within(limit)
+        if schedule is not None and schedule.peak() <= budget:
+            return schedule, schedule
+        if schedule is not None and limit != budget:
+            least = min(least, schedule, key=Schedule.peak)
     return None, least
 
 
 def _needs(index: TraceIndex) -> Needs:
-    """The ops before the update; of these the forward ops may run again."""
+    """The ops before the update; of these the forward ops may be recomputed."""
     c = index.trace.op_columns
     role = index.trace.tensor_columns.role
     inside = np.flatnonzero(c.phase != PHASE_CODE["update"])

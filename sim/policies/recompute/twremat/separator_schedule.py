@@ -1,8 +1,8 @@
-"""Schedules that hold little at once, made by recursion over a tree of separators.
+"""Schedules of small footprint, computed by recursion over a tree of separators.
 
-To make what is wanted of a part of a graph, the ops of its separator are run in order and their results held; what
-each of them reads in the smaller parts between them is made there in the same way, and then let go. At any
-time there lies one separator a level, and what one op a level reads.
+To compute the wanted results of a part of a graph, the ops of its separator are run in order and their results held;
+the inputs of each that lie in the smaller parts between them are computed there in the same way, and then freed. At
+any time one separator per level is resident, and the inputs of one op per level.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from sim.solvers.schedule import Reruns, TraceIndex
 class Needs:
     """What the first `count` ops of a trace need of each other, and until when.
 
-    allowed: per op whether it may run again as far as the caller is concerned. parts: the ops, each alone but for those
-    that write in place (`parts_in_place`); these run again with what makes what they overwrite. All else is by part.
-    may_rerun: whether it may in fact, until the last time that its results can be needed. makers: those that make
-    what it reads. writes: what it leaves; fresh: how much of that needs new bytes; space: bytes beyond that while it
-    runs. until: per tensor the last part before which it can be needed, for itself or to make others again; the
-    number of parts where it is read later, kept, or passes its bytes on to what overwrites it.
+    The ops form parts, each alone but for those that write in place (`parts_in_place`); these are recomputed together
+    with the producer of what they overwrite. Everything else is by part.
+
+    allowed: per op whether the caller lets it be recomputed.
+    may_rerun: whether it can be, until the last time that its results can be needed.
+    producers: the parts that produce its inputs.
+    writes: its results that other parts use.
+    fresh: bytes of those that need new space.
+    space: bytes beyond that while it runs.
+    until: per tensor the last part before which it can be needed, for itself or to recompute others; the
+        number of parts where it is read later, kept, or passes its bytes on to what overwrites it.
     """
 
     def __init__(self, index: TraceIndex, count: int, allowed: Sequence[bool]) -> None:
@@ -32,11 +37,11 @@ class Needs:
         self.count = len(self.parts)
         part_of = {op: i for i, part in enumerate(self.parts) for op in part}
         kept = set(index.trace.outputs)
-        self.makers, self.writes = list[list[int]](), list[list[int]]()
+        self.producers, self.writes = list[list[int]](), list[list[int]]()
         self.fresh, self.space = list[int](), list[int]()
         for i, part in enumerate(self.parts):
-            makers = {part_of[index.producer[t]] for op in part for t in index.reads[op] if index.producer[t] >= 0}
-            self.makers.append(sorted(makers - {i}))
+            producers = {part_of[index.producer[t]] for op in part for t in index.reads[op] if index.producer[t] >= 0}
+            self.producers.append(sorted(producers - {i}))
             if len(part) == 1:  # nothing is inside it
                 self.writes.append(list(index.writes[part[0]]))
                 self.fresh.append(sum(index.size[t] for t in self.writes[i] if index.replaces[t] < 0))
@@ -54,7 +59,7 @@ class Needs:
             self.space.append(taken(index, part, set(leaves)) - self.fresh[-1])
         self.until = [-1] * len(index.size)
         self.may_rerun = [False] * self.count
-        last = [0] * self.count  # the last part before which one may have to run again
+        last = [0] * self.count  # the last part before which one may have to be recomputed
         for i in reversed(range(self.count)):
             part = self.parts[i]
             last[i] = i
@@ -71,25 +76,28 @@ class Needs:
             self.may_rerun[i] = in_time and droppable and all(allowed[op] for op in part)
 
     def graph(self) -> list[set[int]]:
-        """Per part those that read what it makes, or make what it reads."""
-        beside: list[set[int]] = [set(makers) for makers in self.makers]
-        for op, makers in enumerate(self.makers):
-            for maker in makers:
-                beside[maker].add(op)
+        """Per part those that read its results, or produce its inputs."""
+        beside: list[set[int]] = [set(producers) for producers in self.producers]
+        for op, producers in enumerate(self.producers):
+            for producer in producers:
+                beside[producer].add(op)
         return beside
 
 
 def parts_in_place(index: TraceIndex, count: int, allowed: Sequence[bool]) -> list[list[int]]:
-    """The first `count` ops in parts: each alone, but one that overwrites what it alone reads with what makes that.
+    """The first `count` ops in parts: each alone, but one that overwrites what it alone reads with its producer.
 
-    In an order in which parts could run: what lies between the two comes before them, or behind them where it reads
-    what the first makes. Where the second reads that in turn, both stay alone; so does what is not allowed.
+    The parts stand in an order in which they could run: ops between the two come before them, or behind them where they
+    read a result of the first. Where the second reads such an op's result in turn, both stay alone; so does what is not
+    allowed.
     """
     parts: list[list[int]] = []
     for op in range(count):
         old = [index.replaces[t] for t in index.writes[op] if index.replaces[t] >= 0]
-        makers = {index.producer[t] for t in old if index.trace.readers(t) == (op,)}
-        at = next((i for i in reversed(range(len(parts) if makers else 0)) if not makers.isdisjoint(parts[i])), -1)
+        producers = {index.producer[t] for t in old if index.trace.readers(t) == (op,)}
+        at = next(
+            (i for i in reversed(range(len(parts) if producers else 0)) if not producers.isdisjoint(parts[i])), -1
+        )
         if at < 0 or not all(allowed[one] for one in (*parts[at], op)):
             parts.append([op])
             continue
@@ -107,11 +115,13 @@ def parts_in_place(index: TraceIndex, count: int, allowed: Sequence[bool]) -> li
 
 
 def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limit: int, longest: int) -> Reruns | None:
-    """Which ops run again before which, when all run for the first time in program order; None if too many do.
+    """Per op the ops recomputed before it, when all first runs are in program order; None if they are too many.
 
-    What is called an op here is a part of `needs`. limit: bytes. What may be let go stays while there are so many,
-    then goes by least time to make it again per byte; what is held may pass them all the same. At 0 all goes at
-    once. longest: the most reruns.
+    An op here is a part of `needs`.
+
+    limit: bytes. Results that may be freed stay up to this limit, then the least recomputation time per byte is freed
+        first; pinned results may exceed the limit all the same. At 0 everything is freed at once.
+    longest: the most reruns.
     """
     schedule = _Schedule(needs, tree, cost, limit, longest)
     try:
@@ -122,7 +132,7 @@ def separator_schedule(needs: Needs, tree: Separators, cost: Sequence[int], limi
 
 
 class _TooLong(Exception):
-    """More ops would run again than may."""
+    """More ops would be recomputed than allowed."""
 
 
 class _Schedule:
@@ -131,9 +141,9 @@ class _Schedule:
         self.reruns: dict[int, list[int]] = {}
         index = needs.index
         self.next = 0  # the first op that has not run
-        self.live = [False] * needs.count  # whether an op's results are there
-        self.pins = [0] * needs.count  # for how many reasons they may not go
-        self.idle: list[tuple[float, int]] = []  # what may go, and what was pinned again or went since, by price
+        self.live = [False] * needs.count  # whether an op's results are resident
+        self.pins = [0] * needs.count  # pin counts
+        self.idle: list[tuple[float, int]] = []  # results that may be freed, and stale entries of others, by price
         self.held = sum(size for t, size in enumerate(index.size) if index.producer[t] < 0)
         bytes = [sum(index.size[t] for t in writes) for writes in needs.writes]
         self.price = [sum(cost[op] for op in part) / max(bytes[i], 1) for i, part in enumerate(needs.parts)]
@@ -145,8 +155,8 @@ class _Schedule:
         self.sinks = self._sinks()
 
     def _sinks(self) -> list[list[int]]:
-        """Per node of the tree the ops in it and below that make nothing for others, in order."""
-        read = {maker for makers in self.needs.makers for maker in makers}
+        """Per node of the tree the ops in it and below whose results no other reads, in order."""
+        read = {producer for producers in self.needs.producers for producer in producers}
         found: list[list[int]] = [[] for _ in self.tree.up]
         for op in range(self.needs.count):
             node = self.tree.home[op] if op not in read else -1
@@ -172,9 +182,13 @@ class _Schedule:
         for op in tree.vertices[node]:
             if op not in needed:
                 continue
-            read = [maker for maker in self.needs.makers[op] if tree.below(node, maker) and tree.home[maker] != node]
+            read = [
+                producer
+                for producer in self.needs.producers[op]
+                if tree.below(node, producer) and tree.home[producer] != node
+            ]
             for child in self.children[node]:
-                self._solve(child, [maker for maker in read if tree.below(child, maker)], op)
+                self._solve(child, [producer for producer in read if tree.below(child, producer)], op)
             if not self.live[op]:
                 self._reach(op)
             self._pin((op,))
@@ -195,11 +209,11 @@ class _Schedule:
             if op in needed:
                 continue
             needed.add(op)
-            for maker in self.needs.makers[op]:
-                if self.live[maker]:
-                    there.add(maker)
-                elif self.tree.below(node, maker):
-                    missing.append(maker)
+            for producer in self.needs.producers[op]:
+                if self.live[producer]:
+                    there.add(producer)
+                elif self.tree.below(node, producer):
+                    missing.append(producer)
         return needed, [op for op in self.tree.vertices[node] if op in there]
 
     def _finish(self, node: int, upto: int) -> None:
@@ -225,12 +239,12 @@ class _Schedule:
         self._perform(op)
 
     def _perform(self, op: int) -> None:
-        needs, size, makers = self.needs, self.needs.index.size, self.needs.makers[op]
-        for maker in makers:
-            if self.live[maker]:
-                self._pin((maker,))
+        needs, size, producers = self.needs, self.needs.index.size, self.needs.producers[op]
+        for producer in producers:
+            if self.live[producer]:
+                self._pin((producer,))
             else:
-                self._solve(self.tree.home[maker], (maker,), 0)
+                self._solve(self.tree.home[producer], (producer,), 0)
         self._make_room(needs.fresh[op] + needs.space[op])
         self.live[op] = True
         if op < self.next:
@@ -242,9 +256,9 @@ class _Schedule:
         else:
             self.next = op + 1
             self.held += needs.fresh[op]
-            self.held -= sum(size[t] for maker, t in self.dying[op] if self.live[maker])
+            self.held -= sum(size[t] for producer, t in self.dying[op] if self.live[producer])
         self._pin((op,))
-        self._unpin((*makers, op))
+        self._unpin((*producers, op))
 
     def _pin(self, ops: Sequence[int]) -> None:
         for op in ops:
