@@ -71,7 +71,10 @@ def text_of(name: str, parameters: Mapping[str, Any]) -> str:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
-        return json.dumps(list(value))
+        try:
+            return json.dumps(list(value))
+        except TypeError:  # objects of a policy of one's own, which no text can stand for
+            return str(value)
     if isinstance(value, str) and (_value(value) != value or any(sign in value for sign in "(),;+=\"' ")):
         return json.dumps(value)
     return str(value)
