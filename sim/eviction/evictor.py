@@ -53,7 +53,7 @@ class Evictor(Online):
         self.candidates = {tier: CandidateSet() for tier in evicts}
         self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
         self.copies = [0] * count
-        self.gone = [False] * count  # produced, evicted, and part of the graph
+        self.evicted = [False] * count  # produced, evicted, and part of the graph
         self.fixed = [False] * count  # something that its recomputation needs cannot be recomputed
         self.kin = Kin(lineage)
         self.table = ScoreTable(lineage)
@@ -63,15 +63,15 @@ class Evictor(Online):
             lineage,
             self.kin,
             self.table,
-            self.gone,
+            self.evicted,
             staleness=rules.staleness,
             by_size=rules.by_size,
             ties=rules.ties,
             random=self.random,
         )
-        self.locked: set[int] = set()
-        self._locks = [0] * count
-        self._made = [False] * count
+        self.pinned: set[int] = set()
+        self._pins = [0] * count
+        self._produced = [False] * count
         self._banished = [False] * count
         self._strays: set[int] = set()  # banished, but recomputed together with another result
         self._released = [False] * count
@@ -82,7 +82,7 @@ class Evictor(Online):
         self._order = 0
         self._leaving: dict[int, str] = {}
         self._overwritten: list[int] = []
-        self._made_bytes = self._made_count = 0
+        self._produced_bytes = self._produced_count = 0
 
     # ---- what happens ------------------------------------------------------------------------
 
@@ -95,8 +95,8 @@ class Evictor(Online):
             if self._overwritten:
                 self._lose_overwritten()
             self._ended = -1
-            self._locks[tensor] += 1
-            self.locked.add(tensor)
+            self._pins[tensor] += 1
+            self.pinned.add(tensor)
             if not self._released[tensor] or self.rules.deallocation != "banish":
                 self.table.access[tensor] = (
                     now  # under banishing a recomputation on the way to another tensor does not count as an access
@@ -118,8 +118,8 @@ class Evictor(Online):
             if candidates is not None:
                 candidates.remove(tensor)
             self._leaving.pop(tensor, None)
-            if not self.copies[tensor] and not self.gone[tensor]:
-                if self._locks[tensor]:
+            if not self.copies[tensor] and not self.evicted[tensor]:
+                if self._pins[tensor]:
                     self._overwritten.append(tensor)
                 else:
                     self._lose(tensor)
@@ -132,8 +132,8 @@ class Evictor(Online):
             producer = self.line.producer[view]
             if self._ended != producer:
                 self._end(producer)
-            if not self._made[view]:
-                self._made[view] = True
+            if not self._produced[view]:
+                self._produced[view] = True
                 self.table.access[self.line.view_of[view]] = now
         elif what == "went":
             self.copies[view] &= ~self.bit[tier]
@@ -147,13 +147,13 @@ class Evictor(Online):
         """It is resident after it was nowhere: its producer has ended, or it exists from the beginning."""
         line, table = self.line, self.table
         producer = line.producer[tensor]
-        first = not self._made[tensor]
+        first = not self._produced[tensor]
         if first:
-            self._made[tensor] = True
+            self._produced[tensor] = True
             table.access[tensor] = now
             if line.evictable[tensor] and line.size[tensor]:
-                self._made_bytes += line.size[tensor]
-                self._made_count += 1
+                self._produced_bytes += line.size[tensor]
+                self._produced_count += 1
         if producer < 0:
             return
         if self._ended != producer:
@@ -166,21 +166,21 @@ class Evictor(Online):
         if first and place == 0:
             place = len(made)
         table.order[tensor] = self._order - len(line.reads[producer]) - len(made) - 1 + place
-        if self.gone[tensor]:
-            self.gone[tensor] = False
+        if self.evicted[tensor]:
+            self.evicted[tensor] = False
             if self.price is not None:
                 self.price.came(tensor)
 
     def _end(self, op: int) -> None:
         """An op has ended: what it read is evictable again, later than all before."""
         self._ended = op
-        reads, locks, order = self.line.reads[op], self._locks, self.table.order
+        reads, locks, order = self.line.reads[op], self._pins, self.table.order
         at = self._order + len(self.line.writes[op]) + 1
         for tensor in reads:
             locks[tensor] -= 1
             if locks[tensor] <= 0:
                 locks[tensor] = 0
-                self.locked.discard(tensor)
+                self.pinned.discard(tensor)
                 if self._released[tensor] and self.rules.deallocation == "banish":
                     self._due.append(tensor)
             order[tensor] = at
@@ -190,7 +190,7 @@ class Evictor(Online):
     def _lose(self, tensor: int) -> None:
         """Its last copy goes."""
         if self.line.counts[tensor] and not self._banished[tensor]:
-            self.gone[tensor] = True
+            self.evicted[tensor] = True
             if self.price is not None:
                 self.price.went(tensor)
 
@@ -252,7 +252,7 @@ class Evictor(Online):
         answer: list[Action] = []
         due, self._due = self._due, []
         for tensor in due:
-            if not self._made[tensor] or memory.is_locked(tensor):
+            if not self._produced[tensor] or memory.is_locked(tensor):
                 self._due.append(tensor)  # an op beside the device has not ended
                 continue
             self._released[tensor] = True
@@ -285,7 +285,7 @@ class Evictor(Online):
 
     def _has_evicted_child(self, tensor: int) -> bool:
         strays, copies, kin = self._strays, self.copies, self.kin
-        if any(self.gone[c] or (c in strays and not copies[c]) for c in kin.children[tensor]):
+        if any(self.evicted[c] or (c in strays and not copies[c]) for c in kin.children[tensor]):
             return True
         made_from, storage = kin.views_made_from.get(tensor, ()), self.line.view_of
         return any(not copies[view] and not self._banished[storage[view]] for view in made_from)
@@ -293,8 +293,8 @@ class Evictor(Online):
     def _banish(self, tensor: int) -> list[Action]:
         """Free it for good; its children cannot be recomputed any more."""
         self._banished[tensor] = True
-        if self.gone[tensor]:
-            self.gone[tensor] = False
+        if self.evicted[tensor]:
+            self.evicted[tensor] = False
             if self.price is not None:
                 self.price.vanished(tensor)
         self._fix(c for c in self.kin.children[tensor] if self.copies[c] and not self._banished[c])
@@ -309,10 +309,10 @@ class Evictor(Online):
         seen, stack = {tensor}, [tensor]
         while stack:
             for child in self.kin.children[stack.pop()]:
-                if child in seen or not self._made[child] or self.fixed[child]:
+                if child in seen or not self._produced[child] or self.fixed[child]:
                     continue
                 seen.add(child)
-                if self.gone[child] or self._released[child]:
+                if self.evicted[child] or self._released[child]:
                     stack.append(child)
                     if not self._released[child]:
                         missed.append(child)
@@ -348,7 +348,7 @@ class Evictor(Online):
         if self.rules.deallocation == "banish" and self._due:
             answer = self._free_the_dead(memory)
             freed = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == need.tier)
-        barred = self.locked
+        barred = self.pinned
         while freed < need.short and len(candidates):
             tensor = self.choose(candidates, need.tier, memory, barred)
             if tensor < 0:
@@ -383,7 +383,7 @@ class Evictor(Online):
             stride = isqrt(len(ids))
             hit = list(accumulate(random.randint(1, stride) for _ in range(len(ids))))
             ids = ids[[at - 1 for at in hit if at <= len(ids)]]
-        mean = self._made_bytes / max(self._made_count, 1)
+        mean = self._produced_bytes / max(self._produced_count, 1)
         return ids[self.table.size.take(ids) >= self.rules.ignore_small * mean]
 
     def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:

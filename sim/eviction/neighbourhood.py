@@ -39,17 +39,17 @@ class Neighbourhood:
     tensor, whose bound counts it.
     """
 
-    def __init__(self, kin: Kin, table: ScoreTable, gone: list[bool], *, children: bool = True) -> None:
+    def __init__(self, kin: Kin, table: ScoreTable, evicted: list[bool], *, children: bool = True) -> None:
         self._kin = kin
         self._table = table
-        self._gone = gone
+        self._evicted = evicted
         self._down = children
         self._holders: dict[int, dict[int, int]] = {}
         self._stamp = [0] * len(kin.cost)
 
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """See `Price`."""
-        gone, holders, cost = self._gone, self._holders, self._kin.cost
+        evicted, holders, cost = self._evicted, self._holders, self._kin.cost
         parents, children = self._kin.parents, self._kin.children
         self._stamp[tensor] = stamp = self._stamp[tensor] + 1
         total, latest = cost[tensor], 0.0
@@ -60,7 +60,7 @@ class Neighbourhood:
             while stack:
                 here = stack.pop()
                 for other in children[here] if down else parents[here]:
-                    if gone[other] and other not in seen:
+                    if evicted[other] and other not in seen:
                         seen.add(other)
                         stack.append(other)
                         total += cost[other]
@@ -114,10 +114,10 @@ class CostClasses:
 
     SLACK = 4
 
-    def __init__(self, kin: Kin, table: ScoreTable, gone: list[bool]) -> None:
+    def __init__(self, kin: Kin, table: ScoreTable, evicted: list[bool]) -> None:
         self._kin = kin
         self._table = table
-        self._gone = gone
+        self._evicted = evicted
         self._node: dict[int, int] = {}
         self._parent: list[int] = []
         self._value: list[int] = []
@@ -185,8 +185,8 @@ class CostClasses:
         self._table.weight[tensor] = self._kin.cost[tensor]
 
     def _neighbours(self, tensor: int) -> list[int]:
-        gone = self._gone
-        return [n for n in (*self._kin.parents[tensor], *self._kin.children[tensor]) if gone[n]]
+        evicted = self._evicted
+        return [n for n in (*self._kin.parents[tensor], *self._kin.children[tensor]) if evicted[n]]
 
     def _root(self, node: int) -> int:
         parent = self._parent

@@ -164,7 +164,7 @@ def ranking_for(
     lineage: Lineage,
     kin: Kin,
     table: ScoreTable,
-    gone: list[bool],
+    evicted: list[bool],
     *,
     staleness: str = "own",
     by_size: bool = True,
@@ -183,9 +183,9 @@ def ranking_for(
     if heuristic == "lru":
         return Oldest(lineage, table, ties), None
     if heuristic in ("dtr", "msps"):
-        price = Neighbourhood(kin, table, gone, children=heuristic == "dtr")
+        price = Neighbourhood(kin, table, evicted, children=heuristic == "dtr")
     elif heuristic == "dtr_eq":
-        price = CostClasses(kin, table, gone)
+        price = CostClasses(kin, table, evicted)
     elif heuristic in ("none", "size"):
         table.weight[:] = 1
     if heuristic in ("msps", "size"):

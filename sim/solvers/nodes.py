@@ -29,7 +29,7 @@ class NodeValue:
     readers: nodes, rising; the producer itself where its reruns read what it produced once.
     end: whether it must be resident after the last node.
     held_until: the last stage at whose start it must be resident, at least -1: a plan may not drop it.
-    gone: the node that overwrites it, or the number of nodes.
+    overwritten_at: the node that overwrites it, or the number of nodes.
     fresh: whether it needs new bytes.
     once: whether only the producer's first run produces it, not its reruns.
     """
@@ -39,7 +39,7 @@ class NodeValue:
     readers: tuple[int, ...]
     end: bool
     held_until: int
-    gone: int
+    overwritten_at: int
     fresh: bool = True
     once: bool = False
 
@@ -115,7 +115,7 @@ class Nodes:
                 ):
                     reruns.add(i)
             for v, value in enumerate(self.values):
-                wanted[v] = value.producer < t <= value.gone and (
+                wanted[v] = value.producer < t <= value.overwritten_at and (
                     wanted[v] or t <= value.held_until or not reruns.isdisjoint(value.readers)
                 )
             runs[t] = sorted(reruns - {t})
@@ -204,28 +204,32 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
         read = trace.readers(t)
         at = node_of[producer]
         once = producer in runs_once
-        gone_by = index.overwritten_at[t] if overwritten[t] else ops
-        gone = node_of.get(gone_by, count)
-        users = [r for r in (*read, gone_by) if r in node_of]
+        overwriter = index.overwritten_at[t] if overwritten[t] else ops
+        overwritten_at = node_of.get(overwriter, count)
+        users = [r for r in (*read, overwriter) if r in node_of]
         readers = {node_of[r] for r in users if r not in runs_once and (once or node_of[r] != at)}
         at_first = {node_of[r] for r in users} - readers - {at}  # their reruns do not read it
-        wanted_outside = gone == count and any(r not in node_of for r in read)
+        wanted_outside = overwritten_at == count and any(r not in node_of for r in read)
         leaves = wanted_outside and at < border and t not in kept
         end = t in kept or (wanted_outside and not leaves)
-        if gone == at or not (readers or at_first or wanted_outside or end):
+        if overwritten_at == at or not (readers or at_first or wanted_outside or end):
             continue
         held = border if leaves else -1
         if not index.droppable[t] or role[t] == ROLE_CODE["gradient"]:
             held = (
-                count if end else gone if gone < count else max((*readers, *((border,) if leaves else ())), default=-1)
+                count
+                if end
+                else overwritten_at
+                if overwritten_at < count
+                else max((*readers, *((border,) if leaves else ())), default=-1)
             )
-        held = max((held, *(k if k == gone else k + 1 for k in at_first)))
+        held = max((held, *(k if k == overwritten_at else k + 1 for k in at_first)))
         crossing.add(t)
-        key = (at, tuple(sorted(readers)), end, held, gone, index.replaces[t] < 0, once)
+        key = (at, tuple(sorted(readers)), end, held, overwritten_at, index.replaces[t] < 0, once)
         grouped[key] = grouped.get(key, 0) + index.size[t]
     values = [
-        NodeValue(size, producer, readers, end, held, gone, fresh, once)
-        for (producer, readers, end, held, gone, fresh, once), size in sorted(grouped.items())
+        NodeValue(size, producer, readers, end, held, overwritten_at, fresh, once)
+        for (producer, readers, end, held, overwritten_at, fresh, once), size in sorted(grouped.items())
     ]
     last_rerun = []
     for i, part in enumerate(repeats):

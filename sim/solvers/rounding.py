@@ -188,4 +188,4 @@ def _lies(nodes: Nodes, kept: Sequence[set[int]], needed: set[int], t: int, v: i
         return True
     for stage in range(value.producer + 1, t + 1):
         kept[stage].add(v)
-    return t <= value.gone
+    return t <= value.overwritten_at

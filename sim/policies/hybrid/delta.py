@@ -150,7 +150,7 @@ class _Director(Evictor):
         self._homes = homes
         self._kept = kept
         self._early = False  # current evictions are ahead of need
-        self._classes = CostClasses(self.kin, ScoreTable(lineage), self.gone)
+        self._classes = CostClasses(self.kin, ScoreTable(lineage), self.evicted)
         self.price = self._classes
         self._away: dict[int, str] = {}  # resident on the host alone, oldest first: the tier it left
         self._began: dict[int, tuple[str, int]] = {}  # copies in flight: where to, since when
@@ -266,11 +266,11 @@ class _Director(Evictor):
         if short <= 0:
             return []
         dropped = [int(a.tensor) for a in answer if isinstance(a, Drop)]
-        spared = [t for t in (*self.line.reads[op], *dropped) if t not in self.locked]
-        self.locked.update(spared)
+        pinned_now = [t for t in (*self.line.reads[op], *dropped) if t not in self.pinned]
+        self.pinned.update(pinned_now)
         self._early = True
         try:
             return list(self.on_pressure(Need(tier, self.line.makes[op], short, op, "what comes next"), memory))
         finally:
             self._early = False
-            self.locked.difference_update(spared)
+            self.pinned.difference_update(pinned_now)

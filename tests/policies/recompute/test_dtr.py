@@ -324,7 +324,7 @@ def test_what_an_op_in_place_overwrites_touches_only_what_is_evicted_after_it():
 
     first = ("came p", "read p", "came a0", "read a0", "went a0", "came a1", "read a1", "came c")
     tell(*first, "went c", "went a1", "read a0", "read p", "came a0", "went a0", "came a1", "read a1")
-    assert [evictor.gone[t] for t in (p, a0, a1, c)] == [False, True, False, True]
+    assert [evictor.evicted[t] for t in (p, a0, a1, c)] == [False, True, False, True]
     assert isinstance(evictor.price, CostClasses)
     assert evictor.price.cost(p) == 20  # its own 10 ns and a0's
     assert evictor.price.cost(a1) == 30

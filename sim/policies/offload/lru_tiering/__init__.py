@@ -136,15 +136,15 @@ class _Replacement(Online):
             return ()
         return self._send(need.tier, need.short, memory)
 
-    def _send(self, tier: str, short: int, memory: Memory, spared: Collection[int] = ()) -> list[Action]:
-        """The moves of those first in order, but for the spared, until so many bytes more will be free."""
+    def _send(self, tier: str, short: int, memory: Memory, excluded: Collection[int] = ()) -> list[Action]:
+        """The moves of those first in order, except the excluded, until so many bytes more will be free."""
         answer: list[Action] = []
         self._below.begin()
         freed = self._waiting(tier, memory)
         for tensor in self._order(tier, memory.now):
             if freed >= short:
                 break
-            if tensor in spared or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+            if tensor in excluded or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
                 continue
             steps = self._below.send(tensor, memory)
             if steps is None:

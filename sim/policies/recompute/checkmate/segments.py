@@ -55,14 +55,16 @@ def _kept(nodes: Nodes, forward: Sequence[bool], segment: Sequence[int]) -> set[
     for v, last in border:
         value = nodes.values[v]
         users = (anchor.get(segment[k], -1) for k in value.readers)
-        until = min(max((last, *users)), value.gone)
+        until = min(max((last, *users)), value.overwritten_at)
         kept.update((t, v) for t in range(value.producer + 1, until + 1))
     for mine, values in inner.items():
         for v, last in values:
             value = nodes.values[v]
             first = max((k for k in value.readers if segment[k] == mine), default=value.producer)
-            again = anchor.get(mine, count)
+            rerun_stage = anchor.get(mine, count)
             kept.update(
-                (t, v) for t in (*range(value.producer + 1, first + 1), *range(again + 1, last + 1)) if t <= value.gone
+                (t, v)
+                for t in (*range(value.producer + 1, first + 1), *range(rerun_stage + 1, last + 1))
+                if t <= value.overwritten_at
             )
     return kept

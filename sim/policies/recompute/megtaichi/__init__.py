@@ -208,14 +208,14 @@ class _Evictor(Evictor):
         self._addressed = addressed if policy.adjacent else ()
         self._room = room
         self.price = ProducerClasses(
-            lineage, self.kin, self.table, self.gone, both=policy.neighbours == "both", own=policy.own_cost
+            lineage, self.kin, self.table, self.evicted, both=policy.neighbours == "both", own=policy.own_cost
         )
         self._beside = _Beside(lineage, self.table, self.price)
         self.ranking = self._beside
         self._large = self.table.size >= policy.smallest
 
     def _arrive(self, tensor: int, now: int) -> None:
-        if self._made[tensor]:
+        if self._produced[tensor]:
             self._beside.penalty[tensor] *= self._policy.penalty
         super()._arrive(tensor, now)
 
@@ -224,10 +224,10 @@ class _Evictor(Evictor):
         answer = list(super().before(op, memory))
         if self._policy.threshold is None:
             return answer
-        barred = self.locked.union(self.line.reads[op])  # the op needs them next
+        barred = self.pinned.union(self.line.reads[op])  # the op needs them next
         for tier, room in self._room.items():
-            gone = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
-            excess = room - memory.free(tier) - gone - int(self._policy.threshold * room)
+            evicted = sum(self.line.size[int(a.tensor)] for a in answer if isinstance(a, Drop) and a.tier == tier)
+            excess = room - memory.free(tier) - evicted - int(self._policy.threshold * room)
             while excess > 0 and (tensor := self.choose(self.candidates[tier], tier, memory, barred)) >= 0:
                 barred.add(tensor)
                 if not memory.is_locked(tensor):

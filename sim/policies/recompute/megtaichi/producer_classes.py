@@ -19,9 +19,9 @@ class ProducerClasses(CostClasses):
     """
 
     def __init__(
-        self, lineage: Lineage, kin: Kin, table: ScoreTable, gone: list[bool], *, both: bool, own: bool
+        self, lineage: Lineage, kin: Kin, table: ScoreTable, evicted: list[bool], *, both: bool, own: bool
     ) -> None:
-        super().__init__(kin, table, gone)
+        super().__init__(kin, table, evicted)
         self._lineage = lineage
         self._both = both
         self._own = own
@@ -67,7 +67,7 @@ class ProducerClasses(CostClasses):
     def _neighbours(self, tensor: int) -> list[int]:
         if self._both:
             return super()._neighbours(tensor)
-        return [n for n in (*self._kin.parents[tensor], *self._beside(tensor)) if self._gone[n]]
+        return [n for n in (*self._kin.parents[tensor], *self._beside(tensor)) if self._evicted[n]]
 
     def _beside(self, tensor: int) -> list[int]:
         """The other results of its producer."""

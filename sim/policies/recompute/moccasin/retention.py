@@ -113,14 +113,14 @@ class Retention:
         model, value = self.model, self.nodes.values[v]
         count = len(self.nodes)
         held = value.held_until >= 0
-        goes = _event(value.gone, value.gone) if value.gone < count else self.last
+        goes = _event(value.overwritten_at, value.overwritten_at) if value.overwritten_at < count else self.last
         ends: list[Any] = []
         for i in range(self.count[value.producer] if self._comes_back(value) else 1):
             start, active = self.start[value.producer, i], self.active[value.producer, i]
             end = model.NewIntVar(0, self.last + 1, "")
             ends.append(end)
             model.Add(end >= start).OnlyEnforceIf(active)
-            if i and value.gone < count:  # recomputed, it is overwritten once more, later in the same stage
+            if i and value.overwritten_at < count:  # recomputed, it is overwritten once more, later in the same stage
                 for (k, run, t), one in self.at.items():
                     if (k, run) == (value.producer, i):
                         model.Add(end <= _event(t, t)).OnlyEnforceIf(one)
@@ -133,7 +133,7 @@ class Retention:
                 model.Add(start > ends[i - 1]).OnlyEnforceIf(active)
         if held:
             model.Add(ends[0] >= (_event(value.held_until, 0) if value.held_until < count else self.last))
-        if held and value.gone < count:  # also where only a first run overwrites it
+        if held and value.overwritten_at < count:  # also where only a first run overwrites it
             model.Add(ends[0] >= goes)
         if value.end:
             self._one_of(v, ends, None, None)
@@ -143,7 +143,7 @@ class Retention:
 
     def _comes_back(self, value: NodeValue) -> bool:
         """Whether a value has intervals of its own when recomputed: it may be dropped, or was overwritten."""
-        return not value.once and (value.held_until < 0 or value.gone < len(self.nodes))
+        return not value.once and (value.held_until < 0 or value.overwritten_at < len(self.nodes))
 
     def _one_of(self, v: int, ends: list[Any], when: Any, active: Any) -> None:
         """Some interval of a value covers an event (the end, without one), if what asks for it is active."""

@@ -15,7 +15,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import costs_of, held_outside
-from sim.policies.recompute.tso.captured import Part, captured, spared_launches
+from sim.policies.recompute.tso.captured import Part, captured, saved_launches
 from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, tightest, total_ns
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
 from sim.solvers.checkpoints import rerun_regions
@@ -84,15 +84,15 @@ class Tso(RecomputationPlanner):
         """The trace with captured segments; drops and recomputations."""
         line = chain_of(problem, "tso")
         first_backward(line, "tso")
-        spared = spared_launches(problem, self.launch)
+        saved_launch = saved_launches(problem, self.launch)
         turn = costs_of(problem, TraceIndex(problem.trace), line).turn
-        figures = figures_of(line, problem.trace, turn, spared, self._captures)
+        figures = figures_of(line, problem.trace, turn, saved_launch, self._captures)
         prices = [prices_of(figures, MODES[mode]) for mode in self.modes]
         outside = held_outside(problem, line) + line.x[0]
 
         def filled(segments: Sequence[Segment]) -> _Filled:
             time = total_ns(prices, segments, 2 * self.switch)
-            return _Filled(segments, time, self._runs(problem, line, segments, spared))
+            return _Filled(segments, time, self._runs(problem, line, segments, saved_launch))
 
         def attempt(room: int) -> _Filled | None:
             if room <= 0:
@@ -136,13 +136,13 @@ class Tso(RecomputationPlanner):
         return Plan(schedule.index.trace, schedule.actions(), notes=notes)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
-        """The whole chain as two captured graphs: no mix of modes spares more launches for fewer captures."""
+        """The whole chain as two captured graphs: no mix of modes saves more launches for fewer captures."""
         if not any(MODES[mode].captured for mode in self.modes):
             return {}
         line = chain_of(problem, "tso")
         first_backward(line, "tso")
         whole = replace(self, modes=("graph",))
-        runs = whole._runs(problem, line, [(0, len(line), 0)], spared_launches(problem, self.launch))
+        runs = whole._runs(problem, line, [(0, len(line), 0)], saved_launches(problem, self.launch))
         return {"captured launches": Plan(runs.index.trace, runs.actions(), notes=self._said())}
 
     def _said(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class Tso(RecomputationPlanner):
         """Nanoseconds an iteration for the two graphs of a segment."""
         return 2 * -(-self.capture // self.replays)
 
-    def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], spared: Ints) -> Schedule:
+    def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], saved_launch: Ints) -> Schedule:
         """The runs of a choice, over the trace as its modes make it."""
         regions = stage_regions(line, [j - 1 for _, j, _ in segments])
         modes = [MODES[self.modes[q]] for _, _, q in segments]
@@ -169,7 +169,7 @@ class Tso(RecomputationPlanner):
                 charges[bearer] = self._captures
             if k + 1 < len(modes) and mode.captured != modes[k + 1].captured:
                 charges[bearer] = charges.get(bearer, 0) + 2 * self.switch
-        trace = captured(problem, parts, spared, {op: ns for op, ns in charges.items() if ns})
+        trace = captured(problem, parts, saved_launch, {op: ns for op, ns in charges.items() if ns})
         index = TraceIndex(trace)
         reruns: dict[int, list[int]] = {}
         hold: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Ops that a device runs as one captured graph: they spare their launches, and hold what they make until the end."""
+"""Ops that a device runs as one captured graph: they save launch overhead, and hold their results until the end."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Part:
     before: Sequence[int] = ()
 
 
-def spared_launches(problem: Problem, launch: int | None) -> Ints:
-    """Per op the ns that it spares in a captured graph, at most its time.
+def saved_launches(problem: Problem, launch: int | None) -> Ints:
+    """Per op the launch overhead, ns, that a captured graph saves, at most the op's time.
 
-    launch: ns; None for nothing where the op's time was measured. An op that the platform prices spares at most the
-    launch that its price holds, that of the engine it runs on. Members of a group spare nothing.
+    launch: ns; None for nothing where the op's time was measured. An op that the platform prices saves at most the
+    launch that its price holds, that of the engine it runs on. Members of a group save nothing.
     """
     trace, platform = problem.trace, problem.platform
     c = trace.op_columns
-    spared = np.zeros(len(c.name), np.int64)
-    for op in range(len(spared)):
+    saved_launch = np.zeros(len(c.name), np.int64)
+    for op in range(len(saved_launch)):
         ns = launch
         if c.duration[op] < 0:
             held = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
             ns = held if ns is None else min(ns, held)
         ns = ns or 0
-        spared[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
-    return spared
+        saved_launch[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
+    return saved_launch
 
 
-def captured(problem: Problem, parts: Iterable[Part], spared: Ints, charges: Mapping[int, int]) -> Trace:
+def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charges: Mapping[int, int]) -> Trace:
     """The trace with some parts captured, and further ns charged to some ops.
 
     What dies inside a part stays in its memory until the part ends: it counts as workspace of the ops that follow
@@ -65,7 +65,7 @@ def captured(problem: Problem, parts: Iterable[Part], spared: Ints, charges: Map
         for op in part.ops:
             workspace[op] += gone
             gone += dying.get(op, 0)
-            if spared[op]:
+            if saved_launch[op]:
                 time = int(duration[op]) if op in charges else problem.cost.op_ns(op)
-                duration[op] = time - int(spared[op])
+                duration[op] = time - int(saved_launch[op])
     return with_columns(trace, workspace=workspace, duration=duration)

@@ -44,7 +44,7 @@ class Figures:
     x: L + 1 sizes.
     uf: forward time.
     turn: of it what a segment that ends here recomputes op by op.
-    spared_f, spared_b: launch overhead that a captured graph saves, in forward and in backward.
+    saved_launch_f, saved_launch_b: launch overhead that a captured graph saves, in forward and in backward.
     made_f, made_b: bytes of all results of either's ops.
     work_f, work_b: the largest workspace.
     capture: ns, for the graphs of one segment.
@@ -59,8 +59,8 @@ class Figures:
     backward_temp: Ints
     uf: Ints
     turn: Ints
-    spared_f: Ints
-    spared_b: Ints
+    saved_launch_f: Ints
+    saved_launch_b: Ints
     made_f: Ints
     made_b: Ints
     work_f: Ints
@@ -71,8 +71,8 @@ class Figures:
         return len(self.xbar)
 
 
-def figures_of(chain: Chain, trace: Trace, turn: Sequence[int], spared: Ints, capture: int) -> Figures:
-    """The figures of a chain. turn: per stage; spared: per op ns that a captured graph spares; capture: ns."""
+def figures_of(chain: Chain, trace: Trace, turn: Sequence[int], saved_launch: Ints, capture: int) -> Figures:
+    """The figures of a chain. turn: per stage; saved_launch: per op ns that a captured graph saves; capture: ns."""
     c, columns = trace.op_columns, trace.tensor_columns
     # what takes over another's bytes needs none, and weight gradients stay whatever the mode
     fresh = np.where((columns.replaces < 0) & (columns.role != ROLE_CODE["gradient"]), columns.bytes, 0)
@@ -96,8 +96,8 @@ def figures_of(chain: Chain, trace: Trace, turn: Sequence[int], spared: Ints, ca
         backward_temp=np.array([s.backward_temp for s in stages], np.int64),
         uf=np.array([s.uf for s in stages], np.int64),
         turn=np.array(turn, np.int64),
-        spared_f=sums(spared, False),
-        spared_b=sums(spared, True),
+        saved_launch_f=sums(saved_launch, False),
+        saved_launch_b=sums(saved_launch, True),
         made_f=sums(made, False),
         made_b=sums(made, True),
         work_f=most(False),
@@ -136,7 +136,7 @@ def prices_of(figures: Figures, mode: Mode) -> ModePrices:
         row = slice(i + 1, count + 1)
         kept = np.cumsum(f.xbar)
         inside = np.cumsum(f.made_f)
-        spared = np.cumsum(f.spared_f)
+        saved_launch = np.cumsum(f.saved_launch_f)
         if mode.captured:
             forward = inside + np.maximum.accumulate(f.work_f)
             saving = forward
@@ -146,12 +146,12 @@ def prices_of(figures: Figures, mode: Mode) -> ModePrices:
             forward = np.maximum.accumulate(entered + f.x[1:] + f.forward_temp)
             saving = np.maximum.accumulate(kept + f.saving_temp)
             backward = np.maximum.accumulate(kept + f.x[1:] + f.backward_temp)
-        cost[i, row] = f.capture - spared - np.cumsum(f.spared_b) if mode.captured else 0
+        cost[i, row] = f.capture - saved_launch - np.cumsum(f.saved_launch_b) if mode.captured else 0
         saved[i, row] = kept
         peak[i, row] = np.maximum.accumulate(np.maximum(saving, backward))
         if mode.recompute:
             early = slice(i + 1, count)
-            run = np.cumsum(f.uf) - spared if mode.captured else np.cumsum(f.uf) - f.uf + f.turn
+            run = np.cumsum(f.uf) - saved_launch if mode.captured else np.cumsum(f.uf) - f.uf + f.turn
             cost[i, early] += run[:-1]
             saved[i, early] = f.x[1:-1]
             most = np.maximum.accumulate(np.maximum(np.maximum(forward, backward), saving + f.x[1:]))
