@@ -136,12 +136,13 @@ def _held_until_released(ledger: Ledger) -> None:
 
 
 def _nothing_leaks(ledger: Ledger, plan: Plan) -> None:
-    """What remains are outputs and what has no producer, unless the plan keeps the dead."""
+    """What remains are outputs and what has no producer, unless the plan keeps it when it is dead."""
     outputs, producer = set(ledger.trace.outputs), ledger.trace.producer
     replaced = ledger.trace.replaced_by
     for stay in ledger.remaining():
         overwritten = replaced[stay.tensor] >= 0
-        if plan.keep_dead or stay.tensor in outputs or (producer[stay.tensor] < 0 and not overwritten):
+        lazy = plan.keep_dead if isinstance(plan.keep_dead, bool) else stay.tensor in plan.keep_dead
+        if lazy or stay.tensor in outputs or (producer[stay.tensor] < 0 and not overwritten):
             continue
         why = "was overwritten" if overwritten else "is no output"
         raise LawBroken(f"{ledger.names[stay.tensor]!r} {why}, and remains in {ledger.tier_names[stay.tier]!r}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -141,7 +142,7 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
 def written(name: str) -> list[Term]:
     """The parts of a policy as it is written; one for a file, whatever its path looks like. Raises PolicyError."""
     file = policy_file(name)
-    return [Term("", name, {})] if file is not None and file.is_file() else terms(name)
+    return [Term("", name, {})] if file is not None and os.path.isfile(file) else terms(name)
 
 
 def _loaded(name: str | type[Policy], parameters: Mapping[str, Any]) -> Policy:
@@ -217,7 +218,7 @@ def _line(error: BaseException) -> str:
 def _from_file(name: str) -> type[Policy]:
     path_text, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     path = Path(path_text)
-    if path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py" or not os.path.isfile(path):
         raise PolicyError(f"policy {name!r}: no Python file {path_text!r}")
     key = _module_name(path)
     module = sys.modules.get(key)

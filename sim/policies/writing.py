@@ -13,6 +13,7 @@ where a space follows it; `path/to/file.py:Class` has none.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from sim.errors import PolicyError
 
 OPENING, CLOSING = "([{", ")]}"
 WORDS = {"True": True, "False": False, "None": None}
+SPECIAL = re.compile(r"[\s\[\](){},;+=\"'\\]")
+"""What in a value would be taken for something else."""
 
 
 class Term(NamedTuple):
@@ -47,9 +50,13 @@ def terms(text: str) -> list[Term]:
 
 def split_outside(text: str, separator: str) -> list[str]:
     """The pieces of a text between separators that are in no bracket and in no quotes, stripped."""
-    pieces, depth, quote, start = [], 0, "", 0
+    pieces, depth, quote, start, escaped = [], 0, "", 0, False
     for i, sign in enumerate(text):
-        if quote:
+        if escaped:
+            escaped = False
+        elif quote and sign == "\\":
+            escaped = True
+        elif quote:
             quote = "" if sign == quote else quote
         elif sign in "\"'":
             quote = sign
@@ -75,7 +82,7 @@ def _value_text(value: Any) -> str:
             return json.dumps(list(value))
         except TypeError:  # objects of a policy of one's own, which no text can stand for
             return str(value)
-    if isinstance(value, str) and (_value(value) != value or any(sign in value for sign in "(),;+=\"' ")):
+    if isinstance(value, float) or (isinstance(value, str) and (_value(value) != value or SPECIAL.search(value))):
         return json.dumps(value)
     return str(value)
 
@@ -112,8 +119,8 @@ def _pairs(inside: str) -> Iterator[str]:
 
 
 def _value(text: str) -> Any:
-    """A value as JSON or one of Python's three words, else as text."""
+    """A value as JSON or one of Python's three words, else as text; text, too, is what nests too deep."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return WORDS.get(text, text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.log import EventLog
@@ -43,7 +44,7 @@ class Composition(Policy):
 
     A part owns what it manages (`zero_offload + full_recompute`: state, and activations), or of that what its selector
     names (`layers 0-7: full_recompute; rest: swap_all`). `rest` is what no other part owns; `checkpoints` are
-    activations that the other parts own and leave resident from forward to backward. A tensor has one owner.
+    activations that the other parts leave resident from forward to backward. A tensor has one owner.
 
     Parts plan in the order given, each on the trace that those before it have rewritten, and know nothing of each
     other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
@@ -203,7 +204,7 @@ class Composition(Policy):
             plan = part.policy.plan(asked)
             actions = [by_ids(action, plan.trace) for action in plan.actions]
             made = [each.over(trace, plan.trace, part.label) for each in made]
-            made.append(_Made(part, plan, actions, rewrites=_differ(plan.trace, trace)))
+            made.append(_Made(part, plan, actions, given=trace, rewrites=_differ(plan.trace, trace)))
             trace = plan.trace
         return self._joined(made, trace, problem)
 
@@ -213,7 +214,7 @@ class Composition(Policy):
         def evaluate(plan: Plan) -> EventLog:
             now = [each.over(trace, plan.trace, self.parts[i].label) for each in made]
             actions = [by_ids(action, plan.trace) for action in plan.actions]
-            now.append(_Made(self.parts[i], plan, actions, rewrites=_differ(plan.trace, trace)))
+            now.append(_Made(self.parts[i], plan, actions, given=trace, rewrites=_differ(plan.trace, trace)))
             return problem.evaluate(self._joined(now, plan.trace, problem))
 
         platform = problem.platform.with_budget(budget)
@@ -223,7 +224,7 @@ class Composition(Policy):
             platform=platform,
             cost=problem.cost.over(trace, platform),
             evaluate=evaluate,
-            history=_history(problem.history, trace, i),
+            history=_history(problem.history, i),
         )
 
     def _joined(self, made: Sequence[_Made], trace: Trace, problem: Problem) -> Plan:
@@ -231,7 +232,8 @@ class Composition(Policy):
         kept = []
         for each, own in zip(made, owned, strict=True):
             actions = restricted(each.actions, trace, own)
-            if each.rewrites and len(actions) < len(each.actions):
+            narrowed = len(actions) < len(each.actions) or (each.plan.online is not None and _is_narrowed(each, own))
+            if each.rewrites and narrowed:
                 raise PolicyError(
                     f"{each.part.label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}"
                 )
@@ -248,8 +250,11 @@ class Composition(Policy):
             tuple(merged(kept, trace, problem.platform)),
             place=place,
             online=JoinedOnline(parts, trace) if parts else None,
-            keep_dead=frozenset().union(*(_kept_dead(each.plan, own) for each, own in zip(made, owned, strict=True))),
-            notes={"parts": tuple(each.plan.notes for each in made)},
+            keep_dead=_kept_dead(made, owned),
+            notes={
+                "parts": tuple(each.plan.notes for each in made),
+                "given": tuple(each.given.content_hash for each in made),
+            },
         )
 
 
@@ -265,11 +270,12 @@ def joined(*policies: Policy, selector: str = "") -> Composition:
 
 
 class _Made(NamedTuple):
-    """What a part has planned, its actions and places over the last trace."""
+    """What a part has planned for the trace that it was given, its actions and places over the last trace."""
 
     part: Part
     plan: Plan
     actions: list[Action]
+    given: Trace
     rewrites: bool
 
     @property
@@ -285,6 +291,15 @@ class _Made(NamedTuple):
                 f"{rewriter!r} rewrites the trace on which {self.part.label!r} has decided; name it before that"
             )
         return self._replace(actions=carried_over(self.actions, old, new, self.part.label, rewriter))
+
+
+def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozenset[int]:
+    """What stays without further readers: of the parts that drop the dead themselves, what they own."""
+    found: set[int] = set()
+    for each, own in zip(made, owned, strict=True):
+        keeps = each.plan.keep_dead
+        found |= own if keeps is True else own & keeps if keeps else frozenset()
+    return frozenset(found)
 
 
 class _Fitting:
@@ -317,52 +332,70 @@ def owners(parts: Sequence[Part], actions: Sequence[Iterable[Action]], trace: Tr
         if part.selector:
             named = selectors.selected(trace, part.selector)
             mask &= named
-            if named.any() and not mask.any():
+            if part.policy.manages and named.any() and not mask.any():
                 words = ", ".join(part.policy.manages)
                 raise PolicyError(f"{part.label!r} manages {words}; {part.selector!r} names none of that")
         masks.append(mask)
     relative = {i: {REST, CHECKPOINTS} & {*selectors.terms(part.selector)} for i, part in enumerate(parts)}
     taken = np.full(len(trace.tensor_columns.name), -1)
     for i in (i for i, words in relative.items() if not words):
-        twice = np.flatnonzero(masks[i] & (taken >= 0))
-        if len(twice):
-            tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
-            raise PolicyError(
-                f"tensor {trace.tensor_columns.name[tensor]!r} has two owners, {other.label!r} and {parts[i].label!r}; "
-                f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'"
-            )
+        _refuse_two(masks[i], taken, i, parts, trace)
         taken[masks[i]] = i
     for i in relative:
         if REST in relative[i]:
             masks[i] &= (taken < 0) | (taken == i)
             taken[masks[i]] = i
-    for i in relative:
-        if CHECKPOINTS in relative[i]:
-            masks[i] &= ~_released([*actions[:i], *actions[i + 1 :]], trace)
-            for mask in masks[:i] + masks[i + 1 :]:
-                mask &= ~masks[i]
+    left = [i for i in relative if CHECKPOINTS in relative[i]]
+    if left:
+        resident = ~_released([(actions[i], masks[i]) for i in relative if i not in left], trace)
+        found = np.full(len(taken), -1)
+        for i in left:
+            masks[i] &= resident
+            _refuse_two(masks[i], found, i, parts, trace)
+            found[masks[i]] = i
+        for i in relative:
+            if i not in left:
+                masks[i] &= found < 0
     return [frozenset(np.flatnonzero(mask).tolist()) for mask in masks]
 
 
-def _released(actions: Sequence[Iterable[Action]], trace: Trace) -> Mask:
-    """Per tensor whether some part drops or moves it, or no backward op reads it."""
+def _refuse_two(mask: Mask, taken: NDArray[np.int64], i: int, parts: Sequence[Part], trace: Trace) -> None:
+    """Raise PolicyError where part i would own what another one has taken; taken: per tensor its owner, or -1."""
+    twice = np.flatnonzero(mask & (taken >= 0))
+    if len(twice):
+        tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
+        raise PolicyError(
+            f"tensor {trace.tensor_columns.name[tensor]!r} has two owners, {other.label!r} and {parts[i].label!r}; "
+            f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'"
+        )
+
+
+def _is_narrowed(made: _Made, own: frozenset[int]) -> bool:
+    """Whether a part owns less of the trace that it has made than its policy manages."""
+    return len(own) < int(selectors.roles(made.plan.trace, made.part.policy.manages).sum())
+
+
+def _released(parts: Sequence[tuple[Iterable[Action], Mask]], trace: Trace) -> Mask:
+    """Per tensor whether the part that owns it drops or moves it, or no backward op reads it.
+
+    parts: what each has planned, and what it owns.
+    """
     found = np.ones(len(trace.tensor_columns.name), np.bool_)
     found[saved_tensors(trace)] = False
-    for part in actions:
-        for action in part:
-            if isinstance(action, Drop | Move):
-                found[trace.tensor_id(action.tensor)] = True
+    for actions, owned in parts:
+        for action in actions:
+            if isinstance(action, Drop | Move) and owned[tensor := trace.tensor_id(action.tensor)]:
+                found[tensor] = True
     return found
 
 
-def _history(history: tuple[Run, ...], trace: Trace, i: int) -> tuple[Run, ...]:
-    """Earlier iterations as part i planned them. Raises PolicyError where those ran another trace."""
+def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:
+    """Earlier iterations as part i planned them, where what it was given ran and not a later rewrite of it."""
     found = []
     for run in history:
-        notes = run.plan.notes.get("parts", ())
-        if run.plan.trace is not trace and run.plan.trace.content_hash != trace.content_hash:
-            continue
-        found.append(replace(run, trace=trace, plan=replace(run.plan, notes=notes[i] if i < len(notes) else {})))
+        given, notes = run.plan.notes.get("given", ()), run.plan.notes.get("parts", ())
+        if i < len(given) and given[i] == run.plan.trace.content_hash:
+            found.append(replace(run, trace=run.plan.trace, plan=replace(run.plan, notes=notes[i])))
     return tuple(found)
 
 
@@ -374,11 +407,6 @@ def _alike(one: Plan, other: Plan) -> bool:
 
 def _workspace(trace: Trace) -> int:
     return int(trace.op_columns.workspace.max(initial=0))
-
-
-def _kept_dead(plan: Plan, owned: frozenset[int]) -> frozenset[int]:
-    """What of its own a part keeps beyond the last reader."""
-    return owned if plan.keep_dead is True else owned & frozenset(plan.keep_dead or ())
 
 
 def _differ(new: Trace, old: Trace) -> bool:

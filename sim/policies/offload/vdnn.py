@@ -187,7 +187,7 @@ class _Layers:
 
     def sent(self, variant: str) -> dict[int, tuple[int, ...]]:
         """Per layer the inputs that go to the host beside it."""
-        trace, phase = self.trace, self.trace.op_columns.phase
+        trace, phase, device = self.trace, self.trace.op_columns.phase, self.trace.op_columns.device
         found: dict[int, tuple[int, ...]] = {}
         for n in range(self._managed if variant != "none" else 0):
             if (variant == "conv" and not self._heavy[n]) or not all(map(self.plain, self.ops[n])):
@@ -201,7 +201,8 @@ class _Layers:
                 if (
                     late
                     and producer not in self.ops[n]
-                    and (producer < 0 or self.plain(producer))  # else it may not be there when its copy is to begin
+                    # else it may not be there when its copy is to begin
+                    and (producer < 0 or (self.plain(producer) and device[producer] == device[self.ops[n][0]]))
                     and late[0] > self.ops[n][-1] >= last
                     and self._layer_of.get(last) == n
                     and trace.tensor_columns.role[t] in FEATURE_MAPS

@@ -273,7 +273,8 @@ class Copies:
         store = self.store
         if store.is_needed(tensor) or store.locks[tensor] or not store.held[tensor] or not store.may_be_freed(tensor):
             return
-        if store.plan.keep_dead:
+        keeps = store.plan.keep_dead
+        if keeps if isinstance(keeps, bool) else tensor in keeps:
             if tensor not in store.dead:
                 store.dead.append(tensor)
         else:

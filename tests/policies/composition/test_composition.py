@@ -22,6 +22,7 @@ from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, label, load, names, policy_class, policy_files
 from sim.policies.composition import Part, joined
 from sim.policies.composition.merging import merged, restricted
+from sim.policies.writing import terms, text_of
 from sim.sweeps.identity import policy_identity
 from sim.trace import TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -38,7 +39,8 @@ TOGETHER = (
     "*.core: swap_all; rest: every_k(k=2)",
     "zero_offload + activations: lru_tiering",
     "layers 0: vdnn; rest: save_on_cpu",
-    "optimizer_state: lru_tiering; activations: dtr",
+    "layers 0: full_recompute; rest: lru_tiering",
+    "state: zero_offload; activations: dtr",
 )
 
 
@@ -206,6 +208,40 @@ def test_a_prefetch_starts_as_much_earlier_as_a_recomputation_reads_the_tensor()
     assert merged([swap[:2], early], trace, platform) == early
 
 
+# ---- what a part leaves to the others ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["layers 0-11: dtr", "dtr + keep_all", "layers 0-11: dtr; rest: swap_all"])
+def test_what_a_part_does_not_own_is_freed_although_it_keeps_its_own_dead(text):
+    """Before, nobody freed what was dead and no part's: gpt2 did not fit into more than `keep_all` takes."""
+    trace = transformer("gpt2", batch=4, sequence=256)
+    for budget in ("3.5 GB", "2.6 GB"):
+        alone = simulate(trace, "mt3000_survey", "dtr", budget=budget).log
+        assert simulate(trace, "mt3000_survey", text, budget=budget).log.end == pytest.approx(alone.end, rel=1e-2)
+
+
+def test_mimose_responds_among_others_too():
+    traces = [transformer("gpt2", batch=1, sequence=s) for s in (64, 256, 128, 96)]
+    result = simulate(traces, "mt3000_survey", "zero_offload + mimose(collect=2)")
+    phases = [run.plan.notes["parts"][1]["phase"] for run in result.warm_up]
+    assert [*phases, result.plan.notes["parts"][1]["phase"]] == ["collect", "collect", "respond", "respond"]
+
+
+def test_what_a_part_plans_for_others_tensors_leaves_them_resident(gpt2):
+    """`full_recompute` plans for all layers; of that, what is about layers 0 and 1 is carried out."""
+    moved, _ = touched(simulate(gpt2, "mt3000_survey", "layers 0-1: full_recompute; checkpoints: swap_all").log)
+    rest, _ = touched(simulate(gpt2, "mt3000_survey", "layers 0-1: full_recompute; rest: swap_all").log)
+    assert moved >= rest
+
+
+def test_the_rest_may_stay_as_it_is(gpt2):
+    text = "layers 0-7: full_recompute; *.attn: swap_all; rest: keep_all"
+    parts = text.rpartition(";")[0].replace("*.attn", "layers 8-11")
+    assert logs_of(gpt2, load_profile("mt3000_survey"), f"{parts}; rest: keep_all") == logs_of(
+        gpt2, load_profile("mt3000_survey"), parts
+    )
+
+
 # ---- how it is written -------------------------------------------------------------------------
 
 
@@ -214,6 +250,23 @@ def test_what_is_written_is_read_back(text):
     policy = load(text)
     assert load(label(policy)) == policy
     assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "value", ['a"b', "(", "[)", "{;", 'c\\"+ d', " ", "inf", "1", "None", "a: b", float("inf"), 1e300]
+)
+def test_parameters_of_any_text_are_read_back(value):
+    written = terms("zero_offload + " + text_of("mine", {"given": value, "other": (str(value), "x")}) + "; rest: dtr")
+    assert [term.name for term in written] == ["zero_offload", "mine", "dtr"]
+    assert written[1].parameters == {"given": value, "other": [str(value), "x"]}
+
+
+def test_a_composition_may_be_longer_than_a_file_name():
+    text = "; ".join(f"layers {i}: full_recompute" for i in range(12))
+    assert label(load(text)) == text
+    for hostile in ("x" * 5000 + ".py", "rotor(slots=" + "[" * 100_000 + ")", "rotor(slots=" + "9" * 5000 + ")"):
+        with pytest.raises(PolicyError):
+            load(hostile)
 
 
 def test_python_and_text_say_the_same():
@@ -250,6 +303,7 @@ BAD = {
     "rotor(slot=3) + zero_offload": "did you mean 'slots'?",
     "rest: swap_all; rest: full_recompute": "both own the rest of the activations",
     "layers 0-3: save_on_cpu; rest: full_recompute": "rewrites the trace and cannot be restricted to 'layers 0-3'",
+    "full_recompute; checkpoints: swap_all + vdnn": "has two owners, 'swap_all' and 'vdnn'",
     "full_recompute + zero_offload": None,
 }
 
@@ -264,6 +318,12 @@ def test_what_cannot_be_combined_is_said_in_one_line(text, gpt2):
         simulate(gpt2, "mt3000_survey", text)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_online_rewrite_is_not_restricted_either():
+    trace = transformer("gpt2", batch=4, sequence=256)
+    with pytest.raises(PolicyError, match="'megtaichi' rewrites the trace and cannot be restricted to 'layers 0'"):
+        simulate(trace, "mt3000_survey", "layers 0: megtaichi", budget="2.9 GB")
 
 
 def test_parameters_beside_a_composition_are_refused():

@@ -287,3 +287,18 @@ def test_the_smallest_budget_of_large_workspaces_lies_above_what_keeping_everyth
     assert simulate(trace, card, "vdnn", variant="all", algorithm="p", budget=floor).log.complete
     with pytest.raises(OutOfMemory):
         simulate(trace, card, "vdnn", variant="all", algorithm="p", budget=int(floor * 0.99))
+
+
+def test_what_another_device_makes_is_not_sent_beside_a_layer():
+    """Its layer is reached before it is made: the copy would have nothing to copy."""
+    b = TraceBuilder()
+    first = b.tensor("x", 100, "input")
+    a, c, d = (b.tensor(name, 100, "activation") for name in "acd")
+    b.op("f1", "conv", reads=[first], writes=[a], duration=100, device=0)
+    b.op("f2", "conv", reads=[a], writes=[c], duration=100, device=1)
+    b.op("f3", "conv", reads=[c], writes=[d], duration=100, device=1)
+    dc, da = (b.tensor(name, 100, "gradient") for name in ("dc", "da"))
+    b.op("f3.bwd", "conv", reads=[d, c], writes=[dc], duration=100, phase="backward", device=1)
+    b.op("f2.bwd", "conv", reads=[dc, a], writes=[da], duration=100, phase="backward", device=1)
+    trace = b.build(outputs=[da])
+    assert simulate(trace, "mt3000_cluster", "vdnn", variant="all").log.complete
