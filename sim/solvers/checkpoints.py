@@ -218,10 +218,10 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
         for t in {t for op in inside for t in index.reads[op]} - made:
             if index.producer[t] < 0 or _casts_weights(index, index.producer[t]):
                 continue
-            if t not in anchor_of:
-                until[t] = max(end, until.get(t, -1))
-            elif end < anchor_of[t]:
+            if t in anchor_of and end < anchor_of[t]:
                 drops[t] = max(end, drops.get(t, -1))
+            if t not in anchor_of or index.trace.last_use[t] <= end < anchor_of[t]:  # no read would hold it
+                until[t] = max(end, until.get(t, -1))
         if reentrant:
             readers = ((t, r) for t in made & anchor_of.keys() for r in index.trace.readers(t))
             results = [t for t, r in readers if index.phase[r] == FORWARD and r not in inside]

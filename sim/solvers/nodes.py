@@ -190,10 +190,13 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     ops = len(index.reads)
     count = len(parts)
     node_of = {op: i for i, part in enumerate(parts) for op in part}
+    role = trace.tensor_columns.role
+    weighted = {op for op in node_of if any(role[t] == ROLE_CODE["gradient"] for t in index.writes[op])}
     until = index.recomputable_among(op for part in parts for op in part)
+    # an op that produces a weight gradient runs once; so does what overwrites its result in place
+    until.update(index.recomputable_among(op for part in parts for op in part if op not in weighted))
     repeats = [_repeated(part, until, parts[i + 1][0] if i + 1 < count else 0) for i, part in enumerate(parts)]
     runs_once = {op for part, reruns in zip(parts, repeats, strict=True) for op in set(part).difference(reruns)}
-    role = trace.tensor_columns.role
     kept, inputs = set(trace.outputs), _in_place_of_inputs(index)
     grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool, bool], int] = {}
     crossing: set[int] = set()
@@ -234,7 +237,7 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     last_rerun = []
     for i, part in enumerate(repeats):
         last = min(until[op] for op in part)  # no anchor may follow it
-        if any(role[t] == ROLE_CODE["gradient"] for op in part for t in index.writes[op]):
+        if not weighted.isdisjoint(part):
             last = 0
         stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
         last_rerun.append(max(stages, default=i))

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sim.errors import Infeasible
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.schedule import Schedule
+from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 STAGED = (
     "keep weights, inputs, outputs, weight gradients and what is still to be overwritten in place, move nothing, and "
-    "before each op recompute earlier ones in program order, each at most once there"
+    "before each op that precedes the update recompute earlier ones in program order, each at most once there"
 )
 """The plans that Checkmate's program and Moccasin's model choose from, and that a proof of theirs is about."""
 
@@ -27,6 +30,8 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
     gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
     stays = gradient | (trace.producer < 0) | (trace.replaced_by >= 0)
     stays[list(trace.outputs)] = True
+    phase = trace.op_columns.phase
+    update = int(np.flatnonzero(phase != PHASE_CODE["update"]).max(initial=-1)) + 1  # where it begins
     last: dict[int, int] = {}  # per anchor the op that was recomputed last
     count: Counter[int] = Counter()
     for action in plan.actions:
@@ -36,7 +41,7 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
                 return False
         elif isinstance(action, Recompute) and action.before is not None:
             op, anchor = trace.op_id(action.op), trace.op_id(action.before)
-            if not last.get(anchor, -1) < op < anchor or gradient[list(trace.writes(op))].any():
+            if not last.get(anchor, -1) < op < anchor < update or gradient[list(trace.writes(op))].any():
                 return False
             last[anchor] = op
             count[op] += 1

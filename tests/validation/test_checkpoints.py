@@ -117,6 +117,21 @@ class Dense(nn.Module):
         return self.conv(F.relu(self.norm(torch.cat(features, 1))))
 
 
+class Gated(nn.Module):
+    """Two results; the second argument is read for the second result alone, which backward does not read."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, total):
+        gate = torch.sigmoid(self.gate(x))
+        y = F.relu(self.up(x), inplace=True)
+        y = torch.where(gate > 0.5, y, x)
+        gate = y * gate
+        return gate, total + y
+
+
 class Net(nn.Module):
     """A first layer, blocks, and a last layer."""
 
@@ -137,6 +152,12 @@ class Net(nn.Module):
             for part in self.parts:
                 x = part(x, mask)
             del mask
+        elif self.kind == "gated":
+            total = x
+            for part in self.parts:
+                x, total = part(x, total)
+            x = x + total
+            del total
         else:
             for part in self.parts:
                 x = part(x)
@@ -154,6 +175,7 @@ def image(kind, blocks, channels):
 NETS = {
     "experts": (lambda: flat("", Experts), (64, 32)),
     "attention": (lambda: flat("masked", Attention), (4, 96, 32)),
+    "gated": (lambda: Net(nn.Linear(24, 24), [Gated() for _ in range(3)], nn.Linear(24, 4), "gated"), (40, 24)),
     "residual": (lambda: image("", [Residual(), Residual()], 8), (2, 3, 18, 18)),
     "dense": (lambda: image("dense", [Dense(8 + 4 * i) for i in range(3)], 20), (2, 3, 18, 18)),
 }
@@ -164,8 +186,9 @@ WAYS = {
 }
 
 
-ROUGH = {("dense", "reentrant"): 0.04}
-"""There PyTorch copies each part of the gradient of a concatenation, since it is to be the `grad` of an argument."""
+ROUGH = {("dense", "reentrant"): 0.04, ("gated", "reentrant"): 0.04}
+"""There PyTorch copies each part of the gradient of a concatenation, and the gradient that a sum passes on, since it is
+to be the `grad` of an argument."""
 
 
 def measured(net, way):

@@ -12,9 +12,12 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices, problem_for, simulate
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.hardware.profile import load_profile
+from sim.plan import Drop, Plan, Recompute
 from sim.policies.recompute.checkmate.segments import segmented
 from sim.solvers.granularity import by_op
+from sim.solvers.outcome import in_stages
 from sim.solvers.schedule import TraceIndex
+from sim.trace import TraceBuilder
 from tests.solvers.reruns import least_time, mixed_mirror, published, unit_mirror
 from workloads import transformer
 from workloads.synthetic import chain, random_dag, uniform_chain, w1
@@ -195,3 +198,47 @@ def test_a_limited_search_says_so(run):
 def test_wrong_parameters(wrong, message, run):
     with pytest.raises(PolicyError, match=message):
         run(uniform_chain(4), "checkmate", **wrong)
+
+
+def test_an_update_that_needs_more_than_the_budget_is_infeasible(run):
+    """No plan before the update changes what the update needs."""
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    y, z, total = b.tensor("y", 4), b.tensor("z", 4), b.tensor("total", 4)
+    b.op("f", reads=[x], writes=[y], duration=1)
+    b.op("g", reads=[x], writes=[z], duration=1, phase="backward")
+    b.op("step", "optimizer", phase="update", reads=[z], writes=[total], workspace=13, duration=1)
+    trace = b.build(outputs=(total,), carry=())
+    with pytest.raises(Infeasible, match="22 B would do"):
+        run(trace, "checkmate", 20)
+
+
+def test_what_overwrites_a_weight_gradient_runs_once(run):
+    """Rounding keeps its result, since neither the gradient nor what overwrote it can be made again."""
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    gradient = b.tensor("gradient", 2, "gradient")
+    scaled = b.tensor("scaled", 2, replaces=gradient)
+    y, z, last = b.tensor("y", 4), b.tensor("z", 8), b.tensor("last", 1)
+    b.op("make", phase="backward", reads=[x], writes=[gradient], duration=1)
+    b.op("scale", phase="backward", reads=[gradient], writes=[scaled], duration=1)
+    b.op("f", phase="backward", reads=[x], writes=[y], duration=1)
+    b.op("g", phase="backward", reads=[x], writes=[z], duration=1)
+    b.op("h", phase="backward", reads=[scaled, y], writes=[last], duration=1)
+    trace = b.build(outputs=(last,), carry=())
+    for method in ("rounding", "milp"):
+        assert run(trace, "checkmate", 11, method=method).rerun == ["f"]
+        with pytest.raises(Infeasible, match="11 B"):
+            run(trace, "checkmate", 10, method=method)
+
+
+def test_nothing_is_recomputed_before_an_op_of_the_update():
+    """Such plans are outside the class that a proof is about."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 1, "input"), b.tensor("y", 4), b.tensor("z", 4)
+    b.op("f", reads=[x], writes=[y], duration=1)
+    b.op("g", reads=[y], writes=[z], duration=1, phase="backward")
+    b.op("step", "optimizer", phase="update", reads=[y, z], duration=1)
+    trace = b.build(outputs=(x, z), carry=())
+    assert in_stages(Plan(trace, (Drop("y", before="g"), Recompute("f", before="g"))))
+    assert not in_stages(Plan(trace, (Drop("y", after="g"), Recompute("f", before="step"))))

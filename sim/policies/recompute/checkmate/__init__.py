@@ -33,9 +33,9 @@ class Checkmate(RecomputationPlanner):
         Wall with Optimal Tensor Rematerialization", MLSys 2020: the frontier-advancing program, and the
         two-phase rounding of its linear relaxation.
     Bounds: relaxation <= optimum <= rounding. The optimum is over plans on one device that keep weights, inputs,
-        weight gradients and values still to be overwritten in place, and before each op recompute earlier ones
-        in program order, each at most once there. Another order, or an input dropped after its last
-        read, may need less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take
+        weight gradients and values still to be overwritten in place, and before each op that precedes the update
+        recompute earlier ones in program order, each at most once there. Another order, or an input dropped after
+        its last read, may need less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take
         seconds, the relaxation a tenth of that.
     Departs: other rows than the paper's say what is freed when, with the same integer solutions and a
         higher bound (see `sim.solvers.milp`). A result is freed right after its last read, as in the
@@ -125,8 +125,10 @@ class Checkmate(RecomputationPlanner):
             status = "optimal" if exact and answer.status == "optimal" else "feasible"
             bound = max(bound or 0, answer.bound) if exact else None
             return planned(problem, schedule, status=status, bound=bound, limit=answer.limit)
-        if answer.status == "infeasible":
-            raise refused(problem, "checkmate", least, proven=exact, smallest=smallest)
+        if answer.status == "infeasible" or not answer.limit:
+            # no limit reached: what the search finds exceeds the budget at an op that the program does not consider
+            proven = exact and answer.status == "infeasible"
+            raise refused(problem, "checkmate", least, proven=proven, smallest=smallest)
         raise PolicyError(
             f"policy 'checkmate' found no plan before it met its limit of {answer.limit}; raise node_limit or "
             f"time_limit, or the budget: {least.peak():,} B are known to do"
