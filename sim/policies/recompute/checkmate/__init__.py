@@ -122,8 +122,9 @@ class Checkmate(RecomputationPlanner):
         search.best = known
         schedule, answer = self._search(problem, index, nodes, search, exact)
         if schedule is not None:
-            status = "optimal" if exact and answer.status == "optimal" else "feasible"
             bound = max(bound or 0, answer.bound) if exact else None
+            proven = exact and (answer.status == "optimal" or rerun_ns(problem, schedule) == bound)
+            status = "optimal" if proven else "feasible"
             return planned(problem, schedule, status=status, bound=bound, limit=answer.limit)
         if answer.status == "infeasible" or not answer.limit:
             # no limit reached: what the search finds exceeds the budget at an op that the program does not consider
@@ -157,12 +158,16 @@ class Checkmate(RecomputationPlanner):
         ended with a proof and more is asked, once more with the exact costs and that row, which the proof needs.
         """
         known, at_most = start.best, start.reckoned
-        room, ends = problem.budget - nodes.outside, time.monotonic() + self.time_limit
+        whole, ends = problem.budget - nodes.outside, time.monotonic() + self.time_limit
+        room, bound = whole, 0
         proving, answer = False, Answer("unknown")
         for _ in range(ATTEMPTS):
             left = max(ends - time.monotonic(), 0.01)
             program = Program(nodes, room, at_most=round(at_most) if proving else None)
             answer = program.minimise(node_limit=self.node_limit, time_limit=left)
+            if room < whole:  # what is proven of less than the budget is not proven of the budget
+                answer = replace(answer, bound=bound, status="feasible" if answer.stages else "unknown")
+            bound = max(bound, answer.bound)
             if not answer.stages:
                 break
             schedule = schedule_of(index, nodes.reruns(answer.stages), prune=True)
