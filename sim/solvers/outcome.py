@@ -11,13 +11,15 @@ import numpy as np
 from sim.errors import Infeasible
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.schedule import Schedule
+from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 STAGED = (
     "keep weights, inputs, outputs, weight gradients and what is still to be overwritten in place, move nothing, and "
-    "before each op that precedes the update recompute earlier ones in program order, each at most once there"
+    "before each op that precedes the update recompute earlier ones in program order, each at most once there, and "
+    "what was overwritten in place once more for each op"
 )
 """The plans that Checkmate's program and Moccasin's model choose from, and that a proof of theirs is about."""
 
@@ -33,6 +35,7 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
     phase = trace.op_columns.phase
     update = int(np.flatnonzero(phase != PHASE_CODE["update"]).max(initial=-1)) + 1  # where it begins
     last: dict[int, int] = {}  # per anchor the op that was recomputed last
+    here: dict[int, set[int]] = {}  # per anchor the ops recomputed so far
     count: Counter[int] = Counter()
     for action in plan.actions:
         if isinstance(action, Drop) and action.tier is None:
@@ -43,11 +46,22 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
             op, anchor = trace.op_id(action.op), trace.op_id(action.before)
             if not last.get(anchor, -1) < op < anchor < update or gradient[list(trace.writes(op))].any():
                 return False
+            if any(
+                trace.producer[t] not in here.get(anchor, ()) for t in trace.reads(op) if _overwritten(trace, t, anchor)
+            ):
+                return False
+            here.setdefault(anchor, set()).add(op)
             last[anchor] = op
             count[op] += 1
         else:
             return False
     return most is None or max(count.values(), default=0) < most
+
+
+def _overwritten(trace: Trace, tensor: int, anchor: int) -> bool:
+    """Whether an op before `anchor` has overwritten a tensor."""
+    new = int(trace.replaced_by[tensor])
+    return new >= 0 and int(trace.producer[new]) < anchor
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,10 +38,12 @@ def mixed_mirror(n: int) -> tuple[Trace, int]:
 
 
 def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: bool = True) -> int | None:
-    """The least time within a budget, by Dijkstra's algorithm over what lies there; None if nothing fits.
+    """The least time within a budget, by A* over the resident sets; None if nothing fits.
 
-    staged: before each op of the trace earlier ones run in order, each at most once, and what is overwritten in place
-    is not dropped before; else in any order.
+    The ops that have not run yet take at least their own time, which is what A* adds.
+
+    staged: before each op of the trace earlier ones run in order, each at most once, what is overwritten in place
+    is not dropped before, and once overwritten it is recomputed once more for each op; else in any order.
     keep_inputs: what has no producer stays to the end; else a plan may drop it.
     """
     size, maker = trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
@@ -52,11 +54,14 @@ def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: b
     if sum(size[t] for t in start) > budget:
         return None  # all inputs are there when an iteration starts
     fixed = (start if keep_inputs else frozenset()) | set(trace.outputs)
-    queue: list[tuple[int, int, int, int, frozenset[int]]] = [(0, 0, 0, -1, start)]
+    rest = [sum(took for *_, took in ops[at:]) for at in range(len(ops) + 1)]
+    # time with the rest, further first, then in order; then the state: op, last rerun, resident set
+    queue: list[tuple[int, int, int, int, int, frozenset[int]]] = [(rest[0], 0, 0, 0, -1, start)]
     done: set[tuple[int, int, frozenset[int]]] = set()
     pushed = 0
     while queue:
-        time, _, at, last, here = heapq.heappop(queue)
+        bound, _, _, at, last, here = heapq.heappop(queue)
+        time = bound - rest[at]
         if at == len(ops):
             return time
         if (at, last, here) in done:
@@ -69,10 +74,13 @@ def least_time(trace: Trace, budget: int, *, staged: bool = True, keep_inputs: b
             held = sum(size[t] for t in here) + sum(size[t] for t in writes if replaces[t] < 0) + workspace
             if reads | old <= here and held <= budget:
                 where = (at + 1, -1) if i == at else (at, i if staged else -1)
-                follow.append((time + took, *where, (here - old) | writes))
-        for state in follow:
+                then = (here - old) | writes
+                if staged and i == at:  # what was overwritten is recomputed once more for each op
+                    then -= {t for t in then if over.get(t, at) < at}
+                follow.append((time + took, *where, then))
+        for then, *state in follow:
             pushed += 1
-            heapq.heappush(queue, (state[0], pushed, *state[1:]))
+            heapq.heappush(queue, (then + rest[state[0]], -state[0], pushed, *state))
     return None
 
 

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from sim.conformance.checker import check
@@ -14,6 +14,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import Prices, problem_for
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.policies.recompute.moccasin import Moccasin
+from sim.solvers.nodes import counts_all
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
 from tests.solvers.reruns import least_time, mixed_mirror, small_graphs, unit_mirror
@@ -79,25 +80,51 @@ def test_61_nodes_of_mixed_costs_are_proven(run):
     assert (facts.time, facts.result.plan.notes["status"]) == (448, "optimal")
 
 
+def overwritten_and_wanted_again():
+    """What o2 and o4 overwrite is wanted once more: recomputed between, it may not be kept over the op between."""
+    b = TraceBuilder()
+    x = b.tensor("x", 9, "input")
+    a, c = b.tensor("a", 5), b.tensor("c", 4)
+    b.op("o0", reads=[], writes=[a, c], workspace=3, duration=6)
+    e, f = b.tensor("e", 2), b.tensor("f", 1)
+    b.op("o1", reads=[c], writes=[e, f], duration=5)
+    g, h = b.tensor("g", 2), b.tensor("h", 1, replaces=f)
+    b.op("o2", reads=[f, x], writes=[g, h], workspace=1, duration=1)
+    b.op("o3", reads=[c, x], writes=[b.tensor("i", 5)], duration=3)
+    j, k, m = b.tensor("j", 5), b.tensor("k", 4), b.tensor("m", 1, replaces=h)
+    b.op("o4", reads=[a, h, x], writes=[j, k, m], workspace=3, duration=1)
+    n, o = b.tensor("n", 1), b.tensor("o", 2, replaces=e)
+    b.op("o5", reads=[g, e, j], writes=[n, o], workspace=1, duration=0)
+    p, q, r = b.tensor("p", 1), b.tensor("q", 1), b.tensor("r", 2, replaces=o)
+    b.op("o6", reads=[o], writes=[p, q, r], workspace=1, duration=2)
+    return b.build(outputs=(r,), carry=())
+
+
 @needs_solver
 @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@example(overwritten_and_wanted_again(), 1)
 @given(small_graphs(), st.integers(0, 4))
 def test_small_graphs_match_brute_force_when_runs_suffice(trace, less):
     top = schedule_of(TraceIndex(trace), {}).peak()
     assume(top > less)
     tier = Tier("hbm", top - less, top - less, 10**9, device=0)
     platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
-    best = least_time(trace, top - less)
-    if best is None:
-        with pytest.raises(Infeasible) as refused:
-            Moccasin(runs=8).plan(problem_for(trace, platform))
-        assert least_time(trace, refused.value.floor_bytes or 0) is not None
+    best, exact = least_time(trace, top - less), counts_all(TraceIndex(trace), len(trace.ops))
+    refusal = None
+    try:
+        plan = Moccasin(runs=8).plan(problem_for(trace, platform))
+    except Infeasible as error:
+        refusal = error
+    if refusal is not None:
+        assert best is None or not exact
+        assert exact or "of this class" not in str(refusal)
+        assert least_time(trace, refusal.floor_bytes or 0) is not None
         return
-    plan = Moccasin(runs=8).plan(problem_for(trace, platform))
     checked = check(plan, Prices(trace, platform).op_ns)
     assert checked.peak <= top - less
-    assert checked.time == best
-    assert plan.notes["status"] == "optimal"
+    if exact:
+        assert checked.time == best
+        assert plan.notes["status"] == "optimal"
 
 
 @needs_solver

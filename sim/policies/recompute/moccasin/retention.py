@@ -115,8 +115,17 @@ class Retention:
         held = value.held_until >= 0
         goes = _event(value.overwritten_at, value.overwritten_at) if value.overwritten_at < count else self.last
         ends: list[Any] = []
+        begins: list[Any] = []  # whether a run of its producer starts an interval
         for i in range(self.count[value.producer] if self._comes_back(value) else 1):
             start, active = self.start[value.producer, i], self.active[value.producer, i]
+            if i and held:  # up to `held_until` the value is resident anyway: a rerun's copy of it is scratch
+                rerun, active = active, model.NewBoolVar("")
+                runs = {t: one for (k, run, t), one in self.at.items() if (k, run) == (value.producer, i)}
+                model.Add(active == sum(one for t, one in runs.items() if t > value.held_until))
+                copies = model.NewBoolVar("")
+                model.Add(copies == rerun - active)
+                self._interval(start, 1, start + 1, copies, value.size if value.fresh else 0)
+            begins.append(active)
             end = model.NewIntVar(0, self.last + 1, "")
             ends.append(end)
             model.Add(end >= start).OnlyEnforceIf(active)
@@ -136,22 +145,22 @@ class Retention:
         if held and value.overwritten_at < count:  # also where only a first run overwrites it
             model.Add(ends[0] >= goes)
         if value.end:
-            self._one_of(v, ends, None, None)
+            self._one_of(v, begins, ends, None, None)
         for k in value.readers:
             for i in range(1 if k == value.producer else 0, self.count[k]):
-                self._one_of(v, ends, self.start[k, i], self.active[k, i])
+                self._one_of(v, begins, ends, self.start[k, i], self.active[k, i])
 
     def _comes_back(self, value: NodeValue) -> bool:
-        """Whether a value has intervals of its own when recomputed: it may be dropped, or was overwritten."""
-        return not value.once and (value.held_until < 0 or value.overwritten_at < len(self.nodes))
+        """Whether a value has intervals of its own when recomputed: a plan may drop it before the end."""
+        return not value.once and value.held_until < len(self.nodes)
 
-    def _one_of(self, v: int, ends: list[Any], when: Any, active: Any) -> None:
+    def _one_of(self, v: int, begins: list[Any], ends: list[Any], when: Any, active: Any) -> None:
         """Some interval of a value covers an event (the end, without one), if what asks for it is active."""
         model, producer = self.model, self.nodes.values[v].producer
         ways = []
         for j, end in enumerate(ends):
             way = model.NewBoolVar("")
-            model.AddImplication(way, self.active[producer, j])
+            model.AddImplication(way, begins[j])
             if when is None:
                 model.Add(end >= self.last).OnlyEnforceIf(way)
             else:
