@@ -23,7 +23,7 @@ from sim.trace.graph import Trace
 ATTEMPTS = 8
 """Budgets that planners are given in turn, until their plan, replayed with the others', fills the true one."""
 PRECISION = 0.005
-"""Of the budget: how near to it that search goes."""
+"""Of the budget: an interval as small as this ends that search before its last attempt."""
 
 
 class Part(NamedTuple):
@@ -50,14 +50,15 @@ class Composition(Policy):
     other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
     an op come before recomputation there. Where a recomputation reads what another part has offloaded, the prefetch
     starts earlier by as many ops. A planner that keeps to a budget counts what its own model of memory counts, not
-    what other parts move away: its budget is searched such that the replay of all parts together fills the true one
-    (at most eight replays). Under pressure online parts are asked in the order given, and the first with an answer
-    answers; each sees what others own as pinned.
+    what other parts move away: its budget is searched by halving, with at most eight replays of all parts together,
+    so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order given, and
+    the first with an answer answers; each sees what others own as pinned.
 
     Source: what users combine today, such as ZeRO-Offload with activation checkpointing (DeepSpeed's
         `activation_checkpointing`), or selective recomputation with offload by module (Megatron-LM).
     Bounds: time at least that of the slowest part alone on what it owns; no optimality carries over.
-    Departs: published combinations decide jointly; here each part decides for itself.
+    Departs: published combinations decide jointly; here each part decides for itself. A rewrite that only chooses other
+        implementations holds on the whole trace, whatever its part's selector names.
 
     parts: what is combined.
     Raises PolicyError for two owners of a tensor, a selector that matches nothing, a rewrite that is restricted to
