@@ -1,4 +1,4 @@
-"""Captured ops, by hand: launches spared, times charged, and what dies inside kept to the end."""
+"""Captured ops, by hand: launches saved, times charged, and what dies inside kept to the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sim.experiment import problem_for
 from sim.hardware.platform import Engine, Platform, Tier
-from sim.policies.recompute.tso.captured import Part, captured, spared_launches
+from sim.policies.recompute.tso.captured import Part, captured, saved_launches
 from sim.trace import Trace, TraceBuilder
 
 BIG = 1 << 60
@@ -31,16 +31,16 @@ def three() -> Trace:
 
 def test_launches_are_the_engines_unless_the_time_was_measured_or_they_are_given():
     problem = problem_for(three(), TOY)
-    assert spared_launches(problem, None).tolist() == [100, 0, 100, 100]
-    assert spared_launches(problem, 60).tolist() == [60, 40, 60, 60]
-    assert spared_launches(problem, 0).tolist() == [0] * 4
+    assert saved_launches(problem, None).tolist() == [100, 0, 100, 100]
+    assert saved_launches(problem, 60).tolist() == [60, 40, 60, 60]
+    assert saved_launches(problem, 0).tolist() == [0] * 4
 
 
 def test_what_dies_inside_stays_as_workspace_and_times_change():
     trace = three()
     problem = problem_for(trace, TOY)
     times = [problem.cost.op_ns(op) for op in range(4)]
-    new = captured(problem, [Part([0, 1, 2])], spared_launches(problem, None), {1: 9})
+    new = captured(problem, [Part([0, 1, 2])], saved_launches(problem, None), {1: 9})
     # a is dead once b is made; b's tensor dies with the part; dw and c lie elsewhere
     assert new.op_columns.workspace.tolist() == [1, 0, 10, 0]
     assert new.op_columns.duration.tolist() == [times[0] - 100, 49, times[2] - 100, -1]
@@ -50,10 +50,10 @@ def test_what_dies_inside_stays_as_workspace_and_times_change():
 def test_a_part_also_holds_what_earlier_ops_made_and_only_it_ends():
     trace = three()
     problem = problem_for(trace, TOY)
-    spared = spared_launches(problem, 0)
-    new = captured(problem, [Part([1, 2], before=[0])], spared, {})
+    saved_launch = saved_launches(problem, 0)
+    new = captured(problem, [Part([1, 2], before=[0])], saved_launch, {})
     assert new.op_columns.workspace.tolist() == [1, 0, 10, 0]
-    alone = captured(problem, [Part([1, 2])], spared, {})
+    alone = captured(problem, [Part([1, 2])], saved_launch, {})
     assert alone.op_columns.workspace.tolist() == [1, 0, 0, 0]
     assert (alone.op_columns.duration == trace.op_columns.duration).all()
 
@@ -69,6 +69,6 @@ def test_the_peak_of_a_captured_chain_is_all_that_it_makes():
     from sim.solvers.schedule import TraceIndex, schedule_of
 
     assert schedule_of(TraceIndex(trace), {}).peak() == 21
-    new = captured(problem, [Part(range(6))], spared_launches(problem, 0), {})
+    new = captured(problem, [Part(range(6))], saved_launches(problem, 0), {})
     assert schedule_of(TraceIndex(new), {}).peak() == 61
     assert replace(new.op_columns, workspace=trace.op_columns.workspace).name == trace.op_columns.name

@@ -122,7 +122,7 @@ def test_without_a_share_the_platforms_budget_decides(run):
 
 
 def test_layers_are_needed(run):
-    with pytest.raises(PolicyError, match="0 … 1"):
+    with pytest.raises(PolicyError, match="float from 0 to 1"):
         run(w1(2), "sac_knapsack", memory_budget=1.5)
     with pytest.raises(PolicyError, match="greedy"):
         SacKnapsack(knapsack="greedyy")

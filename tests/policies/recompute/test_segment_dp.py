@@ -26,7 +26,7 @@ def random_figures(seed: int, count: int) -> Figures:
     uf = some(1, 9)
     return Figures(
         x=x, xbar=xbar, forward_temp=some(0, 3), saving_temp=some(0, 3), backward_temp=some(0, 5), uf=uf,
-        turn=np.minimum(uf, some(0, 9)), spared_f=some(0, 1), spared_b=some(0, 2), made_f=xbar + some(0, 4),
+        turn=np.minimum(uf, some(0, 9)), saved_launch_f=some(0, 1), saved_launch_b=some(0, 2), made_f=xbar + some(0, 4),
         made_b=some(0, 4), work_f=some(0, 2), work_b=some(0, 2), capture=draw.randint(0, 4),
     )  # fmt: skip
 
@@ -145,8 +145,8 @@ def test_nothing_fits_in_nothing():
 
 HAND = Figures(
     x=np.array([2, 3, 4]), xbar=np.array([5, 6]), forward_temp=np.array([1, 0]), saving_temp=np.array([10, 2]),
-    backward_temp=np.array([3, 1]), uf=np.array([10, 20]), turn=np.array([7, 9]), spared_f=np.array([1, 2]),
-    spared_b=np.array([3, 4]), made_f=np.array([8, 9]), made_b=np.array([6, 5]), work_f=np.array([0, 1]),
+    backward_temp=np.array([3, 1]), uf=np.array([10, 20]), turn=np.array([7, 9]), saved_launch_f=np.array([1, 2]),
+    saved_launch_b=np.array([3, 4]), made_f=np.array([8, 9]), made_b=np.array([6, 5]), work_f=np.array([0, 1]),
     work_b=np.array([2, 0]), capture=50,
 )  # fmt: skip
 
@@ -158,7 +158,7 @@ HAND = Figures(
     ("checkpoint", (0, 1), 7, 3, 18), ("checkpoint", (1, 2), 0, 6, 11), ("checkpoint", (0, 2), 0, 11, 16),
     # what it makes stays: 5 + 3 + 6 + 2; 5 + 6 + 4 + (6 + 5) + 2
     ("graph", (0, 1), 50 - 4, 5, 16), ("graph", (0, 2), 50 - 10, 11, 28),
-    # all 10 ns again, less the 1 spared
+    # all 10 ns again, less the 1 saved
     ("graph_checkpoint", (0, 1), 50 - 4 + 9, 3, 16),
 ])  # fmt: skip
 def test_prices_by_hand(name, segment, cost, saved, peak):
