@@ -16,16 +16,23 @@ from sim.log import CAUSE, EventLog, Ints
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on time (ns) and on the use of one tier (bytes), of the trace that ran where it began.
+    """Lower bounds on time (ns) and on the use of one tier (bytes) for the trace that ran, with its initial placement.
 
-    critical_path_ns: the longest chain of ops joined by data or by a device's program order, each at its
-    time with all operands close by; transfers count nothing. engine_load_ns: all ops of the busiest
-    engine. transfer_ns: what has to leave or reach a tier, because it was placed where no engine that
-    reads it can read, or has to end where no engine makes it, over the links there. time_ns: the largest.
-    working_set_bytes: what the largest op holds while it runs; pinned_bytes: what else can neither leave
-    nor be made again at that op (0 where another tier can be reached). memory_bytes: the sum.
-    time_distance, memory_distance: makespan and peak over their bounds, less 1; None where a bound is 0
-    or, for the time, where the run did not end.
+    tier: the tier that the bounds on memory concern.
+    critical_path_ns: the longest chain of ops joined by data or by a device's program order, each op at its time with
+        all operands in the nearest tier and transfers at no time.
+    engine_load_ns: all ops of the busiest engine.
+    transfer_ns: the transfers that the first and last places of tensors force, over the links of the busiest tier.
+        A tensor must move if no engine that reads it reaches its first tier, or none that produces it its last one.
+    time_ns: the largest of these three.
+    makespan_ns: of the run.
+    time_distance: makespan over its bound, less 1; None where the bound is 0 or the run did not end.
+    working_set_bytes: what the op with the highest bound holds while it runs.
+    pinned_bytes: what else can be neither moved nor recomputed at that op; 0 where another tier can be reached.
+    memory_bytes: the sum of these two.
+    op: the op with the highest bound on memory, "" for none.
+    peak_bytes: of the run.
+    memory_distance: peak over its bound, less 1; None where the bound is 0.
     """
 
     tier: str
@@ -44,7 +51,10 @@ class Bounds:
 
 
 def bounds(log: EventLog, tier: str | None = None) -> Bounds:
-    """Bounds for a run; those on memory are for `tier`, by default the home tier of device 0."""
+    """Bounds for a run; those on memory are for `tier`, by default the home tier of device 0.
+
+    Raises ProfileError on an unknown tier.
+    """
     name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
     times = op_times(log.trace, log.platform)
     cost = times.total.copy()
@@ -52,7 +62,7 @@ def bounds(log: EventLog, tier: str | None = None) -> Bounds:
     load = int(_loads(times.engine, cost).max(initial=0))
     path = _critical_path(log, times, cost)
     transfer = _transfer_ns(log, times)
-    working, pinned, op = _floor(log, times, name)
+    working, pinned, op = _memory_bound(log, times, name)
     time, memory, peak = max(load, path, transfer), working + pinned, peak_bytes(log)[name]
     return Bounds(
         tier=name,
@@ -88,7 +98,7 @@ def _critical_path(log: EventLog, times: OpTimes, cost: Ints) -> int:
     in_order = times.engine == main[c.device]
     if trace.devices == 1 and in_order.all():
         return int(cost.sum())  # one engine, one queue: the chain of all ops
-    reached = [0] * trace.devices  # when each device can go on
+    reached = [0] * trace.devices  # when each device can continue
     ready = [0] * len(trace.tensor_columns.name)
     together: dict[str, int] = {}
     device, on_main, ns = c.device.tolist(), in_order.tolist(), cost.tolist()
@@ -101,7 +111,7 @@ def _critical_path(log: EventLog, times: OpTimes, cost: Ints) -> int:
             if ready[tensor] > start:
                 start = ready[tensor]
         group = c.group.get(op)
-        if group:  # members start together; those that come later in the trace are not looked ahead for
+        if group:  # members start together; later members of the trace do not delay this one: still a lower bound
             start = together[group] = max(start, together.get(group, 0))
         end = start + ns[op]
         if on_main[op] and not group:
@@ -113,7 +123,7 @@ def _critical_path(log: EventLog, times: OpTimes, cost: Ints) -> int:
 
 
 def _transfer_ns(log: EventLog, times: OpTimes) -> int:
-    """Time of the moves that the first and last places of tensors force, over all links of the tier concerned."""
+    """The longest time of the moves that tensors' first and last places force, over all links of a tier."""
     platform, c = log.platform, log.trace.op_columns
     tiers = platform.tier_ids
     reach = np.zeros((len(platform.engines), len(tiers)), np.bool_)
@@ -132,8 +142,8 @@ def _transfer_ns(log: EventLog, times: OpTimes) -> int:
     for tensor in np.flatnonzero(leaves & (begins.sum(axis=1) == 1)).tolist():
         out[np.flatnonzero(begins[tensor])] += size[tensor]
     for end, start in log.trace.carry:
-        maker = int(log.trace.producer[end])
-        if maker >= 0 and begins[start].sum() == 1 and not (begins[start] & reach[times.engine[maker]]).any():
+        producer = int(log.trace.producer[end])
+        if producer >= 0 and begins[start].sum() == 1 and not (begins[start] & reach[times.engine[producer]]).any():
             back[np.flatnonzero(begins[start])] += size[end]
     most = 0
     for name, i in tiers.items():
@@ -147,7 +157,7 @@ def _transfer_ns(log: EventLog, times: OpTimes) -> int:
 
 
 def _smallest(bytes: Ints, tensor: Ints, seen: Ints, rows: NDArray[np.bool_]) -> Ints:
-    """Sizes of tensors, or less where less of one was seen (a link that compresses)."""
+    """Sizes of tensors; the smallest size in these rows where a link compresses."""
     size = bytes.copy()
     np.minimum.at(size, tensor[rows], seen[rows])
     return size
@@ -156,7 +166,7 @@ def _smallest(bytes: Ints, tensor: Ints, seen: Ints, rows: NDArray[np.bool_]) ->
 # ---- memory ------------------------------------------------------------------------------------
 
 
-def _floor(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, int]:
+def _memory_bound(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, int]:
     """Working set and pinned bytes at the op with the largest sum of both, and that op (-1 for none)."""
     trace, platform = log.trace, log.platform
     c, t = trace.op_columns, trace.tensor_columns
@@ -189,10 +199,10 @@ def _floor(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, int]:
 
 
 def _pinned(log: EventLog, tier: str, size: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Per op the bytes in the tier that can neither leave nor come back, and per tensor whether it is among them.
+    """Per op the pinned bytes in the tier, and per tensor whether it is pinned.
 
-    That is what was placed there without a producer, and what later takes over its storage, until the
-    last op that uses it, or to the end where it is an output; nothing where a copy could go elsewhere.
+    Pinned are tensors that were placed there without a producer, and those that later take over their storage: until
+    the last op that uses them, or to the end if they are outputs. Nothing is pinned where another tier can be reached.
     """
     trace, platform = log.trace, log.platform
     count = len(trace.op_columns.name)

@@ -12,9 +12,12 @@ from sim.log import EventLog
 class Bubbles:
     """Nanoseconds of one device's main engine; the five add up to the makespan.
 
-    before_ns: until its first row. after_ns: from its last row to the end of the run. stall_ns: waiting
-    in between, with a cause. gap_ns: in between without any row (0 in a complete log). busy_ns: computing.
-    idle: the part of the makespan that is not busy, None in a run of no time.
+    busy_ns: computing.
+    stall_ns: waiting for a cause, between its first and last row.
+    before_ns: from the start of the run to its first row.
+    after_ns: from its last row to the end of the run.
+    gap_ns: without any row, between its first and last; 0 in a complete log.
+    idle: the fraction of the makespan that is not busy, None in a run of no time.
     """
 
     device: int
@@ -27,7 +30,7 @@ class Bubbles:
 
 
 def bubbles(log: EventLog) -> tuple[Bubbles, ...]:
-    """One entry a device of the trace."""
+    """One entry per device of the trace."""
     start, end, waits = log.interval("start"), log.interval("end"), log.interval("why") == STALL
     table = []
     for device in range(log.trace.devices):

@@ -1,11 +1,11 @@
-"""What a run is summed up in: each figure declared once, with its unit, its title and what it means.
+"""The figures that summarise a run: each declared once, with its unit, its title and its meaning.
 
-Tables, JSON, CSV, pages and documents ask here. The figures of a summary are the fields of `Summary`, declared in
-their annotations; a module of this folder may declare more of its own, which then appear everywhere, too:
+Tables, JSON, CSV, pages and documents take them from here. The figures of a summary are the fields of `Summary`,
+declared in their annotations. A module of this folder may declare more of its own, which then appear everywhere, too:
 
     FIGURES = {"shortest_stall_ns": Figure("time", "shortest stall", "of all devices", of=lambda log, reference: …)}
 
-What a row of a comparison or of a sweep has beside them is declared below.
+The other columns of comparisons and sweeps are declared below.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ LAST = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One figure. title: in the summary of a run. meaning: one line, for documents and hints.
+    """One figure.
 
-    order: where it stands in the summary of a run; those of equal order follow as they are declared.
-    column: place and title among the columns that tables of many runs show at first, None for none of them.
-    of: what computes it from a run's log and what unlimited memory allows (None where that is not known); only
-    figures that a module beside `summary` declares have it.
+    unit: how its values are written.
+    title: its name in the summary of a run.
+    meaning: one line, for documents and hints.
+    order: its position in the summary of a run; those of equal order follow as they are declared.
+    column: position and title among the columns that tables of many runs show by default, None if it is not one.
+    of: the function that computes it from a run's log and from what unlimited memory allows (None where that is not
+        known); None for the fields of `Summary`.
     """
 
     unit: Unit
@@ -54,7 +57,7 @@ BESIDE: Mapping[str, Figure] = {
         "bytes", "smallest budget known to fit", "a budget below which none was found to fit", 4, (12, "fits from")
     ),
     "holders": Figure("text", "held by", "the largest residents where memory ran out: tensor, bytes, why it stays", 5),
-    "full": Figure("text", "full", "the tiers that had no room"),
+    "full": Figure("text", "full", "the tiers that were full"),
     "fidelity": Figure("text", "fidelity", "how near the policy is to what is published", 62, (11, "fidelity")),
     "manages": Figure("text", "manages", "what the policy may drop or move", 63),
     "plan_s": Figure("number", "planning (s of wall time)", "what planning took on this machine; it varies"),
@@ -63,17 +66,17 @@ BESIDE: Mapping[str, Figure] = {
     "unconstrained_peak_bytes": Figure("bytes", "unconstrained peak bytes", "what keeping everything takes there"),
     "time_limited": Figure("flag", "time limited", "whether a planner met a limit of wall-clock time"),
     "over_fastest": Figure(
-        "change", "over fastest", "above the fastest policy on the same job", column=(4, "vs fastest")
+        "change", "over fastest", "slowdown against the fastest policy on the same job", column=(4, "vs fastest")
     ),
     "recompute_share": Figure("percent", "recompute share", "of the devices' time", column=(6, "recompute")),
     "stall_share": Figure("percent", "stall share", "of the devices' time", column=(7, "stall")),
 }
-"""What rows of comparisons, sweeps and pages have beside the figures of a run."""
+"""The other columns of comparisons, sweeps and pages, besides the figures of a run."""
 
 
 @cache
 def figures() -> Mapping[str, Figure]:
-    """All figures of a summary by their keys, in the order that JSON and CSV have."""
+    """All figures of a summary by their keys, in the order of JSON and CSV."""
     from sim.analysis.registry import modules
     from sim.analysis.summary import Summary
 
@@ -88,12 +91,12 @@ def figures() -> Mapping[str, Figure]:
 
 
 def known() -> Mapping[str, Figure]:
-    """The figures of a summary, and what rows have beside them."""
+    """The figures of a summary, and the other columns of rows."""
     return {**figures(), **BESIDE}
 
 
 def columns() -> Mapping[str, str]:
-    """Keys and titles of the columns that tables of many runs show at first, in order."""
+    """Keys and titles of the columns that tables of many runs show by default, in order."""
     shown = [(each.column, key) for key, each in known().items() if each.column]
     return {key: title for (_, title), key in sorted(shown)}
 

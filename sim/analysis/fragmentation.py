@@ -1,4 +1,4 @@
-"""What an allocator holds beyond what lives in it."""
+"""What an allocator reserves beyond what is allocated in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from sim.log import EventLog, Ints
 class Fragmentation:
     """Bytes of one tier, at the end of each nanosecond.
 
-    reserved_peak_bytes: the most that the allocator held. allocated_peak_bytes: the most that lived.
-    unused_peak_bytes: the largest difference of the two at one time. fraction: of what was reserved at
-    its peak, the part in which nothing lived. largest_hole_bytes: the least that was free in one piece;
-    known for tiers whose allocator needs no contiguous space (`exact`), None for all others.
+    reserved_peak_bytes: the most that the allocator reserved.
+    allocated_peak_bytes: the most that was allocated.
+    unused_peak_bytes: the largest difference of the two at one time.
+    fraction: the part of the reserved peak in which nothing was allocated.
+    largest_hole_bytes: the size of the largest free block when it was smallest. Known for tiers whose allocator needs
+        no contiguous space (`exact`), None for all others.
     """
 
     tier: str
@@ -39,7 +41,7 @@ def fragmentation(log: EventLog) -> tuple[Fragmentation, ...]:
         if len(taken_at):
             every = np.union1d(times, taken_at)
             lived, held = _at(every, times, used), _at(every, taken_at, taken)
-        else:  # an allocator that reserves nothing beyond what lives
+        else:  # an allocator that reserves nothing beyond what is allocated
             lived = held = used
         top = int(np.argmax(held))
         table.append(

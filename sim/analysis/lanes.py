@@ -1,4 +1,4 @@
-"""What the analyses share: which rows of a log lie on which lane, and unions of intervals."""
+"""What the analyses share: which rows of a log are on which lane, and unions of intervals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main_lanes(log: EventLog) -> Ints:
 
 
 def on_main(log: EventLog, device: int | None = None) -> NDArray[np.bool_]:
-    """Which intervals lie on their device's main lane, of all devices or of one. Shape (intervals,)."""
+    """Which intervals are on their device's main lane, for all devices or for one. Shape (intervals,)."""
     lanes = main_lanes(log)
     owner, lane = log.interval("device"), log.interval("lane")
     known = (owner >= 0) & (owner < len(lanes)) if device is None else owner == device
@@ -52,7 +52,7 @@ def runs(log: EventLog) -> Runs:
         for member, name in group.items():
             members.setdefault(name, []).append(member)
         joint = np.flatnonzero((why == MOVE) & (tensor < 0) & (op >= 0))
-        # one row a link of the route: one run
+        # a group has one row per link of its route: count the first
         rows = sorted(set(zip(op[joint].tolist(), start[joint].tolist(), end[joint].tolist(), strict=True)))
         found = [(m, s, e, RUN) for i, s, e in rows for m in members.get(group.get(i, ""), ())]
         parts.append(np.array(found, np.int64).reshape(-1, 4).T)
@@ -72,7 +72,7 @@ def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 def covered_before(times: Ints, starts: Ints, ends: Ints) -> Ints:
-    """Per time the ns before it that lie in these disjoint, ordered intervals."""
+    """Per time the ns before it that these disjoint, ordered intervals cover."""
     if not len(starts):
         return np.zeros(len(times), np.int64)
     done = np.concatenate(([0], np.cumsum(ends - starts)))

@@ -1,4 +1,4 @@
-"""Each tensor's life: made, used, idle, gone; and what it would cost to have it back."""
+"""Each tensor's lifetime: when it is produced, used, idle and released, and the cost of restoring it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ if TYPE_CHECKING:
 
 
 def lifetimes(log: EventLog) -> pd.DataFrame:
-    """The offload-priority table: one row a tensor that was ever in a tier, most byte-time to gain first.
+    """The offload-priority table: one row per tensor that was ever resident, most byte-seconds first.
 
-    Columns (ns, bytes, -1 where there is none):
-    `tensor`, `role`, `layer`, `bytes`;
-    `made_ns`: its first bytes were there (made, or placed at the start); `gone_ns`: its last copy went,
-    or the run ended; `last_read_ns`: the end of the last run that read it; `reads`: runs that read it;
-    `idle_ns`: its longest time between two uses (made, read), from `idle_from_ns` to `idle_until_ns`;
-    `recompute_ns`: one run of its producer, as measured in this log; `move_ns`: one copy to the host
-    tier with nothing else on the route;
-    `slack_ns`: what a round trip to the host would leave of the idle time, negative if it cannot hide;
-    `byte_seconds`: bytes times idle time, what moving it away could free; the order of the table.
+    Columns, in ns and bytes, -1 where there is none:
+
+    `tensor`, `role`, `layer`, `bytes`: the tensor.
+    `made_ns`: when its first bytes were allocated, by its producer or by the initial placement.
+    `gone_ns`: when its last copy was released, or the run ended.
+    `last_read_ns`: the end of the last run that read it.
+    `reads`: how many runs read it.
+    `idle_ns`: its longest time between two uses (its production and its reads).
+    `idle_from_ns`, `idle_until_ns`: the start and end of that time.
+    `recompute_ns`: one run of its producer, as measured in this log.
+    `move_ns`: one copy to the host tier with nothing else on the route.
+    `slack_ns`: the idle time less a round trip to the host; negative if the round trip cannot be hidden.
+    `byte_seconds`: bytes times idle time, what offloading it could save; the table is ordered by it.
     """
     import pandas as pd
 
@@ -61,7 +65,7 @@ def lifetimes(log: EventLog) -> pd.DataFrame:
 
 
 def _presence(log: EventLog, count: int) -> tuple[Ints, Ints]:
-    """When each tensor's first bytes came and its last went, -1 for one that never came."""
+    """When each tensor's first bytes were allocated and its last released, -1 for one that never was resident."""
     time, delta, tensor = log.change("time"), log.change("delta"), log.change("tensor")
     rows = tensor >= 0
     time, delta, tensor = time[rows], delta[rows], tensor[rows]
@@ -85,7 +89,7 @@ def _uses(log: EventLog, ran: Runs, made: Ints) -> tuple[Ints, Ints, Ints, Ints]
         if is_read:  # an op that reads a tensor twice uses it once
             once = np.unique(which * len(made) + tensor)
             which, tensor = np.divmod(once, len(made))
-        begin = ran.start if is_read else ran.end  # a result is idle from the end of the op that made it
+        begin = ran.start if is_read else ran.end  # a result is idle from the end of its producer
         parts.append((tensor, begin[which], ran.end[which], np.full(len(which), is_read)))
     placed = np.flatnonzero((log.trace.producer < 0) & (made >= 0))
     parts.append((placed, made[placed], made[placed], np.zeros(len(placed), np.int64)))
@@ -118,7 +122,7 @@ def _recompute_ns(log: EventLog, ran: Runs) -> Ints:
     cost = np.full(len(log.trace.op_columns.name) + 1, -1, np.int64)
     first = ran.why != RECOMPUTE
     cost[ran.op[first]] = (ran.end - ran.start)[first]
-    return cost[log.trace.producer]  # producer -1 finds the last entry, which no op has
+    return cost[log.trace.producer]  # producer -1 indexes the last entry, which belongs to no op
 
 
 def _move_ns(log: EventLog, bytes: Ints) -> Ints:

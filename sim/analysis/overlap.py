@@ -1,4 +1,4 @@
-"""How much of the copying hides behind computing."""
+"""How much of the transfer time is hidden behind computation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from sim.log import EventLog, Ints
 
 @dataclass(frozen=True)
 class Overlap:
-    """transfer_ns: time in which at least one copy ran, per device and summed; hidden_ns: the part of it in
-    which that device's main engine computed. fraction: hidden over transfer time, None without transfers.
+    """Transfer time, and how much of it is hidden. The transfer of a group belongs to each of its members.
 
-    by_link: per link the part of its bytes that moved while their devices computed (each transfer's bytes times the
-    hidden part of its time), None where none moved. The transfer of a group belongs to every member alike.
+    transfer_ns: time in which at least one copy ran, summed over devices.
+    hidden_ns: the part of it in which that device's main engine computed.
+    fraction: hidden over transfer time, None without transfers.
+    by_link: per link the fraction of its bytes that moved while their devices computed, each transfer's bytes times
+        the hidden fraction of its time; None where none moved.
     """
 
     transfer_ns: int

@@ -1,4 +1,4 @@
-"""Which results no other beats in both of two figures."""
+"""The Pareto front of two figures: the results that no other beats in both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 def pareto_front(points: Sequence[tuple[float | None, float | None]]) -> list[int]:
     """Positions of the points that no other beats: less of one figure and no more of the other.
 
-    Equal points stay together. A point with None or NaN is no result and is left out. Ordered by the
-    first figure. O(n log n).
+    Of equal points all are kept. A point with None or NaN is left out. Ordered by the first figure. O(n log n).
     """
     known = [i for i, point in enumerate(points) if all(v is not None and v == v for v in point)]
     known.sort(key=lambda i: (points[i], i))

@@ -1,4 +1,4 @@
-"""How full each tier was, when it was fullest, and what was alive then."""
+"""How full each tier was, when it was fullest, and what was resident then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CATEGORIES = (*ROLES, "workspace")
-"""What the bytes in a tier are for: the roles of tensors, and scratch space."""
+"""What the bytes in a tier are for: the roles of tensors, and workspace."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Holder:
 class Peak:
     """The first moment at which a tier held most. Bytes and ns.
 
-    op: the op whose request set it, "" for none. by_role: bytes of each category alive then, workspace
-    its own. by_layer: bytes of each layer (-1: of none, and workspace). largest: the largest tensors.
-    by_phase: the peak within each phase (forward, backward, update). reserved_bytes: the most that a
-    caching allocator took from the tier, None for others.
+    op: the op whose allocation set the peak, "" for none.
+    by_role: resident bytes of each category; workspace is a category of its own.
+    by_layer: resident bytes of each layer; -1 is workspace, and tensors of no layer.
+    largest: the largest resident tensors.
+    by_phase: the peak within each phase (forward, backward, update).
+    reserved_bytes: the most that a caching allocator reserved in the tier, None for other allocators.
     """
 
     tier: str
@@ -53,7 +55,7 @@ class Peak:
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch space at the peak."""
+        """Bytes of workspace at the peak."""
         return self.by_role.get("workspace", 0)
 
 
@@ -64,15 +66,15 @@ def peak_bytes(log: EventLog) -> dict[str, int]:
 
 
 def mean_bytes(log: EventLog, tier: str | None = None) -> int:
-    """The bytes of a tier, by default the home tier of device 0, averaged over the run's time; rounded down.
+    """The bytes of a tier averaged over the run's time, by default of the home tier of device 0; rounded down.
 
-    This is what vDNN (Rhu et al. 2016) calls average memory usage.
+    vDNN (Rhu et al. 2016) calls it average memory usage.
     """
     time, used = memory_over_time(log, tier)
     if not log.end or not len(time):
         return 0
     lasting = np.diff(time, append=log.end)
-    # bytes times ns pass 2^63; fsum adds the same in any order
+    # bytes times ns exceed 2^63; the result of fsum does not depend on the order
     return int(math.fsum((used.astype(float) * lasting).tolist()) / log.end)
 
 
@@ -128,7 +130,7 @@ def memory_over_time(log: EventLog, tier: str | None = None) -> tuple[Ints, Ints
 
 
 def roles_over_time(log: EventLog, tier: str | None = None) -> pd.DataFrame:
-    """One row a change of a tier: `time_ns`, and the bytes of each category that ever held any."""
+    """One row per change of a tier: `time_ns`, and the bytes of each category that ever held any."""
     import pandas as pd
 
     _, rows = _tier_rows(log, tier)
@@ -147,7 +149,7 @@ def _tier_rows(log: EventLog, tier: str | None) -> tuple[str, Ints]:
 
 
 def _by_phase(log: EventLog, tier: str, time: Ints, delta: Ints, used: Ints) -> dict[str, int]:
-    """The most in use within each phase: at each request made in it, and as each of its ops starts.
+    """The most in use within each phase: at each allocation in it, and as each of its ops starts.
 
     A moment belongs to the phase of the op that started last on the main lane of the tier's device, or
     of device 0 where the tier belongs to none; the time before the first op to that op's phase.

@@ -1,4 +1,4 @@
-"""The analyses that there are: a public function of a log in a file of this folder is one, by its name."""
+"""The registry of analyses: each public function of a log in a file of this folder is one, by its name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Analysis = Callable[["EventLog"], Any]
 
 PARTS = ("figures", "lanes", "registry", "summary")
-"""Files that analyses are made of, or from which they are asked for."""
+"""Files of this folder that hold no analysis: parts of analyses, and this registry."""
 
 
 @cache
@@ -33,7 +33,7 @@ def modules() -> tuple[ModuleType, ...]:
 
 @cache
 def analyses() -> Mapping[str, Analysis]:
-    """The analyses by name: functions that a log alone will do for."""
+    """The analyses by name: functions whose only required argument is a log."""
     found: dict[str, Analysis] = {}
     for module in modules():
         for name, value in vars(module).items():
@@ -53,12 +53,12 @@ def analysis(name: str) -> Analysis:
 
 
 def meaning(name: str) -> str:
-    """What an analysis says, in a line."""
+    """What an analysis tells, in one line."""
     return (inspect.getdoc(analysis(name)) or "").split("\n", 1)[0]
 
 
 def as_records(value: Any) -> list[dict[str, Any]]:
-    """What an analysis returns as rows of plain values: of a record one row, of a table or a list of records many."""
+    """The result of an analysis as rows of plain values: one row for a record, many for a table or list of records."""
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
         return [{str(key): _plain(each) for key, each in row.items()} for row in value.to_dict("records")]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -77,7 +77,7 @@ def as_records(value: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values: records as mappings, arrays as lists, what is no number as None."""
+    """JSON values: records as mappings, arrays as lists, NaN and infinity as None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What lies where when a run ends."""
+"""Where tensors are resident when a run ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sim.log import EventLog
 
 
 def residence(log: EventLog) -> dict[int, tuple[str, ...]]:
-    """Per tensor that is somewhere at the end, the tiers that hold it whole; none of tensors without bytes."""
+    """By tensor, the tiers that hold all of it at the end; tensors without bytes are left out."""
     tensor, tier, delta = log.change("tensor"), log.change("tier"), log.change("delta")
     count = len(log.platform.tiers)
     kept = tensor >= 0

@@ -1,4 +1,4 @@
-"""Where a device's time goes: computing, computing again, and waiting, by cause and by op."""
+"""Where a device's time goes: computation, recomputation and stalls, by cause and by op."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stalls:
-    """Nanoseconds on main lanes, summed over devices. by_cause: every cause that occurred.
+    """Nanoseconds on main lanes, summed over devices.
 
-    recompute_overhead: recompute over first-run time, None where nothing ran.
+    compute_ns: first runs of ops.
+    recompute_ns: recomputations.
+    codec_ns: encoding and decoding.
+    stall_ns: waiting.
+    by_cause: stall time per cause, for each that occurred.
+    recompute_overhead: recompute over compute time, None where nothing ran.
     """
 
     compute_ns: int
@@ -50,7 +55,7 @@ def stalls(log: EventLog, device: int | None = None) -> Stalls:
 
 
 def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
-    """One row an op and cause, longest first: `op`, `cause`, `stall_ns`, `stalls` (how many)."""
+    """One row per op and cause, longest first: `op`, `cause`, `stall_ns`, `stalls` (how many)."""
     import pandas as pd
 
     rows = on_main(log, device) & (log.interval("why") == STALL)

@@ -22,9 +22,9 @@ from sim.log import EventLog
 class Reference:
     """What unlimited memory allows.
 
-    log: the run that keeps everything, the trace as it is; memory is saved against its peak.
-    makespan_ns: of the fastest run that has the freedoms of the policy at hand; time is added to that.
-    name: what that run is, `keep_all` or a freedom by its name, see `Policy.unlimited`.
+    log: the run that keeps everything, of the unchanged trace; memory saved is relative to its peak.
+    makespan_ns: of the fastest run with the freedoms of the policy at hand; the overhead is relative to it.
+    name: of that run: `keep_all`, or the name of a freedom, see `Policy.unlimited`.
     """
 
     log: EventLog
@@ -36,8 +36,10 @@ class Reference:
 class Summary:
     """One run in figures; None where a figure cannot be known. Bytes, ns, and rates per second.
 
-    Each field says what it is. compute_ns, recompute_ns, codec_ns, stall_ns and idle_ns together are makespan_ns times
-    devices. more: figures that other analyses declare, see `sim.analysis.figures`.
+    Each field's annotation tells its meaning. compute_ns, recompute_ns, codec_ns, stall_ns and idle_ns add up to
+    makespan_ns times devices.
+
+    more: figures that other analyses declare, see `sim.analysis.figures`.
     """
 
     peak_bytes: Annotated[
@@ -46,7 +48,8 @@ class Summary:
     mean_bytes: Annotated[int, Figure("bytes", "memory averaged over time", "of the home tier of device 0", 14)]
     peak_by_tier: Annotated[dict[str, int], Figure("bytes", "peak of each tier", "most bytes that each tier held", 12)]
     reserved_bytes: Annotated[
-        dict[str, int], Figure("bytes", "reserved by allocators", "most that caching ones took, by tier", 13)
+        dict[str, int],
+        Figure("bytes", "reserved by allocators", "the most that caching allocators reserved, by tier", 13),
     ]
     capacity_bytes: Annotated[
         int, Figure("bytes", "capacity", "of the home tier of device 0, or the budget in its place", 11)
@@ -55,8 +58,10 @@ class Summary:
     complete: Annotated[bool, Figure("flag", "ran to its end", "whether every op ran", 2)]
     devices: Annotated[int, Figure("number", "devices", "devices of the trace", 61)]
     makespan_ns: Annotated[int, Figure("time", "time of an iteration", "until all is idle", 20, (3, "time"))]
-    compute_ns: Annotated[int, Figure("time", "computing", "ops run once, on main lanes, summed over devices", 21)]
-    recompute_ns: Annotated[int, Figure("time", "recomputing", "ops run again, on main lanes, summed over devices", 22)]
+    compute_ns: Annotated[int, Figure("time", "computing", "first runs of ops, on main lanes, summed over devices", 21)]
+    recompute_ns: Annotated[
+        int, Figure("time", "recomputing", "recomputed ops, on main lanes, summed over devices", 22)
+    ]
     codec_ns: Annotated[int, Figure("time", "encoding and decoding", "on main lanes, summed over devices", 23)]
     stall_ns: Annotated[
         dict[str, int], Figure("time", "stalls", "waiting, by cause, on main lanes, summed over devices", 24)
@@ -67,11 +72,11 @@ class Summary:
     ]
     moved_bytes: Annotated[dict[str, int], Figure("bytes", "moved", "bytes on the wire, by link", 34, (8, "moved"))]
     overlap: Annotated[
-        float | None, Figure("percent", "transfer time hidden", "part of it during which devices compute", 35)
+        float | None, Figure("percent", "transfer time hidden", "fraction of it during which devices compute", 35)
     ]
     overlap_by_link: Annotated[
         dict[str, float | None],
-        Figure("percent", "overlap by link", "part of each link's bytes that moved while devices computed"),
+        Figure("percent", "overlap by link", "fraction of each link's bytes that moved while devices computed"),
     ]
     samples_per_s: Annotated[
         float | None, Figure("number", "samples per second", "samples of the trace over the time", 50)
@@ -89,7 +94,7 @@ class Summary:
         ),
     ]
     hfu: Annotated[
-        float | None, Figure("percent", "HFU", "the same of FLOPs executed on them, again ones included", 53)
+        float | None, Figure("percent", "HFU", "the same for all FLOPs executed on them, recomputed ones included", 53)
     ]
     saved_fraction: Annotated[
         float | None, Figure("percent", "memory saved against keep_all", "of the peak of keep_all", 15, (9, "saved"))
@@ -132,7 +137,10 @@ class Summary:
 
 
 def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> Summary:
-    """The figures of a run. reference: what unlimited memory allows, or just the run that keeps everything."""
+    """The figures of a run.
+
+    reference: what unlimited memory allows, or just the run that keeps everything.
+    """
     if isinstance(reference, EventLog):
         reference = Reference(reference, reference.end)
     platform, peaks, time = log.platform, peak_bytes(log), stalls(log)
@@ -190,7 +198,7 @@ def _reserved(log: EventLog) -> dict[str, int]:
 
 
 def _per_second(log: EventLog, *keys: str) -> float | None:
-    """How many of what the trace's `meta` counts, under the first of these keys, a second; None if it has none."""
+    """Samples or tokens per second: the first of these keys that the trace's `meta` has; None if it has none."""
     amounts = [log.trace.meta[key] for key in keys if isinstance(log.trace.meta.get(key), (int, float))]
     return float(amounts[0]) * 1e9 / log.end if amounts and log.end and log.complete else None
 

@@ -1,4 +1,4 @@
-"""What crossed each link, and how busy it was."""
+"""How many bytes crossed each link, and how busy it was."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from sim.log import EventLog
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """bytes: on the wire. busy_ns: time with at least one transfer; busy: its part of the run.
+    """The use of one link.
 
-    utilisation: bytes over what the link could have carried in the whole run. Both None in a run of no time.
+    bytes: on the wire.
+    transfers: how many.
+    busy_ns: time with at least one transfer.
+    busy: its fraction of the run, None in a run of no time.
+    utilisation: bytes over what the link could have carried in the whole run, None in a run of no time.
     """
 
     link: str
@@ -24,7 +28,7 @@ class LinkTraffic:
 
 
 def traffic(log: EventLog) -> tuple[LinkTraffic, ...]:
-    """Every link of the platform, in its order, unused ones with zeros."""
+    """One entry per link of the platform, in its order, zeros for unused links."""
     lane, moves = log.interval("lane"), log.interval("why") == MOVE
     start, end, bytes = log.interval("start"), log.interval("end"), log.interval("bytes")
     table = []

@@ -157,7 +157,7 @@ def test_moves_that_never_started_are_counted_and_said() -> None:
     text = comparison_text(compare(trace, small, [("swap_all", {"unit": "op"})]).rows)
     said = "2 moves (200 B) cancelled before the copy started, 2 of them for want of space where they went"
     assert f"swap_all(unit=op): {said}" in text
-    # what does not fit says which tiers had no room
+    # what does not fit says which tiers were full
     refused = comparison_text(compare(trace, small, ["swap_all"], budget=350, find_floor=False).rows)
     assert "no room in hbm and host" in refused
 
