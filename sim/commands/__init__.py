@@ -1,1 +1,1 @@
-"""The commands of `tiersim`, by what they are about: names in, tables out."""
+"""The commands of `tiersim`, by subject: names in, tables out."""

@@ -1,4 +1,4 @@
-"""How options are declared: once for all commands that take them, and with help that asks the registries."""
+"""How options are declared: once for all commands that take them, with help that lists what the registries hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typer.core import TyperCommand
 
 
 class Option(NamedTuple):
-    """One option: its name in Python, its annotation with `typer.Option`, and its default; required without one."""
+    """One option of a command.
+
+    name: in Python.
+    type: its annotation, with `typer.Option`.
+    default: its value if it is not given; an option without a default is required.
+    """
 
     name: str
     type: Any
@@ -47,12 +52,12 @@ def takes(*options: Option) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def defaults(options: Collection[Option]) -> dict[str, Any]:
-    """What options are where they are not given; those that are required are left out."""
+    """The defaults of options by name; required ones are left out."""
     return {option.name: option.default for option in options if option.default is not inspect.Parameter.empty}
 
 
 class Command(TyperCommand):
-    """A command whose help names what the registries have: `{optimizer}` stands for the names of all optimizers."""
+    """A command whose help lists what the registries hold: `{optimizer}` stands for the names of all optimizers."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, filled in."""
@@ -62,7 +67,7 @@ class Command(TyperCommand):
 
 
 def filled(text: str) -> str:
-    """A text with the names of the registries that it asks for."""
+    """A text in which `{name}` is replaced by the names that the registry of that name holds."""
     return re.sub(r"\{(\w+)\}", lambda match: ", ".join(REGISTRIES[match[1]]()), text)
 
 
@@ -92,4 +97,4 @@ REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
     "validated": _validated,
     "analyses": _analyses,
 }
-"""What help may ask for; imported only when help is printed."""
+"""The registries that help may list; imported only when help is printed."""

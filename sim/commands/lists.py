@@ -13,7 +13,7 @@ from sim.commands.options import (
 
 def profiles(
     name: Annotated[str | None, typer.Argument(help="a profile's name or file")] = None,
-    toml: Annotated[bool, typer.Option("--toml", help="print the file, to start one's own from")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="print the file, as a start for one's own")] = False,
     json: Json = False,
 ) -> None:
     """List the hardware profiles, or print one with the source and standing of every figure."""
@@ -38,7 +38,7 @@ def policies(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the policies, print what one does and takes, or start one's own."""
+    """List the policies, print what one does and its parameters, or start one's own."""
     from sim.report.listings import policy_listing, policy_page
 
     if new is None and (in_tree or kind != "recompute"):

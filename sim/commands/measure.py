@@ -12,7 +12,7 @@ from sim.commands.options import ATTENTION, BATCH, JSON, MODEL, SEQ, platform_of
 
 def calibrate(
     out: Annotated[str, typer.Option("-o", "--out", help="profile to write: my_machine.toml")],
-    quick: Annotated[bool, typer.Option("--quick", help="few and small sizes: for trying it out, not for use")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="few and small sizes: to try it out, not for use")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
 ) -> None:
     """Measure the machine this runs on and write its profile (extra `torch`)."""
@@ -28,12 +28,12 @@ def calibrate(
     Option("precision", Annotated[str, typer.Option(help="{validated}")], "fp32"),
     ATTENTION,
     Option("device", Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")], None),
-    Option("repeats", Annotated[int, typer.Option(help="steps timed a policy; the median counts")], 7),
+    Option("repeats", Annotated[int, typer.Option(help="timed steps per policy; the median counts")], 7),
     Option("profile", Annotated[str | None, typer.Option(help="profile of this machine, for the times")], None),
     JSON,
 )
 def validate(**options: Any) -> None:
-    """Run a real training step here under several policies, and print it beside the simulated one (extra `torch`)."""
+    """Run a real training step here under several policies and print it next to the simulated one (extra `torch`)."""
     from dataclasses import asdict
 
     from sim.measure.validate import HEADER, as_table

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them."""
+"""Options that several commands share, and the objects made from them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _readable(budget: str | None) -> str | None:
 PROFILE = Option("profile", Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")])
 MODEL = Option("model", Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")], None)
 TRACE = Option("trace", Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")], None)
-BATCH = Option("batch", Annotated[int, typer.Option(help="samples an iteration")], 1)
-SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens a sample")], 1024)
+BATCH = Option("batch", Annotated[int, typer.Option(help="samples per iteration")], 1)
+SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens per sample")], 1024)
 PRECISION = Option("precision", Annotated[str, typer.Option(help="{precision}")], "amp_bf16")
 ATTENTION = Option("attention", Annotated[str, typer.Option(help="{attention}")], "sdpa")
 AXES = (
@@ -50,16 +50,16 @@ AXES = (
     ),
     Option("micro_batches", Annotated[int, typer.Option(help="micro-batches whose gradients are summed")], 1),
 )
-"""Options of which a model's trace is made; `workloads.transformer` says what each means."""
+"""Options from which a model's trace is made; `workloads.transformer` says what each means."""
 
 WORKLOAD = (MODEL, TRACE, *AXES)
-"""What is computed."""
+"""The options that choose what is computed."""
 
 MADE_OF = tuple(option.name for option in (MODEL, *AXES))
-"""Options that a trace which was read has behind it."""
+"""Options that a trace file has already settled."""
 
 WORDS = {"seq": "sequence"}
-"""Axes that `transformer` and studies call otherwise."""
+"""Axes that have another name in `transformer` and in studies."""
 
 BUDGET = Option(
     "budget",
@@ -67,7 +67,7 @@ BUDGET = Option(
         str | None,
         typer.Option(
             callback=_readable,
-            help='bytes of the device, "7.5 GB", or a part of what keeping everything takes, "80%"; default: all of it',
+            help='bytes of the device, "7.5 GB", or a part of the unconstrained peak, "80%"; default: the capacity',
         ),
     ],
     None,
@@ -98,14 +98,14 @@ REPLAY = (
             float | None,
             typer.Option(
                 min=0,
-                help="times the ideal time of the trace that recomputation may take before a run counts as thrashing; "
-                "0: any",
+                help="recomputation, as a multiple of the trace's ideal time, beyond which a run counts as thrashing; "
+                "0: no limit",
             ),
         ],
         None,
     ),
 )
-"""How a run goes."""
+"""The options of a replay."""
 
 OUT = Option(
     "out", Annotated[str | None, typer.Option("-o", "--out", help="folder for tables, figures and the timeline")], None
@@ -119,7 +119,7 @@ Json = JSON.type
 
 
 def workload(options: dict[str, Any]) -> Any:
-    """The trace that was asked for; options["ctx"], where there is one, knows which options were given."""
+    """The trace that the options describe; options["ctx"], if present, knows which of them were given."""
     if options["trace"]:
         if "ctx" in options:
             _refuse_axes(options["ctx"])
@@ -138,11 +138,13 @@ def _refuse_axes(ctx: typer.Context) -> None:
     for option in ctx.command.params:
         source = ctx.get_parameter_source(str(option.name))
         if option.name in MADE_OF and source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"{option.opts[0]}: a file of --trace is made already; give one or the other")
+            raise typer.BadParameter(
+                f"{option.opts[0]}: the workload of a --trace file is fixed; give one or the other"
+            )
 
 
 def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
-    """Bytes of a budget that was asked for; a part such as "80%" is one of the unconstrained peak, as in sweeps."""
+    """The bytes of a budget; a part such as "80%" is one of the unconstrained peak, as in sweeps."""
     if budget is None:
         return None
     from sim.units import parse_bytes
@@ -157,13 +159,13 @@ def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
 
 
 def _share(budget: str) -> Fraction | None:
-    """The part of a text such as "80%", None for any other text."""
+    """The fraction that a text such as "80%" names, None for any other text."""
     found = re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*%\s*", budget, re.ASCII)
     return Fraction(found[1]) / 100 if found else None
 
 
 def platform_of(profile: str, changes: list[str] | None) -> Any:
-    """The platform that was asked for, with the figures of `--set` changed."""
+    """The platform of a profile, with the figures of `--set` changed."""
     from sim.hardware.profile import load_profile
 
     overrides = {}
@@ -192,27 +194,27 @@ def parameters(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """A line for people who watch; nothing in a pipe."""
+    """Print a line of progress on a terminal; nothing in a pipe."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
 
 
-def again() -> str:
-    """The command that repeats this one."""
+def command_line() -> str:
+    """The command that reproduces this one."""
     import shlex
 
     return shlex.join(["tiersim", *sys.argv[1:]])
 
 
 def label(trace: Any) -> str:
-    """What a trace stands for, in a few words."""
+    """The model, batch, sequence, precision and attention of a trace, as far as its `meta` names them."""
     meta = trace.meta
     known = [f"{key} {meta[key]}" for key in ("batch", "sequence", "precision", "attention") if key in meta]
     return ", ".join([str(meta.get("model", "trace")), *known])
 
 
 def files_of(asked: Mapping[str, Any], policies: Iterable[str]) -> list[Any]:
-    """The files that were asked for by what `about_run` keeps: profile, trace or model, and those of policies."""
+    """The files that a saved run names: its profile, its trace or model, and those of its policies."""
     from sim.foreign import model_files, policy_files, profile_files, trace_files
 
     named = {key: [asked[key]] if asked.get(key) else [] for key in ("profile", "trace", "model")}
@@ -226,7 +228,7 @@ def files_of(asked: Mapping[str, Any], policies: Iterable[str]) -> list[Any]:
 
 
 def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iterable[str]) -> dict[str, Any]:
-    """What a file of results says of its run: what was asked, on what, of which files, and which figures are assumed.
+    """The provenance of a file of results: options, platform, trace, sums of files, and assumed figures.
 
     policies: the names of those that ran.
     """
@@ -246,5 +248,5 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
 
 
 def limit_of(recompute_limit: float | None) -> dict[str, Any]:
-    """The limit on recomputation as `simulate` takes it: nothing where it was not given, None where it is to be off."""
+    """The limit on recomputation as arguments of `simulate`: none if it was not given, None for 0 (no limit)."""
     return {} if recompute_limit is None else {"recompute_limit": recompute_limit or None}

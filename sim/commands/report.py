@@ -1,9 +1,9 @@
 """report: a saved run, comparison or sweep as a page.
 
-What is on disk says what was asked, not all that happened. A run is a function of its inputs, so it is run again, and
-its figures are held against those that were saved: a page never shows a run that is not the one in the folder. Only
-what is shipped or installed is run again unasked. Where the folder names files (a policy's program, a profile, a
-trace), the page is made from what was saved of the run and says so; `--trust` runs them again, see `sim.foreign`.
+A folder keeps a run's options and figures, not its log. A run is a function of its inputs, so it is repeated, and its
+figures are compared with the saved ones: a page never shows a run other than the one in the folder. Only what is
+shipped or installed is repeated unasked. If the folder names files (a policy's program, a profile, a trace), the page
+is made from what was saved of the run and says so. With `--trust` such runs are repeated, too; see `sim.foreign`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 
 from sim.commands.options import JSON, OUT, budget_of, files_of, limit_of, parameters, platform_of, say, workload
 from sim.commands.runs import COMPARED, RUN
-from sim.commands.saved import Wanted, files_beside, hold_again, saved_view
+from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sim.trace.graph import Trace
 
 ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON)}
-"""Of which type an option is, where a folder mentions it."""
+"""The type of each option that a folder may mention."""
 
 
 def report(
@@ -37,9 +37,9 @@ def report(
     out: Annotated[str, typer.Option("-o", "--out", help="page to write: report.html")],
     cell: Annotated[
         list[str] | None,
-        typer.Option(help="a cell whose run to put in, by the start of its id; may be given more than once"),
+        typer.Option(help="a cell whose run the page shows, by the start of its id; may be given more than once"),
     ] = None,
-    runs: Annotated[int, typer.Option(help="how many runs to put into the page at most", min=0)] = 24,
+    runs: Annotated[int, typer.Option(help="most runs that the page shows", min=0)] = 24,
     trust: Annotated[
         bool,
         typer.Option(
@@ -55,7 +55,7 @@ def report(
     if target.is_dir():
         raise typer.BadParameter(f"-o {out!r}: a folder; expected the name of a file, such as report.html")
     if cell and not (folder / "study.json").is_file():
-        raise typer.BadParameter(f"--cell: {source} is no sweep's folder; only a sweep has cells")
+        raise typer.BadParameter(f"--cell: {source} is not the folder of a sweep; only a sweep has cells")
     wanted = Wanted(folder, target, trust, cell or (), runs)
     kinds: dict[str, Callable[[Wanted], Path]] = {
         "study.json": sweep_page,
@@ -67,7 +67,7 @@ def report(
             print(write(wanted))
             return
     raise TiersimError(
-        f"{source}: no results are here: there is no summary.json (of `run -o`), comparison.json (of `compare -o`) "
+        f"{source}: no results here: expected summary.json (of `run -o`), comparison.json (of `compare -o`) "
         "or study.json (of `sweep`)"
     )
 
@@ -91,7 +91,7 @@ def _run(wanted: Wanted) -> Path:
         view = saved_view(folder / NAME, saved, objections, links=links, command=command)
         return write_run_page(view, wanted.target)
     platform, trace = job
-    result = _run_again(options, trace, platform, policy, saved, folder)
+    result = _repeat(options, trace, platform, policy, saved, folder)
     return write_run_page(run_view(result, command=command, links=links), wanted.target)
 
 
@@ -117,7 +117,7 @@ def _comparison(wanted: Wanted) -> Path:
             runs[name] = saved_view(row_view(folder, i), rows[i], against, title=name)
         else:
             say(f"… {name}")
-            result = _run_again(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
+            result = _repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
             runs[name] = run_view(result, title=name)
     view = saved_table(
         saved,
@@ -132,7 +132,7 @@ def _comparison(wanted: Wanted) -> Path:
 def _job(
     options: Mapping[str, Any], trust: Trust, files: Iterable[Named]
 ) -> tuple[list[str], tuple[Platform, Trace] | None]:
-    """Why a run is not made again; else what was run on which machine."""
+    """Why a run cannot be repeated; if it can, its platform and trace."""
     objections = [*trust.objections(files), *trust.too_much(options)]
     if objections:
         return objections, None
@@ -172,13 +172,13 @@ def _read(path: Path, *needed: str) -> dict[str, Any]:
 
 
 def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
-    """The rows of a saved comparison, each with what a page cannot do without."""
+    """The rows of a saved comparison. Raises TiersimError for one without the keys that a page needs."""
     from sim.errors import TiersimError
 
     for i, row in enumerate(rows if isinstance(rows, list) else [None]):
         is_row = isinstance(row, dict) and isinstance(row.get("policy"), str) and row.get("fits") in (True, False, None)
         if not is_row or (row["fits"] and not all(type(row.get(k)) is int for k in ("makespan_ns", "peak_bytes"))):
-            raise TiersimError(f"{path}: rows[{i}]: no row of a comparison")
+            raise TiersimError(f"{path}: rows[{i}]: not a row of a comparison")
     found: list[dict[str, Any]] = rows
     return found
 
@@ -187,10 +187,10 @@ def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {key: asked.get(key) for key in (*ASKED, *asked)}
 
 
-def _run_again(
+def _repeat(
     options: Mapping[str, Any], trace: Trace, platform: Platform, policy: str, saved: Mapping[str, Any], folder: Path
 ) -> Result:
-    """The run that was asked for. Raises TiersimError where its figures are not those that were saved."""
+    """The saved run, repeated. Raises TiersimError if its figures differ from the saved ones."""
     from sim.experiment import simulate
 
     given = parameters(options["param"])
@@ -204,12 +204,12 @@ def _run_again(
         **limit_of(options["recompute_limit"]),
         **given,
     )
-    hold_again({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
+    check_repeated({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
     return result
 
 
 def _command(verb: str, asked: Mapping[str, Any]) -> str:
-    """The command line that asked for this."""
+    """The command line with these options."""
     words = ["tiersim", verb]
     for key, value in asked.items():
         option = {"param": "-p", "set_": "--set"}.get(key, f"--{key.replace('_', '-')}")

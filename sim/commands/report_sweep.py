@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
-from sim.commands.saved import Wanted, files_beside, hold_again, saved_view
+from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
 from sim.errors import ProfileError, TiersimError, near
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MOST_CELLS = 100_000
-"""Cells of a study that are looked through for those to run again."""
+"""Cells of the largest study whose runs are repeated for a page: all of them are built to find the ones it shows."""
 
 
 def sweep_page(wanted: Wanted) -> Path:
@@ -61,7 +61,7 @@ def sweep_page(wanted: Wanted) -> Path:
 
 
 def _named(folder: Path, cells: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """The cells that are meant. Raises TiersimError for one that is not there, or is not the only one."""
+    """The cells whose ids start so. Raises TiersimError where none does, or more than one."""
     found = []
     for start in cells:
         mine = [id for id in known if id.startswith(start)]
@@ -73,7 +73,12 @@ def _named(folder: Path, cells: Sequence[str], known: Mapping[str, Any]) -> list
 
 
 class _Runs:
-    """Runs of cells for a page: run again as the sweep ran them, or from what was saved. notes: on those left out."""
+    """Runs of cells for a page: repeated as the sweep ran them, or from what was saved.
+
+    runs: the views of cells, by id.
+    notes: on runs that are left out.
+    caution: why runs were not repeated.
+    """
 
     def __init__(self, store: Store, trust: Trust, links: Mapping[str, Links]) -> None:
         self.store = store
@@ -84,7 +89,7 @@ class _Runs:
         self.caution: list[str] = []
 
     def collect(self, wanted: Sequence[str], most: int) -> None:
-        """Put in those of these cells that ran, as many as `most`."""
+        """Add the runs of those of these cells that completed, as many as `most`."""
         records = self.store.records()
         ran = [id for id in wanted if id in records and records[id]["row"]["status"] == "ok"]
         if not ran:
@@ -92,52 +97,52 @@ class _Runs:
         against, tasks = self._tasks()
         labels = {cell["id"]: cell["labels"] for cell in self.store.cells}
         saved = {id for id in ran if id not in tasks and against and self._view(id).is_file()}
-        there = [id for id in ran if id in tasks or id in saved]
-        if len(there) < len(ran):
-            why = "of files that the results name" if against else "of another version of the program"
-            self.notes.append(f"{len(ran) - len(there)} runs are {why} and not in this page")
-        if len(there) > most:
+        available = [id for id in ran if id in tasks or id in saved]
+        if len(available) < len(ran):
+            why = "use files that the results name" if against else "are of another version of the program"
+            self.notes.append(f"{len(ran) - len(available)} runs {why} and are not in this page")
+        if len(available) > most:
             self.notes.append(
-                f"{len(there) - most} more runs were kept than are in this page; --runs N or --cell ID puts them in"
+                f"{len(available) - most} more runs were kept than this page shows; --runs N or --cell ID adds them"
             )
-        for id in there[:most]:
+        for id in available[:most]:
             row, title = records[id]["row"], str(labels[id].get("policy", id[:12]))
             if id in tasks:
-                self.runs[id] = self._again(id, tasks[id], row, title)
+                self.runs[id] = self._repeat(id, tasks[id], row, title)
             else:
                 self.runs[id] = saved_view(self._view(id), row, against, title=title, links=self._links(id))
 
     def _tasks(self) -> tuple[list[str], dict[str, Any]]:
-        """Why not all cells can be run again, and those that can, by id."""
+        """Why not all cells can be repeated, and those that can, by id."""
         from sim.sweeps.study import load_study
 
         study, against = _without_files(self.store.study, self.trust)
         self.caution += against
         for line in against:
-            print(f"tiersim: not run again: {line}", file=sys.stderr)
+            print(f"tiersim: not repeated: {line}", file=sys.stderr)
         if study is None:
             return against, {}
         if (count := _combinations(study)) > MOST_CELLS:
-            self.notes.append(f"no run is made again for this page: the study crosses {count:,} values")
+            self.notes.append(f"no run is repeated for this page: the study has {count:,} combinations")
             return against, {}
         try:
             cells = {cell.id: cell for cell in load_study(study).cells()}
         except TiersimError as error:
-            self.notes += [f"no run is made again for this page: {line}" for line in str(error).splitlines()]
+            self.notes += [f"no run is repeated for this page: {line}" for line in str(error).splitlines()]
             return against, {}
         large = {id: self.trust.too_much(_numbers(cell.task)) for id, cell in cells.items()}
         said = list(dict.fromkeys(line for lines in large.values() for line in lines))
         self.caution += said
         for line in said:
-            print(f"tiersim: not run again: {line}", file=sys.stderr)
+            print(f"tiersim: not repeated: {line}", file=sys.stderr)
         return [*against, *said], {id: cell for id, cell in cells.items() if not large[id]}
 
-    def _again(self, id: str, cell: Any, row: Mapping[str, Any], title: str) -> RunView:
+    def _repeat(self, id: str, cell: Any, row: Mapping[str, Any], title: str) -> RunView:
         from sim.pages import run_view
 
         say(f"… {', '.join(map(str, cell.labels.values()))}")
         result = _cell(cell.task, row)
-        hold_again(result.summary(), row, f"{self.store.folder}: cell {id[:12]}")
+        check_repeated(result.summary(), row, f"{self.store.folder}: cell {id[:12]}")
         return run_view(result, title=title, links=self._links(id))
 
     def _view(self, id: str) -> Path:
@@ -150,7 +155,7 @@ class _Runs:
 
 
 def _without_files(study: Mapping[str, Any], trust: Trust) -> tuple[dict[str, Any] | None, list[str]]:
-    """A study without what is of files that may not be used, None where nothing is left of it; and why not."""
+    """A study without the files that may not be used, None if nothing is left of it; and why they may not."""
     from sim.foreign import model_files, policy_files, profile_files, trace_files
 
     kinds = {"policy": policy_files, "profile": profile_files, "trace": trace_files, "model": model_files}
@@ -173,7 +178,7 @@ def _without_files(study: Mapping[str, Any], trust: Trust) -> tuple[dict[str, An
 
 
 def _combinations(study: Mapping[str, Any]) -> int:
-    """How many cells a study has before its filters, at most: its lists, crossed, and those of a policy's table."""
+    """The most cells that a study has before its filters: its lists, crossed, and those of policies' tables."""
 
     def crossed(table: Mapping[str, Any]) -> int:
         return prod(max(len(value), 1) for value in table.values() if isinstance(value, list))
@@ -194,7 +199,7 @@ def _numbers(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
-    """The run of one cell; what its budget came to stands in its row."""
+    """The run of one cell; its budget in bytes is in its row."""
     from sim.experiment import simulate
     from sim.hardware.profile import load_profile
     from sim.policies import load
@@ -214,7 +219,7 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
 
 
 def _platforms(rows: Sequence[Mapping[str, Any]], trust: Trust) -> tuple[list[Any], list[str]]:
-    """The machines of a sweep as their profiles are now; one that cannot be read, or is not to be, is left out."""
+    """The platforms of a sweep as their profiles are now; those that cannot or may not be read are left out."""
     from sim.foreign import profile_files
     from sim.hardware.profile import load_profile
 

@@ -18,8 +18,8 @@ from sim.commands.options import (
     SET,
     WORKLOAD,
     about_run,
-    again,
     budget_of,
+    command_line,
     label,
     limit_of,
     parameters,
@@ -41,7 +41,7 @@ ANALYSIS = Option(
     "analysis",
     Annotated[
         list[str] | None,
-        typer.Option(help="what more to say of the run: {analyses}; may be given more than once"),
+        typer.Option(help="print a further analysis of the run: {analyses}; may be given more than once"),
     ],
     None,
 )
@@ -51,7 +51,7 @@ COMPARED = (PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLA
 
 @takes(*RUN)
 def run(ctx: typer.Context, **options: Any) -> None:
-    """Run one policy and print what came of it."""
+    """Run one policy and print its figures."""
     from sim.analysis.registry import analysis, as_records
     from sim.comparison import compare as run_all
     from sim.errors import Deadlock, Infeasible
@@ -87,7 +87,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
         warm_up = len(result.warm_up)
         notes = run_notes(result)
         footer = Footer(
-            result.platform, warm_up=warm_up, command=again(), workload=label(work), trace=work, notes=notes
+            result.platform, warm_up=warm_up, command=command_line(), workload=label(work), trace=work, notes=notes
         )
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
         for name, records in more.items():
@@ -96,8 +96,8 @@ def run(ctx: typer.Context, **options: Any) -> None:
 
 @takes(*COMPARED)
 def compare(ctx: typer.Context, **options: Any) -> None:
-    """Run many policies on one trace, platform and budget, and print a row for each."""
-    _compare({"ctx": ctx, **options}, again())
+    """Run many policies on one trace, platform and budget and print one row per policy."""
+    _compare({"ctx": ctx, **options}, command_line())
 
 
 def _compare(options: dict[str, Any], command: str) -> None:
@@ -152,7 +152,7 @@ DEMO = {
     "precision": "amp_bf16",
     "budget": None,
 }
-"""The demo's job; `docs/demo.md` says why these figures."""
+"""The demo's options; `docs/demo.md` says why these."""
 
 
 @takes(OUT._replace(default="tiersim-demo"), JSON)
@@ -163,12 +163,12 @@ def demo(**options: Any) -> None:
         print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {options['out']}/")
 
 
-@takes(Option("examples", Annotated[int, typer.Option(help="random examples a law", min=1)], 50), PARAM, SEED, JSON)
+@takes(Option("examples", Annotated[int, typer.Option(help="random examples per law", min=1)], 50), PARAM, SEED, JSON)
 def check(
     policy: Annotated[str, typer.Argument(help=WRITTEN)],
     **options: Any,
 ) -> None:
-    """Hold a policy to the law for every policy, on traces that nobody picked by hand."""
+    """Check that a policy keeps the laws for every policy, on random traces, platforms and budgets."""
     from sim.conformance.alone import checked
     from sim.outputs import to_json
 

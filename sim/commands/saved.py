@@ -1,4 +1,4 @@
-"""What a page is made from where a run is not repeated: what was saved of it, held against its figures."""
+"""What a page is made from if a run is not repeated: its saved view, checked against its saved figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a page is made of. cells: ids of cells to put in; most: how many runs at most."""
+    """A page that was asked for.
+
+    folder: the results that it shows.
+    target: the file to write.
+    trust: whether files that the folder names may be used.
+    cells: starts of the ids of cells to show; empty for all.
+    most: how many runs at most.
+    """
 
     folder: Path
     target: Path
@@ -28,9 +35,11 @@ class Wanted:
 
 
 def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], **about: Any) -> SavedView:
-    """A run from what was saved of it, held against its figures; why it was not run again is said on the page and here.
+    """A run as it was saved, checked against its figures. The page, and a line on stderr, say why it was not repeated.
 
-    about: keys of the view to set. Raises TiersimError where nothing was saved, with what to do about it.
+    about: keys of the view to set.
+
+    Raises TiersimError if no view was saved, with what to do about it.
     """
     from sim.errors import TiersimError
     from sim.views import read_view
@@ -38,17 +47,17 @@ def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], 
     try:
         view = read_view(path, **{"links": [], "command": "", "caution": list(objections), **about})
     except TiersimError as error:
-        raise TiersimError(f"{error}; not run again: {'; '.join(objections)}") from None
-    figures, why = view.data["figures"], "make the results anew"
-    hold(figures, saved, f"{path}: ", why)
-    _hold_whole(view, saved, path, why)
+        raise TiersimError(f"{error}; not repeated: {'; '.join(objections)}") from None
+    figures, why = view.data["figures"], "repeat the run or sweep"
+    check_figures(figures, saved, f"{path}: ", why)
+    _check_complete(view, path, why)
     for line in objections:
         print(f"tiersim: from what was saved: {view.title}: {line}", file=sys.stderr)
     return view
 
 
-def _hold_whole(view: SavedView, saved: Mapping[str, Any], path: Path, why: str) -> None:
-    """See that a view has every figure that was saved, and shows these. Raises TiersimError."""
+def _check_complete(view: SavedView, path: Path, why: str) -> None:
+    """Check that a view has every figure of a summary, and shows those that it has. Raises TiersimError."""
     from sim.analysis.figures import figures as declared
     from sim.errors import TiersimError
     from sim.report.table import summary_lines
@@ -65,14 +74,14 @@ def _hold_whole(view: SavedView, saved: Mapping[str, Any], path: Path, why: str)
         raise TiersimError(f"{path}: shows other figures than it has: {why}")
 
 
-def hold_again(figures: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Hold the figures of a run that was run again against those that were saved. Raises TiersimError."""
-    why = "program, profile or workload have changed since; make the results anew"
-    hold(figures, saved, f"{where}: run again it ", why)
+def check_repeated(figures: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Compare the figures of a repeated run with the saved ones. Raises TiersimError for the first that differs."""
+    why = "program, profile or workload have changed since; repeat the run or sweep"
+    check_figures(figures, saved, f"{where}: repeated, the run ", why)
 
 
-def hold(figures: Mapping[str, Any], saved: Mapping[str, Any], where: str, why: str) -> None:
-    """Hold figures against those that were saved. Raises TiersimError for the first that differs."""
+def check_figures(figures: Mapping[str, Any], saved: Mapping[str, Any], where: str, why: str) -> None:
+    """Compare figures with the saved ones. Raises TiersimError for the first that differs."""
     from sim.errors import TiersimError
 
     for key, value in json.loads(json.dumps(dict(figures))).items():
@@ -81,7 +90,7 @@ def hold(figures: Mapping[str, Any], saved: Mapping[str, Any], where: str, why: 
 
 
 def files_beside(folder: Path, target: Path, only: str = "timeline*") -> Links:
-    """Files kept in a folder, and where they lie as seen from the page."""
+    """Files kept in a folder, and their addresses as seen from the page."""
     found = []
     for path in sorted(folder.glob(only)):
         where = os.path.relpath(path, target.parent)

@@ -1,4 +1,4 @@
-"""sweep and results: thousands of cells, and what came of them."""
+"""sweep and results: thousands of cells and their results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 
 
 def sweep(
-    study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md says what may stand in it")],
+    study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md describes its keys")],
     out: Annotated[str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")] = None,
-    jobs: Annotated[int | None, typer.Option(help="worker processes; default: one a core")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with what is missing")] = False,
+    jobs: Annotated[int | None, typer.Option(help="worker processes; default: one per core")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="run only the cells that have no answer yet")] = False,
     dask: Annotated[
         str | None, typer.Option(help="run on a Dask cluster: address, scheduler file, or slurm (with --jobs)")
     ] = None,
@@ -36,7 +36,7 @@ def sweep(
 
 
 def list_(folder: Folder, json: Json = False) -> None:
-    """Say what a folder holds: studies, cells, answers."""
+    """Print what a folder holds: its study, cells and answers."""
     from sim.sweeps.command import list_results
 
     print(list_results(folder, as_json=json))
@@ -69,7 +69,7 @@ def export(
 def query(
     folder: Folder, sql: Annotated[str, typer.Argument(help="SQL over the table `cells`")], json: Json = False
 ) -> None:
-    """Ask the index with SQL; it cannot change anything."""
+    """Query the index with SQL; read-only."""
     from sim.sweeps.command import query_results
 
     print(query_results(folder, sql, as_json=json))

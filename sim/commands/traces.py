@@ -38,7 +38,7 @@ def build(**options: Any) -> None:
 
 
 def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = False) -> None:
-    """Say what is in a trace file."""
+    """Print what a trace file holds."""
     from sim.report.listings import trace_page
     from sim.trace.io import load
 
@@ -81,7 +81,8 @@ def capture(
 @takes(
     PROFILE,
     Option(
-        "out", Annotated[str, typer.Option("-o", "--out", help="prefix of the Chakra files: PREFIX.0.et, one a device")]
+        "out",
+        Annotated[str, typer.Option("-o", "--out", help="prefix of the Chakra files, one per device: PREFIX.0.et")],
     ),
     Option("policy", Annotated[str, typer.Option(help="policy whose run is written")], "keep_all"),
     BUDGET,

@@ -414,8 +414,8 @@ def test_a_cell_that_was_not_kept_can_be_asked_for(swept, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{empty}", "-o", "{empty}/r.html"], "no results are here"),
-        (["{empty}/nothing", "-o", "{empty}/r.html"], "no results are here"),
+        (["{empty}", "-o", "{empty}/r.html"], "no results here"),
+        (["{empty}/nothing", "-o", "{empty}/r.html"], "no results here"),
         (["{swept}", "-o", "{empty}"], "a folder"),
         (["{swept}", "-o", "{empty}/r.html", "--cell", "zz"], "no cell has that id"),
         (["{empty}", "-o", "{empty}/r.html", "--cell", "zz"], "only a sweep has cells"),

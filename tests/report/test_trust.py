@@ -362,7 +362,7 @@ def test_a_study_that_crosses_millions_of_values_is_not_gone_through(tmp_path, c
     sweep(study, out=tmp_path / "out", jobs=1)
     path = tmp_path / "out" / "study.json"
     for changes, said in (
-        ({"seed": list(range(2000)), "batch": list(range(1, 2000))}, "the study crosses 3,998,000 values"),
+        ({"seed": list(range(2000)), "batch": list(range(1, 2000))}, "the study has 3,998,000 combinations"),
         ({"iterations": 10**9}, "iterations 1000000000 is more than the 1,000"),
     ):
         record = json.loads(path.read_text())
