@@ -17,6 +17,7 @@ from sim.hardware.cost import op_times
 from sim.hardware.platform import Engine, Platform
 from sim.log import WHY
 from sim.trace.graph import Trace
+from sim.trace.liveness import freeable, uses
 from sim.trace.op import KINDS
 
 Charges = tuple[tuple[int, Fraction, Fraction], ...]
@@ -150,9 +151,7 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         if not beside and all(replaces[w] < 0 for w in written):
             sizes = tuple((w, size[w]) for w in written)
             plain[i] = Plain(reads[i], sizes, sum(s for _, s in sizes), workspace[i], total[i])
-    outputs = np.zeros(len(size), np.bool_)
-    outputs[list(trace.outputs)] = True
-    freeable = (trace.producer >= 0) & ~outputs
+    may_free = freeable(trace)
     reaches = [_reach_order(unit, platform) for unit in platform.engines]
     return Prepared(
         trace=trace,
@@ -178,10 +177,10 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         producer=trace.producer.tolist(),
         replaces=replaces,
         replaced_by=trace.replaced_by.tolist(),
-        uses=(trace.read_counts + (trace.released >= 0)).tolist(),
+        uses=uses(trace).tolist(),
         releases=c.releases,
-        freeable=freeable.tolist(),
-        permanent=(~freeable & (trace.replaced_by < 0)).tolist(),
+        freeable=may_free.tolist(),
+        permanent=(~may_free & (trace.replaced_by < 0)).tolist(),
         groups=_groups(trace),
         group_of=dict(c.group),
         why=[WHY["codec"] if is_codec else WHY["run"] for is_codec in codes],

@@ -1,8 +1,8 @@
 """What an online policy may evict: the lineage of every tensor, and the sets of candidates.
 
-A tensor may be evicted if its producer can be recomputed: not a member of a group, not an op of the update, nor one
-that overwrites a tensor that cannot be recomputed itself. A tensor that cannot be recomputed (a received one, an
-updated weight) is freed for good only when no evicted tensor that is still needed depends on it.
+A tensor may be evicted if one device alone can recompute its producer (`sim.trace.index`), unless that belongs to the
+update. A tensor that cannot be recomputed (a received one, an updated weight) is freed for good only when no evicted
+tensor that is still needed depends on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from sim.declared import OneOf
 from sim.hardware.cost import op_times
 from sim.plan import Problem
-from sim.trace.op import KIND_CODE, PHASE_CODE
+from sim.trace.index import TraceIndex
+from sim.trace.liveness import freeable, uses
+from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE, ROLES
 
 EVICTED_ROLES = ("activation", "temporary")
@@ -52,7 +54,7 @@ class Lineage:
     freeable: per tensor whether it may be freed after its last read.
     holders: per tensor how many ops read it, and one more where the program releases it.
     releases: per op the tensors that the program releases at its end.
-    overwrites: per op the tensors that it overwrites in place and that cannot be recomputed.
+    overwrites: per op the tensors that it overwrites in place and that cannot be recomputed afterwards.
     """
 
     reads: list[tuple[int, ...]]
@@ -89,27 +91,22 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, emp
     writes = [trace.writes(i) for i in range(count)]
     view_of = trace.view_of
     reads = [_last_mention(trace.reads(i), view_of) for i in range(count)]
-    recomputable = (c.phase != PHASE_CODE["update"]) & ~np.isin(
-        c.kind, [KIND_CODE[k] for k in ("collective", "send", "recv")]
-    )
-    recomputable[list(c.group)] = False
-    for new in sorted(np.flatnonzero(t.replaces >= 0).tolist(), key=trace.producer.__getitem__):
-        old = trace.producer[t.replaces[new]]  # what is overwritten in place must be recomputed first
-        recomputable[trace.producer[new]] &= old >= 0 and recomputable[old]
+    until = _recomputable_until(TraceIndex(trace))
+    recomputable = until > np.arange(count)
     made = trace.producer >= 0
     counts = made & recomputable[trace.producer] if count else made
     evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (empty | (t.bytes > 0))
     evictable[list(view_of)] = False
-    freeable = made.copy()
-    freeable[[*trace.outputs, *view_of]] = False
+    may_free = freeable(trace)
+    may_free[list(view_of)] = False
     children: list[list[int]] = [[] for _ in range(len(t.name))]
     for i in np.flatnonzero(recomputable).tolist():
         for tensor in reads[i]:
             children[tensor] += (t for t in writes[i] if t not in view_of) if i in c.views else writes[i]
     overwrites: dict[int, tuple[int, ...]] = {}
     for old, new in enumerate(trace.replaced_by.tolist()):
-        if new >= 0 and not counts[old]:
-            op = int(trace.producer[new])
+        op = int(trace.producer[new])
+        if new >= 0 and (trace.producer[old] < 0 or until[trace.producer[old]] <= op):
             overwrites[op] = (*overwrites.get(op, ()), old)
     views: dict[int, tuple[tuple[int, int], ...]] = {}
     views_in: dict[int, list[int]] = {}
@@ -136,11 +133,24 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, emp
         cost=cost.tolist(),
         evictable=evictable.tolist(),
         counts=counts.tolist(),
-        freeable=freeable.tolist(),
-        holders=(trace.read_counts + (trace.released >= 0)).tolist(),
+        freeable=may_free.tolist(),
+        holders=uses(trace).tolist(),
         releases=c.releases,
         overwrites=overwrites,
     )
+
+
+def _recomputable_until(index: TraceIndex) -> NDArray[np.int64]:
+    """Per op the op from which on an evictor can't have it recomputed: alone, with what it has overwritten in place.
+
+    0 for an op of the update, and for one that only works together with other devices.
+    """
+    update = PHASE_CODE["update"]
+    mine = (op for op, phase in enumerate(index.phase) if phase != update and op not in index.communicating)
+    until = np.zeros(len(index.reads), np.int64)
+    for op, last in index.recomputable_among(mine).items():
+        until[op] = last
+    return until
 
 
 def _last_mention(row: tuple[int, ...], view_of: Mapping[int, int]) -> tuple[int, ...]:

@@ -17,8 +17,6 @@ CHEAP = ("elementwise", "norm", "softmax", "loss", "copy", "codec", "reduce")
 INTENSIVE = ("matmul", "conv", "attention")
 """Kinds of op that are bound by arithmetic, and that alone have FLOPs in PyTorch's count."""
 
-COMMUNICATION = ("collective", "send", "recv")
-
 OUTSIDE = -1
 """The user of what leaves the graph."""
 
@@ -193,7 +191,7 @@ class _Builder:
             "random": what.random,
             "view": what.kind == "copy" and what.bytes == 0 and len(reads) == 1,
             "joins": joins,
-            "fixed": what.kind in COMMUNICATION or max(op + 1, self.last) > index.recomputable_until[op],
+            "fixed": op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op],
             "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
         }
         whole = len(writes) > 1 and (not cheap or traits["view"] or what.kind == "reduce")

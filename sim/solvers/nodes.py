@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
-from sim.trace.op import PHASE_CODE
+from sim.trace.chain import before_update
+from sim.trace.liveness import LiveSet
 from sim.trace.tensor import ROLE_CODE
 
 
@@ -137,8 +136,7 @@ def body(problem: Problem, policy: str) -> int:
     c = trace.op_columns
     if trace.devices > 1:
         raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
-    inside = np.flatnonzero(c.phase != PHASE_CODE["update"])
-    count = int(inside[-1]) + 1 if len(inside) else 0
+    count = before_update(trace)
     main = problem.platform.engine_for(0)
     for op, engine in sorted(c.engine.items()):
         if op < count and problem.platform.engine_for(0, engine) != main:
@@ -191,7 +189,7 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     count = len(parts)
     node_of = {op: i for i, part in enumerate(parts) for op in part}
     role = trace.tensor_columns.role
-    weighted = {op for op in node_of if any(role[t] == ROLE_CODE["gradient"] for t in index.writes[op])}
+    weighted = index.gradient_ops & node_of.keys()
     until = index.recomputable_among(op for part in parts for op in part)
     # an op that produces a weight gradient runs once; so does what overwrites its result in place
     until.update(index.recomputable_among(op for part in parts for op in part if op not in weighted))
@@ -263,19 +261,10 @@ def _repeated(part: Sequence[int], until: Mapping[int, int], follower: int) -> l
 def taken(index: TraceIndex, part: Sequence[int], crossing: Collection[int]) -> int:
     """The most bytes that a part takes while its ops run one by one and what leaves it stays resident."""
     last: Mapping[int, int] = {t: op for op in part for t in (*index.writes[op], *index.reads[op])}
-    mine: set[int] = set()
-    live = most = 0
+    live, most = LiveSet(index.size, index.replaces), 0
     for op in part:
-        for t in index.writes[op]:
-            if index.replaces[t] < 0:
-                live += index.size[t]
-                mine.add(t)
-            elif index.replaces[t] in mine:
-                mine.discard(index.replaces[t])
-                mine.add(t)
-        most = max(most, live + index.workspace[op])
-        for t in (*index.reads[op], *index.writes[op]):
-            if t in mine and last[t] == op and t not in crossing:
-                mine.discard(t)
-                live -= index.size[t]
+        # what takes over a storage from outside takes nothing
+        mine = [t for t in index.writes[op] if index.replaces[t] < 0 or index.replaces[t] in live]
+        most = max(most, live.run(mine, index.workspace[op]))
+        live.free(t for t in (*index.reads[op], *index.writes[op]) if last[t] == op and t not in crossing)
     return most

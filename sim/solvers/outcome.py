@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from sim.errors import Infeasible
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.schedule import Schedule
-from sim.trace.graph import Trace
-from sim.trace.op import PHASE_CODE
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.chain import before_update
+from sim.trace.index import GRADIENT, TraceIndex
 from sim.units import format_bytes
 
 STAGED = (
@@ -29,26 +26,21 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
     trace = plan.trace
     if plan.online is not None or plan.place or plan.keep_dead or trace.devices > 1:
         return False
-    gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
-    stays = gradient | (trace.producer < 0) | (trace.replaced_by >= 0)
-    stays[list(trace.outputs)] = True
-    phase = trace.op_columns.phase
-    update = int(np.flatnonzero(phase != PHASE_CODE["update"]).max(initial=-1)) + 1  # where it begins
+    index, update = TraceIndex(trace), before_update(trace)
     last: dict[int, int] = {}  # per anchor the op that was recomputed last
     here: dict[int, set[int]] = {}  # per anchor the ops recomputed so far
     count: Counter[int] = Counter()
     for action in plan.actions:
         if isinstance(action, Drop) and action.tier is None:
             t = trace.tensor_id(action.tensor)
-            if stays[t]:
+            if not index.droppable[t] or index.role[t] == GRADIENT:
                 return False
         elif isinstance(action, Recompute) and action.before is not None:
             op, anchor = trace.op_id(action.op), trace.op_id(action.before)
-            if not last.get(anchor, -1) < op < anchor < update or gradient[list(trace.writes(op))].any():
+            if not last.get(anchor, -1) < op < anchor < update or op in index.gradient_ops:
                 return False
-            if any(
-                trace.producer[t] not in here.get(anchor, ()) for t in trace.reads(op) if _overwritten(trace, t, anchor)
-            ):
+            lost = (t for t in index.reads[op] if index.overwritten_at[t] < anchor)
+            if any(index.producer[t] not in here.get(anchor, ()) for t in lost):
                 return False
             here.setdefault(anchor, set()).add(op)
             last[anchor] = op
@@ -56,12 +48,6 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
         else:
             return False
     return most is None or max(count.values(), default=0) < most
-
-
-def _overwritten(trace: Trace, tensor: int, anchor: int) -> bool:
-    """Whether an op before `anchor` has overwritten a tensor."""
-    new = int(trace.replaced_by[tensor])
-    return new >= 0 and int(trace.producer[new]) < anchor
 
 
 @dataclass(frozen=True, eq=False)

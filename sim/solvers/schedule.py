@@ -10,15 +10,15 @@ all plans take it into account.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-
-import numpy as np
+from typing import NamedTuple
 
 from sim.plan import Action, Drop, Recompute
-from sim.trace.graph import Trace
+from sim.trace.index import OverwriteTracker, TraceIndex
+from sim.trace.liveness import LiveSet
+
+__all__ = ["OverwriteTracker", "Reruns", "Schedule", "Step", "TraceIndex", "backward_slice", "schedule_of"]
 
 NEVER, READ, PRODUCED = 0, 1, 2
 """What happens next to a tensor: nothing, a read, or a run of its producer."""
@@ -27,135 +27,17 @@ Reruns = Mapping[int, Sequence[int]]
 """Per op (the anchor) the ops that are recomputed before it, in order."""
 
 
-class TraceIndex:
-    """A trace's reads and writes as lists, and which of its ops can be recomputed, until when."""
+class Step(NamedTuple):
+    """What is live while one op of a schedule runs.
 
-    def __init__(self, trace: Trace) -> None:
-        c = trace.op_columns
-        self.trace = trace
-        self.reads = [tuple(dict.fromkeys(row)) for row in _rows(c.read_start.tolist(), c.read_ids.tolist())]
-        self.writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
-        self.size: list[int] = trace.tensor_columns.bytes.tolist()
-        self.workspace: list[int] = c.workspace.tolist()
-        self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
-        self.producer: list[int] = trace.producer.tolist()
-        self.device: list[int] = c.device.tolist()
-        self.phase: list[int] = c.phase.tolist()
-        self.role: list[int] = trace.tensor_columns.role.tolist()
-        self.releases: Mapping[int, Sequence[int]] = c.releases
-        self.released: list[int] = trace.released.tolist()
-        # per tensor the op that overwrites it; the number of ops where none does
-        replaced = trace.replaced_by
-        self.overwritten_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
-        self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
-
-    @cached_property
-    def received(self) -> set[int]:
-        """Ops that can never be recomputed: members of a group that is not a collective (sends and receives)."""
-        kinds = self.trace.ops
-        return {op for op in self.trace.op_columns.group if kinds[op].kind != "collective"}
-
-    @cached_property
-    def until(self) -> list[int]:
-        """Per op the op from which on it can't be recomputed alone: 0 for never, since it writes in place or receives.
-
-        For recomputation together with the producers of its inputs see `recomputable_until`.
-        """
-        last = []
-        for op, reads in enumerate(self.reads):
-            end = min((self.overwritten_at[t] for t in reads), default=len(self.reads))
-            in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
-            last.append(0 if in_place or op in self.received else end)
-        return last
-
-    @cached_property
-    def recomputable_until(self) -> list[int]:
-        """Per op the op from which on nothing can recompute it, in whatever way; 0 for a receive."""
-        return [*self.recomputable_among(range(len(self.reads))).values()]
-
-    def recomputable_among(self, ops: Iterable[int]) -> dict[int, int]:
-        """For some ops, in order, the op from which on they can't be recomputed by running only ops among them.
-
-        A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
-        """
-        last: dict[int, int] = {}
-        for op in ops:
-            ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
-            last[op] = 0 if op in self.received else min(ends, default=len(self.reads))
-        return last
-
-    @cached_property
-    def stays_until(self) -> list[int]:
-        """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
-
-        That is its last reader or the op that overwrites it or, past all ops, the end where it is an output. For a
-        tensor with a producer: -1, since it can be recomputed.
-        """
-        outputs, last = set(self.trace.outputs), []
-        for t, producer in enumerate(self.producer):
-            needed = max(self.trace.readers(t), default=-1)
-            if self.overwritten_at[t] < len(self.reads):
-                needed = self.overwritten_at[t]
-            last.append(-1 if producer >= 0 else len(self.reads) if t in outputs else needed)
-        return last
-
-    def can_recompute(self, op: int, anchor: int) -> bool:
-        """Whether an op may be recomputed alone just before `anchor`: nothing that it reads has been overwritten."""
-        return op < anchor <= self.until[op]
-
-    def can_run_together(self, ops: Iterable[int], anchor: int) -> list[int]:
-        """Of ops to be recomputed in this order just before `anchor` those that can be, given that the others are."""
-        values = OverwriteTracker(self, anchor)
-        possible = []
-        for op in ops:
-            if op < anchor and values.can_run(op):
-                values.run(op)
-                possible.append(op)
-        return possible
-
-    @cached_property
-    def droppable(self) -> list[bool]:
-        """Per tensor whether a plan may drop it: it has a producer, is not an output, and one device alone uses it."""
-        may = np.array(self.producer) >= 0
-        may[list(self.trace.outputs)] = False
-        may[self.trace.replaced_by >= 0] = False
-        if self.trace.devices > 1:
-            c = self.trace.op_columns
-            low = np.full(len(may), np.iinfo(np.int32).max, np.int32)
-            high = np.full(len(may), -1, np.int32)
-            for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
-                device = np.repeat(c.device, np.diff(start))
-                np.minimum.at(low, ids, device)
-                np.maximum.at(high, ids, device)
-            may &= low >= high
-        droppable: list[bool] = may.tolist()
-        return droppable
-
-
-class OverwriteTracker:
-    """Which values are lost because they were overwritten, while ops run in order, first runs and recomputations.
-
-    An op can be recomputed if none of its inputs is lost. One that writes in place overwrites on every run, so that it
-    can be recomputed only after the producer of the value that it overwrites.
-
-    op: the first op that has not run in its own place.
+    held: the most bytes while it runs.
+    missing: its results that were not live before, and are still to be read.
+    freed: what is dropped or dead at its end.
     """
 
-    def __init__(self, index: TraceIndex, op: int = 0) -> None:
-        self._index = index
-        self.lost = {t for t in index.overwritten if index.overwritten_at[t] < op}
-
-    def can_run(self, op: int) -> bool:
-        """Whether an op that has run may be recomputed now."""
-        return op not in self._index.received and self.lost.isdisjoint(self._index.reads[op])
-
-    def run(self, op: int) -> None:
-        """An op runs: its results exist, and the values that it overwrites are lost."""
-        index = self._index
-        for t in index.writes[op]:
-            self.lost.discard(t)
-            if index.replaces[t] >= 0:
-                self.lost.add(index.replaces[t])
+    held: int
+    missing: Sequence[int]
+    freed: Collection[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,51 +74,39 @@ class Schedule:
 
     def peaks(self, device: int = 0) -> list[int]:
         """Bytes resident on a device at the start, then per step the most while that step runs, as in `peak`."""
+        start = sum(self.index.size[t] for t in self._starts_on(device))
+        return [start, *(step.held for step in self.walk(device))]
+
+    def walk(self, device: int | None = None) -> Iterator[Step]:
+        """The steps one by one, on a device or, as if they shared one memory, on all."""
         index = self.index
-        size, replaces, producer = index.size, index.replaces, index.producer
-        uses = (index.trace.released >= 0).astype(int).tolist()  # what the program holds counts as used
-        for op, _ in self.steps:
-            for t in index.reads[op]:
+        uses = list(index.uses)
+        for op, anchor in self.steps:
+            for t in index.reads[op] if anchor >= 0 else ():
                 uses[t] += 1
-        kept = set(self.index.trace.outputs)
-        here = self._starts_on(device)
-        live: set[int] = set(here)
-        held = sum(size[t] for t in here)
-        peaks = [held]
+        live = LiveSet(index.size, index.replaces, self._starts_on(device))
         for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
-            reads, writes = (index.reads[op], index.writes[op]) if index.device[op] == device else ((), ())
-            scratch, given_up = index.workspace[op] if index.device[op] == device else 0, 0
-            for t in writes:
-                if replaces[t] in live:
-                    live.discard(replaces[t])
-                    given_up += size[t] if t in live else 0
-                elif t in live:
-                    scratch += size[t]
-                else:
-                    held += size[t]
-                live.add(t)
-            peaks.append(held + scratch)
-            held -= given_up
+            here = device is None or index.device[op] == device
+            reads, writes = (index.reads[op], index.writes[op]) if here else ((), ())
+            missing = [t for t in writes if uses[t] and t not in live]
+            held = live.run(writes, index.workspace[op] if here else 0)
             released = index.releases.get(op, ()) if anchor < 0 else ()
-            for t in dropped if index.device[op] == device else ():
-                if t in live:
-                    live.discard(t)
-                    held -= size[t]
             for t in (*reads, *released):
                 uses[t] -= 1
-            for t in (*reads, *writes, *released):
-                if uses[t] <= 0 and t in live and producer[t] >= 0 and t not in kept:
-                    live.discard(t)
-                    held -= size[t]
-        return peaks
+            freed = [t for t in (*reads, *writes, *released) if uses[t] <= 0 and index.freeable[t] and t in live]
+            freed += [t for t in dropped if here and t in live]
+            live.free(freed)
+            yield Step(held, missing, freed)
 
-    def _starts_on(self, device: int) -> list[int]:
+    def _starts_on(self, device: int | None) -> list[int]:
+        """What has no producer and is first read on a device; unread, it counts for device 0."""
         first: dict[int, int] = {}
         for op, where in enumerate(self.index.device):
             for t in self.index.reads[op]:
                 if self.index.producer[t] < 0:
                     first.setdefault(t, where)
-        return [t for t, producer in enumerate(self.index.producer) if producer < 0 and first.get(t, 0) == device]
+        inputs = (t for t, producer in enumerate(self.index.producer) if producer < 0)
+        return [t for t in inputs if device is None or first.get(t, 0) == device]
 
     def rerun_count(self) -> int:
         """How many ops are recomputed."""
@@ -338,7 +208,3 @@ def backward_slice(
             found.append(op)
             missing.update(t for t in index.reads[op] if t not in there)
     return found[::-1]
-
-
-def _rows(start: list[int], ids: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(ids[a:b]) for a, b in pairwise(start)]

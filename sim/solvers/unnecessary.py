@@ -63,41 +63,14 @@ def _left_out(schedule: Schedule, cost: Sequence[int], budget: int) -> set[int]:
 
 def _walk(schedule: Schedule) -> tuple[NDArray[np.int64], Gaps]:
     """The bytes held during each step on one device, and the gaps of recomputed tensors."""
-    index, size = schedule.index, schedule.index.size
-    kept, overwritten = set(index.trace.outputs), set(index.overwritten)
-    live = {t for t, producer in enumerate(index.producer) if producer < 0}
-    uses: list[int] = (index.trace.released >= 0).astype(int).tolist()  # what the program holds counts as used
-    for op, _ in schedule.steps:
-        for t in index.reads[op]:
-            uses[t] += 1
+    overwritten = set(schedule.index.overwritten)
     held = np.zeros(len(schedule.steps), np.int64)
     gaps: dict[int, list[tuple[int, int]]] = {}
     freed: dict[int, int] = {}
-    now = sum(size[t] for t in live)
-    for step, ((op, anchor), dropped) in enumerate(zip(schedule.steps, schedule.drops, strict=True)):
-        reads, writes = index.reads[op], index.writes[op]
-        missing = [t for t in writes if t not in live and uses[t]]
+    for i, ((_, anchor), step) in enumerate(zip(schedule.steps, schedule.walk(), strict=True)):
         # what was overwritten could not have stayed
-        if anchor >= 0 and overwritten.isdisjoint(missing):
-            gaps[step] = [(t, freed[t]) for t in missing]
-        scratch, given_up = index.workspace[op], 0
-        for t in writes:
-            if index.replaces[t] in live:
-                live.discard(index.replaces[t])
-                given_up += size[t] if t in live else 0
-            elif t in live:
-                scratch += size[t]
-            else:
-                now += size[t]
-            live.add(t)
-        held[step] = now + scratch
-        now -= given_up
-        released = index.releases.get(op, ()) if anchor < 0 else ()
-        for t in (*reads, *released):
-            uses[t] -= 1
-        unread = (t for t in (*reads, *writes, *released) if uses[t] <= 0 and index.producer[t] >= 0 and t not in kept)
-        for t in live.intersection((*dropped, *unread)):
-            live.discard(t)
-            freed[t] = step
-            now -= size[t]
+        if anchor >= 0 and overwritten.isdisjoint(step.missing):
+            gaps[i] = [(t, freed[t]) for t in step.missing]
+        held[i] = step.held
+        freed.update(dict.fromkeys(step.freed, i))
     return held, gaps

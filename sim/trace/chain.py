@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.liveness import LiveSet
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 
@@ -25,6 +26,12 @@ def forward_ops(trace: Trace) -> Ints:
 def backward_ops(trace: Trace) -> Ints:
     """Ids of the backward ops, in program order."""
     return np.flatnonzero(trace.op_columns.phase == BACKWARD)
+
+
+def before_update(trace: Trace) -> int:
+    """How many ops come before the last run of update ops."""
+    inside = np.flatnonzero(trace.op_columns.phase != PHASE_CODE["update"])
+    return int(inside[-1]) + 1 if len(inside) else 0
 
 
 def saved_tensors(trace: Trace) -> Ints:
@@ -422,7 +429,7 @@ class _Pricing:
         for op in ops:
             for t in (*self.trace.writes(op), *self.trace.reads(op)):
                 last[t] = op
-        return self.walk(ops, {}, lambda t, op: last[t] == op and t not in keep)
+        return self.peak(ops, (), lambda t, op: last[t] == op and t not in keep)
 
     def backward_peak(self, ops: list[int], saved: list[int]) -> int:
         """Peak bytes while a stage's backward runs: saved tensors, gradients and temporaries."""
@@ -434,20 +441,16 @@ class _Pricing:
             for t in self.trace.reads(op)
             if 0 <= self.trace.producer[t] < ops[0] and self.trace.op_columns.phase[self.trace.producer[t]] == BACKWARD
         }
-        held = {t: self.size[t] for t in (*saved, *incoming) if self.counts[t] and self.last_use[t] >= ops[0]}
-        return self.walk(ops, held, lambda t, op: self.last_use[t] <= op)
+        held = [t for t in (*saved, *incoming) if self.counts[t] and self.last_use[t] >= ops[0]]
+        return self.peak(ops, held, lambda t, op: self.last_use[t] <= op)
 
-    def walk(self, ops: list[int], held: dict[int, int], ends: Callable[[int, int], bool]) -> int:
-        """Peak bytes of a replay of `ops` that starts with `held`; tensors outside `held` are not counted."""
-        live = peak = sum(held.values())
+    def peak(self, ops: list[int], held: Iterable[int], ends: Callable[[int, int], bool]) -> int:
+        """Peak bytes while `ops` run and `held` is live at the start; what overwrites a tensor that is not, is not."""
+        live = LiveSet(self.size, self.replaces, held)
+        peak = live.held
         for op in ops:
-            for t in self.trace.writes(op):
-                if self.counts[t]:
-                    old = self.replaces[t]
-                    held[t] = self.size[t] if old < 0 else held.pop(old, 0)
-                    live += self.size[t] if old < 0 else 0
-            peak = max(peak, live + self.workspace[op])
-            for t in (*self.trace.reads(op), *self.trace.writes(op)):
-                if t in held and ends(t, op):
-                    live -= held.pop(t)
+            writes = self.trace.writes(op)
+            mine = [t for t in writes if self.counts[t] and (self.replaces[t] < 0 or self.replaces[t] in live)]
+            peak = max(peak, live.run(mine, self.workspace[op]))
+            live.free(t for t in (*self.trace.reads(op), *writes) if ends(t, op))
         return peak

@@ -25,6 +25,9 @@ KINDS = (
 )
 """Kinds of op; a profile gives each kind an efficiency."""
 
+COMMUNICATION = ("collective", "send", "recv")
+"""Kinds of op that several devices run together."""
+
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
 

@@ -298,6 +298,30 @@ def test_a_result_in_place_is_evicted_and_recomputed_with_all_that_it_overwrites
     assert f"a{chain}" in story.names
 
 
+@pytest.mark.parametrize("read_late", ["v1", "w"])
+@pytest.mark.parametrize("parameters", [DTR, EQ, LOCAL, {**EQ, "deallocation": "ignore"}])
+def test_what_was_made_from_an_overwritten_input_before_it_is_overwritten_itself_stays(read_late, parameters):
+    # f makes v from y, and s makes w from v; then q overwrites y, and r overwrites v: nothing brings v1 or w back
+    b = TraceBuilder()
+    y, v, w = b.tensor("y", 1, "input"), b.tensor("v", 40), b.tensor("w", 20)
+    y1, v1 = b.tensor("y1", 1, "input", replaces=y), b.tensor("v1", 40, replaces=v)
+    wide, c, d = b.tensor("wide", 60), b.tensor("c", 1), b.tensor("d", 1)
+    for name, reads, writes in (
+        ("f", [y], [v]),
+        ("s", [v], [w]),
+        ("q", [y], [y1]),
+        ("r", [v], [v1]),
+        ("wide", [], [wide]),
+        ("c", [wide], [c]),
+        ("late", [c, v1 if read_late == "v1" else w], [d]),
+    ):
+        b.op(name, reads=reads, writes=writes, duration=10)
+    trace = b.build(outputs=[y1, d], carry=())
+    assert run(trace, 105, **parameters).peak < 105
+    with pytest.raises(OutOfMemory):  # and no IllegalPlan, for what a recomputation would read is lost
+        run(trace, 63, **parameters)
+
+
 def test_banishing_what_is_overwritten_in_place_keeps_the_result():
     with pytest.raises(OutOfMemory):
         run(in_place(1), 63, deallocation="banish")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
-
 from sim.declared import OneOf
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
@@ -17,9 +15,7 @@ from sim.policies.recompute.twremat.separator_schedule import Needs, separator_s
 from sim.policies.recompute.twremat.tree_decomposition import ORDERS, decompose, separators
 from sim.solvers.outcome import refused, rerun_ns
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
-from sim.trace.chain import FORWARD
-from sim.trace.op import PHASE_CODE
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.chain import FORWARD, before_update
 
 LONGEST = 20  # reruns an op, on average: a schedule of more is given up
 
@@ -108,13 +104,7 @@ def _search(
 
 def _needs(index: TraceIndex) -> Needs:
     """The ops before the update; of these the forward ops may be recomputed."""
-    c = index.trace.op_columns
-    role = index.trace.tensor_columns.role
-    inside = np.flatnonzero(c.phase != PHASE_CODE["update"])
-    count = int(inside[-1]) + 1 if len(inside) else 0
-    gradient = role == ROLE_CODE["gradient"]
-    allowed = [
-        bool(c.phase[op] == FORWARD) and op not in c.group and not gradient[list(index.writes[op])].any()
-        for op in range(count)
-    ]
+    never = index.gradient_ops.union(index.trace.op_columns.group)
+    count = before_update(index.trace)
+    allowed = [index.phase[op] == FORWARD and op not in never for op in range(count)]
     return Needs(index, count, allowed)

@@ -1,0 +1,172 @@
+"""What may be recomputed, and until when: the one answer for planners, online evictors and bounds.
+
+An op can be recomputed while what it reads can still be had. What an op in place has overwritten can be had again only
+by its producer, recomputed just before; a value without a producer is lost for good. A send or receive never runs
+twice, and a collective only where all its members do: plans may see to that (`schedule_of`), one device alone may not
+(`TraceIndex.communicating`).
+
+The engine does not ask here: it replays what a plan says and refuses a read that nothing can bring back. The law in
+`sim.conformance` has a rule of its own, too: it must not share what it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from sim.trace.graph import Trace
+from sim.trace.liveness import freeable, uses
+from sim.trace.op import COMMUNICATION, KIND_CODE
+from sim.trace.tensor import ROLE_CODE
+
+GRADIENT = ROLE_CODE["gradient"]
+
+
+class TraceIndex:
+    """A trace's reads and writes as lists, and which of its ops can be recomputed, until when."""
+
+    def __init__(self, trace: Trace) -> None:
+        c = trace.op_columns
+        self.trace = trace
+        self.reads = [tuple(dict.fromkeys(row)) for row in _rows(c.read_start.tolist(), c.read_ids.tolist())]
+        self.writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
+        self.size: list[int] = trace.tensor_columns.bytes.tolist()
+        self.workspace: list[int] = c.workspace.tolist()
+        self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
+        self.producer: list[int] = trace.producer.tolist()
+        self.device: list[int] = c.device.tolist()
+        self.phase: list[int] = c.phase.tolist()
+        self.role: list[int] = trace.tensor_columns.role.tolist()
+        self.releases: Mapping[int, Sequence[int]] = c.releases
+        self.released: list[int] = trace.released.tolist()
+        # per tensor the op that overwrites it; the number of ops where none does
+        replaced = trace.replaced_by
+        self.overwritten_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()
+        self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
+        self.uses: list[int] = uses(trace).tolist()
+        self.freeable: list[bool] = freeable(trace).tolist()
+
+    @cached_property
+    def received(self) -> set[int]:
+        """Ops that can never be recomputed: members of a group that is not a collective (sends and receives)."""
+        kind = self.trace.op_columns.kind
+        return {op for op in self.trace.op_columns.group if kind[op] != KIND_CODE["collective"]}
+
+    @cached_property
+    def communicating(self) -> set[int]:
+        """Ops that one device can't recompute on its own: of a group, or of a kind that has one."""
+        c = self.trace.op_columns
+        kinds = np.isin(c.kind, [KIND_CODE[kind] for kind in COMMUNICATION])
+        return {*np.flatnonzero(kinds).tolist(), *c.group}
+
+    @cached_property
+    def gradient_ops(self) -> set[int]:
+        """Ops that produce a weight gradient: where it stays once it is produced, they run once."""
+        return {op for op, writes in enumerate(self.writes) if any(self.role[t] == GRADIENT for t in writes)}
+
+    @cached_property
+    def until(self) -> list[int]:
+        """Per op the op from which on it can't be recomputed alone: 0 for never, since it writes in place or receives.
+
+        For recomputation together with the producers of its inputs see `recomputable_until`.
+        """
+        last = []
+        for op, reads in enumerate(self.reads):
+            end = min((self.overwritten_at[t] for t in reads), default=len(self.reads))
+            in_place = any(self.replaces[t] >= 0 for t in self.writes[op])
+            last.append(0 if in_place or op in self.received else end)
+        return last
+
+    @cached_property
+    def recomputable_until(self) -> list[int]:
+        """Per op the op from which on nothing can recompute it, in whatever way; 0 for a receive."""
+        return [*self.recomputable_among(range(len(self.reads))).values()]
+
+    def recomputable_among(self, ops: Iterable[int]) -> dict[int, int]:
+        """For some ops, in order, the op from which on they can't be recomputed by running only ops among them.
+
+        A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
+        """
+        last: dict[int, int] = {}
+        for op in ops:
+            ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
+            last[op] = 0 if op in self.received else min(ends, default=len(self.reads))
+        return last
+
+    @cached_property
+    def stays_until(self) -> list[int]:
+        """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
+
+        That is its last reader or the op that overwrites it or, past all ops, the end where it is an output. For a
+        tensor with a producer: -1, since it can be recomputed.
+        """
+        outputs, last = set(self.trace.outputs), []
+        for t, producer in enumerate(self.producer):
+            needed = max(self.trace.readers(t), default=-1)
+            if self.overwritten_at[t] < len(self.reads):
+                needed = self.overwritten_at[t]
+            last.append(-1 if producer >= 0 else len(self.reads) if t in outputs else needed)
+        return last
+
+    def can_recompute(self, op: int, anchor: int) -> bool:
+        """Whether an op may be recomputed alone just before `anchor`: nothing that it reads has been overwritten."""
+        return op < anchor <= self.until[op]
+
+    def can_run_together(self, ops: Iterable[int], anchor: int) -> list[int]:
+        """Of ops to be recomputed in this order just before `anchor` those that can be, given that the others are."""
+        values = OverwriteTracker(self, anchor)
+        possible = []
+        for op in ops:
+            if op < anchor and values.can_run(op):
+                values.run(op)
+                possible.append(op)
+        return possible
+
+    @cached_property
+    def droppable(self) -> list[bool]:
+        """Per tensor whether a plan may drop it: nothing overwrites it, and one device alone uses it (`freeable`)."""
+        may = freeable(self.trace) & (self.trace.replaced_by < 0)
+        if self.trace.devices > 1:
+            c = self.trace.op_columns
+            low = np.full(len(may), np.iinfo(np.int32).max, np.int32)
+            high = np.full(len(may), -1, np.int32)
+            for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
+                device = np.repeat(c.device, np.diff(start))
+                np.minimum.at(low, ids, device)
+                np.maximum.at(high, ids, device)
+            may &= low >= high
+        droppable: list[bool] = may.tolist()
+        return droppable
+
+
+class OverwriteTracker:
+    """Which values are lost because they were overwritten, while ops run in order, first runs and recomputations.
+
+    An op can be recomputed if none of its inputs is lost. One that writes in place overwrites on every run, so that it
+    can be recomputed only after the producer of the value that it overwrites.
+
+    op: the first op that has not run in its own place.
+    """
+
+    def __init__(self, index: TraceIndex, op: int = 0) -> None:
+        self._index = index
+        self.lost = {t for t in index.overwritten if index.overwritten_at[t] < op}
+
+    def can_run(self, op: int) -> bool:
+        """Whether an op that has run may be recomputed now."""
+        return op not in self._index.received and self.lost.isdisjoint(self._index.reads[op])
+
+    def run(self, op: int) -> None:
+        """An op runs: its results exist, and the values that it overwrites are lost."""
+        index = self._index
+        for t in index.writes[op]:
+            self.lost.discard(t)
+            if index.replaces[t] >= 0:
+                self.lost.add(index.replaces[t])
+
+
+def _rows(start: list[int], ids: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(ids[a:b]) for a, b in pairwise(start)]
