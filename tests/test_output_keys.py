@@ -26,7 +26,7 @@ ASKED = (
 )
 TRAITS = (
     *("online", "recomputes", "moves", "rewrites", "lossless", "optimal", "needs", "solver", "warm_up", "manages"),
-    "saves",
+    *("plans_ahead", "saves"),
 )
 PROFILE = ("name", "description", "devices", "home_tier", "home_bytes", "peak", "peak_dtype", "host_link", "assumed")
 PARAMETER = ("name", "type", "default", "expected", "choices", "bounds")

@@ -13,7 +13,6 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import UNLIMITED, problem_for
 from sim.log import EventLog
 from sim.policies.base import Policy
-from sim.policies.composition import Composition
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 
@@ -103,8 +102,8 @@ def check_online(run: Replayed) -> None:
         raise LawBroken(f"the policy says that it is {says}, and its plan is {does}")
     if not run.policy.online or run.log is None or run.trace.devices > 1 or run.plan is None:
         return
-    if isinstance(run.policy, Composition) and not all(part.policy.online for part in run.policy.parts):
-        return  # the others plan ahead
+    if run.policy.plans_ahead:  # it says that what comes after changes its choices
+        return
     ops = len(run.trace.ops)
     for last in sorted({ops // 3, (2 * ops) // 3}):
         if not 0 < last < ops - 1 or last in run.trace.op_columns.group:

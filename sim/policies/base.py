@@ -79,6 +79,8 @@ class Policy:
     manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
     saves: by what its rewrite makes ops cheaper than those that they stand for (`SAVINGS`), and why.
+    plans_ahead: what an online policy takes from the whole trace before it starts, "" for nothing; its choices then
+    depend on what comes after.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
 
     Three more say how its tests try it. other_values: per parameter a value that is not the default, with which some
@@ -98,6 +100,7 @@ class Policy:
     warm_up: ClassVar[Annotated[int, Ge(0)]] = 0
     manages: ClassVar[tuple[Managed, ...]] = ("activations",)
     fidelity: ClassVar[Fidelity] = "reconstruction"
+    plans_ahead: ClassVar[str] = ""
     slow: ClassVar[bool] = False
     saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})
     other_values: ClassVar[Mapping[str, Any]] = MappingProxyType({})

@@ -118,6 +118,14 @@ class Composition(Policy):
         return all(part.policy.lossless for part in self.parts)
 
     @property
+    def plans_ahead(self) -> str:  # type: ignore[override]
+        """What any part takes from the whole trace."""
+        said = (
+            part.policy.plans_ahead or ("" if part.policy.online else "a part plans offline") for part in self.parts
+        )
+        return "; ".join(dict.fromkeys(filter(None, said)))
+
+    @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """What any part needs."""
         return frozenset().union(*(part.policy.needs for part in self.parts))

@@ -1,0 +1,289 @@
+"""The layered scheme for MT-3000: each part does what the survey says of it, alone and beside the others."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim import load_profile
+from sim.analysis.overlap import overlap
+from sim.conformance.replayed import run_policy
+from sim.conformance.suite import CHECKS, breaks
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import Result, problem_for, simulate
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import WHY
+from sim.policies import load
+from sim.policies.hybrid.mt3000_layered.zones import borders_of, intense_results, residency_groups
+from sim.trace import Trace, TraceBuilder
+from sim.trace.chain import Chain, Stage
+from workloads import transformer
+from workloads.synthetic import uniform_chain
+
+GB = 10**9
+OFF: dict[str, Any] = {"tiering": "none", "checkpoints": False, "release": False, "streams": False, "mode": "none"}
+ON: dict[str, Any] = {"tiering": "lru", "checkpoints": True, "release": True, "streams": True, "mode": "delta"}
+SAVES_MEMORY = ("tiering", "release", "checkpoints", "tso")
+
+
+def alone(part: str) -> dict[str, Any]:
+    return {**OFF, "mode": "tso"} if part == "tso" else {**OFF, part: ON[part]}
+
+
+def without(part: str) -> dict[str, Any]:
+    return {**ON, part: OFF[part]}
+
+
+def machine(zone: int, rate: int = GB, ddr: int = 1 << 50) -> Platform:
+    tiers = Tier("zone", zone, zone, 10**12, device=0), Tier("ddr", ddr, ddr, 10**11, kind="ddr")
+    links = Link("d2h", "zone", "ddr", rate), Link("h2d", "ddr", "zone", rate)
+    return Platform("toy", tiers, (Engine("dsp", 0, "zone", ("zone",), {"fp32": 10**12}),), links)
+
+
+def run(trace: Trace, platform: Platform, **parameters: Any) -> Result:
+    return simulate(trace, platform, "mt3000_layered", **parameters)
+
+
+def copies(result: Result, lane: str = "d2h") -> list[str]:
+    log = result.log
+    rows = (log.interval("why") == WHY["move"]) & (log.interval("lane") == log.platform.lanes.index(lane))
+    return [log.trace.tensors[t].name for t in log.interval("tensor")[rows]]
+
+
+def reruns(result: Result) -> list[str]:
+    log = result.log
+    return [log.trace.ops[op].name for op in log.interval("op")[log.interval("why") == WHY["recompute"]]]
+
+
+def accesses(text: str, flops: dict[str, int] | None = None, took: dict[str, int] | None = None) -> Trace:
+    """One op per word: `A` produces the 10-byte tensor a, `a` reads it; 100 ns each. Final ops read all of them."""
+    b = TraceBuilder()
+    produced: dict[str, int] = {}
+    for i, word in enumerate(text.split()):
+        more: dict[str, Any] = {"duration": (took or {}).get(word, 100), "flops": (flops or {}).get(word, 0)}
+        if word.isupper():
+            produced[word.lower()] = b.tensor(word.lower(), 10)
+            b.op(f"{i}{word}", writes=[produced[word.lower()]], dtype="fp32", **more)
+        else:
+            b.op(f"{i}{word}", reads=[produced[word]], **more)
+    for name, tensor in produced.items():
+        b.op(f"end.{name}", reads=[tensor], phase="backward", duration=100)
+    return b.build()
+
+
+def small() -> Trace:
+    config = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+    return transformer(config, batch=4, sequence=64, precision="amp_bf16")
+
+
+def peak_of(trace: Trace, platform: Platform) -> int:
+    return int(simulate(trace, platform.with_budget(1 << 50), "keep_all").summary()["peak_bytes"])
+
+
+# ---- tiering ---------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes_to_ddr_and_a_miss_brings_it_back():
+    # room for three: producing d sends b (a was read again, c is younger); producing e then sends c
+    result = run(accesses("A B C a D E"), machine(30), **alone("tiering"))
+    assert copies(result)[:2] == ["b", "c"]
+    assert copies(result, "h2d")[0] == "b"
+    assert reruns(result) == []
+
+
+def test_what_is_read_often_goes_after_the_rest():
+    trace = accesses("A a a B C D")
+    options = {**alone("tiering"), "tiering": "frequency"}
+    assert copies(run(trace, machine(30), **alone("tiering")))[0] == "a"
+    assert copies(run(trace, machine(30), **options))[0] == "b"
+    assert copies(run(trace, machine(30), **options, hits=3))[0] == "a"
+
+
+def test_tiering_alone_drops_nothing_where_ddr_is_full():
+    with pytest.raises(OutOfMemory):
+        run(accesses("A B C D E"), machine(30, ddr=10), **alone("tiering"))
+    assert reruns(run(accesses("A B C D E"), machine(30, ddr=10), **{**alone("tiering"), "release": True}))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------
+
+
+def line_of(stages: list[tuple[int, int, int]]) -> Chain:
+    """A chain whose stages have bytes of input, of what they save, and beside that."""
+    x = (*(stage[0] for stage in stages), 1)
+    made = tuple(
+        Stage((i,), (), (), i, (), 1, 1, entering, saved, 0, beside, 0)
+        for i, (entering, saved, beside) in enumerate(stages)
+    )
+    return Chain(made, x, 0, 0)
+
+
+STAGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)
+
+
+def working_set(line: Chain, starts: list[int], first: int, last: int) -> int:
+    run_of = line.stages[first : last + 1]
+    beside = max(max(s.saving_temp, line.x[first + i + 1]) for i, s in enumerate(run_of))
+    return sum(line.x[start] for start in starts) + sum(stage.xbar for stage in run_of) + beside
+
+
+@given(stages=STAGES, room=st.integers(0, 60))
+def test_groups_are_maximal_runs_whose_working_set_fits(stages, room):
+    line = line_of(stages)
+    groups = residency_groups(line, room)
+    assert [i for first, last in groups for i in range(first, last + 1)] == list(range(len(line)))
+    starts: list[int] = []
+    for first, last in groups:
+        starts.append(first)
+        assert first == last or working_set(line, starts, first, last) <= room
+        assert last == len(line) - 1 or working_set(line, starts, first, last + 1) > room
+
+
+def test_borders_are_what_passes_between_groups_and_there_are_none_where_all_fits():
+    trace = uniform_chain(16)
+    platform = machine(1 << 40)
+    assert borders_of(problem_for(trace, platform)) == ([(0, 15)], [])
+    peak = peak_of(trace, platform)
+    groups, borders = borders_of(problem_for(trace, platform.with_budget(peak // 2)))
+    assert len(groups) == len(borders) + 1 > 1
+    for (_, last), border in zip(groups, borders, strict=False):
+        assert trace.producer[border] == last  # one op per stage
+
+
+def test_a_border_leaves_last():
+    trace = uniform_chain(24)
+    platform = machine(peak_of(trace, machine(1)) // 2, rate=10**15)
+    result = run(trace, platform, **{**alone("tiering"), "checkpoints": True})
+    borders = result.plan.notes["borders"]
+    assert borders
+    assert set(borders).isdisjoint(copies(result))
+    assert not set(borders).isdisjoint(copies(run(trace, platform, **alone("tiering"))))
+
+
+def test_results_of_compute_intensive_ops_are_recomputed_and_never_cross():
+    trace, flops = accesses("A B C D"), {"A": 1000}  # 1000 FLOPs for 10 bytes
+    intense = accesses("A B C D", flops=flops)
+    options = {**alone("tiering"), "checkpoints": True}
+    assert copies(run(trace, machine(30), **options))[0] == "a"
+    first = run(intense, machine(30), **options)
+    assert "a" not in copies(first)
+    assert "0A" in reruns(first)
+    # 10**12 FLOP/s beside 10**12 B/s: the balance of the engine is one FLOP per byte
+    problem = problem_for(intense, machine(30))
+    assert intense_results(problem, None).tolist() == [True, False, False, False]
+    assert not intense_results(problem, 100.0).any()
+    assert "a" in copies(run(intense, machine(30), **options, intensity=100.0))
+
+
+# ---- release and the director ----------------------------------------------------------------------
+
+
+def test_the_least_of_recompute_cost_over_bytes_and_staleness_leaves():
+    # when d asks, at 1400: a = 900 / (10 * 500), b = 300 / (10 * 200), c = 200 / (10 * 0), which is infinite
+    trace = accesses("A B C D", took={"A": 900, "B": 300, "C": 200})
+    assert copies(run(trace, machine(30), **alone("tiering")))[0] == "a"
+    assert copies(run(trace, machine(30), **{**alone("tiering"), "release": True}))[0] == "b"
+
+
+@pytest.mark.parametrize(("rate", "moved"), [(10**5, False), (10**15, True)])
+def test_slow_links_make_the_director_recompute_and_fast_ones_move(rate, moved):
+    trace = uniform_chain(24, size=1000, duration=1000)
+    platform = machine(peak_of(trace, machine(1)) // 2, rate=rate)
+    result = run(trace, platform, checkpoints=False)
+    assert bool(copies(result)) is moved
+    assert bool(reruns(result)) is not moved
+
+
+# ---- streams and modes -----------------------------------------------------------------------------
+
+
+def test_streams_of_their_own_raise_the_overlap():
+    trace, platform = small(), load_profile("mt3000_survey", overrides={"engines.dsp.launch": "1 us"})
+    platform = platform.with_budget(peak_of(trace, platform) * 3 // 4)
+    options = {"checkpoints": False, "release": False}
+    beside, waiting = (run(trace, platform, streams=streams, **options) for streams in (True, False))
+    assert copies(waiting)
+    assert copies(beside)
+    assert overlap(waiting.log).fraction == 0
+    assert overlap(beside.log).fraction > 0.5
+    assert beside.summary()["makespan_ns"] < waiting.summary()["makespan_ns"]
+
+
+@pytest.mark.parametrize("others", [{}, {"checkpoints": False}, {"release": False, "tiering": "frequency"}])
+def test_in_mode_tso_no_byte_crosses(others):
+    trace, survey = small(), load_profile("mt3000_survey")
+    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    result = run(trace, platform, mode="tso", **others)
+    assert copies(result) == copies(result, "h2d") == []
+    assert reruns(result)
+    assert result.plan.notes["segments"]
+
+
+def test_in_mode_tso_what_is_no_chain_drops_under_pressure():
+    result = run(accesses("A B C a D E"), machine(30), mode="tso")
+    assert copies(result) == []
+    assert reruns(result)
+
+
+# ---- all of them -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(list(product(*({ON[part], OFF[part]} for part in ON), [True, False]))))
+def test_with_an_infinite_zone_no_part_does_anything(values):
+    *parts, tso = values
+    switches = dict(zip(ON, parts, strict=True)) | ({"mode": "tso"} if tso else {})
+    trace, platform = small(), load_profile("mt3000_survey").with_budget(1 << 50)
+    result, plain = run(trace, platform, **switches), simulate(trace, platform, "keep_all")
+    assert np.array_equal(result.log.intervals, plain.log.intervals)
+
+
+@pytest.mark.parametrize("part", [*ON, "tso"])
+def test_a_part_alone_keeps_every_law(part):
+    check_lawful(alone(part), must_fit=part in SAVES_MEMORY)
+
+
+@pytest.mark.parametrize("part", ON)
+def test_all_parts_but_one_keep_every_law(part):
+    check_lawful(without(part), must_fit=True)
+
+
+def check_lawful(parameters: dict[str, Any], *, must_fit: bool) -> None:
+    """Every law on a small transformer in three quarters of its memory; one that saves none is refused by name."""
+    trace, survey = small(), load_profile("mt3000_survey")
+    outcome = run_policy(
+        load("mt3000_layered", **parameters), trace, survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    )
+    assert outcome.done if must_fit else isinstance(outcome.error, OutOfMemory), outcome.error
+    assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
+
+
+def test_the_plan_can_be_pickled_and_gives_the_same_log():
+    trace, survey = small(), load_profile("mt3000_survey")
+    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    plan = load("mt3000_layered").plan(problem_for(trace, platform))
+    assert pickle.loads(pickle.dumps(plan.online))() is not None
+    assert run(trace, platform).log == run(trace, platform).log
+
+
+def test_it_runs_where_there_is_no_ddr():
+    lone = replace(machine(30), links=())
+    assert reruns(run(accesses("A B C a D E"), lone))
+
+
+@pytest.mark.parametrize(("parameters", "text"), [
+    ({"tiering": "lfu"}, "tiering is 'lfu'"),
+    ({"mode": "detla"}, "mode is 'detla'; expected .*did you mean 'delta'"),
+    ({"hits": 0}, "hits is 0"),
+    ({"watermark": 1.0}, "watermark is 1.0"),
+])  # fmt: skip
+def test_bad_parameters_are_refused(parameters, text):
+    with pytest.raises(PolicyError, match=text):
+        load("mt3000_layered", **parameters)
