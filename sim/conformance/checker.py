@@ -78,7 +78,7 @@ class _Walk:
             return
         t = self.trace.tensor_id(action.tensor)
         if t not in self.made:
-            raise IllegalPlan(f"{action}: {self.tensor(t)} has not been made yet")
+            raise IllegalPlan(f"{action}: {self.tensor(t)} has not been produced yet")
         if t in self.here:
             self.leave(t)
 
@@ -136,7 +136,7 @@ def _anchored(
         if not isinstance(action, Drop | Recompute) or (isinstance(action, Drop) and action.tier is not None):
             raise IllegalPlan(f"{action}: only plans that drop and recompute on one device can be checked")
         if (action.before is None) == (action.after is None):
-            raise IllegalPlan(f"{action}: a planned action stands either before or after one op")
+            raise IllegalPlan(f"{action}: a planned action is either before or after one op")
         if action.before is not None:
             before.setdefault(trace.op_id(action.before), []).append(action)
         elif action.after is not None:

@@ -1,1 +1,1 @@
-"""The engine: replays a plan on a platform, one SimPy process a device, and writes the event log."""
+"""The engine: replays a plan on a platform, one SimPy process per device, and writes the event log."""

@@ -25,7 +25,12 @@ Charges = tuple[tuple[int, Fraction, Fraction], ...]
 
 
 class Plain(NamedTuple):
-    """An op without anything special. writes: with their sizes; out: bytes of all of them; workspace in bytes."""
+    """An op without anything special.
+
+    writes: the results with their sizes.
+    out: bytes of all results.
+    workspace: in bytes.
+    """
 
     reads: tuple[int, ...]
     writes: tuple[tuple[int, int], ...]
@@ -44,7 +49,7 @@ class Prepared:
     touched: per op its operands, and what the program lets go at its end.
     uses: per tensor what keeps it from being freed: its readers, and the program while it holds it.
     releases: per op what the program lets go.
-    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is no output.
+    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is not an output.
     permanent: per tensor whether it is never freed, since nothing overwrites it either.
     why: per op what the log calls its first run.
     plans: of plans that have run, by id: a weak reference, and their actions by anchor.
@@ -116,7 +121,7 @@ def prepare(trace: Trace, platform: Platform) -> Prepared:
     """
     timing = replace(platform, tiers=tuple(replace(t, capacity=0) for t in platform.tiers), budget=None, facts=())
     key = timing.content_hash
-    # kept on the trace, and gone with it: a table beside it would hold the lists, and they the trace
+    # kept on the trace and freed with it: a table outside would keep the lists alive, and they the trace
     known: OrderedDict[str, Prepared] = vars(trace).setdefault("_prepared", OrderedDict())
     if key not in known:
         known[key] = _prepare(trace, platform)

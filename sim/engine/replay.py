@@ -16,7 +16,7 @@ from sim.log import EventLog
 from sim.plan import Plan
 
 RECOMPUTE_LIMIT = 100.0
-"""Times the ideal time of a trace that a run may spend on recomputation; published systems stay below 10."""
+"""The most recomputation of a run, as a multiple of the trace's ideal time; published systems stay below 10."""
 
 
 def replay(
@@ -30,10 +30,11 @@ def replay(
     """Run a plan on a platform and return its log; equal inputs give equal logs.
 
     returned: of the tensors that an iteration starts with and gets back from the one before, those whose place at the
-    end must be that of the start; None for all. The others stay where they lie.
+        end must be that of the start; None for all. The others stay where they are.
     recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
-    take before the run is refused as thrashing; None for no limit.
-    fast=False takes the general path for every op: slower, and its log must be equal.
+        take before the run is refused as thrashing; None for no limit.
+    fast: whether plain ops may take the fast path; False is slower, with an equal log.
+
     Raises OutOfMemory and Thrashing (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
     waits for what, ProfileError and TraceError where trace and platform do not go together.
     """

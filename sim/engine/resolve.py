@@ -13,7 +13,11 @@ from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
 
 
 class Act(NamedTuple):
-    """An action with ids. target: a tensor, or the op to recompute; tier: where to drop, or to move to."""
+    """An action with ids.
+
+    target: a tensor, or the op to recompute.
+    tier: where to drop, or to move to.
+    """
 
     kind: str
     target: int
@@ -77,7 +81,7 @@ class Resolved:
     def _anchor(self, action: Action) -> None:
         before, after = action.before, action.after
         if (before is None) == (after is None):
-            raise IllegalPlan(f"{action}: a planned action stands either before or after one op")
+            raise IllegalPlan(f"{action}: a planned action is either before or after one op")
         at = after if before is None else before
         try:
             anchor = at if type(at) is int and 0 <= at < self._ops else self._prepared.trace.op_id(at)  # type: ignore[arg-type]
@@ -94,7 +98,7 @@ class Resolved:
             if act.kind == "recompute":
                 self.recomputed.append(act.target)
             if before is None and not self._is_here(anchor):
-                raise IllegalPlan(f"{action}: no device is there to wait when that op ends beside it")
+                raise IllegalPlan(f"{action}: the op ends on another engine, where no device can wait")
 
     def _is_here(self, op: int) -> bool:
         """Whether an op runs on its device's main engine, so that the device is there when it ends."""
@@ -115,7 +119,7 @@ class Resolved:
         if isinstance(action, Drop):
             home = self._prepared.home[self._prepared.main[device]]
             return Act("drop", tensor, home if action.tier is None else self._tier(action.tier, action))
-        raise IllegalPlan(f"{action!r} is no action; there are Drop, Recompute, Move and Wait")
+        raise IllegalPlan(f"{action!r} is not an action; there are Drop, Recompute, Move and Wait")
 
     def _tier(self, name: str, where: object) -> int:
         if name not in self._tier_ids:

@@ -86,7 +86,7 @@ def test_what_was_overwritten_is_not_there():
 
 @pytest.mark.parametrize(("actions", "message"), [
     ((Drop("f0.out", after="f2"),), "op 'b1': tensor 'f0.out' is not there"),
-    ((Drop("b0.out", before="b1"),), "has not been made yet"),
+    ((Drop("b0.out", before="b1"),), "has not been produced yet"),
     ((Recompute("b1", before="f1"), ), "op 'b1': Recompute before it has run"),
     ((Move("f0.out", "host", after="f2"),), "only plans that drop and recompute"),
     ((Drop("f0.out"),), "either before or after"),

@@ -33,12 +33,12 @@ def test_exact_has_no_allocator_object():
         ("pool", {"fits": "best"}, r"option 'fits' is unknown \(did you mean 'fit'\?\)"),
         ("pool", {"fit": "worst"}, "'worst' is neither 'first' nor 'best'"),
         ("pool", {"ends": 3}, "ends: 3 is neither 1 nor 2"),
-        ("pool", {"ends": True}, "ends: True is no int"),
+        ("pool", {"ends": True}, "ends: True is not of type int"),
         ("pool", {"classes": "1,x"}, "classes: '1,x'"),
         ("pool", {"classes": "0,8"}, "classes: 0 is less than 1"),
         ("planned", {"rounding": 0}, "rounding: 0 is less than 1"),
         ("caching", {"max_split_size": MIB}, "max_split_size: 1048576 is not above 20971520"),
-        ("caching", {"max_split_size": 32 * MIB, "expandable_segments": True}, "no use with expandable"),
+        ("caching", {"max_split_size": 32 * MIB, "expandable_segments": True}, "no effect with expandable"),
     ],
 )
 def test_a_wrong_option_is_named(name, options, message):

@@ -41,8 +41,8 @@ def test_an_action_stands_before_or_after_one_op(action):
 @pytest.mark.parametrize(
     ("action", "why"),
     [
-        (Move("z", "host", before="a"), "Move of tensor 'z' at op 'a': it has not been made yet"),
-        (Drop("z", before="a"), "Drop of tensor 'z' at op 'a': it has not been made yet"),
+        (Move("z", "host", before="a"), "Move of tensor 'z' at op 'a': it has not been produced yet"),
+        (Drop("z", before="a"), "Drop of tensor 'z' at op 'a': it has not been produced yet"),
         (Recompute("b", before="a"), "op 'b': Recompute before it has run"),
     ],
 )

@@ -505,7 +505,7 @@ def test_a_read_that_nothing_can_restore_is_illegal():
     for op in trace.ops:
         b.copy_op(op)
     b.op("late", reads=[0], duration=1)
-    with pytest.raises(IllegalPlan, match=r"op .late.: tensor .x. was dropped, and no op makes it"):
+    with pytest.raises(IllegalPlan, match=r"op .late.: tensor .x. was dropped, and no op produces it"):
         replay(Plan(b.build(), [Drop("x", after="a")]), machine())
 
 

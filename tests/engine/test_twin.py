@@ -15,7 +15,7 @@ some = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 LAWS = ("capacity", "values", "ops", "order", "tiling", "carried")
-NO_WAY_BACK = ("overwritten by", "can't run again alone", "no op makes it")
+NO_WAY_BACK = ("overwritten by", "cannot be recomputed alone", "no op produces it")
 
 
 def outcome(plan, platform, fast: bool) -> tuple[str, EventLog | None]:

@@ -1,4 +1,4 @@
-"""Where blocks lie in a tier: the allocators that hand out addresses.
+"""Allocators: which addresses blocks get in a tier.
 
     exact     sum of sizes; counted by the engine itself, for which `make_allocator` gives None
     caching   PyTorch's CUDA allocator, in `caching`
@@ -43,7 +43,7 @@ def make_allocator(tier: Tier) -> Blocks | None:
         if key == "classes" and type(value) is int:
             given[key] = value = str(value)  # a profile turns "2 MiB" into bytes
         if type(value) is not OPTIONS[name][key]:
-            raise ProfileError(f"{where} {name!r}: {key}: {value!r} is no {OPTIONS[name][key].__name__}")
+            raise ProfileError(f"{where} {name!r}: {key}: {value!r} is not of type {OPTIONS[name][key].__name__}")
     try:
         if name == "caching":
             return Caching(tier.capacity, **given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the engine asks of a tier that hands out addresses."""
+"""The interface of an allocator that hands out addresses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Protocol
 
 
 class Blocks(Protocol):
-    """What the engine asks of a tier with addresses. Sizes and addresses in bytes.
+    """The interface of an allocator with addresses. Sizes and addresses in bytes.
 
-    rounding: granularity of a request. used: bytes of the live blocks, as `size` counts them.
-    reserved: what was taken from the tier (caching: its segments; others: `used`).
+    rounding: granularity of a request.
+    used: bytes of the live blocks, as `size` counts them.
+    reserved: bytes taken from the tier: segments for caching, `used` for the others.
     """
 
     rounding: int
@@ -21,10 +22,10 @@ class Blocks(Protocol):
         """Bytes taken from the tier."""
 
     def fits(self, bytes: int, offset: int | None = None) -> bool:
-        """Whether `take` would succeed now (for caching, after it has given back what it caches)."""
+        """Whether `take` would succeed now (for caching, after it has released its cache)."""
 
     def take(self, bytes: int, offset: int | None = None, end: str = "low") -> int | None:
-        """A handle (>= 0) of a new block, None where none fits. `offset` is for planned, `end` for pool."""
+        """A handle (>= 0) of a new block, None if none fits. `offset` is for planned, `end` for pool."""
 
     def give(self, handle: int) -> None:
         """Release a block. Raises KeyError where the handle is not live."""
@@ -42,4 +43,4 @@ class Blocks(Protocol):
         """Where that block begins."""
 
     def would_fit_after(self, handles: Iterable[int], bytes: int, offset: int | None = None) -> bool:
-        """Whether a request would fit once these blocks are given back. Changes nothing."""
+        """Whether a request would fit once these blocks are released. Changes nothing."""

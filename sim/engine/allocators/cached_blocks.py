@@ -16,7 +16,11 @@ ENDLESS = LARGE_SEGMENT << 30
 
 
 class Block:
-    """A range of a segment. below, above: its neighbours there. mapped: backed by the tier."""
+    """A range of a segment.
+
+    below, above: its neighbours in the segment.
+    mapped: whether the tier backs it.
+    """
 
     __slots__ = ("above", "address", "below", "live", "mapped", "pool", "size")
 
@@ -40,7 +44,7 @@ class Block:
         self.mapped = mapped
 
     def link_below(self, below: Block) -> None:
-        """Another block lies just below it now."""
+        """Another block is now just below it."""
         self.below = below
 
     def cut(self, size: int) -> Block:
@@ -53,13 +57,13 @@ class Block:
         return rest
 
     def link_above(self, above: Block | None) -> None:
-        """Another block, or none, lies just above it now."""
+        """Another block, or none, is now just above it."""
         self.above = above
         if above:
             above.link_below(self)
 
     def absorb_above(self) -> None:
-        """Take in the block just above it."""
+        """Merge with the block just above it."""
         if self.above:
             self.size += self.above.size
             self.link_above(self.above.above)
@@ -77,7 +81,7 @@ class Cache:
         self.bottom: Block | None = None  # of the expandable range
 
     def add(self, block: Block) -> None:
-        """Keep a block that no request holds."""
+        """Add a free block."""
         self.at[block.address] = block
         if block.mapped:
             insort(self.free, (block.size, block.address))
@@ -85,12 +89,12 @@ class Cache:
             insort(self.unmapped, block.address)
 
     def reserve_range(self, base: int) -> None:
-        """Have an expandable range of addresses, none of it mapped yet."""
+        """Add an expandable range of addresses, none of it mapped yet."""
         self.bottom = Block(self, base, ENDLESS, mapped=False)
         self.add(self.bottom)
 
     def remove(self, block: Block) -> None:
-        """Keep it no longer."""
+        """Remove it."""
         del self.at[block.address]
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
@@ -152,7 +156,7 @@ def emptied(pieces: list[Block], unit: int) -> tuple[int, int, int, int]:
 
 
 def stretches(released: dict[int, Block]) -> Iterator[tuple[Block, int, bool]]:
-    """What these blocks merge to, once free: the lowest, the bytes, and whether it is a whole segment."""
+    """The block that these merge to once free: the lowest one, its bytes, and whether it is a whole segment."""
     seen: set[int] = set()
     for block in released.values():
         if block.address in seen:

@@ -3,16 +3,17 @@
 Requests round to 512 B. Those up to 1 MiB are served by the small pool from segments of 2 MiB; larger
 ones by the large pool from segments of 20 MiB, from 10 MiB on from a segment of their own, rounded to
 2 MiB. The smallest cached block that holds a request serves it (then the lowest address); the rest is
-split off where it has at least 512 B (small pool) or more than 1 MiB (large pool). A block given back
-merges with free neighbours in its segment and stays cached. When the tier has no room for a new segment,
-cached segments without a live block go back to it, and the request tries once more.
+split off where it has at least 512 B (small pool) or more than 1 MiB (large pool). A released block merges
+with free neighbours in its segment and stays cached. When a new segment does not fit into the tier, cached
+segments without a live block are released to it, and the request is tried once more.
 
-expandable_segments: one range of addresses a pool, mapped in steps of 2 MiB (small) or 20 MiB (large), so
-that a free block at a mapped end grows in place; every remainder from 512 B is split off; free steps are
-unmapped under pressure. max_split_size: larger blocks are never split, serve only requests of at least that
-size and less than 20 MiB below their own, and go back first under pressure; 0 for no limit.
+expandable_segments: one range of addresses per pool, mapped in steps of 2 MiB (small) or 20 MiB (large), so
+that a free block at a mapped end grows in place. Every remainder from 512 B is split off. Free steps are
+unmapped under pressure.
+max_split_size: larger blocks are never split, serve only requests of at least that size and less than 20 MiB
+below their own, and are released first under pressure; 0 for no limit.
 
-Departs: one stream; no background collection; segments get rising addresses that are never used again
+Departs: one stream; no background collection; segments get rising addresses that are never reused
 (addresses only break ties between blocks of one size); an expandable range never ends; a step that cannot
 be mapped in full is not mapped in part. Ascend's and Moore Threads' allocators use the same constants.
 """
@@ -53,14 +54,15 @@ class Caching:
 
     used: bytes of live blocks, unsplit remainders included (`torch.cuda.memory_allocated`).
     reserved: bytes of segments (`torch.cuda.memory_reserved`).
-    Raises ValueError where max_split_size is not above 20 MiB, or comes with expandable segments, which split all.
+
+    Raises ValueError if max_split_size is not above 20 MiB, or is combined with expandable segments, which split all.
     """
 
     def __init__(self, capacity: int, *, expandable_segments: bool = False, max_split_size: int = 0) -> None:
         if max_split_size and max_split_size <= LARGE_SEGMENT:
             raise ValueError(f"max_split_size: {max_split_size} is not above {LARGE_SEGMENT} bytes")
         if max_split_size and expandable_segments:
-            raise ValueError("max_split_size has no use with expandable_segments")
+            raise ValueError("max_split_size has no effect with expandable_segments")
         self.capacity, self.rounding, self.used = capacity, ROUND, 0
         self._reserved = 0
         self._expandable = expandable_segments
@@ -101,7 +103,7 @@ class Caching:
         return low, high
 
     def take(self, bytes: int, offset: int | None = None, end: str = "low") -> int | None:
-        """A handle of a new block, None where none fits after the cache has been emptied."""
+        """A handle of a new block, None if none fits after the cache has been emptied."""
         block = None
         if bytes > 0:
             size = rounded(bytes)
@@ -131,11 +133,11 @@ class Caching:
         self._cached(self._merged(block))
 
     def fits(self, bytes: int, offset: int | None = None) -> bool:
-        """Whether `take` would succeed now, emptying the cache where it has to."""
+        """Whether `take` would succeed now, if need be after emptying the cache."""
         return self.would_fit_after((), bytes)
 
     def would_fit_after(self, handles: Iterable[int], bytes: int, offset: int | None = None) -> bool:
-        """Whether a request would fit once these blocks are given back."""
+        """Whether a request would fit once these blocks are released."""
         if bytes <= 0:
             return True
         size = rounded(bytes)
@@ -165,7 +167,7 @@ class Caching:
         return large if large > SMALL_REQUEST else min(small, SMALL_REQUEST)
 
     def empty_cache(self) -> None:
-        """Give every segment (or mapped step) without a live block back to the tier."""
+        """Release every segment (or mapped step) without a live block to the tier."""
         for cache in (self._small, self._large):
             for _, address in list(cache.free):
                 block = cache.at[address]
@@ -249,7 +251,7 @@ class Caching:
         self._reserved -= segment.size
 
     def _release_oversize(self, cache: Cache, size: int) -> bool:
-        """Give back one cached block above the split limit that is large enough, or several, largest first."""
+        """Release one cached block above the split limit that is large enough, or several, largest first."""
         if self._max_split == ENDLESS:
             return False
         wanted = max(size, self._max_split)
@@ -276,7 +278,7 @@ class Caching:
         return block
 
     def _candidate(self, cache: Cache, size: int) -> Block:
-        """The lowest range with an unmapped part and room for `size`; its first block."""
+        """The lowest range with an unmapped part that can hold `size`; its first block."""
         for address in cache.unmapped:
             block = cache.at[address]
             if block.below and not block.below.live:
@@ -343,7 +345,7 @@ class Caching:
         return total
 
     def _expandable_fits(self, cache: Cache, size: int, released: dict[int, Block]) -> bool:
-        """Whether `size` fits with those blocks given back: cached, by growing, or with the cache emptied."""
+        """Whether `size` fits with those blocks released: cached, by growing, or with the cache emptied."""
         ranges = list(self._ranges(cache, released))
         for pieces in ranges:
             for mapped, group in groupby(pieces, key=lambda piece: piece.mapped):

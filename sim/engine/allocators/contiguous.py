@@ -50,7 +50,7 @@ class Contiguous:
         return start - below, self._free.size_at.get(start + size, 0)
 
     def give(self, handle: int) -> None:
-        """Release a block; it merges with the free ranges beside it."""
+        """Release a block; it merges with adjacent free ranges."""
         below, above = self.neighbours(handle)
         start, size = self._blocks.pop(handle)
         self.used -= size
@@ -78,7 +78,7 @@ class Contiguous:
         return handle
 
     def _largest_after(self, handles: Iterable[int]) -> int:
-        """Size of the largest free range once these blocks are given back."""
+        """Size of the largest free range once these blocks are released."""
         best, low, high = self._free.largest(), 0, -1
         for start, size, handle in sorted((*self._blocks[h], h) for h in set(handles)):
             if not size:

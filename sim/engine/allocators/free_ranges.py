@@ -20,14 +20,14 @@ class FreeRanges:
         self._by_power: dict[int, list[int]] = {}
 
     def add(self, start: int, size: int) -> None:
-        """A range is free; it touches no other one."""
+        """Add a free range that touches no other one."""
         self.size_at[start] = size
         self.start_of_end[start + size] = start
         insort(self._by_size, (size, start))
         insort(self._by_power.setdefault(size.bit_length(), []), start)
 
     def remove(self, start: int) -> int:
-        """A range is free no longer; its bytes."""
+        """Remove a free range; returns its bytes."""
         size = self.size_at.pop(start)
         del self.start_of_end[start + size]
         del self._by_size[bisect_left(self._by_size, (size, start))]

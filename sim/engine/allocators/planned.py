@@ -10,10 +10,10 @@ from sim.errors import IllegalPlan
 
 
 class Planned(Contiguous):
-    """One contiguous range in which the plan says where each block lies.
+    """One contiguous range in which the plan gives each block its offset.
 
-    A request without an offset (workspace, or a tensor that the plan leaves open) goes as high as it can,
-    out of the way of offsets, which planners give out from 0.
+    A request without an offset (workspace, or a tensor that the plan leaves open) takes the highest free range, since
+    planners assign offsets from 0.
     """
 
     def __init__(self, capacity: int, *, rounding: int = 1):
@@ -37,9 +37,9 @@ class Planned(Contiguous):
         return self.would_fit_after((), bytes, offset)
 
     def take(self, bytes: int, offset: int | None = None, end: str = "low") -> int | None:
-        """A handle of a new block at `offset`; None where it passes the capacity.
+        """A handle of a new block at `offset`; None if it exceeds the capacity.
 
-        Raises IllegalPlan where another live block lies there.
+        Raises IllegalPlan if it overlaps a live block.
         """
         size = self.rounded(bytes)
         if not size:
@@ -73,7 +73,7 @@ class Planned(Contiguous):
             del self._order[bisect_left(self._order, (start, handle))]
 
     def would_fit_after(self, handles: Iterable[int], bytes: int, offset: int | None = None) -> bool:
-        """Whether that range would be free once these blocks are given back."""
+        """Whether that range would be free once these blocks are released."""
         released, size = set(handles), self.rounded(bytes)
         if offset is None:
             return size <= self._largest_after(released)

@@ -12,12 +12,14 @@ from sim.units import parse_bytes
 
 
 class Pool(Contiguous):
-    """One contiguous range that hands out the first or the smallest free range that holds a request.
+    """One contiguous range; a request gets the first or the smallest free range that holds it.
 
-    fit: `first` (lowest address) or `best` (smallest range, then lowest address). ends: 1, or 2 for a
-    range filled from both ends, where `take(…, end="high")` searches from above and puts the block at
-    the upper end of its range. classes: sizes that requests are rounded up to, with commas between
-    ("2 MiB, 20 MiB" or bytes; larger requests round to `rounding`), "pow2" for powers of two, "" for none.
+    fit: `first` (lowest address) or `best` (smallest range, then lowest address).
+    ends: 1, or 2 for a range filled from both ends, where `take(…, end="high")` searches from above and puts the
+        block at the upper end of its range.
+    classes: sizes that requests are rounded up to, separated by commas ("2 MiB, 20 MiB" or bytes; larger requests
+        round to `rounding`); "pow2" for powers of two, "" for none.
+
     Raises ValueError on another value.
     """
 
@@ -34,7 +36,7 @@ class Pool(Contiguous):
             parts = [] if self._powers or not classes else [part.strip() for part in classes.split(",")]
             self._classes = sorted(int(part) if part.isdecimal() else parse_bytes(part) for part in parts)
         except UnitError:
-            raise ValueError(f"classes: {classes!r} is neither 'pow2' nor sizes with commas between") from None
+            raise ValueError(f"classes: {classes!r} is neither 'pow2' nor sizes separated by commas") from None
         if self._classes and self._classes[0] < 1:
             raise ValueError(f"classes: {self._classes[0]} is less than 1")
 
@@ -64,7 +66,7 @@ class Pool(Contiguous):
         return self.rounded(bytes) <= self._free.largest()
 
     def take(self, bytes: int, offset: int | None = None, end: str = "low") -> int | None:
-        """A handle of a new block, or None; `end` counts only where there are two."""
+        """A handle of a new block, or None; `end` matters only if there are two."""
         size = self.rounded(bytes)
         if not size:
             return self._live(0, 0)
@@ -76,7 +78,7 @@ class Pool(Contiguous):
         return self._carve(free, start, size)
 
     def would_fit_after(self, handles: Iterable[int], bytes: int, offset: int | None = None) -> bool:
-        """Whether a request would fit once these blocks are given back."""
+        """Whether a request would fit once these blocks are released."""
         return self.rounded(bytes) <= self._largest_after(handles)
 
     def compact(self) -> int:

@@ -42,9 +42,9 @@ class Actions:
         for act in acts:
             _, tensor, tier, move = act
             if not produced[tensor]:
-                raise self._illegal(act, op, "it has not been made yet")
+                raise self._illegal(act, op, "it has not been produced yet")
             if online and self._lifetimes.pins[tensor]:
-                raise self._illegal(act, op, "it is locked by what runs now")
+                raise self._illegal(act, op, "it is pinned by an op under way")
             if move is not None:
                 self._transfers.move(tensor, move, tier, device, op)
             elif self._residency.has_copy(tensor, tier):

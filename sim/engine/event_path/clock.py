@@ -25,7 +25,7 @@ __all__ = [
     "Wake",
 ]
 
-# The steps of one instant (docs/model.md, "One instant"); each leaves room for the id that orders what is in it:
+# The steps of one instant (docs/model.md, "One instant"); each is followed by ids that order what is in it:
 # ends of ops (by op), ends of copies (by tensor), moves that follow one (by tensor), actions after an op (by op),
 # frees (by op), devices that go on (by index), then what waits is granted space, engines and links.
 ENDS, COPIES, FOLLOWS, AFTERS, FREES, STARTS, SETTLES = (step << 32 for step in range(7))
@@ -134,7 +134,7 @@ class Clock:
         self.wanted = True
 
     def flush(self) -> None:
-        """Whoever acts has gone as far as it can at this instant: settle, after all others have, too.
+        """Whoever acts can do no more at this instant: settle, once the same is true of all others.
 
         To be called where nothing more is done at this instant: an event saved is one that would be the next.
         """

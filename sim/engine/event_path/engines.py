@@ -69,7 +69,7 @@ class Engines:
                         elsewhere[self._tiers[tier]] = elsewhere.get(self._tiers[tier], 0) + size[tensor]
                         break
         for tensor, tier in (*work.fresh, *((old, tier) for old, _, tier in work.takeovers)):
-            if tier != home:  # what it writes there, anew or in place
+            if tier != home:  # what it writes there, in new space or in place
                 elsewhere[self._tiers[tier]] = elsewhere.get(self._tiers[tier], 0) + size[tensor]
         kind = KINDS[prepared.trace.op_columns.kind[work.op]]
         extra = slow_operand_ns(self._platform, engine, kind, elsewhere) if elsewhere else 0

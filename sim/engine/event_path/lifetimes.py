@@ -1,6 +1,6 @@
 """When a copy of a tensor is released: the one place where that is decided.
 
-    who asks                          what goes                                       cause of the row
+    who asks                          what is released                                cause of the row
     the end of an op                  all copies of what nobody needs any more        freed
     the end of a tensor's last copy   the same, if it died meanwhile                  freed
     pressure, where a plan keeps      what has been dead longest                      freed

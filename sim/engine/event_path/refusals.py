@@ -55,8 +55,8 @@ def out_of_memory(
     largest = space.largest_free_block(tier)
     return OutOfMemory(
         f"{what} needs {bytes:,} B in {name!r} for {reason}; {space.free(tier):,} B of {space.capacity[tier]:,} B are "
-        f"free (largest hole {largest:,} B); largest holders: {top or 'none'}"
-        + (f"; nor has this room for as much: {others}" if others else ""),
+        f"free (largest free block {largest:,} B); largest holders: {top or 'none'}"
+        + (f"; nor do that many fit in {others}" if others else ""),
         tier=name,
         need_bytes=bytes,
         free_bytes=space.free(tier),

@@ -41,7 +41,7 @@ class Residency:
     # ---- copies ------------------------------------------------------------------------------
 
     def place(self, tensor: int, tier: int) -> None:
-        """What has no producer is there from the start."""
+        """A tensor without a producer is resident from the start."""
         self.began_in[tensor] = tier
         self.arrive(tensor, tier)
 

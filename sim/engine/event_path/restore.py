@@ -1,4 +1,4 @@
-"""How what an op reads is brought back: wait for a copy, fetch one that lies elsewhere, or recompute its producer."""
+"""How what an op reads is restored: wait for a copy, fetch one from another tier, or recompute its producer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.errors import IllegalPlan
 
 
 class Restore:
-    """Brings back what the ops of one device read."""
+    """Restores what the ops of one device read."""
 
     def __init__(self, parts: Parts, waits: Waits) -> None:
         self._parts = parts
@@ -24,7 +24,7 @@ class Restore:
     def reads(self, op: int, *, fetched: bool = False) -> Generator[Event, None, int]:
         """Have every read where the op's engine can read it; the op to recompute first, or -1.
 
-        fetched: all that lie elsewhere have been sent for, and waited for, before.
+        fetched: all reads in other tiers have been fetched and waited for before.
         """
         prepared, residency, waits = self._prepared, self._residency, self._waits
         engine = prepared.engine[op]
@@ -90,10 +90,10 @@ class Restore:
             if new >= 0 and self._residency.produced[new]:
                 by = self._op(prepared.producer[new])
                 raise IllegalPlan(f"{self._read(tensor, op)} was overwritten by {by!r} and no copy was kept")
-            raise IllegalPlan(f"{self._read(tensor, op)} was dropped, and no op makes it")
+            raise IllegalPlan(f"{self._read(tensor, op)} was dropped, and no op produces it")
         if producer in prepared.group_of:
             by = self._op(producer)
-            raise IllegalPlan(f"{self._read(tensor, op)} was dropped, and {by!r} can't run again alone")
+            raise IllegalPlan(f"{self._read(tensor, op)} was dropped, and {by!r} cannot be recomputed alone")
         return producer
 
     def _op(self, op: int) -> str:

@@ -56,7 +56,7 @@ def run(
 
 
 def _place(parts: Parts) -> None:
-    """Put what has no producer where it lies at the start."""
+    """Place tensors without a producer where they are at the start."""
     prepared, space = parts.prepared, parts.space
     for tensor, producer in enumerate(prepared.producer):
         if producer >= 0:
@@ -65,7 +65,7 @@ def _place(parts: Parts) -> None:
         size = prepared.size[tensor]
         if not space.fits(tier, size, offset):
             name = prepared.trace.tensor_columns.name[tensor]
-            request = (tier, size, -1, f"{name!r}, which is there from the start")
+            request = (tier, size, -1, f"{name!r}, which is resident from the start")
             raise out_of_memory(prepared, parts.platform, space, parts.residency, request)
         space.take(tensor, tier, size, -1, PLACED, offset)
         parts.residency.place(tensor, tier)
