@@ -1,1 +1,1 @@
-"""Results for people: tables, figures, and timelines that a trace viewer opens."""
+"""Results for readers: tables, figures, and timelines for a trace viewer."""

@@ -13,13 +13,13 @@ from sim.report.cells import text_of
 from sim.report.listings import aligned
 
 SHOWN = 20
-"""Rows of a long analysis that a terminal gets."""
+"""Most rows of an analysis that a terminal shows."""
 
 Records = Sequence[Mapping[str, Any]]
 
 
 def analysis_text(name: str, records: Records) -> str:
-    """An analysis as a title and a table; a single record with a figure a line."""
+    """An analysis as a title and a table; a single record has one figure per line."""
     lines = [f"{name}: {meaning(name)}"]
     if len(records) == 1:
         pairs = [(f"  {key}", _text(key, value)) for key, value in records[0].items()]
@@ -34,7 +34,7 @@ def analysis_text(name: str, records: Records) -> str:
 
 
 def analysis_csv(records: Records) -> str:
-    """An analysis as CSV: exact figures, what is nested as JSON."""
+    """An analysis as CSV: exact figures, nested ones as JSON."""
     out = io.StringIO()
     names = list(dict.fromkeys(key for record in records for key in record))
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What the tables say, before anyone lays it out: columns, their text, who is fastest, and who does not fit.
+"""The content of tables before layout: columns, their text, which policy is fastest, and which do not fit.
 
 A row is a mapping with `policy`, `fits`, `fidelity`, `manages` and the keys of a run's summary; a row that does not
 fit has `error`, `floor_bytes` and `holders` instead. `fits` None stands for a policy that was not run or failed
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 NONE = "–"
 SAME = "≈"
 MODEL_ERROR = 0.1
-"""How far the model itself may be off, as a fraction of the time, where nobody says better."""
+"""The default for the model's own error, as a fraction of the time."""
 
 INITIALS = {"activations": "A", "gradients": "G", "optimizer_state": "O", "weights": "W"}
 HOLDERS_SHOWN = 3
@@ -28,7 +28,10 @@ HOLDERS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. spare: a narrow terminal leaves out columns with a low number first, and never those with 0."""
+    """One column.
+
+    spare: a narrow terminal leaves out columns with a low number first, and never those with 0.
+    """
 
     title: str
     text: Callable[[Row], str]
@@ -38,7 +41,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a row stands by time. over: fraction above the fastest; same: within the model's error of it."""
+    """The rank of a row by time.
+
+    over: slowdown against the fastest, as a fraction.
+    same: whether it is within the model's error of the fastest.
+    """
 
     over: float
     same: bool
@@ -51,7 +58,7 @@ class Standing:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Those that fit by time, then those that do not by the budget that would do, then those that were not run."""
+    """Rows that fit by time, then those that do not by their smallest feasible budget, then those that were not run."""
 
     def key(row: Row) -> tuple[int, float, float, str]:
         if row["fits"]:
@@ -81,11 +88,11 @@ def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str
 
 
 def columns(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bool = False) -> tuple[Column, ...]:
-    """The columns of a comparison; a column that no row fills is left out."""
+    """The columns of a comparison; a column that is empty in all rows is left out."""
     standing = standings(rows, model_error)
 
     def share(row: Row, key: str) -> str:
-        """A time as a share of all that the row's devices spent: shares compare where times differ."""
+        """A time as a share of all device time of the row: shares can be compared where times differ."""
         spent, whole = row.get(key), device_ns(row)
         return NONE if spent is None or not whole else percent(total(spent) / whole)
 
@@ -122,7 +129,7 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
             f"{percent(model_error)}"
         )
     meant = {
-        "overhead": "vs unlimited: against the time with unlimited memory" + _freedoms(rows),
+        "overhead": "vs unlimited: slowdown against unlimited memory" + _freedoms(rows),
         "stall_ns": "recompute, stall: of the devices' time",
         "moved_bytes": "moved: on all links together",
         "saved_fraction": "saved: of the peak of keep_all",
@@ -138,24 +145,22 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
 
 
 def cancelled_lines(summary: Row) -> list[str]:
-    """What a run saved by moves that were called back before they started: a line, or none where there were none.
+    """A line on moves that were cancelled before they started; empty without any.
 
-    Without it a machine with a smaller host, or a slower link, would look faster for having moved less.
+    Without it a platform with a smaller host, or a slower link, would look faster for having moved less.
     """
     counters = summary.get("counters") or {}
     if not (called_back := counters.get("moves_cancelled")):
         return []
     moves = "1 move" if called_back == 1 else f"{called_back:,} moves"
     without = counters.get("moves_without_space")
-    of_them = f", {without:,} of them for want of space where they went" if without else ""
+    of_them = f", {without:,} of them for lack of space at their destination" if without else ""
     amount = format_bytes(counters["cancelled_bytes"])
-    return [
-        f"{moves} ({amount}) cancelled before the copy started{of_them}: what they were to take stayed where it was"
-    ]
+    return [f"{moves} ({amount}) cancelled before the copy started{of_them}: their tensors stayed where they were"]
 
 
 def _freedoms(rows: Sequence[Row]) -> str:
-    """Which rows are held against more than keeping everything: what unlimited memory would allow them."""
+    """A note on rows whose run with unlimited memory is not that of keep_all but uses the policy's freedoms."""
     named: dict[str, list[str]] = {}
     for row in rows:
         if (run := row.get("unlimited_run")) and run != "keep_all":
@@ -175,7 +180,7 @@ def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
         floor = row.get("floor_bytes")
         parts = ["no budget is known to fit" if floor is None else f"fits from {format_bytes(floor, binary=binary)}"]
         if full := row.get("full"):
-            parts.append(f"no room in {' and '.join(full)}")
+            parts.append(f"{' and '.join(full)} full")
         holders = row.get("holders") or ()
         if holders:
             shown = ", ".join(f"{n} {size(b, binary)} ({why})" for n, b, why in holders[:HOLDERS_SHOWN])
@@ -201,7 +206,7 @@ def clock(ns: int | None) -> str:
 
 
 def percent(fraction: float | None, *, sign: bool = False) -> str:
-    """A fraction in percent: one digit behind the point below 10 %, none above."""
+    """A fraction in percent: one decimal below 10 %, none above."""
     if fraction is None:
         return NONE
     value = 100 * fraction
@@ -217,7 +222,7 @@ def manages(roles: Sequence[str] | None) -> str:
 
 
 def total(value: Mapping[str, int] | int) -> int:
-    """The sum of a figure that is kept by cause or by link."""
+    """The sum of a figure that is given by cause or by link."""
     return sum(value.values()) if isinstance(value, Mapping) else value
 
 
@@ -232,7 +237,7 @@ def name_of(key: str) -> str:
 
 
 def unit_of(key: str) -> str:
-    """The unit of a figure: as declared, or else as its key ends; "" where neither says it."""
+    """The unit of a figure: as declared, else by the ending of its key; "" if neither tells."""
     name = key.partition(".")[0]
     if (figure := known().get(name)) is not None:
         return figure.unit

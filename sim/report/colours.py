@@ -1,7 +1,7 @@
-"""One colour for one thing, in every figure.
+"""Colours: the same thing has the same colour in every figure.
 
 The hues are those of Okabe and Ito, "Color Universal Design", 2008: told apart by readers with any common kind of
-colour blindness. Where hue alone would have to do, figures add a second sign: a marker, a hatch, a name beside it.
+colour blindness. Figures never rely on hue alone but add a second sign: a marker, a hatch or a label.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROLE_COLOURS = {
     "temporary": ORANGE,
     "workspace": GREY,
 }
-"""By what bytes are for (`sim.analysis.peak_memory.CATEGORIES`), in the order in which they are stacked.
+"""Colours of `sim.analysis.peak_memory.CATEGORIES`, in the order in which they are stacked.
 
-What stays longest lies lowest. Neighbours differ in lightness, so that they stay apart in print without colour.
+The longest-lived are lowest. Neighbours differ in lightness, so that they can be told apart in print without colour.
 """
 
 WHY_COLOURS = {"run": BLUE, "recompute": ORANGE, "move": GREEN, "codec": PURPLE, "stall": VERMILION}
-"""By why a lane was busy."""
+"""Colours of the reasons why a lane is busy."""
 
 POLICY_HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 POLICY_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -55,8 +55,8 @@ def why_colour(why: str) -> str:
 def policy_colour(policy: str) -> str:
     """Colour of a policy, the same in every figure and process: from its name alone.
 
-    There are more policies than hues that stay apart, so two may share one: figures name each policy beside its
-    marker. Parameters in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
+    There are more policies than distinct hues, so two may share one: figures label each policy's marker. Parameters
+    in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
     """
     name = policy.partition("(")[0].strip()
     return BASELINE_COLOURS.get(name) or POLICY_HUES[crc32(name.encode()) % len(POLICY_HUES)]

@@ -45,15 +45,15 @@ def _scale(largest: int, units: Any) -> tuple[str, float]:
 
 
 def clock_text(unit: str) -> str:
-    """A unit of time as it is written in a label."""
+    """A unit of time as labels write it."""
     return "µs" if unit == "us" else unit
 
 
 def thin(level: Ints, times: Ints, start: int, end: int, bins: int = COLUMNS) -> NDArray[np.intp]:
-    """Positions of the points that draw a step curve as all of them would at `bins` columns of pixels.
+    """Positions of the points that suffice to draw a step curve in `bins` columns of pixels.
 
-    Of each column the first, the lowest, the highest and the last point stay, in order: so do the peak and every
-    dip that can be seen (Jugel, Jerzak, Hackenbroich, Markl, "M4", VLDB 2014). All stay where there are few.
+    Of each column the first, lowest, highest and last point are kept, in order, and with them the peak and every
+    visible dip (Jugel, Jerzak, Hackenbroich, Markl, "M4", VLDB 2014). Short curves are kept whole.
     """
     count = len(level)
     if count <= 4 * bins:
@@ -94,9 +94,9 @@ def draw_limit(axes: Axes, level: float) -> None:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Save a figure under the format of the name's ending (`.png`, `.svg`, `.pdf`); equal figures, equal files.
+    """Save a figure in the format of the name's ending: `.png`, `.svg` or `.pdf`. Equal figures give equal files.
 
-    Written aside and renamed. Raises ValueError on an unknown ending, OSError.
+    The file is replaced as a whole. Raises ValueError on an unknown ending, OSError.
     """
     import matplotlib
 
@@ -117,9 +117,9 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def place_labels(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *, size: float) -> None:
-    """Write a text beside each point so that no text lies on another or on a point; a thin line leads to far ones.
+    """Label each point so that no label covers another or a point; a thin line leads to distant labels.
 
-    Greedy: the most crowded points first, each at the nearest free place round it. The axes' limits must be set.
+    Greedy: the most crowded points first, each at the nearest free place around it. The axes' limits must be set.
     """
     from matplotlib.patheffects import withStroke
 
@@ -136,7 +136,7 @@ def place_labels(axes: Axes, points: Sequence[tuple[float, float]], texts: Seque
         extent = probe.get_window_extent(renderer)
         probe.remove()
         x, y = pixels[i].tolist()
-        width, height = extent.width + 3 * scale, extent.height + 1 * scale  # some air between labels
+        width, height = extent.width + 3 * scale, extent.height + 1 * scale  # space between labels
         box = _free_box(x, y, width, height, scale, taken, (frame.x0, frame.y0, frame.x1, frame.y1))
         taken.append(box)
         far = max(box[0] - x, x - box[2], box[1] - y, y - box[3]) > 8 * scale

@@ -1,4 +1,4 @@
-"""Writing a file so that no one ever sees half of it."""
+"""Writing a file atomically: nobody ever sees half of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO
 
 
 def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> Path:
-    """Let `write` fill a file beside `path`, then rename it to `path`; its folder is made where missing.
+    """Let `write` fill a temporary file next to `path`, then rename it to `path`; a missing folder is created.
 
     After an error nothing is left behind and an older file of that name is untouched. Raises OSError that names `path`.
     """
@@ -18,7 +18,7 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_and_rename(target, write)
-    except OSError as error:  # it names the file beside, of which nobody knows
+    except OSError as error:  # it names the temporary file, which means nothing to the user
         raise OSError(error.errno, error.strerror, str(target)) from error
     return target
 

@@ -1,4 +1,4 @@
-"""The lines under a result: what its figures hold and leave out, and how to get them again."""
+"""The footer of a result: what its figures include and leave out, and how to reproduce them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
 from sim.units import format_bytes, parse_bytes
 
-INCLUDES = "ops, recomputed ops, codecs, stalls, and at the end the transfers that bring everything back"
-LEAVES_OUT = "planning, loading of input data, allocator calls, and what the framework does beside its launches"
+INCLUDES = "ops, recomputed ops, codecs, stalls, and at the end the transfers that restore everything"
+LEAVES_OUT = "planning, loading of input data, allocator calls, and the framework's work other than launches"
 ASSUMED_SHOWN = 6
 
 
@@ -18,9 +18,13 @@ ASSUMED_SHOWN = 6
 class Footer:
     """What a reader has to know of a result.
 
-    platform: the one that was run on, its budget set. steady: whether the figures are those of the steady state,
-    after `warm_up` iterations. command: what repeats the result, "" where it came from Python. workload: one line.
-    trace: what ran, for the type that it computes in. notes: more lines, such as which policies were left out and why.
+    platform: that of the run, with its budget.
+    steady: whether the figures are those of the steady state.
+    warm_up: how many iterations came before.
+    command: the command that reproduces the result, "" if it came from Python.
+    workload: one line.
+    trace: the trace that ran, for the type that it computes in.
+    notes: more lines, such as which policies were left out and why.
     """
 
     platform: Platform
@@ -56,7 +60,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
 
 
 def _memory(platform: Platform, binary: bool) -> list[str]:
-    """Budget, usable and nominal capacity of the home tiers; equal ones are said once."""
+    """Budget, usable and nominal capacity of the home tiers; equal ones are given once."""
     found = []
     for name in dict.fromkeys(engine.home for engine in platform.engines if engine.main):
         tier = platform.tier(name)
@@ -71,19 +75,17 @@ def _memory(platform: Platform, binary: bool) -> list[str]:
 
 
 def _beyond(platform: Platform, binary: bool) -> list[str]:
-    """A budget that the machine does not have; its profile says what it has."""
+    """A warning where the budget exceeds the capacity in the profile."""
     name = platform.home(0).name.partition("@")[0]
     usable = next((parse_bytes(fact.text) for fact in platform.facts if fact.path == f"tiers.{name}.capacity"), None)
     if platform.budget is None or usable is None or platform.budget <= usable:
         return []
     budget, most = (format_bytes(amount, binary=binary) for amount in (platform.budget, usable))
-    return [
-        f"the budget of {budget} is above what this machine has: a run that takes more than {most} does not fit on it"
-    ]
+    return [f"the budget of {budget} exceeds this machine: a run that takes more than {most} does not fit on it"]
 
 
 def _stand_in(platform: Platform, trace: Trace | None) -> list[str]:
-    """The type in which most is computed, where the machine has no peak for it."""
+    """A warning where the machine has no peak for the type of most FLOPs."""
     if trace is None:
         return []
     flops: dict[str, int] = {}

@@ -22,11 +22,13 @@ LEAST = 0.04  # the least share of a row that a column shows of what happened in
 
 
 def plot_lanes(log: EventLog, window: tuple[int, int] | None = None) -> Figure:
-    """What each engine and link did: one row each, coloured by why it was busy; empty is idle.
+    """What each engine and link did: one row each, coloured by the reason why it was busy, empty while idle.
 
-    window: (start, end) in ns; None takes the whole run. Rows that are idle throughout are left out, main engines
-    excepted. A row with more intervals than can be drawn apart is cut into columns, each filled from below in
-    proportion to what it was busy with (but never so little that it could not be seen).
+    Rows that are idle throughout are left out, except main engines. A row with more intervals than can be drawn is
+    divided into columns, each filled from below in proportion to the reasons (but never too little to be seen).
+
+    window: (start, end) in ns; None takes the whole run.
+
     Raises ValueError on an empty window.
     """
     from matplotlib.patches import Patch
@@ -69,7 +71,7 @@ def plot_lanes(log: EventLog, window: tuple[int, int] | None = None) -> Figure:
 
 
 def _look(why: str) -> dict[str, Any]:
-    """Fill of a kind of interval. A stall is no work, so it is hatched on white: clear in print without colour too."""
+    """Fill of a kind of interval. A stall is hatched on white, which is clear in print without colour, too."""
     if why == "stall":
         return {"facecolor": "white", "edgecolor": VERMILION, "hatch": "/////", "linewidth": 0.0}
     return {"facecolor": WHY_COLOURS[why], "edgecolor": "white", "linewidth": 0.0}
@@ -119,9 +121,9 @@ def _busy_until(rows: Ints, edges: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _name_bars(axes: Axes, y: int, rows: Ints, scene: Scene, start: int, end: int, tick: float) -> None:
-    """Write the name into each bar that has room for it; what a stall waited for on a white ground."""
+    """Write the name into each bar that is wide enough; the cause of a stall on a white ground."""
     inches = 6.6  # width of the axes, about
-    letter = 0.0085 * SMALL  # inches a letter takes, about
+    letter = 0.0085 * SMALL  # inches per letter, about
     ground = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none"}
     for row in rows.tolist():
         left, right = max(row[0], start), min(row[1], end)

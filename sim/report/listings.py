@@ -1,4 +1,4 @@
-"""What there is: profiles, policies, models and traces, as pages of text or as JSON."""
+"""Lists of profiles, policies, models and traces, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _json(value: Any) -> str:
 
 
 def profile_listing(as_json: bool = False) -> str:
-    """One line a shipped profile."""
+    """One line per shipped profile."""
     from sim.hardware.profile import load_profile, profile_names
 
     platforms = [load_profile(name) for name in profile_names()]
@@ -50,7 +50,12 @@ def profile_listing(as_json: bool = False) -> str:
 
 
 def _profile_record(platform: Platform) -> dict[str, Any]:
-    """A row of the list. home_bytes: usable ones; peak: FLOP/s; host_link: bytes/s, None without a host."""
+    """A row of the list.
+
+    home_bytes: usable capacity of the home tier.
+    peak: FLOP/s.
+    host_link: bytes/s, None without a host.
+    """
     home = platform.home(0)
     dtype, peak = max(platform.main_engine(0).peak.items(), key=lambda item: item[1])
     route = platform.route(home.name, platform.host.name) if platform.host else ()
@@ -68,7 +73,7 @@ def _profile_record(platform: Platform) -> dict[str, Any]:
 
 
 def profile_page(name: str, as_json: bool = False) -> str:
-    """Every figure of a profile with its source and standing, its fit, and what to know of it."""
+    """Every figure of a profile with its source and standing, its fit, and notes."""
     from sim.hardware.profile import fit_error, load_profile, profile_table
 
     platform = load_profile(name)
@@ -91,14 +96,14 @@ def profile_page(name: str, as_json: bool = False) -> str:
 # ---- policies ------------------------------------------------------------------------------------
 
 OF_TESTS = ("other_values", "unseen", "rarely")
-"""What a class says for its tests alone."""
+"""Traits that matter to tests only."""
 
 APART = ("fidelity", "slow", "saves", *OF_TESTS)
-"""Traits that have a place of their own on a policy's page."""
+"""Traits that a policy's page shows elsewhere."""
 
 
 def traits_shown(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The other traits, those that say something."""
+    """The other traits that are set."""
     from sim.policies.base import TRAITS
 
     return [(trait, record[trait]) for trait in TRAITS if trait not in APART and record.get(trait)]
@@ -139,7 +144,7 @@ def policy_record(name: str) -> dict[str, Any]:
 
 
 def policy_listing(as_json: bool = False) -> str:
-    """One line a policy."""
+    """One line per policy."""
     from sim.policies import names
 
     records = [policy_record(name) for name in names()]
@@ -187,7 +192,7 @@ def _first(record: dict[str, Any]) -> str:
 
 
 def model_listing(as_json: bool = False) -> str:
-    """One line a model."""
+    """One line per model."""
     from workloads.models import model_names
 
     records = [_model_record(name) for name in model_names()]
@@ -224,7 +229,7 @@ def _listed(value: Any) -> str:
 
 
 def trace_page(trace: Trace, as_json: bool = False) -> str:
-    """What is in a trace: ops by phase and kind, bytes by role, FLOPs, and what it stands for."""
+    """What a trace holds: ops by phase and kind, bytes by role, FLOPs, and its `meta`."""
     ops, tensors = trace.ops, trace.tensors
     by_phase: dict[str, int] = {}
     by_kind: dict[str, int] = {}

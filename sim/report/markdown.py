@@ -33,7 +33,7 @@ def comparison_markdown(
 
 
 def escaped(text: str) -> str:
-    """Text that reads in Markdown as it is written here."""
+    """Text with Markdown's special characters escaped."""
     return text.translate(SPECIAL).replace("\n", " ")
 
 

@@ -1,6 +1,6 @@
-"""Figures: memory over time, what each engine and link did (`lanes`), and policies against each other.
+"""Figures: memory over time, what each engine and link did (`lanes`), and a comparison of policies.
 
-Each is a `matplotlib.figure.Figure` of its own: nothing is global, and a notebook shows it as it is.
+Each is a `matplotlib.figure.Figure` of its own: there is no global state, and a notebook shows it as it is.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False)
     ended = "" if log.complete else "; the run did not end"
     axes.set_xlabel(f"time ({clock_text(unit_ns)}){ended}", fontsize=FONT)
     axes.set_ylabel(f"in use in {shown.name} ({unit})", fontsize=FONT)
-    # both figures stand in the line above: beside the curve they would lie on the limit, or on each other
+    # both figures are in the line above: next to the curve they would cover the limit, or each other
     title = f"▼ peak {format_bytes(peak, binary=binary)}" if peak else "nothing was held here"
     if peak:
         title += f" at {clock(at)}" + (f", {top_of.op}" if top_of.op else "")
@@ -103,7 +103,7 @@ def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False)
     axes.set_title(title, fontsize=SMALL + 0.5, loc="left", color=BLACK, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        # read from top to bottom as the layers lie
+        # from top to bottom like the layers
         figure.legend(
             handles[::-1],
             labels[::-1],
@@ -128,11 +128,14 @@ def _limit_text(log: EventLog, tier: Tier, binary: bool) -> str:
 
 
 def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = None, binary: bool = False) -> Figure:
-    """Time against peak memory, one marker a policy; those that do not fit are listed beside.
+    """Time against peak memory, one marker per policy; those that do not fit are listed at the side.
 
-    rows: as `sim.report.table.comparison_table` takes them. budget: bytes, drawn as a line. binary: GiB instead
-    of GB. A hollow marker is a reconstruction: its paper left details open. The staircase joins the rows that
-    none beats in both time and memory.
+    A hollow marker is a reconstruction: its paper left details open. The staircase is the Pareto front of time and
+    memory.
+
+    rows: as `sim.report.table.comparison_table` takes them.
+    budget: bytes, drawn as a line.
+    binary: GiB instead of GB.
     """
     fitting = [row for row in rows if row["fits"]]
     failing = [row for row in rows if not row["fits"]]
@@ -164,7 +167,7 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
 
 
 def _limits(axes: Axes, points: Sequence[tuple[float, float]], budget: float | None) -> None:
-    """Room round all points; an axis starts at zero unless that would press them together."""
+    """Leave a margin around all points; an axis starts at zero unless that would crowd them."""
     for values, line, set_limits in (
         ([x for x, _ in points], [], axes.set_xlim),
         ([y for _, y in points], [] if budget is None else [budget], axes.set_ylim),
@@ -202,7 +205,7 @@ def _list_failing(figure: Figure, rows: Sequence[Mapping[str, Any]], binary: boo
         lines.append(row["policy"] + (f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""))
     if len(rows) > LISTED:
         lines.append(f"… and {len(rows) - LISTED} more")
-    # a legend without signs: the layout keeps room for it beside the axes
+    # a legend without signs: the layout reserves space for it next to the axes
     legend = figure.legend(
         handles=[Line2D([], [], linestyle="none") for _ in lines], labels=lines, title="do not fit",
         loc="outside right upper", fontsize=SMALL, title_fontsize=SMALL + 0.5, frameon=False, handlelength=0,

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 PANELS = 12
 ACROSS = 3
 SHOWN_CROSSES = 12
-SHOWN_LABELS = 30  # more policies than that get no legend, but their names stand in the table
+SHOWN_LABELS = 30  # more policies than that get no legend; the table names them
 
 
 def plot_fronts(table: pd.DataFrame, *, binary: bool = False) -> Figure:
-    """Peak memory against iteration time of all cells that fit, with the front that none beats.
+    """Peak memory against iteration time of all cells that fit, with their Pareto front.
 
-    Budgets are not told apart: a policy's points over budgets are its trade. Raises TiersimError without cells.
+    Budgets are not distinguished: a policy's points over budgets are its trade-off. Raises TiersimError without cells.
     """
     fitting = _fitting(table)
     unit, size = byte_scale(int(fitting["peak_bytes"].max()), binary=binary)
@@ -98,16 +98,16 @@ def plot_fits(table: pd.DataFrame) -> Figure:
 
 
 def plot_overhead(table: pd.DataFrame) -> Figure:
-    """Time over that without a limit, against the budget as a part of the unconstrained peak; a line a policy.
+    """Slowdown against unlimited memory over the budget as a part of the unconstrained peak; one line per policy.
 
-    A cross at the foot, each policy's at a height of its own, marks a budget that a policy does not fit.
+    A cross at the bottom, at a height of its own for each policy, marks a budget that a policy does not fit.
     Raises TiersimError without cells.
     """
     known = table[table["status"].isin(["ok", "infeasible"])].copy()
     known = known[known["unconstrained_peak_bytes"].notna() & known["budget_bytes"].notna()]
     if known.empty:
         raise TiersimError("plot_overhead: no cell has a budget and an unconstrained peak")
-    # a budget above the peak is no limit: all of those are one point
+    # budgets above the peak limit nothing: all of them are one point
     share = (known["budget_bytes"].astype(float) / known["unconstrained_peak_bytes"].astype(float)).clip(upper=1.0)
     known["share"] = 100 * share
     figure, panels = _panels(known, {"policy", "seed", "budget"})
@@ -128,9 +128,11 @@ def plot_overhead(table: pd.DataFrame) -> Figure:
 
 
 def plot_ablation(table: pd.DataFrame, figure: str) -> Figure:
-    """Iteration time over one figure of the profile, such as `links.h2d.rate`; a line a policy.
+    """Iteration time over one figure of the profile, such as `links.h2d.rate`; one line per policy.
 
-    figure: its path, an axis of the study. Raises TiersimError where the table has no such axis or no cell fits.
+    figure: its path, an axis of the study.
+
+    Raises TiersimError if the table has no such axis or no cell fits.
     """
     _need(table, figure)
     fitting = _fitting(table).copy()
@@ -156,7 +158,7 @@ def plot_ablation(table: pd.DataFrame, figure: str) -> Figure:
 
 
 def _labels(table: pd.DataFrame) -> list[str]:
-    """The axes of a sweep's table: what stands between the cell's id and its status."""
+    """The axes of a sweep's table: the columns between the cell's id and its status."""
     names = list(table.columns)
     if "status" not in names or "policy" not in names:
         raise TiersimError("a sweep's table has columns 'policy' and 'status'; this one lacks them")
@@ -223,7 +225,7 @@ def _labelled(axes: Axes, x: str, y: str) -> None:
 
 
 def _legend(figure: Figure, table: pd.DataFrame) -> None:
-    """One entry a policy for all panels."""
+    """One entry per policy for all panels."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -44,10 +44,11 @@ def comparison_text(
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
-    """The comparison as plain text: aligned columns, one line a policy, then what does not fit, then the footer.
+    """The comparison as plain text: aligned columns, one line per policy, then what does not fit, then the footer.
 
-    rows: see `sim.report.cells`. model_error: times nearer to the fastest than this fraction are marked as not
-    distinguishable. binary: GiB instead of GB.
+    rows: see `sim.report.cells`.
+    model_error: times nearer to the fastest than this fraction are marked as not distinguishable.
+    binary: GiB instead of GB.
     """
     shown = columns(rows, model_error=model_error, binary=binary)
     lines = _aligned(shown, ordered(rows))
@@ -210,7 +211,7 @@ def _with_share(key: str, value: Any, whole: int | None, binary: bool) -> str:
 
 
 def summary_text(summary: Mapping[str, Any], *, footer: Footer | None = None, binary: bool = False) -> str:
-    """One run's summary as plain text, one figure a line, then the footer."""
+    """One run's summary as plain text, one figure per line, then the footer."""
     pairs = summary_lines(summary, binary=binary)
     width = max((len(name) for name, _ in pairs), default=0)
     lines = [f"{name.ljust(width)}{' ' * GAP}{text}".rstrip() for name, text in pairs]

@@ -1,7 +1,7 @@
 """The log as a file that a trace viewer opens: https://ui.perfetto.dev, or chrome://tracing for the JSON form.
 
-Each device is a process, and one more stands for what all share; each engine and link is a thread; each
-tier is a counter of bytes. Copies point by an arrow to the run that first reads what they brought.
+Each device is a process, and one more holds what all share; each engine and link is a thread; each tier is a
+counter of bytes. An arrow leads from a copy to the run that first reads the copied tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def write_timeline(log: EventLog, path: str | os.PathLike[str]) -> Path:
     """Write the log as a trace; `.pftrace` or `.json` by the name's ending, compressed where `.gz` follows.
 
     `.pftrace` is Perfetto's protocol-buffer format, `.json` the Chrome trace event format (times there are
-    decimal microseconds, three digits behind the point, so that both hold whole nanoseconds). Equal logs give
-    equal files. Written aside and renamed. Raises TiersimError on another ending, OSError.
+    decimal microseconds with three decimals, so that both hold whole nanoseconds). Equal logs give equal files. The
+    file is replaced as a whole. Raises TiersimError on another ending, OSError.
     """
     name = Path(path).name
     packed = name.endswith(".gz")

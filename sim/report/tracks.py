@@ -1,6 +1,6 @@
 """What a trace viewer shows of a log: tracks, slices on them, flows between slices, counters.
 
-Nothing here knows a file format; `timeline` writes it down.
+Nothing here depends on a file format; `timeline` writes the files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Args = dict[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A row of the viewer. process: a device's index, or `platform.devices` for what all share.
+    """A row of the viewer.
 
-    lane: position in `platform.lanes`. slot: 0, or k for what overlaps slots 0..k-1 of the same lane
-    (a link with several copy engines).
+    process: a device's index, or `platform.devices` for what all share.
+    lane: position in `platform.lanes`.
+    slot: 0, or k for what overlaps slots 0..k-1 of the same lane (a link with several copy engines).
     """
 
     name: str
@@ -42,7 +43,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A curve of bytes over time; a point stands until the next one. times: ns, bytes: same shape."""
+    """A step curve of bytes over time (ns); both columns have the same shape."""
 
     name: str
     process: int
@@ -150,11 +151,11 @@ class Scene:
 
     @cached_property
     def flows(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of rows of `log.intervals`: a copy, and the run that first reads what it brought.
+        """Pairs of rows of `log.intervals`: a copy, and the run that first reads the copied tensor.
 
-        The run starts when the copy has ended or later, on an engine that reaches the copy's
-        destination, while the copied tensor still lies there. A copy over several links gives a flow from
-        the link whose end the reader reaches. Copies that nobody reads there give none.
+        The run starts when the copy has ended or later, on an engine that reaches the copy's destination, while the
+        tensor is still resident there. A copy over several links gives a flow from the link whose end the reader
+        reaches. A copy that nobody reads there gives none.
         """
         log, platform = self.log, self.log.platform
         rows, first_link = log.intervals, len(platform.engines)

@@ -201,7 +201,7 @@ def test_the_foot_says_when_the_budget_is_more_than_the_machine_has():
     from sim import load_profile
 
     machine = load_profile("mt3000_survey")  # 8 GB
-    said = "the budget of 20 GB is above what this machine has: a run that takes more than 8 GB does not fit on it"
+    said = "the budget of 20 GB exceeds this machine: a run that takes more than 8 GB does not fit on it"
     assert said in footer_lines(Footer(machine.with_budget(20 * 10**9)))
     for platform in (machine, machine.with_budget(8 * 10**9)):
         assert not [line for line in footer_lines(Footer(platform)) if "above" in line]

@@ -155,11 +155,11 @@ def test_moves_that_never_started_are_counted_and_said() -> None:
     assert (kept["moves_cancelled"], kept["cancelled_bytes"], kept["moves_without_space"]) == (2, 200, 2)
     assert simulate(trace, roomy, "swap_all", unit="op").summary()["counters"]["moves_cancelled"] == 0
     text = comparison_text(compare(trace, small, [("swap_all", {"unit": "op"})]).rows)
-    said = "2 moves (200 B) cancelled before the copy started, 2 of them for want of space where they went"
+    said = "2 moves (200 B) cancelled before the copy started, 2 of them for lack of space at their destination"
     assert f"swap_all(unit=op): {said}" in text
     # what does not fit says which tiers were full
     refused = comparison_text(compare(trace, small, ["swap_all"], budget=350, find_floor=False).rows)
-    assert "no room in hbm and host" in refused
+    assert "hbm and host full" in refused
 
 
 def test_a_smaller_host_does_not_make_a_plan_faster_in_silence() -> None:

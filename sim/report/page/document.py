@@ -24,22 +24,22 @@ SCRIPTS = (
     *("format.js", "unpack.js", "grid.js", "viewport.js", "memory.js", "lanes.js", "scatter.js"),
     *("parts.js", "run.js", "many.js", "page.js"),
 )
-"""Our scripts in the order in which they need each other; uPlot comes before them."""
+"""Our scripts in the order of their dependencies; uPlot precedes them."""
 
 
 def write_run_page(view: RunView | SavedView, path: str | os.PathLike[str]) -> Path:
-    """Write the page of one run, aside and renamed; equal runs give equal files. Raises OSError."""
+    """Write the page of one run, as a whole; equal runs give equal files. Raises OSError."""
     return _write(path, view.title, {"kind": "run"}, {"run": run_data(view)})
 
 
 def write_table_page(view: TableView, path: str | os.PathLike[str]) -> Path:
-    """Write the page of many runs, aside and renamed; equal tables give equal files. Raises OSError."""
+    """Write the page of many runs, as a whole; equal tables give equal files. Raises OSError."""
     runs = {f"run {id}": run_data(run) for id, run in view.runs.items()}
     return _write(path, view.title, {"kind": "table", "runs": list(view.runs)}, {"table": table_data(view), **runs})
 
 
 def _write(path: str | os.PathLike[str], title: str, about: dict[str, Any], parts: Mapping[str, Any]) -> Path:
-    text = document(title, about, parts).encode("utf-8", "replace")  # JSON may name half a character
+    text = document(title, about, parts).encode("utf-8", "replace")  # JSON may hold lone surrogates
 
     def write(file: IO[bytes]) -> None:
         file.write(text)
@@ -48,10 +48,13 @@ def _write(path: str | os.PathLike[str], title: str, about: dict[str, Any], part
 
 
 def document(title: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> str:
-    """The file's text. about: what stands in it; parts: data by name, each packed by itself.
+    """The file's text.
 
-    Data is JSON, deflated, in base64, so that no text of it can end the element that holds it. The policy in the
-    head lets the page ask for nothing, and run no script but the one below, whatever a name should try.
+    Data is JSON, deflated, in base64, so that no text of it can end the element that holds it. The content policy in
+    the head forbids the page all requests and all scripts but its own, whatever names contain.
+
+    about: what the page holds.
+    parts: data by name, each packed by itself.
     """
     colours = {"roles": ROLE_COLOURS, "whys": WHY_COLOURS}
     blocks = [f'<script type="text/plain" data-part="about">{pack({**about, "colours": colours})}</script>']
@@ -74,7 +77,7 @@ def document(title: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> 
 
 
 def pack(value: Any) -> str:
-    """JSON values as a page holds them."""
+    """JSON values, packed for a page."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode()
 

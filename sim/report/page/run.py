@@ -55,8 +55,12 @@ WAITS_FOR = {
 class RunView:
     """A run as a page shows it.
 
-    title: its policy. summary: as `Result.summary`. footer: platform, workload, the command that repeats it. doc: what
-    the policy says of itself. manages: what it may drop or move. links: (text, address) of files kept beside.
+    title: its policy.
+    summary: as `Result.summary`.
+    footer: platform, workload, and the command that reproduces it.
+    doc: the policy's docstring.
+    manages: what it may drop or move.
+    links: (text, address) of files kept next to the page.
     """
 
     title: str
@@ -71,7 +75,10 @@ class RunView:
 
 @dataclass(frozen=True)
 class SavedView:
-    """A run as it was saved for a page, in place of the run itself. data: as `run_data` gave it."""
+    """A run as it was saved for a page, in place of the run itself.
+
+    data: as `run_data` returned it.
+    """
 
     data: Mapping[str, Any]
 
@@ -82,7 +89,7 @@ class SavedView:
 
 
 def run_data(view: RunView | SavedView) -> dict[str, Any]:
-    """All that the page needs of a run; JSON values only."""
+    """The data of a run's page; JSON values only."""
     if isinstance(view, SavedView):
         return dict(view.data)
     log, footer, platform = view.log, view.footer, view.log.platform
@@ -134,18 +141,21 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
 
 
 def _unwrapped(doc: str) -> str:
-    """A docstring without the line breaks that only keep its lines short; lists and headings keep theirs."""
+    """A docstring without line breaks inside paragraphs; lists and headings keep theirs."""
     return re.sub(r"(?<=\S)\n *(?=[^\s*-])(?!\w+(?:, \w+)*:\s|Raises )", " ", doc)
 
 
 def facts_data(platforms: Sequence[Any]) -> list[list[str]]:
-    """Figures of profiles: which profile, where, as written, standing, source; what is merely assumed comes first."""
+    """Figures of profiles: profile, path, text, standing, source; assumed ones first."""
     facts = [[p.name, fact.path, fact.text, fact.standing, fact.source] for p in platforms for fact in p.facts]
     return sorted(facts, key=lambda fact: fact[3] != "assumed")
 
 
 def _lanes(log: EventLog) -> dict[str, Any]:
-    """Every interval on its track, track by track in order of start. gap: from the end of the one before."""
+    """Every interval, track by track in order of start.
+
+    gap: from the end of the previous interval.
+    """
     scene = Scene(log)
     rows, track_of = log.intervals, scene.track_of
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0], track_of))]
@@ -177,7 +187,10 @@ def _lanes(log: EventLog) -> dict[str, Any]:
 
 
 def _tier(log: EventLog, number: int) -> dict[str, Any]:
-    """A tier: its capacity, every change of its use, and its peak. at: the change that reached it, -1 for none."""
+    """A tier: its capacity, every change of its use, and its peak.
+
+    at: the change that reached the peak, -1 for none.
+    """
     tier = log.platform.tiers[number]
     rows = log.changes[log.changes[:, 1] == number]
     peak = peak_memory(log, tier.name, largest=0)
@@ -205,6 +218,6 @@ def _tier(log: EventLog, number: int) -> dict[str, Any]:
 
 
 def _steps(column: Ints) -> list[int]:
-    """Differences of a column, the first from 0."""
+    """Differences of a column; the first is that from 0."""
     steps: list[int] = np.diff(column, prepend=0).tolist()
     return steps

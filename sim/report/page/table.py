@@ -1,4 +1,4 @@
-"""What the page shows of many runs, as JSON values: a row a run, units in the names of the columns."""
+"""What the page shows of many runs, as JSON values: one row per run, units in the names of the columns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ Row = Mapping[str, Any]
 class TableView:
     """Many runs as a page shows them.
 
-    rows: each has `id` (what links name it by), the axes in `labels`, `policy` among them, `fits`, and the keys of
-    `Result.summary`, or `error` and `floor_bytes` where it did not fit. platforms: whose figures are listed, beside
-    those in `facts`. runs: by id, those that can be looked at. links: by id (text, address) of files kept beside.
-    notes: lines under the table; caution: lines above it.
+    rows: each has `id` (its name in links), the axes in `labels`, `policy` among them, `fits`, and the keys of
+        `Result.summary`, or `error` and `floor_bytes` if it did not fit.
+    platforms: those whose figures are listed, besides those in `facts`.
+    runs: by id, those that the page shows in detail.
+    links: by id (text, address) of files kept next to the page.
+    notes: lines under the table.
+    caution: lines above it.
     """
 
     title: str
@@ -40,7 +43,7 @@ class TableView:
 
 
 def table_data(view: TableView) -> dict[str, Any]:
-    """All that the page needs of the table; the runs come beside it."""
+    """The data of the table; runs are separate."""
     rows = [_flat(row) | _shares(row) for row in view.rows]
     for row, over in zip(rows, _over_fastest(view.rows, view.labels), strict=True):
         row |= over
@@ -90,7 +93,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _shares(row: Row) -> dict[str, Any]:
-    """Times as shares of all that the row's devices spent, and the bytes on all links together."""
+    """Times as shares of all device time of the row, and the bytes on all links together."""
     whole, found = device_ns(row), {}
     for key, name in (("recompute_ns", "recompute_share"), ("stall_ns", "stall_share")):
         spent = _sum(row, key)
@@ -100,7 +103,7 @@ def _shares(row: Row) -> dict[str, Any]:
 
 
 def _sum(row: Row, key: str) -> int | None:
-    """A figure that is kept by cause or by link, whole: nested, or flat as `stall_ns.transfer`."""
+    """The sum of a figure that is given by cause or by link: nested, or flat as `stall_ns.transfer`."""
     if row.get(key) is not None:
         return total(row[key])
     if row.get("makespan_ns") is None:
@@ -109,7 +112,7 @@ def _sum(row: Row, key: str) -> int | None:
 
 
 def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Per row how far its time is above that of the fastest policy on the same job, and whether that can be told."""
+    """Per row its slowdown against the fastest policy on the same job, and whether it can be told from it."""
     job = [name for name in labels if name != "policy" and not name.startswith("policy.")]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -134,7 +137,7 @@ def _known(value: Any) -> bool:
 
 
 def _kind(name: str, rows: Sequence[Row]) -> str:
-    """How the page writes a column: by the unit that its name tells, or by what its values are."""
+    """How the page writes a column: by the unit in its name, or by the type of its values."""
     if unit := unit_of(name):
         return unit
     kinds = {type(row.get(name)) for row in rows} - {type(None)}
