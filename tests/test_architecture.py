@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "sim.plan": WORDS | {"sim.log"},
     "sim.rewrites": WORDS,
     "sim.solvers": WORDS | {"sim.plan"},
-    "sim.eviction": WORDS | {"sim.declared", "sim.plan", "sim.log"},
+    "sim.eviction": WORDS | {"sim.declared", "sim.plan", "sim.log", "sim.solvers"},
     "sim.policies": WORDS | {"sim.declared", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},

@@ -12,11 +12,10 @@ import numpy as np
 from annotated_types import Ge, Lt
 
 from sim.errors import PolicyError
-from sim.plan import Action, Change, Memory, Move, Need, Online, Plan, Problem
+from sim.eviction.replacement import Replacement, movable_results
+from sim.plan import Action, Change, Memory, Move, Online, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.lru_tiering.upcoming import Upcoming, upcoming_of
-from sim.solvers.cascade import Below
-from sim.trace.tensor import ROLE_CODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,8 @@ class LruTiering(Policy):
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"lru_tiering: {platform.name} has no host tier to move to")
-        role, size, producer = trace.tensor_columns.role, trace.tensor_columns.bytes, trace.producer
-        movable = np.isin(role, (ROLE_CODE["activation"], ROLE_CODE["temporary"])) & (producer >= 0) & (size > 0)
+        size, producer = trace.tensor_columns.bytes, trace.producer
+        movable = np.array(movable_results(trace), np.bool_)
         if self.pin_flops_per_byte is not None:
             intense = trace.op_columns.flops > self.pin_flops_per_byte * np.maximum(trace.touched, 1)
             movable &= ~intense[producer]
@@ -76,7 +75,7 @@ class LruTiering(Policy):
         if self.choice == "score":
             # the part of the index that does not change: time to recompute per byte
             weight = [problem.cost.op_ns(int(p)) / max(int(b), 1) if p >= 0 else 0.0 for p, b in zip(producer, size)]
-        kind: Callable[..., Online] = _Replacement
+        kind: Callable[..., Online] = _LeastRecent
         if self.watermark or self.prefetch:
             kind = partial(_Ahead, upcoming_of(problem), watermark=self.watermark, depth=self.prefetch)
         online = partial(
@@ -91,74 +90,34 @@ class LruTiering(Policy):
         return Plan(trace, online=online)
 
 
-class _Replacement(Online):
+class _LeastRecent(Replacement):
     """Per fast tier the movable residents in order of last use: those seldom read, and those read often."""
 
-    def __init__(
-        self,
-        *,
-        chain: Sequence[str],
-        homes: Sequence[str],
-        movable: Sequence[bool],
-        size: Sequence[int],
-        hits: int,
-        weight: Sequence[float],
-    ) -> None:
-        self._below = Below(chain, size)
-        self._movable = movable
-        self._size = size
+    def __init__(self, *, hits: int, weight: Sequence[float], homes: Sequence[str], **rest: Any) -> None:
+        super().__init__(homes=homes, **rest)
         self._hits = hits
         self._weight = weight
         # a dict keeps the order in which its keys were last put in
         self._seldom: dict[str, dict[int, int]] = {home: {} for home in homes}
         self._often: dict[str, dict[int, int]] = {home: {} for home in homes}
         self._reads: dict[int, int] = {}
-        self._going: dict[str, dict[int, int]] = {home: {} for home in homes}  # sent away, and still there
 
     def notice(self, change: Change) -> None:
         """Keep the order of last use, with its times."""
-        tensor = change.tensor
-        self._below.notice(change)
-        if change.tier not in self._seldom or not self._movable[tensor]:
+        super().notice(change)
+        if not self.manages(change):
             return
+        tensor = change.tensor
         if change.what == "read":
             self._reads[tensor] = self._reads.get(tensor, 0) + 1
-        self._going[change.tier].pop(tensor, None)
         was = self._seldom[change.tier].pop(tensor, None)
         was = self._often[change.tier].pop(tensor, was)
         if change.what == "came" or (change.what == "read" and was is not None):
             often = self._hits and self._reads.get(tensor, 0) >= self._hits
             (self._often if often else self._seldom)[change.tier][tensor] = change.now
 
-    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
-        """The first in order that can go, until their bytes are enough."""
-        if need.tier not in self._seldom:
-            return ()
-        return self._send(need.tier, need.short, memory)
-
-    def _send(self, tier: str, short: int, memory: Memory, excluded: Collection[int] = ()) -> list[Action]:
-        """The moves of those first in order, except the excluded, until so many bytes more will be free."""
-        answer: list[Action] = []
-        self._below.begin()
-        freed = self._waiting(tier, memory)
-        for tensor in self._order(tier, memory.now):
-            if freed >= short:
-                break
-            if tensor in excluded or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
-                continue
-            steps = self._below.send(tensor, memory)
-            if steps is None:
-                continue
-            answer += steps
-            freed += self._size[tensor]
-            self._going[tier][tensor] = self._size[tensor]
-        return answer
-
-    def _waiting(self, tier: str, memory: Memory) -> int:
-        """Bytes of what was sent away and waits for space in the host: it will leave, too."""
-        return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
-
-    def _order(self, tier: str, now: int) -> Iterator[int]:
+    def order(self, tier: str, now: int) -> Iterator[int]:
+        """The least recently used first, or those of the least index."""
         seldom, often = self._seldom[tier], self._often[tier]
         if not self._weight:
             return chain(seldom, often)
@@ -169,7 +128,7 @@ class _Replacement(Online):
         return chain.from_iterable(ranked)
 
 
-class _Ahead(_Replacement):
+class _Ahead(_LeastRecent):
     """The same, and before each op what keeps memory free and brings back what backward will want."""
 
     def __init__(self, upcoming: Upcoming, *, watermark: float, depth: int, **rest: Any) -> None:
@@ -185,11 +144,11 @@ class _Ahead(_Replacement):
         what, tensor, tier, _ = change
         if what == "read":
             return
-        if tier in self._going:
+        if tier in self._seldom:
             self._away.pop(tensor, None)
-            if what == "went" and self._below.has(tensor):
+            if what == "went" and self.below.has(tensor):
                 self._away[tensor] = tier
-        elif tensor in self._away and not self._below.has(tensor):
+        elif tensor in self._away and not self.below.has(tensor):
             del self._away[tensor]
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
@@ -198,17 +157,17 @@ class _Ahead(_Replacement):
         tier, reads = ahead.home[op], ahead.reads[op]
         kept = int(self._watermark * ahead.capacity[tier])
         room = memory.free(tier) - ahead.makes[op] - kept
-        coming = room + memory.leaving(tier) + self._waiting(tier, memory)
+        coming = room + memory.leaving(tier) + self.waiting(tier, memory)
         if kept and coming < 0:
-            return self._send(tier, -room - memory.leaving(tier), memory, reads)
+            return self.send(tier, -room - memory.leaving(tier), memory, reads)
         return self._fetches(tier, room, memory, reads) if self._depth and ahead.backward[op] else ()
 
     def _fetches(self, tier: str, room: int, memory: Memory, reads: Collection[int]) -> list[Action]:
         answer: list[Action] = []
         for tensor in islice(reversed(self._away), self._depth):
-            if self._size[tensor] > room:
+            if self.size[tensor] > room:
                 break
             if self._away[tensor] == tier and tensor not in reads and memory.in_flight(tensor) is None:
-                room -= self._size[tensor]
+                room -= self.size[tensor]
                 answer.append(Move(tensor, tier, keep=True))
         return answer

@@ -1,0 +1,77 @@
+"""An online part that moves what a fast tier holds to the tiers behind it under pressure, in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from sim.eviction.evictable import EVICTED_ROLES
+from sim.plan import Action, Change, Memory, Need, Online
+from sim.solvers.cascade import Below
+from sim.trace.graph import Trace
+from sim.trace.tensor import ROLE_CODE
+
+
+def movable_results(trace: Trace, roles: Collection[str] = EVICTED_ROLES) -> list[bool]:
+    """Per tensor whether it may be moved: an op's result with bytes, of one of these roles."""
+    t = trace.tensor_columns
+    movable = np.isin(t.role, [ROLE_CODE[role] for role in roles]) & (trace.producer >= 0) & (t.bytes > 0)
+    flags: list[bool] = movable.tolist()
+    return flags
+
+
+class Replacement(Online):
+    """Moves residents to the first of the tiers behind that can take them; a subclass says in which order.
+
+    chain: the tiers behind the fast ones, the host first.
+    homes: the fast tiers.
+    movable: per tensor whether it may be moved.
+    size: per tensor bytes.
+    """
+
+    def __init__(self, *, chain: Sequence[str], homes: Sequence[str], movable: Sequence[bool], size: Sequence[int]):
+        self.below = Below(chain, size)
+        self.movable = movable
+        self.size = size
+        self._going: dict[str, dict[int, int]] = {home: {} for home in homes}  # sent away, and still there
+
+    def order(self, tier: str, now: int) -> Iterable[int]:
+        """The movable residents of a fast tier, the first to leave first."""
+        raise NotImplementedError
+
+    def manages(self, change: Change) -> bool:
+        """Whether a change is about a tensor that may be moved, in a tier that it may leave."""
+        return change.tier in self._going and self.movable[change.tensor]
+
+    def notice(self, change: Change) -> None:
+        """Note what has left, and what stays because it is read."""
+        self.below.notice(change)
+        if self.manages(change):
+            self._going[change.tier].pop(change.tensor, None)
+
+    def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
+        """The first in order that can leave, until their bytes are enough."""
+        return self.send(need.tier, need.short, memory) if need.tier in self._going else ()
+
+    def send(self, tier: str, short: int, memory: Memory, excluded: Collection[int] = ()) -> list[Action]:
+        """The moves of those first in order, except the excluded, until so many bytes more will be free."""
+        answer: list[Action] = []
+        self.below.begin()
+        freed = self.waiting(tier, memory)
+        for tensor in self.order(tier, memory.now):
+            if freed >= short:
+                break
+            if tensor in excluded or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+                continue
+            steps = self.below.send(tensor, memory)
+            if steps is None:
+                continue
+            answer += steps
+            freed += self.size[tensor]
+            self._going[tier][tensor] = self.size[tensor]
+        return answer
+
+    def waiting(self, tier: str, memory: Memory) -> int:
+        """Bytes of what was sent away and waits for space in the host: it will leave, too."""
+        return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
