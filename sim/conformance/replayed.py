@@ -54,10 +54,12 @@ class Replayed:
         return Ledger(self.log)
 
 
-def run_policy(policy: Policy, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
-    """Ask a policy and replay its plan, after as many warm-up iterations as it declares."""
+def run_policy(
+    policy: Policy, trace: Trace, platform: Platform, *, seed: int = 0, warm_up: int | None = None
+) -> Replayed:
+    """Ask a policy and replay its plan, after as many warm-up iterations as it declares, or as are given."""
     before = _asked(trace, platform)
-    run = _run(policy, trace, platform, seed)
+    run = _run(policy, trace, platform, seed, policy.warm_up if warm_up is None else warm_up)
     now = _asked(trace, platform)
     changed = next((what for what, hashed in before.items() if now[what] != hashed), "")
     return replace(run, changed=changed)
@@ -68,11 +70,11 @@ def _asked(trace: Trace, platform: Platform) -> dict[str, str]:
     return {"trace": Trace.content_hash.func(trace), "platform": repr(platform)}  # type: ignore[attr-defined]
 
 
-def _run(policy: Policy, trace: Trace, platform: Platform, seed: int) -> Replayed:
+def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: int) -> Replayed:
     history: tuple[Run, ...] = ()
     plan: Plan | None = None
     try:
-        for _ in range(policy.warm_up):
+        for _ in range(warm_up):
             plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
             history = (*history, run_iteration(trace, plan, platform, history, last=False))
         plan = None

@@ -20,6 +20,7 @@ from sim.conformance.situations import Example, for_each, situations
 from sim.errors import PolicyError
 from sim.experiment import simulate
 from sim.hardware import load_profile
+from sim.plan import Move, Online, Plan
 from sim.policies import load
 from sim.policies.base import MANAGES, Policy
 from sim.report.listings import policy_page
@@ -359,3 +360,37 @@ def test_what_an_engine_beside_the_device_reads_later_lies_there_in_another_futu
     run = run_policy(load("lru_tiering"), b.build(), load_profile("a100_40_pcie"))
     assert run.log.memory.query("tensor == 'state'").tier.iloc[0] == "host"
     check_online(run)
+
+
+class Early(Policy):
+    """Measures an iteration; moves `a` in the first one where the trace has a later op, which it must not know of."""
+
+    online = True
+    moves = True
+    warm_up = 1
+    needs = frozenset({"host"})
+    PEEKS = True
+
+    def plan(self, problem):
+        knows = self.PEEKS or problem.history
+        moves = [Move("a", "host", after="make")] if knows and "late" in problem.trace.op_columns.name else []
+        return Plan(problem.trace, moves, online=Online)
+
+
+class Told(Early):
+    """The same, from what the iteration before tells."""
+
+    PEEKS = False
+
+
+def test_a_policy_that_measures_first_may_know_what_comes_from_its_second_iteration_on():
+    b = TraceBuilder()
+    a = b.tensor("a", 10**6)
+    b.op("make", writes=[a], duration=10)
+    for i in range(4):
+        b.op(f"idle{i}", duration=10**7)
+    b.op("late", reads=[a], phase="backward", duration=10)
+    trace, platform = b.build(outputs=[], carry=()), load_profile("a100_40_pcie")
+    check_online(run_policy(Told(), trace, platform))
+    with pytest.raises(LawBroken, match="with another future"):
+        check_online(run_policy(Early(), trace, platform))
