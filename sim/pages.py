@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.hardware.platform import Platform
-from sim.report.cells import cancelled_lines, ordered
+from sim.report.cells import approximate_lines, cancelled_lines, ordered
 from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
+from sim.rewrites.values import approximate
 
 if TYPE_CHECKING:  # they import this file where they write a page
     from sim.comparison import Comparison
@@ -50,8 +51,9 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
 
 
 def run_notes(result: Result) -> tuple[str, ...]:
-    """Notes beside the figures of a run: what its policy saves, and the moves that were cancelled."""
-    return (*result.policy.saving_lines(), *cancelled_lines(result.summary()))
+    """Notes beside the figures of a run: what its policy saves, the moves that were cancelled, what is approximate."""
+    lossy = approximate_lines(approximate(result.log.trace))
+    return (*result.policy.saving_lines(), *cancelled_lines(result.summary()), *lossy)
 
 
 def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:

@@ -159,6 +159,20 @@ def cancelled_lines(summary: Row) -> list[str]:
     return [f"{moves} ({amount}) cancelled before the copy started{of_them}: their tensors stayed where they were"]
 
 
+APPROXIMATE_SHOWN = 3
+
+
+def approximate_lines(names: Sequence[str]) -> list[str]:
+    """Which tensors a lossy codec has decoded: a line, or none where there are none."""
+    if not names:
+        return []
+    shown = ", ".join(names[:APPROXIMATE_SHOWN])
+    more = f" and {len(names) - APPROXIMATE_SHOWN} more" if len(names) > APPROXIMATE_SHOWN else ""
+    return [
+        f"approximate, decoded by a lossy codec ({len(names)}), and so is what is computed from them: {shown}{more}"
+    ]
+
+
 def _freedoms(rows: Sequence[Row]) -> str:
     """A note on rows whose run with unlimited memory is not that of keep_all but uses the policy's freedoms."""
     named: dict[str, list[str]] = {}

@@ -171,6 +171,12 @@ def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
     return tuple(_Check(rewritten, base, origin).run())
 
 
+def approximate(trace: Trace) -> tuple[str, ...]:
+    """Names of the tensors that a lossy codec decodes; what is computed from them is approximate, too."""
+    claims = trace.origin.tensors if trace.origin is not None else ()
+    return tuple(trace.tensor_columns.name[t] for t, claim in enumerate(claims) if _is_lossy(claim))
+
+
 class _Check:
     def __init__(self, trace: Trace, base: Trace, origin: Origin) -> None:
         self.trace, self.base, self.origin = trace, base, origin

@@ -20,8 +20,10 @@ from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
+from sim.pages import run_notes
 from sim.policies import load
 from sim.policies.hybrid.mt3000_layered.zones import borders_of, intense_results, residency_groups
+from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.chain import Chain, Stage
 from workloads import transformer
@@ -232,14 +234,79 @@ def test_in_mode_tso_what_is_no_chain_drops_under_pressure():
     assert reruns(result)
 
 
+# ---- the codec -------------------------------------------------------------------------------------
+
+
+def saved_and_read_again(dtype: str) -> Trace:
+    """a, of 100 bytes, is produced in forward, leaves for b, and is read in backward."""
+    b = TraceBuilder()
+    a, wide = b.tensor("a", 1000, dtype=dtype), b.tensor("b", 1600)
+    b.op("make_a", writes=[a], duration=10**6)
+    b.op("use_a", reads=[a], duration=1000)
+    b.op("make_b", writes=[wide], duration=1000)
+    b.op("use_b", reads=[wide], duration=1000)
+    b.op("a.bwd", reads=[a], phase="backward", duration=1000)
+    return b.build(outputs=[], carry=())
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("fp32", "fp16"), ("fp16", "fp8"), ("bf16", "fp8"), ("", "half")])
+def test_the_codec_halves_the_bytes_that_cross(dtype, kind):
+    options = {"checkpoints": False, "streams": False, "mode": "none"}
+    trace = saved_and_read_again(dtype)
+    plain, half = (run(trace, machine(2000), codec=codec, **options) for codec in ("none", "half"))
+    assert plain.summary()["moved_bytes"] == {"d2h": 1000, "h2d": 1000}
+    assert half.summary()["moved_bytes"] == {"d2h": 500, "h2d": 500}
+    assert copies(half) == copies(half, "h2d") == [f"a.{kind}"]
+    assert half.plan.notes["approximate"] == ("a.decoded",)
+    assert half.summary()["codec_ns"] > 0
+
+
+def test_what_has_no_narrower_type_crosses_as_it_is():
+    trace = saved_and_read_again("int64")
+    result = run(trace, machine(2000), codec="half", checkpoints=False)
+    assert result.plan.trace is trace
+    assert copies(result) == ["a"]
+
+
+def test_law_2_names_exactly_the_reads_that_are_approximate():
+    trace, survey = small(), load_profile("mt3000_survey")
+    policy = load("mt3000_layered", codec="half", release=False, checkpoints=False)
+    assert not policy.lossless
+    outcome = run_policy(policy, trace, survey.with_budget(peak_of(trace, survey) * 3 // 4))
+    assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
+    decoded = {name.removesuffix(".decoded") for name in outcome.plan.notes["approximate"]}
+    late = {
+        op.name for op in trace.ops if op.phase != "forward" and any(trace.tensors[t].name in decoded for t in op.reads)
+    }
+    found = departures(outcome.plan.trace, trace)
+    assert decoded
+    assert {(d.what, d.op) for d in found} == {("lossy", name) for name in late}
+    assert {d.tensor.removesuffix(".decoded") for d in found} == decoded
+    # a policy that did not say so would break the law
+    claims_exact = replace(outcome, policy=load("mt3000_layered", release=False, checkpoints=False))
+    assert "lossy" in breaks(CHECKS["values"], claims_exact)
+    shown = run_notes(simulate(trace, survey, policy, budget=outcome.platform.home(0).capacity))
+    assert any(line.startswith(f"approximate, decoded by a lossy codec ({len(decoded)})") for line in shown)
+
+
+def test_borders_stay_where_they_were_beside_a_codec():
+    trace, survey = small(), load_profile("mt3000_survey")
+    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    exact, half = (run(trace, platform, codec=codec).plan.notes for codec in ("none", "half"))
+    assert exact["borders"] == half["borders"] != ()
+
+
 # ---- all of them -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(list(product(*({ON[part], OFF[part]} for part in ON), [True, False]))))
-def test_with_an_infinite_zone_no_part_does_anything(values):
+@given(
+    values=st.sampled_from(list(product(*([ON[part], OFF[part]] for part in ON), [True, False]))),
+    codec=st.sampled_from(["none", "half"]),
+)
+def test_with_an_infinite_zone_no_part_does_anything(values, codec):
     *parts, tso = values
-    switches = dict(zip(ON, parts, strict=True)) | ({"mode": "tso"} if tso else {})
+    switches = dict(zip(ON, parts, strict=True)) | ({"mode": "tso"} if tso else {}) | {"codec": codec}
     trace, platform = small(), load_profile("mt3000_survey").with_budget(1 << 50)
     result, plain = run(trace, platform, **switches), simulate(trace, platform, "keep_all")
     assert np.array_equal(result.log.intervals, plain.log.intervals)
