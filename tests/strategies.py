@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from sim.conformance.networks import held
+from sim.conformance.random_traces import held
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.trace import Trace, TraceBuilder
 

@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 NOT_YET = (
-    *("sim/conformance",),
     *("sim/sweeps",),
     *("docs", "scripts"),
 )

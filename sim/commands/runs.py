@@ -169,7 +169,7 @@ def check(
     **options: Any,
 ) -> None:
     """Check that a policy keeps the laws for every policy, on random traces, platforms and budgets."""
-    from sim.conformance.alone import checked
+    from sim.conformance.isolation import checked
     from sim.outputs import to_json
 
     report, text = checked(policy, parameters(options["param"]), examples=options["examples"], seed=options["seed"])

@@ -1,6 +1,6 @@
-"""What a plan that only drops and recomputes needs, told by a walk over its ops: no clock, no events.
+"""Peak and time of a plan that only drops and recomputes, from a walk over its ops: no clock, no events.
 
-It shares no code with the engine. For every legal plan both say the same peak, to the byte, and the same
+It shares no code with the engine. For every legal plan both give the same peak, to the byte, and the same
 times, to the nanosecond.
 """
 
@@ -17,7 +17,13 @@ from sim.trace.graph import Trace
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Prices of a plan. peak: bytes; time, rerun: ns, in all and of reruns alone; reruns: ops, in order."""
+    """Memory and time of a plan.
+
+    peak: bytes.
+    time: ns.
+    rerun: ns of reruns.
+    reruns: ops, in order.
+    """
 
     peak: int
     time: int
@@ -26,11 +32,11 @@ class Checked:
 
 
 def check(plan: Plan, op_ns: Callable[[int], int]) -> Checked:
-    """Walk over a plan for one device on one engine; `op_ns` says how long an op takes.
+    """Walk over a plan for one device on one engine; `op_ns` gives the time of each op.
 
-    Raises IllegalPlan, naming the action or op and the tensor: for a move, a wait, an online part or a place;
-    for a drop of what has not been made or what nothing makes again, or a rerun before the first run; for a read
-    (of what was overwritten, too) or an output that is not there, even where the engine would recompute it unasked.
+    Raises IllegalPlan, naming the action or op and the tensor: for a move, a wait, an online part or a place; for a
+    drop of a tensor that has not been produced or cannot be recomputed; for a rerun before the first run; for a read
+    or an output that is not resident (also if it was overwritten), even where the engine would recompute it unasked.
     """
     return _Walk(plan, op_ns).run()
 
@@ -46,7 +52,7 @@ class _Walk:
         self.kept = {*trace.outputs, *(t for t, maker in enumerate(trace.producer.tolist()) if maker < 0)}
         self.before, self.after, reruns = _anchored(plan.actions, trace)
         self.uses = Counter({t: len(trace.readers(t)) for t in range(len(self.size))})
-        self.uses.update(t for op in trace.ops for t in op.releases)  # what the program holds it uses
+        self.uses.update(t for op in trace.ops for t in op.releases)  # the program uses what it holds
         for op in reruns:
             self.uses.update(set(trace.reads(op)))
         self.here = {t for t, maker in enumerate(trace.producer.tolist()) if maker < 0}
@@ -67,7 +73,7 @@ class _Walk:
             self.free(op, released)
         for t in self.trace.outputs:
             if t not in self.here:
-                raise IllegalPlan(f"output {self.tensor(t)} is not there at the end")
+                raise IllegalPlan(f"output {self.tensor(t)} is not resident at the end")
         return Checked(self.peak, self.time, self.rerun, tuple(self.reruns))
 
     def act(self, action: Action) -> None:
@@ -88,7 +94,7 @@ class _Walk:
             raise IllegalPlan(f"op {name!r}: Recompute before it has run")
         reads = set(self.trace.reads(op))
         for t in sorted(reads - self.here):
-            raise IllegalPlan(f"op {name!r}: {self.tensor(t)} is not there")
+            raise IllegalPlan(f"op {name!r}: {self.tensor(t)} is not resident")
         scratch = int(self.trace.op_columns.workspace[op])
         given_up = 0
         overwritten = []
@@ -113,7 +119,7 @@ class _Walk:
             self.reruns.append(op)
 
     def free(self, op: int, released: Sequence[int] = ()) -> None:
-        """What the op touched or the program lets go, and nothing still to run reads."""
+        """What the op used or the program releases, and no later op reads."""
         for t in {*self.trace.reads(op), *self.trace.writes(op), *released}:
             if t in self.here and self.uses[t] <= 0 and t not in self.kept:
                 self.leave(t)

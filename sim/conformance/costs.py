@@ -1,4 +1,4 @@
-"""Law 11, second half: an op costs what the op costs that it stands for; what is saved is declared."""
+"""Law 11, second half: an op costs as much as the op that it stands for, except for declared savings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sim.trace.op import Op
 from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
 
 LONGEST_LAUNCH = 20_000
-"""Nanoseconds of a measured op that may have been its launch: a framework's call and a driver's take about as long."""
+"""The longest launch overhead (ns) that a measured op may hold: about that of a framework's and a driver's call."""
 
 
 def check_costs(run: Replayed) -> None:
-    """Law 11: an op of a rewritten trace costs what it stands for, but for the savings that the policy declares."""
+    """Law 11: an op of a rewritten trace costs what it stands for, except for savings that the policy declares."""
     unknown = set(run.policy.saves) - set(SAVINGS)
     if unknown:
         raise LawBroken(f"the policy declares a saving of {min(unknown)!r}; there are {', '.join(SAVINGS)}")
@@ -33,9 +33,10 @@ def check_costs(run: Replayed) -> None:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an op costs at least. duration: measured ns, -1 where the platform's model prices it.
+    """The least that an op may cost.
 
-    total: ns with its launch on the engine where it runs, where that is known otherwise; -1 where it is not.
+    duration: measured ns, -1 if the platform's model prices it.
+    total: ns with its launch on the engine where it runs, -1 if that follows from the rest.
     """
 
     flops: int
@@ -49,7 +50,7 @@ class _Cost:
 
 
 class _Costs:
-    """Every op of a rewritten trace beside what it stands for. What computes nothing of the base is not judged."""
+    """Compares every op of a rewritten trace with what it stands for; ops that compute nothing of the base pass."""
 
     def __init__(self, run: Replayed, trace: Trace) -> None:
         self.run, self.trace, self.base = run, trace, run.trace
@@ -69,7 +70,7 @@ class _Costs:
     # ---- what an op must cost ----------------------------------------------------------------
 
     def wanted(self, op: Op, expr: Expr) -> _Cost:
-        """The least of what the op may cost: as its base, or as an implementation that the trace states."""
+        """The least that the op may cost: as its base, or as an implementation that the trace states."""
         plain = self.of(op, expr)
         if not isinstance(expr, Same) or "implementation" not in self.saves:
             return plain
@@ -103,7 +104,7 @@ class _Costs:
             )
         assert isinstance(expr, Same)
         base = self.base.ops[expr.id]
-        engine_for = self.run.platform.engine_for  # by what runs it: the main engine has a name of its own, too
+        engine_for = self.run.platform.engine_for  # by the engine that runs it: the main engine may be named, too
         moved = engine_for(op.device, op.engine) != engine_for(base.device, base.engine)
         return _Cost(
             base.flops,
@@ -117,16 +118,16 @@ class _Costs:
         )
 
     def fused(self, op: Op, parts: list[_Cost], exprs: list[Expr]) -> _Cost:
-        """One kernel of several: all they do, each in its own type and its own measured time.
+        """A fusion of several ops into one kernel: the work of all, each in its own type and its own measured time.
 
-        Where that is declared it spares all launches but one, and touches each operand once: what only the parts pass
-        to each other is never in memory. A kernel of another engine has its own workspace, else it needs theirs; on
-        its own engine one op alone is no fusion.
+        If declared, it saves all launches but one and touches each operand once: values that only its parts pass to
+        each other are never in memory. A kernel of another engine has its own workspace, else it needs theirs. On the
+        same engine a fusion has at least two parts.
         """
         engine = self.engine(op)
         elsewhere = any(self.engine(self.base.ops[leaf.id]) != engine for expr in exprs for leaf in leaves(expr))
         if len(parts) < 2 and not elsewhere:
-            raise LawBroken(f"op {op.name!r} is a fusion of {len(parts)} op; there must be two")
+            raise LawBroken(f"op {op.name!r} is a fusion of {len(parts)} op; there must be at least two")
         whole = _Cost(
             sum(part.flops for part in parts),
             sum(part.bytes for part in parts),
@@ -217,10 +218,10 @@ class _Costs:
                 )
 
     def launch(self, engine: int, least: _Cost) -> int:
-        """Nanoseconds that an op may spare where the policy declares it: the launch that its time holds.
+        """Nanoseconds that an op may save if the policy declares it: the launch overhead in its time.
 
-        That is its engine's where the platform prices it. A measured time says nothing of its launch: there what the
-        plan says counts, up to `LONGEST_LAUNCH`.
+        Where the platform prices the op, that is its engine's overhead. A measured time does not tell its launch
+        overhead: there the plan's own figure counts, up to `LONGEST_LAUNCH`.
         """
         if "launch" not in self.saves:
             return 0
@@ -231,11 +232,11 @@ class _Costs:
         return self.run.platform.engines[engine].launch
 
     def moving(self, ops: list[Op]) -> None:
-        """What computes nothing of the base takes the time of the bytes that it moves, at least.
+        """An op that computes nothing of the base takes at least the time of the bytes that it moves.
 
-        To encode and to decode moves all that is read and written. Any other such op, a concatenation or a copy, moves
-        what it reads and writes but for a value that takes over another's storage: one that only gives bytes a new name
-        moves none. Members of groups move theirs over links.
+        An encoding or decoding moves all that it reads and writes. Any other such op, a concatenation or a copy, moves
+        what it reads and writes, except values that take over another's storage: renaming bytes moves none. Members of
+        groups move theirs over links.
         """
         tensors, size = Origin.identity(self.trace).tensors, self.trace.tensor_columns.bytes
         replaces = self.trace.tensor_columns.replaces
@@ -282,7 +283,7 @@ class _Costs:
         )
 
     def pieces(self, ops: list[Op]) -> None:
-        """All parts of an op together do what it does; those of ops that are fused part by part, of all these ops."""
+        """The parts of an op add up to its work; where ops are fused part by part, to the work of all of them."""
         done: dict[Same, int] = defaultdict(int)
         joined: dict[Same, frozenset[Same]] = {}
         for op, expr in zip(ops, self.exprs, strict=True):
@@ -316,12 +317,12 @@ def _parts(expr: Expr) -> Iterator[Expr]:
 
 
 def _computes(expr: Expr) -> bool:
-    """Whether an op does anything of the base."""
+    """Whether an op does work of the base."""
     return next(_parts(expr), None) is not None
 
 
 def _is_code(expr: Expr) -> bool:
-    """Whether a tensor holds what a codec made."""
+    """Whether a tensor holds an encoded value."""
     if isinstance(expr, Packed):
         return any(part is not None and _is_code(part) for part in expr.parts)
     return isinstance(expr, Encoded) or (isinstance(expr, Part | Microbatch) and _is_code(expr.of))

@@ -1,4 +1,4 @@
-"""Choices written as one number, because numbers are drawn and shrunk faster than structures."""
+"""Choices encoded as one number, because numbers are drawn and shrunk faster than structures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Digits:
-    """Choices written as one number: 0 is the first choice everywhere."""
+    """Choices encoded as one number: 0 is the first choice everywhere."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -22,10 +22,14 @@ FIRST = tuple(WHY[name] for name in FIRST_RUNS)
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """A tensor's copy in a tier. Times in ns; `release` is FOREVER for one that remains.
+    """A tensor's copy in a tier. Times in ns.
 
-    row: of the change that took its space. come: when its value is there, FOREVER if it never was.
-    work, copy: the run that made it, or the copy that brought it. heir: what took over its storage.
+    row: the change that took its space.
+    take: when that was.
+    come: when its value was complete, FOREVER if it never was.
+    release: when its space was released, FOREVER if it remains.
+    work, copy: the run that produced it, or the transfer that copied it.
+    heir: the tensor that took over its storage.
     """
 
     row: int
@@ -70,7 +74,10 @@ class Copy:
 
 
 class Ledger:
-    """A log's rows as stays, works and copies. `faults`: what no bookkeeping could make sense of."""
+    """A log's rows as stays, works and copies.
+
+    faults: rows that contradict others.
+    """
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
@@ -145,7 +152,7 @@ class Ledger:
             key, where = (tensor, tier), f"{self.names[tensor]!r} in {self.tier_names[tier]!r} at {time} ns"
             if cause in (MADE, MOVED_IN, PLACED):
                 if key in held:
-                    self.faults.append(f"{where}: space is taken for a copy that is already there")
+                    self.faults.append(f"{where}: space is taken for a copy that is resident already")
                 stay = Stay(row, tensor, tier, delta, cause, time)
                 if overwritten is not None and overwritten.tensor == replaces[tensor] and cause == MADE:
                     overwritten.heir, stay.forebear = stay, overwritten
@@ -155,16 +162,16 @@ class Ledger:
                 continue
             stay_there = held.pop(key, None)
             if stay_there is None:
-                self.faults.append(f"{where}: space is given back that was not held")
+                self.faults.append(f"{where}: space is released that was not held")
                 continue
             if stay_there.bytes != -delta:
-                self.faults.append(f"{where}: {stay_there.bytes} B were taken and {-delta} B are given back")
+                self.faults.append(f"{where}: {stay_there.bytes} B were taken and {-delta} B are released")
             stay_there.release, stay_there.gone_by = time, cause
             overwritten = stay_there if cause == OVERWRITTEN else None
         return stays
 
     def _complete(self) -> None:
-        """When the value of each stay was there, and what brought it."""
+        """When the value of each stay was complete, and the run or transfer that gave it."""
         producer = self.trace.producer
         arrivals: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         for copy in sorted(self.copies, key=lambda copy: (copy.start, copy.end)):

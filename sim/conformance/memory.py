@@ -44,7 +44,7 @@ def _within_capacity(log: EventLog) -> None:
         reserved = np.cumsum(taken[:, 2])
         for row in np.flatnonzero(reserved > tier.capacity)[:1]:
             raise LawBroken(f"{tier.name!r} reserves {reserved[row]} of {tier.capacity} B at {taken[row, 0]} ns")
-        # at the end of each instant the blocks in use lie in what is reserved
+        # at the end of each instant the blocks in use are part of the reserved bytes
         times = np.unique(rows[:, 0])
         used_at = use[np.searchsorted(rows[:, 0], times, "right") - 1]
         at = np.searchsorted(taken[:, 0], times, "right") - 1
@@ -54,7 +54,7 @@ def _within_capacity(log: EventLog) -> None:
 
 
 def _sizes(ledger: Ledger, run: Replayed) -> None:
-    """A copy takes the bytes of its tensor; fewer only where a planned move says so, more where they are rounded."""
+    """A copy takes the bytes of its tensor; fewer only if a planned move says so, more if the allocator rounds."""
     size = ledger.trace.tensor_columns.bytes
     wires = defaultdict(set)
     for action in run.plan.actions if run.plan is not None else ():
@@ -76,11 +76,11 @@ def _sizes(ledger: Ledger, run: Replayed) -> None:
 
 
 def _transfers_have_space(ledger: Ledger, run: Replayed) -> None:
-    """Each transfer has taken space of its own where it goes, and what is taken for one is filled or given up."""
+    """Each transfer takes space of its own at its destination, and that space is filled or given up."""
     for copy in ledger.unmatched:
         raise LawBroken(
             f"a transfer of {ledger.names[copy.tensor]!r} to {ledger.tier_names[copy.target]!r} from {copy.start} to "
-            f"{copy.end} ns has no space of its own there"
+            f"{copy.end} ns takes no space of its own there"
         )
     for stay in ledger.stays:
         if stay.cause == MOVED_IN and stay.copy is None and run.done and stay.gone_by != FREED:
@@ -91,14 +91,14 @@ def _transfers_have_space(ledger: Ledger, run: Replayed) -> None:
 
 
 def _results_have_space(ledger: Ledger) -> None:
-    """What the first run of an op makes lies somewhere when it ends."""
+    """The results of an op's first run are resident when it ends."""
     for work in ledger.works:
         if work.why not in FIRST:
             continue
         for tensor in ledger.trace.writes(work.op):
             if not any(stay.take <= work.end <= stay.release and stay.cause == MADE for stay in ledger.of[tensor]):
                 op, name = ledger.op_names[work.op], ledger.names[tensor]
-                raise LawBroken(f"op {op!r} makes {name!r} at {work.end} ns, but no space was taken for it")
+                raise LawBroken(f"op {op!r} produces {name!r} at {work.end} ns, but no space was taken for it")
 
 
 def _workspace(ledger: Ledger) -> None:
@@ -107,11 +107,11 @@ def _workspace(ledger: Ledger) -> None:
     balance: dict[tuple[int, int], int] = defaultdict(int)
     for time, tier, delta, _, op, cause in rows.tolist():
         if cause != WORKSPACE:
-            raise LawBroken(f"a change of {delta} B at {time} ns belongs to no tensor and is no workspace")
+            raise LawBroken(f"a change of {delta} B at {time} ns belongs to no tensor and is not workspace")
         balance[tier, op] += delta
         taken[op] += max(delta, 0)
         if balance[tier, op] < 0:
-            raise LawBroken(f"op {ledger.op_names[op]!r} gives back more workspace than it took, at {time} ns")
+            raise LawBroken(f"op {ledger.op_names[op]!r} releases more workspace than it took, at {time} ns")
     if ledger.log.complete:
         for (_, op), left in balance.items():
             if left:
@@ -123,11 +123,11 @@ def _workspace(ledger: Ledger) -> None:
 
 
 def _held_until_released(ledger: Ledger) -> None:
-    """What the program holds is dropped by the plan or not at all; it is not freed before its release point."""
+    """A tensor that the program holds may be dropped by the plan, but is not freed before its release point."""
     for op, tensors in ledger.trace.op_columns.releases.items():
         ends = [work.end for work in ledger.works_of[op] if work.why in FIRST]
         for t in tensors:
-            # space that a copy has given up, with the value elsewhere, is freed, too
+            # space given up by a transfer, with the value in another tier, is freed, too
             for stay in [stay for stay in ledger.of[t] if stay.gone_by == FREED and stay.come <= stay.release]:
                 time = stay.release
                 if time < min(ends, default=FOREVER) and not any(s.come <= time < s.release for s in ledger.of[t]):
@@ -136,7 +136,7 @@ def _held_until_released(ledger: Ledger) -> None:
 
 
 def _nothing_leaks(ledger: Ledger, plan: Plan) -> None:
-    """What remains are outputs and what has no producer, unless the plan keeps it when it is dead."""
+    """Only outputs and tensors without a producer remain, unless the plan deallocates lazily."""
     outputs, producer = set(ledger.trace.outputs), ledger.trace.producer
     replaced = ledger.trace.replaced_by
     for stay in ledger.remaining():
@@ -144,7 +144,7 @@ def _nothing_leaks(ledger: Ledger, plan: Plan) -> None:
         lazy = plan.keep_dead if isinstance(plan.keep_dead, bool) else stay.tensor in plan.keep_dead
         if lazy or stay.tensor in outputs or (producer[stay.tensor] < 0 and not overwritten):
             continue
-        why = "was overwritten" if overwritten else "is no output"
+        why = "was overwritten" if overwritten else "is not an output"
         raise LawBroken(f"{ledger.names[stay.tensor]!r} {why}, and remains in {ledger.tier_names[stay.tier]!r}")
 
 
@@ -152,7 +152,7 @@ def _nothing_leaks(ledger: Ledger, plan: Plan) -> None:
 
 
 def check_outcome(run: Replayed) -> None:
-    """Law 6: a run stays within the budget, or is refused with what it needs and who holds what; never otherwise."""
+    """Law 6: a run stays within the budget, or is refused with its need and the holders of memory; never otherwise."""
     if run.crash is not None:
         raise LawBroken(f"{type(run.crash).__name__}: {run.crash}") from run.crash
     if run.error is None:
@@ -169,7 +169,7 @@ def check_outcome(run: Replayed) -> None:
 
 
 def _check_refusal(run: Replayed, error: OutOfMemory) -> None:
-    """An OutOfMemory of the engine says the truth about the moment it was raised."""
+    """An OutOfMemory of the engine describes the state in which it was raised."""
     log = error.log
     if log is None or log.complete:
         raise LawBroken("OutOfMemory carries no partial log")
@@ -205,4 +205,4 @@ def check_carried(run: Replayed) -> None:
         if first in began and ends[last] != {began[first]}:
             there = ", ".join(sorted(repr(ledger.tier_names[tier]) for tier in ends[last])) or "nowhere"
             name, home = ledger.names[last], ledger.tier_names[began[first]]
-            raise LawBroken(f"{name!r} must end in {home!r}, where the next iteration starts; it lies in {there}")
+            raise LawBroken(f"{name!r} must end in {home!r}, where the next iteration starts; it is in {there}")

@@ -1,4 +1,4 @@
-"""Small real models for the suite: everything that a net drawn at random does not have."""
+"""Small real models for the suite: they have what random nets lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sim.trace.graph import Trace
 
 
 def models() -> st.SearchStrategy[Trace]:
-    """Two-layer transformers with all that real ones have, each with another attention, precision and optimizer."""
+    """Two-layer transformers with all parts of real ones, each with another attention, precision and optimizer."""
     return st.sampled_from(range(len(_MODELS))).map(_model)
 
 

@@ -1,4 +1,4 @@
-"""Laws on what runs: 3 (every op, and what the policy declares), 4 (order and rates) and 5 (time adds up)."""
+"""Laws on runs: 3 (every op runs, and what the policy declares), 4 (order and rates) and 5 (time adds up)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE = (CAUSE["dropped"], CAUSE["moved out"])
 
 
 def check_ops(run: Replayed) -> None:
-    """Law 3: every op runs, once each unless the policy recomputes; bytes move and roles go only as it declares."""
+    """Law 3: every op runs, once unless the policy recomputes; moves and evicted roles are those that it declares."""
     if run.log is None or run.plan is None:
         return
     ledger, policy = run.ledger, run.policy
@@ -33,7 +33,7 @@ def check_ops(run: Replayed) -> None:
             raise LawBroken(f"op {name!r} runs {runs} times")
         if len(works) > runs and not policy.recomputes:
             again = next(work for work in works if work.why not in FIRST)
-            raise LawBroken(f"op {name!r} runs again at {again.start} ns; the policy does not say that it recomputes")
+            raise LawBroken(f"op {name!r} is recomputed at {again.start} ns; the policy declares no recomputation")
     forced = _forced(run)
     for copy in ledger.copies:
         if copy.tensor not in forced and copy.bytes and not policy.moves:
@@ -50,7 +50,7 @@ def check_ops(run: Replayed) -> None:
 
 
 def _groups_in_one_tier(ledger: Ledger) -> set[int]:
-    """Members of groups that share a tier: no link carries anything, so that the log has no row of them."""
+    """Members of groups that share a tier: no link carries their bytes, so that the log has no row for them."""
     homes: dict[str, set[str]] = defaultdict(set)
     for op, name in ledger.trace.op_columns.group.items():
         homes[name].add(ledger.log.platform.home(int(ledger.trace.op_columns.device[op])).name)
@@ -58,7 +58,7 @@ def _groups_in_one_tier(ledger: Ledger) -> set[int]:
 
 
 def _forced(run: Replayed) -> set[int]:
-    """Tensors that the asked trace itself makes move, because no tier is in reach of all that use them."""
+    """Tensors that must move whatever the policy does, because no tier is in reach of all their users."""
     assert run.plan is not None
     asked = _crossing(run.trace, run)
     ran = run.plan.trace
@@ -74,7 +74,7 @@ def _crossing(trace: Trace, run: Replayed) -> set[int]:
         engine = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))]
         for tensor in trace.reads(op):
             if trace.producer[tensor] < 0 and not users[tensor]:
-                users[tensor].append({engine.home})  # there from the start, beside the engine that uses it first
+                users[tensor].append({engine.home})  # it starts in the home tier of its first user
             users[tensor].append({engine.home, *engine.reaches})
         for tensor in trace.writes(op):
             users[tensor].append({engine.home})
@@ -91,7 +91,7 @@ def _crossing(trace: Trace, run: Replayed) -> set[int]:
 
 
 def check_order(run: Replayed) -> None:
-    """Law 4: no op starts before its reads are there, an engine runs one op at a time, and no rate is exceeded."""
+    """Law 4: no op starts before its reads are resident, an engine runs one op at a time, and no rate is exceeded."""
     if run.log is None:
         return
     ledger = run.ledger
@@ -120,7 +120,7 @@ def check_order(run: Replayed) -> None:
 
 
 def _there(ledger: Ledger, tensor: int, tiers: set[int], use: Work | Copy, what: str) -> None:
-    """A copy in one of these tiers is complete when its use starts; one that went too early is law 2's business."""
+    """A copy in one of these tiers is complete when its use starts; law 2 covers one released too early."""
 
     def near(stay: Stay) -> bool:
         return stay.tier in tiers and stay.release > use.start
@@ -131,7 +131,7 @@ def _there(ledger: Ledger, tensor: int, tiers: set[int], use: Work | Copy, what:
     ):
         come = min(stay.come for stay in late)
         when = f"{come} ns" if come <= ledger.log.end else "never"
-        raise LawBroken(f"{what} starts at {use.start} ns; {ledger.names[tensor]!r} is there from: {when}")
+        raise LawBroken(f"{what} starts at {use.start} ns; {ledger.names[tensor]!r} is resident from: {when}")
 
 
 # ---- law 5 -------------------------------------------------------------------------------------

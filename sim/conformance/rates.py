@@ -1,6 +1,6 @@
-"""What law 4 says of rates: no op, link or pool is faster than the platform allows.
+"""Rates, part of law 4: no op, link or pool is faster than the platform allows.
 
-Each is a necessary condition read off the log: nothing here knows how bandwidth was shared out.
+Each check is a necessary condition on the log: nothing here knows how bandwidth was shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sim.hardware.cost import op_times
 
 NANO = 10**9
 MOST_WINDOWS = 2000
-"""Starts of windows looked at; a longer log is sampled evenly."""
+"""Most starts of windows that are checked; a longer log is sampled evenly."""
 
 
 class Use(NamedTuple):
@@ -83,7 +83,7 @@ def _at_once(ledger: Ledger, name: str, most: int) -> None:
 
 
 def _windows(name: str, uses: list[tuple[Use, Fraction]], rate: int) -> None:
-    """Whatever window one takes: the charged bytes of what lies wholly inside fit into its length."""
+    """In any window, the charged bytes of what lies wholly inside fit into its length."""
     uses = [(use, charge) for use, charge in uses if use.bytes and charge]
     if not uses:
         return
@@ -129,7 +129,7 @@ def _pools(ledger: Ledger, uses: dict[str, list[Use]]) -> None:
 
 
 def _slowed(pool: str, use: Use, others: list[Use], rate: int, factor: Fraction) -> None:
-    """While another member of the pool is active, only a part of the rate is left."""
+    """While another member of the pool is active, a user keeps only a part of its rate."""
     together, at = 0, use.flows
     for other in sorted((other for other in others if other.bytes), key=lambda other: other.flows):
         begin, end = max(at, other.flows), min(use.end, other.end)
@@ -140,6 +140,6 @@ def _slowed(pool: str, use: Use, others: list[Use], rate: int, factor: Fraction)
     alone = use.end - use.flows - together
     if use.bytes * NANO > rate * (alone + slack) + rate * factor * together:
         raise LawBroken(
-            f"{use.name!r} carries {use.bytes} B in {use.end - use.flows} ns, {together} ns of them beside others in "
+            f"{use.name!r} carries {use.bytes} B in {use.end - use.flows} ns, {together} ns of them with others in "
             f"pool {pool!r}, where it keeps {float(factor):g} of its rate"
         )

@@ -1,4 +1,4 @@
-"""One example: a policy asked once, its plan replayed once. All laws look at this."""
+"""One example: the policy plans once, and its plan is replayed once. All laws read the result."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from sim.trace.graph import Trace
 
 
 class LawBroken(AssertionError):
-    """A law that a run does not keep; the text says where."""
+    """A run breaks a law; the text says where."""
 
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """What was asked, what the policy planned, and what came of it.
+    """The problem, the policy's plan, and the result.
 
-    trace: the one asked for; `plan.trace` is the one that ran. platform: with the budget in its home tiers.
-    log: whole, or the partial one that an OutOfMemory carries; None where nothing ran. error: what was
-    raised, by the policy or by the engine. crash: an exception that is no answer of this package, `SystemExit` among
-    them. changed: what of trace and platform the policy changed in place, "" for nothing.
+    trace: the trace of the problem; `plan.trace` is the one that ran.
+    platform: with the budget in its home tiers.
+    log: complete, or the partial one that an OutOfMemory carries; None if nothing ran.
+    error: the error of this package that the policy or the engine raised.
+    crash: any other exception, `SystemExit` included.
+    changed: "trace" or "platform" if the policy changed it in place, "" for neither.
     """
 
     policy: Policy
@@ -49,7 +51,7 @@ class Replayed:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Who held what when, from the log; there must be one."""
+        """The ledger of the log, which must exist."""
         assert self.log is not None
         return Ledger(self.log)
 
@@ -66,7 +68,7 @@ def run_policy(
 
 
 def _asked(trace: Trace, platform: Platform) -> dict[str, str]:
-    """What a policy is given, as it is now: a trace keeps the hash that it once had."""
+    """Hashes of the policy's inputs as they are now; a trace itself caches its first hash."""
     return {"trace": Trace.content_hash.func(trace), "platform": repr(platform)}  # type: ignore[attr-defined]
 
 
@@ -91,7 +93,7 @@ def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: i
 
 
 def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
-    """Replay a plan that is already there, as if the policy had made it."""
+    """Replay a given plan, as if the policy had made it."""
     try:
         log = replay(plan, platform)
     except TiersimError as error:

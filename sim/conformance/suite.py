@@ -17,16 +17,18 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from sim.conformance.again import check_online, check_optimal, check_repeats
+from sim.conformance.across_processes import Ended, differences
+from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
-from sim.conformance.elsewhere import Ended, differences
-from sim.conformance.freedoms import check_unlimited
-from sim.conformance.machines import toml_of
+from sim.conformance.examples import Example, examples_for, for_each, on_its_own
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
+from sim.conformance.optimality import check_optimal
 from sim.conformance.order import check_ops, check_order, check_tiling
+from sim.conformance.random_platforms import toml_of
+from sim.conformance.repeatability import check_repeats
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
-from sim.conformance.situations import Example, for_each, on_its_own, situations_for
 from sim.conformance.traits import Exercised
+from sim.conformance.unlimited import check_unlimited
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
 from sim.policies import parameters_of
@@ -50,14 +52,22 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
 """The laws by name, in order of their numbers."""
 
 ELSEWHERE = 5
-"""Examples that a second process repeats."""
+"""Most examples that a second process repeats."""
 
 # ---- the report --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A law that was broken: on how many examples, and on the smallest one found, in files that can be run."""
+    """A broken law.
+
+    law: its name.
+    sentence: the law.
+    examples: how many broke it.
+    text: what the smallest of them broke.
+    files: that example, as a trace and a profile.
+    command: the command that replays it.
+    """
 
     law: str
     sentence: str
@@ -69,12 +79,17 @@ class Broken:
 
 @dataclass(frozen=True)
 class Report:
-    """What the suite found of one policy.
+    """The suite's report on one policy.
 
-    examples: how many were drawn; skipped: of them, those that the policy refused because a need was not
-    met; refused: those that did not fit; failed: those that ended in any other error. shares: of those that
-    ran, the fraction in which each declared trait really showed. broken: laws that were not kept. notes: what
-    a reader should know.
+    policy: its name.
+    seed: that of the examples.
+    examples: how many were drawn.
+    skipped: those that the policy refused because a need was not met.
+    refused: those that did not fit.
+    failed: those that ended in any other error.
+    shares: per declared trait the fraction of completed examples in which it showed.
+    broken: the laws that were broken.
+    notes: remarks for the reader.
     """
 
     policy: str
@@ -89,12 +104,12 @@ class Report:
 
     @property
     def ran(self) -> int:
-        """Examples that ran to their end."""
+        """Examples that completed."""
         return self.examples - self.skipped - self.refused - self.failed
 
     @property
     def passed(self) -> bool:
-        """Whether every law was kept, and there was something to keep it on."""
+        """Whether every law was kept, and some example completed."""
         return not self.broken and self.ran > 0
 
     @property
@@ -108,7 +123,7 @@ class Report:
         return {**found, "passed": self.passed, "not_exercised": list(self.not_exercised)}
 
     def as_text(self) -> str:
-        """The report as lines to read."""
+        """The report as text."""
         failed = f"{self.failed} failed, " if self.failed else ""
         lines = [
             f"{self.policy}: {'passed' if self.passed else 'FAILED'}: {self.examples} examples, {self.ran} ran, "
@@ -150,12 +165,16 @@ def check_policy(
     folder: str | os.PathLike[str] = ".",
     across_processes: bool = True,
 ) -> Report:
-    """Hold a policy to every law on random examples; the same arguments give the same report.
+    """Check that a policy keeps every law on random examples; the same arguments give the same report.
 
-    examples: how many to draw. name: what to call the policy, best as `sim.policies.load` knows it, so that
-    the commands in the report work and a second process can be asked for law 7. folder: where a failing
-    example is written, as a trace and a profile. across_processes: whether law 7 asks that process.
-    Raises PolicyError where no example is asked for.
+    examples: how many to draw.
+    seed: that of the examples and of the policy.
+    name: the name of the policy, best as `sim.policies.load` knows it, so that the commands in the report work and a
+        second process can load it for law 7.
+    folder: where a failing example is written, as a trace and a profile.
+    across_processes: whether law 7 uses that process.
+
+    Raises PolicyError if `examples` is below 1.
     """
     if examples < 1:
         raise PolicyError(f"examples must be at least 1, not {examples}")
@@ -178,7 +197,7 @@ def check_policy(
             if text:
                 broken.setdefault(law, []).append((example, text))
 
-    drawn = situations_for(policy)
+    drawn = examples_for(policy)
     for_each(drawn, look, examples, seed)
     found = []
     for law, cases in broken.items():
@@ -200,7 +219,7 @@ def check_policy(
 
 
 def breaks(check: Callable[[Replayed], None], run: Replayed) -> str:
-    """What a law says against a run, "" for nothing. A law that cannot read a log is broken, too."""
+    """How a run breaks a law, "" if it keeps it. A law that cannot read the log is broken, too."""
     try:
         check(run)
     except LawBroken as error:
@@ -213,7 +232,7 @@ def breaks(check: Callable[[Replayed], None], run: Replayed) -> str:
 def _smallest(
     drawn: st.SearchStrategy[Example], check: Callable[[Replayed], None], policy: Policy, count: int, first: int
 ) -> tuple[Example, str] | None:
-    """The same examples again, until the law is broken; then smaller ones. None if it is not broken again."""
+    """Repeat the examples until the law is broken, then shrink that one. None if none breaks it this time."""
     found: list[tuple[Example, str]] = []
 
     @seed(first)

@@ -1,4 +1,4 @@
-"""Whether a policy really does what its traits say."""
+"""How often a policy shows its declared traits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Exercised:
         return {trait: count / self.ran if self.ran else 0.0 for trait, count in self.counts.items()}
 
     def notes(self) -> Iterator[str]:
-        """What a reader should know."""
+        """Remarks for the reader of the report."""
         yield from self.policy.saving_lines()
         if self.policy.rarely:
             yield f"declared to show rarely: {self.policy.rarely}"

@@ -14,11 +14,11 @@ from sim.trace.origin import Origin
 
 NOTHING: Value = b"nothing"
 FIGURES = ("samples", "tokens", "batch", "sequence", "model_flops")
-"""Meta data from which rates and utilisations are computed."""
+"""Keys of `meta` from which rates and utilisations are computed."""
 
 
 def check_values(run: Replayed) -> None:
-    """Law 2: every read finds the value that the plain run of the asked trace has, and so do the outputs at the end."""
+    """Law 2: every read, and every output at the end, has the value of the plain run of the original trace."""
     if run.plan is not None and run.plan.trace is not run.trace:
         _same_computation(run)
     if run.log is None:
@@ -28,7 +28,7 @@ def check_values(run: Replayed) -> None:
 
 
 def _same_computation(run: Replayed) -> None:
-    """A rewritten trace computes what it stands for; a policy may only lose what it says that it loses."""
+    """A rewritten trace computes what it stands for; values differ only as the policy declares."""
     assert run.plan is not None
     if run.plan.trace == run.trace:
         return
@@ -43,16 +43,16 @@ def _same_computation(run: Replayed) -> None:
 
 
 def _figures(trace: Trace, base: Trace) -> None:
-    """The amounts of work by which rates are reckoned are those that were asked for."""
+    """The amounts of work from which rates are computed are those of the original trace."""
     count = Origin.identity(trace).iterations
     for key in FIGURES:
         has, asked = trace.meta.get(key), base.meta.get(key)
         if has != asked and not (isinstance(asked, int | float) and has == asked * count):
-            raise LawBroken(f"the rewritten trace's meta data say {key} {has!r}; the asked trace's say {asked!r}")
+            raise LawBroken(f"the rewritten trace's metadata say {key} {has!r}; the original trace says {asked!r}")
 
 
 def _wires(run: Replayed) -> None:
-    """What is lossless puts all bytes on the wire, or as few as a lossless codec that the policy declares."""
+    """A lossless policy puts all bytes on the wire, or as few as a lossless codec that it declares needs."""
     if not run.policy.lossless:
         return
     least = LEAST_CODE if "codec" in run.policy.saves else 1
@@ -65,7 +65,7 @@ def _wires(run: Replayed) -> None:
 
 
 class _Symbolic:
-    """Values of all stays of a log, each from what brought it."""
+    """Values of all stays of a log, each from the run or transfer that gave it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -110,11 +110,11 @@ class _Symbolic:
         return self.held(copy.tensor, {copy.source}, copy.start, copy.end, what, before=stay.row)
 
     def held(self, tensor: int, tiers: set[int], start: int, end: int, what: str, before: int = FOREVER) -> Stay:
-        """The copy in one of these tiers that is held all the time; one that is there, rather than one to come."""
+        """The copy in one of these tiers that is held all the time, preferably one that is complete."""
         here = [stay for stay in self.ledger.of[tensor] if stay.tier in tiers and stay.row < before]
         near = [stay for stay in here if stay.release >= end]
         there = [stay for stay in near if stay.come <= start]
-        # what has not come yet is the business of law 4: here only whether the value is the right one
+        # law 4 covers copies that are not complete yet: here only whether the value is right
         later = sorted((stay for stay in near if stay.come > start), key=lambda stay: (stay.come, stay.row))
         went = [stay for stay in here if stay.come <= start < stay.release < end]
         if there:
@@ -123,11 +123,11 @@ class _Symbolic:
             return later[0]
         name = self.ledger.names[tensor]
         gone = [stay.release for stay in here if stay.come <= start]
-        how = f"was given up at {max(gone)} ns" if gone else "never was there"
+        how = f"was given up at {max(gone)} ns" if gone else "was never resident"
         raise LawBroken(f"{what} from {start} to {end} ns reads {name!r}, which {how}")
 
     def no_overwrite_under_way(self) -> None:
-        """Nobody reads a copy while an op writes over it."""
+        """Nothing reads a copy while an op overwrites it."""
         for stay, uses in self.readers.items():
             if stay.heir is None or stay.heir.work is None:
                 continue
@@ -139,7 +139,7 @@ class _Symbolic:
                     raise LawBroken(f"{what} reads {name!r} from {start} to {end} ns while op {op!r} overwrites it")
 
     def overwrites(self) -> None:
-        """Whenever an op writes in place, first run or not, the value that it read there is gone at its end."""
+        """Whenever an op writes in place, first run or not, the old value is lost at its end."""
         trace, compressed = self.ledger.trace, self.compressed()
         for new in np.flatnonzero(trace.tensor_columns.replaces >= 0).tolist():
             old = int(trace.tensor_columns.replaces[new])
@@ -152,7 +152,7 @@ class _Symbolic:
                     raise LawBroken(f"op {op!r} overwrites {name!r} at {work.end} ns, and its old value is still held")
 
     def compressed(self) -> set[tuple[int, int]]:
-        """(tensor, tier) where a link may have left a copy that is smaller than the tensor, with no room to write."""
+        """(tensor, tier) in which a link may have left a compressed copy, too small to overwrite."""
         size = self.ledger.trace.tensor_columns.bytes
         return {(c.tensor, c.target) for c in self.ledger.copies if c.bytes < size[c.tensor]}
 
@@ -214,7 +214,7 @@ class _Symbolic:
             there = [stay for stay in self.ledger.of[tensor] if stay.release == FOREVER]
             name = self.ledger.names[tensor]
             if not there:
-                raise LawBroken(f"output {name!r} is not there at the end")
+                raise LawBroken(f"output {name!r} is not resident at the end")
             for stay in there:
                 if values[stay] != self.plain[tensor]:
                     raise LawBroken(f"output {name!r} has another value in {self.ledger.tier_names[stay.tier]!r}")

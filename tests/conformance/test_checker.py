@@ -80,17 +80,17 @@ def test_an_op_in_place_overwrites_again_what_was_made_again(drops, peak):
 
 
 def test_what_was_overwritten_is_not_there():
-    with pytest.raises(IllegalPlan, match="op 'relu_': tensor 'a' is not there"):
+    with pytest.raises(IllegalPlan, match="op 'relu_': tensor 'a' is not resident"):
         check(Plan(rectified(), (Recompute("relu_", before="late"),)), lambda op: 1)
 
 
 @pytest.mark.parametrize(("actions", "message"), [
-    ((Drop("f0.out", after="f2"),), "op 'b1': tensor 'f0.out' is not there"),
+    ((Drop("f0.out", after="f2"),), "op 'b1': tensor 'f0.out' is not resident"),
     ((Drop("b0.out", before="b1"),), "has not been produced yet"),
     ((Recompute("b1", before="f1"), ), "op 'b1': Recompute before it has run"),
     ((Move("f0.out", "host", after="f2"),), "only plans that drop and recompute"),
     ((Drop("f0.out"),), "either before or after"),
-    ((Drop("b0.out", after="b0"),), "output tensor 'b0.out' is not there at the end"),
+    ((Drop("b0.out", after="b0"),), "output tensor 'b0.out' is not resident at the end"),
 ])  # fmt: skip
 def test_illegal_plans_are_refused(actions, message):
     with pytest.raises(IllegalPlan, match=message):

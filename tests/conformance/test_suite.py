@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
-from sim.conformance.again import check_online
-from sim.conformance.elsewhere import differences
-from sim.conformance.machines import platform_of, toml_of
-from sim.conformance.situations import Example, for_each, situations
+from sim.conformance.across_processes import differences
+from sim.conformance.causality import check_online
+from sim.conformance.examples import Example, for_each, random_examples
+from sim.conformance.random_platforms import platform_of, toml_of
 from sim.errors import PolicyError
 from sim.experiment import simulate
 from sim.hardware import load_profile
@@ -179,7 +179,7 @@ def test_a_trait_that_never_shows_is_reported():
 
 def drawn(needs: set[str], count: int = 40) -> list[Example]:
     found: list[Example] = []
-    for_each(situations(frozenset(needs)), found.append, count, 0)
+    for_each(random_examples(frozenset(needs)), found.append, count, 0)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 
-from sim.conformance.situations import Example, situations
+from sim.conformance.examples import Example, random_examples
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
 from sim.policies.base import MANAGES, Policy
@@ -130,7 +130,7 @@ class RandomEvictor(Online):
 @st.composite
 def planned(draw: st.DrawFn, *, online: bool = False, gentle: bool = True, ample: bool = False) -> tuple[Example, Plan]:
     """An example and a random plan for its trace."""
-    example = draw(situations(real=0))
+    example = draw(random_examples(real=0))
     if ample:
         example = Example(example.trace, example.machine, 1 << 40)
     code = draw(st.integers(0, 30 * 2**16 - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.conformance import check_policy
-from sim.conformance.elsewhere import differences
+from sim.conformance.across_processes import differences
 from sim.policies import load, names, policy_class
 
 EXAMPLES = 40

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.conformance.networks import held, networks
+from sim.conformance.random_traces import held, random_traces
 from sim.rewrites.holding import with_releases
 from sim.rewrites.rewrite import (
     Codec,
@@ -107,7 +107,7 @@ def test_a_stage_lets_go_by_the_last_of_its_own_ops_before_the_release_point(unt
 
 
 @settings(max_examples=60, deadline=None)
-@given(networks(), st.integers(1, 3), st.integers(0, 6), st.data())
+@given(random_traces(), st.integers(1, 3), st.integers(0, 6), st.data())
 def test_rewrites_of_what_holds_are_rewrites_of_what_does_not_and_hold(net, every, longer, data):
     """Release points change no op and no edge; what a rewrite holds it holds to an op that is not too early."""
     plain = with_releases(net, [])

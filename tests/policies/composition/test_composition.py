@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sim.cli import app
 from sim.conformance import check_policy
-from sim.conformance.situations import situations
+from sim.conformance.examples import random_examples
 from sim.errors import Infeasible, PolicyError, TiersimError
 from sim.experiment import simulate
 from sim.foreign import Trust
@@ -65,7 +65,7 @@ def logs_of(trace, platform, policy):
 @given(data=st.data())
 def test_a_single_part_gives_the_log_of_the_policy_itself(name, data):
     policy = load(name)
-    example = data.draw(situations(policy.needs, real=0))
+    example = data.draw(random_examples(policy.needs, real=0))
     try:
         alone = logs_of(example.trace, example.platform, policy)
     except PolicyError:

@@ -1,4 +1,4 @@
-"""Random machines for the suite: small profiles, so that a failing one can be handed on as a TOML file."""
+"""Random platforms for the suite: small profiles, so that a failing one can be saved as a TOML file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RATES = ("1 GB/s", "2 GB/s", "500 MB/s", "3 GB/s", "7 GB/s", "333 MB/s")
 FIXED = ("0 ns", "1 ns", "7 ns", "100 ns")
 ALLOCATORS: tuple[Any, ...] = ("exact", "exact", "exact", {"name": "pool", "fit": "best"}, "caching")
 STYLES = ("none", "none", "half", "factors", "bus", "memory")
-"""What is shared: nothing, one rate for both directions, measured factors, a bus, or the host's memory."""
+"""Shared bandwidth: none, one rate for both directions, measured factors, a bus, or the host's memory."""
 
 
 @st.composite
-def machines(
+def random_platforms(
     draw: st.DrawFn,
     *,
     devices: int = 1,
@@ -35,11 +35,11 @@ def machines(
     cpu: bool = False,
     exact: bool = False,
 ) -> Document:
-    """A device with its memory `hbm`; if asked for, a `host` behind links both ways, and a `cpu` engine there.
+    """Devices with their memory `hbm`; if asked for, a `host` with links both ways, and a `cpu` engine there.
 
-    By chance a third tier behind the host, links that are slower or wait before each copy, several copy
-    engines, shared bandwidth of every kind, a device that reads the host's memory in place, and memory handed
-    out by an allocator with addresses unless it is to be `exact`. At 1 GB/s a byte takes a nanosecond.
+    At random: a third tier behind the host, links that are slower or have a fixed time per copy, several copy engines,
+    shared bandwidth of every kind, a device that reads the host's memory in place, and, unless `exact`, an allocator
+    with addresses. At 1 GB/s a byte takes a nanosecond.
     """
     sourced = {"source": "drawn at random", "standing": "assumed"}
     sizes = {"nominal": f"{AMPLE} B", "capacity": f"{AMPLE} B"}
@@ -110,7 +110,7 @@ def _pools(style: str, rate: str, cpu: bool, per_device: bool) -> dict[str, Any]
 
 
 def platform_of(document: Document, budget: int | None = None) -> Platform:
-    """The machine that a document describes, with `budget` bytes in each device's memory."""
+    """The platform that a document describes, with `budget` bytes in each device's memory."""
     platform = _assembled(toml_of(document))
     return platform if budget is None else platform.with_budget(budget)
 

@@ -1,4 +1,4 @@
-"""Law 7 across processes: the same examples in another one, where they, sets and hashes come in another order."""
+"""Law 7 across processes: the same examples in a second process, where examples, sets and hashes have another order."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from sim.conformance.examples import Example, examples_for, for_each
 from sim.conformance.replayed import run_policy
-from sim.conformance.situations import Example, for_each, situations_for
 from sim.errors import PolicyError
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 
 
 def fingerprints(policy: Policy, *, examples: int, seed: int, last_first: bool = False) -> list[str]:
-    """What came of each example, as text: the hash of the log, or the refusal.
+    """The result of each example as text: the hash of the log, or the refusal.
 
-    last_first: run them in the other order; the answers come in the same one.
+    last_first: whether they run in reverse order; the order of the results stays the same.
     """
     drawn: list[Example] = []
-    for_each(situations_for(policy), drawn.append, examples, seed)
+    for_each(examples_for(policy), drawn.append, examples, seed)
 
     def look(example: Example) -> str:
         run = run_policy(policy, example.trace, example.platform, seed=seed)
@@ -38,11 +38,11 @@ class Ended(Exception):
 
 
 def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int) -> list[str]:
-    """In which of these policies, given with their names, a second process comes to something else.
+    """The policies, given with their names, for which a second process gets different results.
 
-    It runs the examples in the other order, so that what a policy remembers of earlier ones shows, too.
-    A policy that its name and parameters cannot bring to the other process is left out. The other process is asked
-    first: a policy that ends the process that it runs in does not end this one. Raises Ended where that happened.
+    It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones. A policy that
+    cannot be loaded there by its name and parameters is left out. The second process runs first, so that a policy that
+    ends its process does not end this one. Raises Ended if that happened.
     """
     jobs = []
     for name, policy in policies:
@@ -57,7 +57,7 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
         return []
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "sim.conformance.elsewhere"]
+    command = [sys.executable, "-m", "sim.conformance.across_processes"]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
     try:
         answers = json.loads(done.stdout)
@@ -71,14 +71,14 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
         here = fingerprints(load(job["name"], **job["parameters"]), examples=examples, seed=seed)  # type: ignore[arg-type]
         if here != there:
             at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
-            found.append(f"{job['name']}: in a second process example {at} comes out differently")
+            found.append(f"{job['name']}: example {at} gives a different result in a second process")
     return found
 
 
 def main() -> None:
-    """Read jobs from standard input and print what came of each."""
+    """Read jobs from standard input and print their results."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a policy prints is no answer
+    os.dup2(2, 1)  # what a policy prints is not part of the answer
     answers = []
     for job in json.load(sys.stdin):
         policy = load(job["name"], **job["parameters"])

@@ -1,4 +1,4 @@
-"""A check in a process of its own, so that a policy that ends its process does not end what reports on it."""
+"""A check in a process of its own, so that a policy that ends its process does not end the caller's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sim.policies import load
 
 
 def checked(name: str, parameters: Mapping[str, Any], *, examples: int, seed: int) -> tuple[dict[str, Any], str]:
-    """The report on a policy as JSON values and as lines to read.
+    """The report on a policy, as JSON values and as text.
 
-    A process that ends without one is a broken law. Raises PolicyError or PolicyFailed as `load` does.
+    If the process ends without a report, law 6 is broken. Raises PolicyError or PolicyFailed as `load` does.
     """
     job = {"name": name, "parameters": dict(parameters), "examples": examples, "seed": seed}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "sim.conformance.alone"]
+    command = [sys.executable, "-m", "sim.conformance.isolation"]
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
@@ -41,9 +41,9 @@ def checked(name: str, parameters: Mapping[str, Any], *, examples: int, seed: in
 
 
 def main() -> None:
-    """Read a job from standard input and print what came of it."""
+    """Read a job from standard input and print its report."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a policy prints is no answer
+    os.dup2(2, 1)  # what a policy prints is not part of the answer
     job = json.load(sys.stdin)
     answer: dict[str, Any]
     try:

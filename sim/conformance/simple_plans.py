@@ -1,4 +1,4 @@
-"""Simple plans that anyone could make, to hold a policy against that says its own is the best of a class."""
+"""Simple plans, with which a plan that is said to be optimal is compared."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.graph import Trace
 
 PAIRS = 6
-"""Of how many ops each two are recomputed together."""
+"""Of so many of the largest ops all pairs are recomputed."""
 
 
-def rivals(trace: Trace) -> Iterator[Plan]:
+def simple_plans(trace: Trace) -> Iterator[Plan]:
     """The plain plan, and plans for one device that recompute some ops once, after the peak of the plain one.
 
-    What lies idle over that peak goes before it and is recomputed before its next reader: each alone, the
+    Results that are idle over that peak are dropped before it and recomputed before their next reader: each alone, the
     k largest, the k first and the k last together, and pairs of the largest.
     """
     if trace.devices > 1:
@@ -38,7 +38,7 @@ def rivals(trace: Trace) -> Iterator[Plan]:
 
 
 def _idle_at_peak(plain: Schedule) -> dict[int, int]:
-    """Per op whose results wait while the most is held: the op before which it could run again."""
+    """Per op whose results are idle at the peak: the op before which it could be recomputed."""
     index = plain.index
     held = plain.peaks()[1:]
     peak = max(range(len(held)), key=held.__getitem__, default=0)

@@ -1,4 +1,4 @@
-"""Against the clock: memory that is saved is paid for in time, or not at all, never with a gain."""
+"""Law 11, first half: saving memory may cost time or nothing, but never gains time."""
 
 from __future__ import annotations
 

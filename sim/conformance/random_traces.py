@@ -1,4 +1,4 @@
-"""Random traces for the suite: small nets with backward and update, and what a policy needs of them."""
+"""Random traces for the suite: small nets with backward and update that meet a policy's needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ SIZES = (16, 1, 40, 64, 7, 100, 0)
 TIMES = (10, 1, 30, 100, 0)
 WORK = (0, 0, 0, 8, 30)
 QUICKER, LEANER = 0.5, 1.5
-"""Time factors of the other implementations of ops that take workspace: with three times of it, and with none."""
+"""Time factors of further implementations of ops with workspace: with three times the workspace, and with none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward op. back: how far back it reads, beside the result before it; others: indices and flags."""
+    """One forward op.
+
+    back: how far back it reads, besides the previous result.
+    The others: indices and flags.
+    """
 
     back: tuple[int, ...]
     size: int
@@ -38,9 +42,9 @@ _BACKS = ((), (0,), (1,), (2,), (3,), (0, 2), (1, 3), (2, 3))
 
 
 def steps(chain: bool) -> st.SearchStrategy[Step]:
-    """Forward ops; of a chain each reads the result before it alone, writes anew, and makes something.
+    """Forward ops. In a chain each reads only the previous result, writes to new storage and has a result.
 
-    A step is one number, digit by digit, because numbers are drawn and shrunk faster than structures.
+    A step is encoded as one number, because numbers are drawn and shrunk faster than structures.
     """
     sizes = [size for size in SIZES if size] if chain else list(SIZES)
     count = len(sizes) * len(TIMES) * len(WORK) * len(_BACKS) * 2**5
@@ -58,7 +62,7 @@ def steps(chain: bool) -> st.SearchStrategy[Step]:
 
 
 @st.composite
-def networks(
+def random_traces(
     draw: st.DrawFn,
     *,
     needs: frozenset[str] = frozenset(),
@@ -69,11 +73,15 @@ def networks(
 ) -> Trace:
     """Forward ops in order, a backward that reads what was saved, and in-place updates of the weights.
 
-    needs: of `sim.policies.base.NEEDS`, those that are of the trace: `chain`, `layers`, `backward`. With
-    two devices each runs its copy of the net and the weight gradients are summed by a collective, or the
-    first half of the ops is on device 0 and results go to the other half by send and receive, or unsent.
-    cpu: the optimizer, or some ops of each phase, may run on the engine `cpu`. unit: bytes of the
-    smallest tensor. In one of two traces the program holds tensors beyond their last readers. Shrinks to one op.
+    With two devices each runs its copy of the net and the weight gradients are summed by a collective, or the first
+    half of the ops is on device 0 and results reach the other half by send and receive, or unsent. In one of two traces
+    the program holds tensors beyond their last readers. Shrinks to one op.
+
+    needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`.
+    devices: one or two.
+    cpu: whether the optimizer, or some ops of each phase, may run on the engine `cpu`.
+    unit: bytes of the smallest tensor.
+    longest: most forward ops.
     """
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
@@ -106,7 +114,7 @@ def networks(
     for net in nets:
         if update:
             net.update("cpu" if on_cpu else "", states=states)
-    # not drawn: what the seeds give stays what it was, but for release points
+    # not drawn: what the seeds give stays the same, except for release points
     hold = Digits(sum(i * (step.size + step.took) for i, step in enumerate(line, 1)))
     every, longer = hold.pick((0, 0, 1, 3)), hold.pick(range(8))
     if backward and not update:
@@ -116,7 +124,7 @@ def networks(
 
 
 def held(trace: Trace, every: int, longer: int) -> Trace:
-    """The same trace, whose program holds one in `every` tensors (0: none) for some ops longer than it is used."""
+    """The same trace with one in `every` tensors (0: none) held by the program for some ops beyond its last use."""
     points = [
         (t, min(len(trace.ops) - 1, int(trace.last_use[t]) + longer))
         for t in (range(0, len(trace.tensors), every) if every else ())
@@ -138,7 +146,7 @@ def _reduce(b: TraceBuilder, nets: list[_Net]) -> None:
 
 @dataclass
 class _Net:
-    """One net as it grows."""
+    """One net under construction."""
 
     b: TraceBuilder
     name: str
@@ -197,7 +205,7 @@ class _Net:
         self.tape.append((step, reads, made, weight, saved))
 
     def here(self, tensor: int) -> int:
-        """A tensor as this device reads it: sent to it once if it was made on the other one."""
+        """A tensor as this device reads it: sent to it once if it was produced on the other one."""
         if self.style != "pipeline" or not self.device or tensor in self.sent.values() or not self.foreign(tensor):
             return tensor
         if tensor not in self.sent:
@@ -293,5 +301,5 @@ class _Net:
         return self.product if step.weight else "elementwise"
 
     def forward_name(self, i: int, step: Step) -> str:
-        """What saves its output may be the core of an attention: some policies go by that name."""
+        """An op that saves its output may be named as the core of an attention: some policies look for that name."""
         return f"h{self.layer(i)}.attn.core.f{i}" if step.saves_output and self.per_layer else f"f{i}"

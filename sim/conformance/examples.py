@@ -1,4 +1,4 @@
-"""Examples: a trace, a machine and a budget, drawn so that they meet a policy's needs."""
+"""Random examples: a trace, a platform and a budget that meet a policy's needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from sim.conformance.digits import Digits
-from sim.conformance.machines import Document, machines, platform_of
 from sim.conformance.models import models
-from sim.conformance.networks import networks
+from sim.conformance.random_platforms import Document, platform_of, random_platforms
+from sim.conformance.random_traces import random_traces
 from sim.experiment import reference_run
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
@@ -21,19 +21,19 @@ from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
 SPARE = (100, 60, 45, 30, 15, 70, 5, 50, 20, 0, 80, -10)
-"""Budgets, as a percentage of the way from what the neediest op takes to the peak when all is kept."""
+"""Budgets, in percent of the way from the largest working set to the unconstrained peak."""
 
 
-def situations_for(policy: Policy) -> st.SearchStrategy[Example]:
-    """What a policy is tried on: its needs are met, and where it plans slowly the traces are small."""
+def examples_for(policy: Policy) -> st.SearchStrategy[Example]:
+    """Examples for a policy: they meet its needs, and are small if it plans slowly."""
     if policy.slow:
-        return situations(policy.needs, real=0, longest=8)
-    return situations(policy.needs)
+        return random_examples(policy.needs, real=0, longest=8)
+    return random_examples(policy.needs)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A trace, a machine as a document, and a budget in bytes."""
+    """A trace, a platform as the document of its profile, and a budget in bytes."""
 
     trace: Trace
     machine: Document
@@ -41,35 +41,36 @@ class Example:
 
     @property
     def platform(self) -> Platform:
-        """The machine with that budget."""
+        """The platform with that budget."""
         return platform_of(self.machine, self.budget)
 
 
 @st.composite
-def situations(
+def random_examples(
     draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: bool = False, real: int = 1, longest: int = 0
 ) -> Example:
-    """A trace and a machine that meet a policy's needs, and a budget from ample to too little.
+    """A trace and a platform that meet a policy's needs, and a budget from ample to too little.
 
-    real: of ten traces, how many are of small models. exact: no allocator with addresses. longest: most
-    forward ops of the other traces, 0 for what suits the needs.
+    exact: whether allocators with addresses are left out.
+    real: of ten traces, how many are of small models.
+    longest: most forward ops of the other traces, 0 for what suits the needs.
     """
     digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
     one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history"})
     cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
     host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
     spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
-    machine = draw(machines(devices=1 if one else 2, host=host, cpu=cpu, exact=exact))
+    machine = draw(random_platforms(devices=1 if one else 2, host=host, cpu=cpu, exact=exact))
     unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
     kind = draw(st.integers(0, 9))
     if kind >= 10 - real:
         trace = draw(models())
     else:
         steps = longest or (18 if needs & {"chain", "layers"} else 12)
-        trace = draw(networks(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=steps))
+        trace = draw(random_traces(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=steps))
     log = reference_run(trace, platform_of(machine))
     if tight and host:
-        # a host that holds what lies there from the start, and some percent of what the device needs
+        # a host that holds its initial tensors, and some percent of what the device needs
         most = {tier.name: peak for tier, peak in zip(log.platform.tiers, _peaks(log))}
         left = most["host"] + max(most.values()) * tight // 100
         machine = {
@@ -87,7 +88,7 @@ def _peaks(log: EventLog) -> list[int]:
 
 
 def _peak_and_floor(log: EventLog) -> tuple[int, int]:
-    """Bytes in a device's memory when all is kept, and what is there from the start with the neediest op beside it."""
+    """The unconstrained peak of a device's memory, and its initial tensors plus the largest working set, in bytes."""
     platform, trace, peaks = log.platform, log.trace, _peaks(log)
     size, top, floor = trace.tensor_columns.bytes, 0, 0
     for i, tier in enumerate(platform.tiers):
@@ -106,7 +107,7 @@ def _peak_and_floor(log: EventLog) -> tuple[int, int]:
 
 
 def for_each(drawn: st.SearchStrategy[Example], look: Callable[[Example], None], count: int, first: int) -> None:
-    """Look at `count` examples; those that the seed `first` gives, whatever else is on this machine."""
+    """Call `look` with `count` examples, which depend on the seed `first` alone."""
 
     @seed(first)
     @settings(

@@ -1,0 +1,49 @@
+"""Law 8: a policy that says it is optimal is."""
+
+from __future__ import annotations
+
+from sim.conformance.checker import check
+from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
+from sim.conformance.simple_plans import simple_plans
+from sim.errors import Infeasible
+from sim.experiment import UNLIMITED, problem_for
+
+
+def check_optimal(run: Replayed) -> None:
+    """Law 8: a policy that is optimal never takes longer with more budget, and no plan of its class beats it."""
+    if not run.policy.optimal or not (run.done or isinstance(run.error, Infeasible)):
+        return
+    _beaten(run)
+    capacity = run.platform.home(0).capacity
+    best = run.log.end if run.done and run.log is not None else None
+    for budget in (capacity + max(1, capacity // 8), 2 * capacity, UNLIMITED):
+        more = run_policy(run.policy, run.trace, run.platform.with_budget(budget), seed=run.seed)
+        if not more.done or more.log is None:
+            if best is not None and isinstance(more.error, Infeasible):
+                raise LawBroken(f"with {budget} B it refuses what fits into {capacity} B: {more.error}")
+            continue
+        if best is not None and more.log.end > best:
+            raise LawBroken(f"with {budget} B it takes {more.log.end} ns; with {capacity} B {best} ns")
+        best, capacity = more.log.end, budget
+
+
+def _beaten(run: Replayed) -> None:
+    """Compare a plan said to be optimal, or a refusal, with simple plans of the class that the policy names."""
+    best = run.log.end if run.done and run.log is not None else None
+    if best is not None and run.plan is not None and run.plan.notes.get("status", "optimal") != "optimal":
+        return  # the plan says that it may not be optimal
+    budget = run.platform.home(0).capacity
+    cost = problem_for(run.trace, run.platform).cost.op_ns
+    for plan in simple_plans(run.trace):
+        if not run.policy.in_class(plan):
+            continue
+        checked = check(plan, cost)
+        if checked.peak > budget or (best is not None and checked.time >= best):
+            continue
+        other = replayed(run.policy, plan, run.trace, run.platform, seed=run.seed)
+        if other.done and other.log is not None and (best is None or other.log.end < best):
+            says = f"it refuses {budget} B" if best is None else f"its plan takes {best} ns"
+            reruns = [run.trace.op_columns.name[op] for op in checked.reruns]
+            raise LawBroken(
+                f"{says}; of its class ({run.policy.optimal}) one that recomputes {reruns} takes {other.log.end} ns"
+            )

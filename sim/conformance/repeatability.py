@@ -1,0 +1,45 @@
+"""Law 7: the same seed gives the same log. Across processes see `across_processes`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.errors import PolicyError
+from sim.log import EventLog
+from sim.policies.base import Policy
+
+
+def check_repeats(run: Replayed) -> None:
+    """Law 7: the same policy, trace, platform and seed give the same plan and the same log, byte for byte."""
+    if run.changed:
+        raise LawBroken(f"the policy changes the {run.changed} that it is given, in place")
+    if isinstance(run.error, PolicyError) or run.crash is not None:
+        return
+    again = run_policy(fresh(run.policy), run.trace, run.platform, seed=run.seed)
+    if type(again.error) is not type(run.error) or str(again.error) != str(run.error):
+        raise LawBroken(f"the second time it says: {again.error or 'it fits'}; at first: {run.error or 'it fits'}")
+    if run.plan is not None and again.plan is not None:
+        first, second = run.plan, again.plan
+        if tuple(first.actions) != tuple(second.actions) or dict(first.place) != dict(second.place):
+            raise LawBroken("the second time it plans other actions")
+        if first.trace != second.trace or first.keep_dead != second.keep_dead:
+            raise LawBroken("the second time it plans another trace")
+    if run.log is not None and again.log is not None and run.log != again.log:
+        raise LawBroken(f"the second time its log differs: {_difference(run.log, again.log)}")
+
+
+def fresh(policy: Policy) -> Policy:
+    """The same policy without what it remembers of earlier calls."""
+    return dataclasses.replace(policy)
+
+
+def _difference(first: EventLog, second: EventLog) -> str:
+    for what, a, b in (("interval", first.intervals, second.intervals), ("change", first.changes, second.changes)):
+        count = min(len(a), len(b))
+        rows = np.flatnonzero((a[:count] != b[:count]).any(axis=1))
+        if len(rows) or len(a) != len(b):
+            return f"{what} {int(rows[0]) if len(rows) else count} is the first to differ"
+    return f"ends at {first.end} and {second.end} ns, counters {dict(first.counters)} and {dict(second.counters)}"
