@@ -1,4 +1,4 @@
-"""Sweeps: thousands of runs from one study, nothing lost.
+"""Sweeps: thousands of runs from one study; no finished cell is lost.
 
     from sim import sweep
     table = sweep("study.toml", out="results", jobs=4)

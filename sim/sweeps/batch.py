@@ -1,4 +1,4 @@
-"""What a Dask worker does: it runs some cells of a message in a process beside itself, and says which are done."""
+"""The work of a Dask worker: it runs cells of a message in a process of their own and returns those that are done."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _idle: list[Worker] = []  # of this Dask worker, ready
 
 
 def run_batch(tasks: list[str], stamp: str, folder: str) -> Batch:
-    """Outcomes of the first of some tasks, and how the process died of the next one, if it did.
+    """Outcomes of the first of these tasks, and how the process died on the next one, if it did.
 
-    folder: where the driver stands; paths are relative to it. Raises TiersimError where the program here is another.
+    folder: the driver's working folder, to which paths are relative.
+
+    Raises TiersimError if the program here is of another version.
     """
     began = time.monotonic()
     done: list[tuple[str, Outcome]] = []
@@ -49,7 +51,7 @@ def run_batch(tasks: list[str], stamp: str, folder: str) -> Batch:
 
 
 def _worker(stamp: str, folder: str) -> Worker:
-    """A process that runs the same program in the same folder, one of those at hand or a new one."""
+    """A process that runs the same program in the same folder, an idle one or a new one."""
     while _idle:
         worker = _idle.pop()
         if worker.process.poll() is None and worker.serves == (stamp, folder):

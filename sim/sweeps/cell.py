@@ -1,10 +1,10 @@
-"""Runs cells: a plain record in, a plain record out, and what cells share made once.
+"""Runs cells: a plain record in, a plain record out; what cells share is computed once.
 
 A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
 changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
-`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `folder` (where the timeline goes, or None),
-`time_limit_s` (which whoever runs the process keeps, see `pool`), and `sums`: what the contents of profile, workload
-and policy were when the cell got its identity.
+`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `folder` (for the timeline, or None),
+`time_limit_s` (enforced by the executor, see `pool`), and `sums`: hashes of profile, workload and policy from the time
+when the cell got its identity.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
 
 
 class Bench:
-    """Runs tasks one after another in this process, and keeps what they share: traces, platforms, reference runs,
-    and the plans of solvers."""
+    """Runs tasks one after another in this process, and caches traces, platforms, reference runs and solvers' plans."""
 
     def __init__(self) -> None:
         self._traces = Kept(KEPT_OPS)
@@ -71,9 +70,9 @@ class Bench:
         self._ops = 0
 
     def run(self, task: Task) -> Outcome:
-        """`row`, the same in every run, and `ran`, what varies: `wall_s`, `plan_s`, a traceback."""
+        """`row`, the same in every run, and `ran`, which varies: `wall_s`, `plan_s`, a traceback."""
         was_on = gc.isenabled()
-        gc.disable()  # a replay makes many objects, most of which go with their last reference
+        gc.disable()  # a replay makes many objects, most of which are freed with their last reference
         began = time.perf_counter()
         try:
             row, ran = self._answer(task)
@@ -112,7 +111,7 @@ class Bench:
         policy = load(task["policy"], **task["parameters"])
         known["fidelity"] = policy.fidelity
         if policy_identity(policy) != task["sums"]["policy"]:
-            raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; start it again")
+            raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; restart the program")
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]), _ops)
         kept, peak, refusal = self._references.get(
@@ -161,7 +160,7 @@ def _ops(trace: Trace) -> int:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON would give it back, so that it is the same from this process and from another."""
+    """A row as JSON would return it, so that it is the same from this process and from another."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(row, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -177,7 +176,7 @@ def _refusal(status: str, fits: bool | None, error: BaseException) -> dict[str, 
 def _platform(task: Task) -> Platform:
     found = load_profile(task["profile"], overrides=task["figures"] or None)
     if found.content_hash != task["sums"]["profile"]:
-        raise TiersimError(f"{task['profile']}: the profile was changed while the sweep ran; run it again")
+        raise TiersimError(f"{task['profile']}: the profile was changed while the sweep ran; repeat the sweep")
     return found
 
 
@@ -187,7 +186,7 @@ def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
         from sim.trace.io import load as load_trace
 
         if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sum_:
-            raise TiersimError(f"{path}: the trace was changed while the sweep ran; run it again")
+            raise TiersimError(f"{path}: the trace was changed while the sweep ran; repeat the sweep")
         return load_trace(path)
     from workloads.models import read_config
     from workloads.transformer import transformer
@@ -195,7 +194,7 @@ def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
     arguments = dict(workload)
     config = arguments.pop("model")
     if config_sum(read_config(config)) != sum_:
-        raise TiersimError(f"{config}: the model was changed while the sweep ran; run it again")
+        raise TiersimError(f"{config}: the model was changed while the sweep ran; repeat the sweep")
     return transformer(config, **arguments)
 
 
@@ -212,7 +211,7 @@ def _unlimited(policy: Policy, traces: Sequence[Trace], platform: Platform, kept
 
 
 def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int | None, Infeasible | None]:
-    """The run without a limit, the most that it holds in a device's home tier, or why there is none."""
+    """The unconstrained run and its peak in a device's home tier, or why there is none."""
     try:
         log = reference_run(trace, platform)
     except Infeasible as error:

@@ -1,9 +1,9 @@
 """Cells on a cluster: on the workers of a Dask scheduler, given by address or file, or started through SLURM.
 
-A Dask worker runs each cell in a process beside itself, as `pool` does, so that a cell that dies or takes too long
-costs nothing else, and who is to blame is known. A message carries several cells of one group, and comes back after
-about a second with those that are done. The scheduler and all workers need this program, in the same version, and
-the workers a file system that they share with the driver for files of the user's own.
+A Dask worker runs each cell in a process of its own, as `pool` does, so that a cell that dies or takes too long
+affects no other and can be identified. A message carries several cells of one group and returns after about a second
+with those that are done. The scheduler and all workers need the same version of this program, and the workers need to
+share a file system with the driver for the user's own files.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ BATCH = 64  # cells of a message at most
 class Dask:
     """Runs cells on the workers of a Dask scheduler.
 
-    where: its address ("tcp://host:8786"), its scheduler file, or "slurm" to start `jobs` workers as jobs of
-    SLURM; slurm: keywords of `dask_jobqueue.SLURMCluster`, and `submit_command`, `cancel_command`.
-    Raises TiersimError where Dask is not installed, or what is asked does not go together.
+    where: its address ("tcp://host:8786"), its scheduler file, or "slurm" to start workers as jobs of SLURM.
+    jobs: how many of those.
+    slurm: keywords of `dask_jobqueue.SLURMCluster`, and `submit_command`, `cancel_command`.
+
+    Raises TiersimError if Dask is not installed or the arguments are incompatible.
     """
 
     def __init__(self, where: str, *, jobs: int | None = None, slurm: Mapping[str, Any] | None = None) -> None:
@@ -72,7 +74,7 @@ class Dask:
             )
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
-        """See `Executor`. Cells that a foreign scheduler's workers are in the middle of end by themselves."""
+        """See `Executor`. Cells under way on a foreign scheduler's workers end by themselves."""
         if not jobs:
             return
         with _quiet(), self._client() as (client, watch):
@@ -84,7 +86,7 @@ class Dask:
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[tuple[Client, Callable[[int], None]]]:
-        """A client, and what is to be told now and then how many threads there are."""
+        """A client, and a function that is called now and then with the number of threads."""
         from distributed import Client
 
         if self.where == "slurm":
@@ -104,13 +106,13 @@ class Dask:
 
 
 class _Patience:
-    """Waits for workers for some time only, since nobody is known to start any."""
+    """Waits for workers for a limited time, since nobody is known to start any."""
 
     def __init__(self) -> None:
         self.missed = time.monotonic()
 
     def notice(self, threads: int) -> None:
-        """Raises TiersimError where there have been none for long."""
+        """Raises TiersimError if there have been none for long."""
         now = time.monotonic()
         if threads:
             self.missed = now
@@ -133,9 +135,9 @@ def _quiet() -> Iterator[None]:
 
 
 class _Feed:
-    """The driver's side: jobs not yet given, those under way, those that a process died of.
+    """The driver's side: jobs to hand out, jobs under way, and jobs on which a process died.
 
-    watch: is told now and then how many threads the workers have together.
+    watch: called now and then with the number of threads of all workers.
     """
 
     def __init__(self, client: Client, jobs: Sequence[Job], watch: Callable[[int], None]) -> None:
@@ -162,7 +164,7 @@ class _Feed:
                 yield from self.land(self.landed.get(timeout=LOOK_S))
 
     def look(self) -> None:
-        """See which workers there are, now and then."""
+        """Look up the workers now and then."""
         now = time.monotonic()
         if now - self.looked > LOOK_S:
             self.looked = now
@@ -173,7 +175,7 @@ class _Feed:
             self.watch(self.threads)
 
     def give(self) -> None:
-        """Keep every thread busy and one message waiting for it; suspects go one by one, alone."""
+        """Keep every thread busy with one message queued; suspects run alone, one by one."""
         while self.groups and len(self.flying) < 2 * self.threads:
             group, jobs = next(iter(self.groups.items()))
             waiting = sum(map(len, self.groups.values()))
@@ -197,7 +199,7 @@ class _Feed:
         future.add_done_callback(self.landed.put)
 
     def land(self, future: Future) -> Iterator[tuple[str, Outcome]]:
-        """What a message that is back brings; what it did not get to is given out again."""
+        """The outcomes in a returned message; tasks that it did not reach are handed out once more."""
         from distributed import KilledWorker
 
         batch = self.flying.pop(future)
@@ -223,7 +225,7 @@ class _Feed:
             waiting.extendleft(reversed(rest))
 
     def suspect(self, job: Job, how: str) -> Iterator[tuple[str, Outcome]]:
-        """A process died of a job: it will run alone, or is given up."""
+        """A process died on a job: it will run alone, or is given up."""
         self.deaths[job.id] = self.deaths.get(job.id, 0) + 1
         if self.deaths[job.id] < TRIES:
             self.suspects.append(job)
@@ -231,17 +233,17 @@ class _Feed:
             yield job.id, killed(how)
 
     def stop(self) -> None:
-        """Take back what no worker has begun."""
+        """Take back messages that no worker has begun."""
         with contextlib.suppress(OSError):
             self.client.cancel(list(self.flying), force=True)
 
 
 def _gone(what: object) -> str:
-    return f"dask: the scheduler is gone ({_line(what)}); all cells finished before are kept"
+    return f"dask: the connection to the scheduler was lost ({_line(what)}); all cells finished before are kept"
 
 
 def _foreign(error: BaseException) -> str:
-    """What a scheduler or worker complained of that is not this program's own."""
+    """An error of a scheduler or worker that is not this program's own."""
     while error.__cause__ is not None:
         error = error.__cause__
     needs = "scheduler and workers need this program, in the same version: " if isinstance(error, ImportError) else ""

@@ -1,4 +1,4 @@
-"""What the command line says and does for `tiersim sweep` and `tiersim results`; `sim.cli` reads the arguments."""
+"""The commands `tiersim sweep` and `tiersim results`; `sim.cli` reads their arguments."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def run_study(
 ) -> int:
     """`tiersim sweep`: run a study into a folder (default: its name with `-results`) and print a summary.
 
-    Progress goes to standard error where that is a terminal. as_json: the rows on standard output, and nothing
-    else. Returns the exit status: 0 where every cell has an answer, 1 where one failed, was killed or took too long.
-    Raises KeyboardInterrupt after it has said how to go on.
+    Progress goes to standard error if that is a terminal. Returns the exit status: 0 if every cell has an answer, 1 if
+    one failed, was killed or took too long.
+
+    as_json: print the rows on standard output, and nothing else.
+
+    Raises KeyboardInterrupt after printing how to resume.
     """
     read = load_study(study)
     folder = out or f"{Path(study).stem}-results"
@@ -55,7 +58,7 @@ def run_study(
         words += [part for key, value in (slurm or {}).items() for part in ("--slurm", f"{key}={_setting(value)}")]
         words.append("--resume")
         how = last[-1].text() if last else "no cell was finished"
-        print(f"tiersim: {how}\ntiersim: go on with: {shlex.join(words)}", file=sys.stderr)
+        print(f"tiersim: {how}\ntiersim: resume with: {shlex.join(words)}", file=sys.stderr)
         raise
     if as_json:
         print(json.dumps(flat_rows(swept.rows), allow_nan=False))
@@ -79,7 +82,7 @@ def _name(labels: dict[str, Any]) -> str:
 
 @contextmanager
 def _bar(last: list[Progress]) -> Iterator[OnProgress]:
-    """A progress bar with the time left on a terminal, nothing in a pipe; `last` is given what it was told last."""
+    """A progress bar with the time left on a terminal, nothing in a pipe; `last` receives the latest progress."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -109,7 +112,7 @@ def _bar(last: list[Progress]) -> Iterator[OnProgress]:
 
 
 def clock_text(seconds: float) -> str:
-    """A span as people read it: "42 s", "3 min 20 s", "2 h 05 min"."""
+    """A span for readers: "42 s", "3 min 20 s", "2 h 05 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -122,7 +125,7 @@ def clock_text(seconds: float) -> str:
 
 
 def list_results(folder: str, *, as_json: bool = False) -> str:
-    """`tiersim results list DIR`: the stores in a folder, itself included, and how far each is."""
+    """`tiersim results list DIR`: the stores in a folder, itself included, and how many cells of each have finished."""
     found = []
     paths = [Path(folder), *sorted(path for path in Path(folder).glob("*") if path.is_dir())]
     for path in paths:
@@ -180,7 +183,7 @@ def export_results(
 ) -> list[Path]:
     """`tiersim results export DIR --csv FILE --parquet FILE`: the whole table in either or both.
 
-    The same cells give the same bytes. Raises OSError; TiersimError where neither is asked for, or pyarrow is missing.
+    The same cells give the same bytes. Raises OSError; TiersimError if neither is given, or pyarrow is missing.
     """
     if csv is None and parquet is None:
         raise TiersimError("export: say where to: --csv FILE, --parquet FILE, or both")
@@ -200,7 +203,7 @@ def query_results(folder: str, sql: str, *, as_json: bool = False) -> str:
 
 
 def _columns(store: Store, rows: list[dict[str, Any]]) -> list[str]:
-    """Axes on which the cells differ, and the figures that are asked for most."""
+    """Axes on which the cells differ, and the most important figures."""
     labels = dict.fromkeys(name for cell in store.cells for name in cell["labels"])
     differ = [name for name in labels if len({str(row.get(name)) for row in rows}) > 1]
     return list(dict.fromkeys(["cell", *differ, *(name for name in SHOWN if name in rows[0])]))

@@ -1,4 +1,4 @@
-"""Where cells run: what is asked of every executor, and the one that runs them in this process.
+"""Executors, which run cells: their interface, and the one that runs them in this process.
 
 One protocol: tasks in, `(id, outcome)` out as they finish. Tasks and outcomes are JSON values, so that an executor
 may be on another machine; each gives the same rows. `pool` runs cells in processes of this machine, `cluster` on
@@ -15,7 +15,7 @@ from sim.errors import TiersimError
 from sim.sweeps.cell import Bench, Outcome
 
 TRIES = 3
-"""How often a cell may kill its process: once among others, and then alone."""
+"""How many processes a cell may kill: the first with others under way, then alone."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Job:
 
     @property
     def id(self) -> str:
-        """The cell's."""
+        """The cell's id."""
         return str(self.task["id"])
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that it may take, None for any."""
+        """Its time limit in seconds, None for no limit."""
         limit: float | None = self.task.get("time_limit_s")
         return limit
 
@@ -45,7 +45,7 @@ class Executor(Protocol):
 
 
 class Inline:
-    """Runs jobs one after another in this process. It does not survive a cell that kills it, and cannot end one."""
+    """Runs jobs one after another in this process. It does not survive a cell that kills its process."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
         """See `Executor`. Raises TiersimError for a job with a time limit."""
@@ -57,7 +57,7 @@ class Inline:
 
 
 def killed(how: str) -> Outcome:
-    """The outcome of a cell that has killed its process as often as it may."""
+    """The outcome of a cell that has killed its process `TRIES` times."""
     row = {"status": "killed", "fits": None, "error": "the process that ran it died each time it was tried"}
     return {"row": row, "ran": {"how": how}}
 

@@ -1,4 +1,4 @@
-"""Finished cells as a table: one row a cell, units in the names of the columns."""
+"""Finished cells as a table: one row per cell, units in the names of the columns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 FIRST = ("status", "fits", "error", "fidelity", "budget_bytes", "unconstrained_peak_bytes", "floor_bytes")
 TIMING = ("wall_s", "plan_s", "host", "date")
-"""What varies from run to run; a table has it only where it is asked for."""
+"""Columns that vary from run to run; a table has them only on request."""
 
 Rows = Iterable[tuple[Mapping[str, Any], Mapping[str, Any] | None]]
 
 
 def flat_rows(rows: Rows, *, timing: bool = False) -> list[dict[str, Any]]:
-    """One flat record a cell: `cell` (its id), labels, figures; nested ones as `stall_ns.transfer`.
+    """One flat record per cell: `cell` (its id), labels, figures; nested ones as `stall_ns.transfer`.
 
     A cell that is not finished has status "missing". The order of the columns depends on the rows alone.
     """
@@ -59,7 +59,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frame(rows: Rows, *, timing: bool = False) -> pd.DataFrame:
-    """The rows as a DataFrame; whole numbers that some cells lack are pandas' `Int64`."""
+    """The rows as a DataFrame; columns of whole numbers with gaps are pandas' `Int64`."""
     import pandas as pd
 
     flat = flat_rows(rows, timing=timing)
@@ -82,7 +82,7 @@ def _column(values: list[Any]) -> tuple[list[Any], None, str]:
 
 
 def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
-    """Write the table as CSV, aside and renamed: the same rows give the same bytes. Raises OSError."""
+    """Write the table as CSV, as a whole; the same rows give the same bytes. Raises OSError."""
     import csv
     import io
 
@@ -99,7 +99,7 @@ def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False)
 
 
 def write_parquet(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
-    """Write the table as Parquet, aside and renamed. Raises OSError; TiersimError where pyarrow is not installed."""
+    """Write the table as Parquet, as a whole. Raises OSError; TiersimError if pyarrow is not installed."""
     if find_spec("pyarrow") is None:
         raise TiersimError("Parquet needs pyarrow: pip install 'tiersim[parquet]'")
     table = frame(rows, timing=timing)

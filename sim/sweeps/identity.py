@@ -1,7 +1,7 @@
-"""What a cell's answer depends on, as hashes: a rerun does only what is missing and never shows a stale answer.
+"""Identities of cells: hashes of all that an answer depends on, so that resuming a sweep never shows a stale answer.
 
 A part of the program is hashed together with everything that it imports of the program, read from the sources,
-so that an edited helper makes new identities wherever it counts and nowhere else.
+so that an edited helper changes the identities that depend on it and no others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sim.policies.composition import Composition
 
 PACKAGES = ("sim", "workloads")
 ENGINE = ("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.kept", "sim.experiment", "sim.analysis.summary")
-"""What turns a trace, a platform and a policy into figures; `sim.sweeps.cell` is what runs a cell."""
+"""The modules that turn a trace, a platform and a policy into figures; `sim.sweeps.cell` runs a cell."""
 
 APART = ("sim.report", "sim.pages", "sim.commands", "sim.sweeps")
-"""What shows figures or hands out cells, and makes none; followed only where it is named in `ENGINE`."""
+"""Modules that show figures or distribute cells but compute none; followed only if named in `ENGINE`."""
 
 WORKLOADS = ("workloads.transformer", "sim.trace.io")
 LIBRARIES = ("simpy", "numpy")
@@ -34,7 +34,7 @@ SOLVER_LIBRARIES = ("scipy", "ortools")
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value as canonical JSON, as hexadecimal digits; what JSON cannot say goes by its `repr`."""
+    """SHA-256 of a value as canonical JSON, in hexadecimal; a value that JSON lacks is represented by its `repr`."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -57,8 +57,8 @@ _class_sources: dict[type[Policy], str] = {}
 def policy_identity(policy: Policy) -> str:
     """Hash of a policy's parameters and of the sources of its class, its bases and what they import.
 
-    That of a composition is made of its parts'.
-    Files that a policy of one's own imports from beside itself are not seen.
+    The hash of a composition combines those of its parts. Files that a user's own policy imports from its folder are
+    not included.
     """
     parameters = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     if isinstance(policy, Composition):
@@ -100,7 +100,7 @@ def files_of(modules: tuple[str, ...]) -> dict[str, Path]:
 
 
 def sources_stamp() -> str:
-    """Hash of all sources as they are now and of the libraries under them, for processes that must be alike."""
+    """Hash of all present sources and of the libraries that they use, for processes that must agree."""
     files = {
         f"{package}/{path.relative_to(root).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
         for package in PACKAGES
@@ -118,7 +118,7 @@ def _with_parents(module: str) -> Iterator[str]:
 
 @cache
 def _file_of(module: str) -> Path | None:
-    """The file of a module of this program, None for what is none."""
+    """The file of a module of this program, None for any other module."""
     package, *rest = module.split(".")
     root = _root(package) if package in PACKAGES else None
     if root is None:
@@ -135,7 +135,7 @@ def _root(package: str) -> Path | None:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Names that a file imports of this program, those inside functions included, those for types alone not."""
+    """Names that a file imports of this program: those inside functions included, those for types only excluded."""
     names: set[str] = set()
     for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,6 +1,6 @@
-"""An index of a sweep's files in SQLite: derived from them, and never believed against them.
+"""An index of a sweep's files in SQLite: derived from them, and used only while it agrees with them.
 
-The segments are what is kept, each line with its checksum. The index is made from them when asked for, and again
+The segments hold the results, each line with its checksum. The index is built from them on request, and rebuilt
 whenever they, or the index itself, have changed by a single byte.
 """
 
@@ -26,9 +26,9 @@ class QueryError(TiersimError):
 
 
 def query(store: Store, sql: str) -> pd.DataFrame:
-    """Rows of a query on the table `cells`, one row a cell; columns are those of the frame, with timing.
+    """Rows of a query on the table `cells`, one row per cell; columns are those of the frame, with timing.
 
-    Names with a dot need quotes: `"stall_ns.transfer"`. Nothing can be changed. Raises QueryError.
+    Names with a dot need quotes: `"stall_ns.transfer"`. Access is read-only. Raises QueryError.
     """
     import pandas as pd
 
@@ -44,11 +44,12 @@ def query(store: Store, sql: str) -> pd.DataFrame:
 
 
 def connect(store: Store) -> sqlite3.Connection:
-    """A connection to an index in memory that is what the files say: from its file, or made anew.
+    """A connection to an index in memory that agrees with the files: read from its own file, or rebuilt.
 
-    The file is taken only whole, and only where it was made from the very bytes that the results have now; what was
-    hashed is what is asked, so that no damage of the disk comes between.
-    Raises StoreError where a damaged segment leaves an answer in doubt.
+    Its file is used only if it is intact and was built from exactly the present bytes of the results. The bytes that
+    were hashed are the bytes that are queried, so that damage of the disk in between has no effect.
+
+    Raises StoreError if a damaged segment leaves an answer in doubt.
     """
     path, sum_path = store.folder / "index.sqlite", store.folder / "index.sum"
     stamp = _stamp(store)
@@ -58,7 +59,7 @@ def connect(store: Store) -> sqlite3.Connection:
         if sum_path.read_bytes() == _sum(stamp, image):
             connection.deserialize(image)
             return connection
-    except (OSError, sqlite3.Error):  # not there, not to be read
+    except (OSError, sqlite3.Error):  # missing or unreadable
         connection.close()
         connection = sqlite3.connect(":memory:")
     _fill(connection, store)
@@ -77,7 +78,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _stamp(store: Store) -> bytes:
-    """What the files hold: a hash of their names and of every byte."""
+    """A hash of the files' names and of every byte."""
     whole = hashlib.sha256(b"%d" % FORMAT)
     for file in (store.folder / "study.json", *store.segments):
         whole.update(b"%s %s" % (file.name.encode(), hashlib.sha256(file.read_bytes()).digest()))
@@ -85,7 +86,7 @@ def _stamp(store: Store) -> bytes:
 
 
 def _sum(stamp: bytes, image: bytes) -> bytes:
-    """What stands beside an index: a hash of it and of what it was made from, as text."""
+    """The text of an index's checksum file: hashes of the index and of the files from which it was built."""
     return hashlib.sha256(stamp + image).hexdigest().encode() + b"\n"
 
 

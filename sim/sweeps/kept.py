@@ -1,4 +1,4 @@
-"""The things used last, as many as weigh no more than they may together."""
+"""A cache of the values used last, limited by their total weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Kept:
-    """The things used last, by key, as many as weigh `most` together."""
+    """The values used last, by key, of a total weight of at most `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -21,7 +21,7 @@ class Kept:
         return key in self.things
 
     def get(self, key: Any, make: Callable[[], T], weigh: Callable[[T], int] = lambda thing: 1) -> T:
-        """The thing of that key, made if need be."""
+        """The value of that key, made if it is missing."""
         if key in self.things:
             self.things.move_to_end(key)
         else:

@@ -1,4 +1,4 @@
-"""Plans of solvers, made once for the cells that share one: those of other seeds, or with a timeline."""
+"""Plans of solvers, computed once for the cells that share one, such as cells with other seeds or with a timeline."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Asked(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class _Remembering(Policy):
-    """A policy that looks for its plan among those of before."""
+    """A policy that looks for its plan among earlier ones."""
 
     policy: Policy
     kept: Kept
     key: Hashable
 
     def plan(self, problem: Problem) -> Plan:
-        """See `Policy`. A plan whose solver ran out of time is not kept, nor one that may know earlier iterations."""
+        """See `Policy`. A plan is not kept if its solver ran out of time or if it may depend on earlier iterations."""
         if problem.history:
             return self.policy.plan(problem)
         for key in (self.key, (self.key, problem.seed)):
@@ -51,8 +51,9 @@ def _never() -> Plan:
 
 
 def remembering(policy: Policy, kept: Kept, key: Hashable) -> Policy:
-    """The policy, or where it has a solver one that gives the same plans and keeps those of first iterations.
+    """The policy; if it has a solver, one that gives the same plans and keeps those of first iterations.
 
-    key: all that a plan depends on but the seed. kept: weighs plans by their ops.
+    key: all that a plan depends on, except the seed.
+    kept: a cache that weighs plans by their ops.
     """
     return _Remembering(policy=policy, kept=kept, key=key) if policy.solver and not policy.warm_up else policy

@@ -18,15 +18,17 @@ STILLBORN = 10
 """Workers in a row that may die before they are ready."""
 
 FEW = 16
-"""Cells that are done before a pool has started."""
+"""So many cells take less time than the start of a pool."""
 
 
 class Local:
     """A pool of processes on this machine.
 
-    Each has one job at a time, so that a death costs that job alone. It is tried again, twice and with
-    nothing else running, and then its outcome is `killed`. A job that takes longer than it may is ended with its
-    process, and its outcome is `timed_out`. jobs: how many processes.
+    Each has one job at a time, so that its death affects that job only. The job is tried twice more with nothing else
+    running; after that its outcome is `killed`. A job that exceeds its time limit is ended with its process, and its
+    outcome is `timed_out`.
+
+    jobs: how many processes.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -42,7 +44,7 @@ class Local:
 
 
 class _Pool:
-    """The workers of one run, the jobs not yet given, by group, and those whose worker died."""
+    """The workers of one run, the jobs to hand out, by group, and those whose worker died."""
 
     def __init__(self, jobs: Sequence[Job], size: int) -> None:
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
@@ -82,7 +84,7 @@ class _Pool:
             self.feed()
 
     def feed(self) -> None:
-        """Give each idle worker a job, of the group that it has just worked on where there is one."""
+        """Give each idle worker a job, if possible of the group that it has just worked on."""
         idle = [worker for worker in self.workers.values() if worker.ready and worker.job is None]
         for worker in idle:
             group = self.next_group(worker)
@@ -98,7 +100,7 @@ class _Pool:
                 ready.give(self.suspects.popleft())
 
     def next_group(self, worker: Worker) -> str | None:
-        """Its own, else one that nobody works on, else the longest."""
+        """Its own group, else one that nobody works on, else the longest."""
         if worker.group in self.groups:
             return worker.group
         taken = {other.job.group for other in self.workers.values() if other.job is not None}
@@ -106,13 +108,13 @@ class _Pool:
         return free if free is not None else max(self.groups, key=lambda g: len(self.groups[g]), default=None)
 
     def start(self) -> None:
-        """Start a worker; it says when it is ready."""
+        """Start a worker; it reports when it is ready."""
         worker = Worker()
         self.workers[worker.output.fileno()] = worker
         self.selector.register(worker.output, selectors.EVENT_READ)
 
     def bury(self, worker: Worker) -> Iterator[tuple[str, Outcome]]:
-        """Replace a worker that is dead; its job goes to those that run alone, or is given up."""
+        """Replace a worker that has died; its job will run alone, or is given up."""
         self.close(worker)
         if not worker.ready:
             self.stillborn += 1
@@ -137,7 +139,7 @@ class _Pool:
         self.replace()
 
     def replace(self) -> None:
-        """Start a worker for one that is gone, while there is something to do for it."""
+        """Replace a worker that has ended, if there are jobs left for it."""
         if self.groups or (self.suspects and not self.workers):
             self.start()
 
@@ -148,7 +150,7 @@ class _Pool:
         worker.close()
 
     def stop(self) -> None:
-        """End all workers at once, whatever they do."""
+        """End all workers immediately, whatever they do."""
         for worker in list(self.workers.values()):
             self.close(worker)
         self.selector.close()
@@ -160,9 +162,9 @@ def usable_cpus() -> int:
 
 
 def executor_for(jobs: int | None, cells: int, limited: bool) -> Executor:
-    """In this process for few cells or one job, else a pool of `jobs` processes, by default one a processor.
+    """This process for few cells or one job, else a pool of `jobs` processes, by default one per processor.
 
-    limited: whether the cells have a time limit, which only a process of their own can keep.
+    limited: whether the cells have a time limit, which only a separate process can enforce.
     """
     count = (1 if cells <= FEW else usable_cpus()) if jobs is None else jobs
     return Inline() if count == 1 and not limited else Local(count)

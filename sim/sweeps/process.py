@@ -16,18 +16,18 @@ from sim.errors import TiersimError
 from sim.sweeps.cell import Outcome
 from sim.sweeps.execute import Job, timed_out
 
-CHANGED = "the program was changed while the sweep ran; --resume starts it again"
+CHANGED = "the program was changed while the sweep ran; continue with --resume"
 
 
 class Died(Exception):
-    """A process ended without an answer; the text says how."""
+    """A process ended without an outcome; the text says how."""
 
 
 class Worker:
     """A process that runs one job at a time, and can be ended in the middle of one.
 
-    idle_s: seconds after which it ends by itself when it has nothing to do; None for never. folder: where it
-    stands, if that is there; None for where this process does.
+    idle_s: seconds without a job after which it ends by itself; None for never.
+    folder: its working folder, if that exists; None for that of this process.
     """
 
     def __init__(self, idle_s: float | None = None, folder: str | None = None) -> None:
@@ -51,12 +51,12 @@ class Worker:
 
     @property
     def output(self) -> IO[bytes]:
-        """Where its answers come from."""
+        """The file descriptor of its outcomes."""
         assert self.process.stdout is not None
         return self.process.stdout
 
     def give(self, job: Job) -> None:
-        """Hand over a job; a worker that is gone is noticed when its output ends."""
+        """Hand over a job; the death of a worker is noticed when its output ends."""
         self.job, self.group = job, job.group
         self._ends = None if job.limit_s is None else time.monotonic() + job.limit_s
         assert self.process.stdin is not None
@@ -88,7 +88,7 @@ class Worker:
         self.ready, self.serves = True, (stamp, self.serves[1])
 
     def answer(self, job: Job) -> Outcome:
-        """Run one job and wait for it. Raises Died; after a job that took too long the process is gone."""
+        """Run one job and wait for it. Raises Died. A job that exceeds its time limit ends the process."""
         self.give(job)
         try:
             outcome: Outcome = json.loads(self._next())
@@ -114,12 +114,12 @@ class Worker:
                     return lines[0].decode()
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End it immediately, whatever it does."""
         self.process.kill()
         self.process.wait()
         for end in (self.process.stdin, self.process.stdout):
             if end is not None:
-                with contextlib.suppress(OSError):  # what it was still to be given
+                with contextlib.suppress(OSError):  # data that it has not read
                     end.close()
 
     def how(self) -> str:

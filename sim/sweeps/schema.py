@@ -1,4 +1,4 @@
-"""What a study may say: the TOML file as a pydantic model; every value is checked, all mistakes are found at once."""
+"""The schema of a study: the TOML file as a pydantic model; every value is checked, all mistakes are found at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sim.units import format_bytes, format_time, parse_bytes, parse_time
 
 PERCENT = re.compile(r"(\d{1,4}(?:\.\d{1,6})?)\s*%")
 COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
-LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; less says something about the machine alone
+LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; a shorter one would test only the machine
 DERIVED = ("tokens",)
-"""What filters may name besides the axes: tokens is batch times sequence."""
+"""What filters may name besides the axes; `tokens` is batch times sequence."""
 
 
 class Chosen(NamedTuple):
-    """A policy with one set of parameters, and how tables and figures call it."""
+    """A policy with one set of parameters, and its label in tables and figures."""
 
     label: str
     name: str
@@ -138,7 +138,7 @@ def _figure(value: Any) -> str:
 
 
 def _policies(value: Any) -> list[Chosen]:
-    """The policies that one entry stands for: a name, or a table whose lists are crossed."""
+    """The policies of one entry: a name, or a table whose lists are crossed."""
     from itertools import product
 
     from sim.policies import load
@@ -193,7 +193,7 @@ def _timeline(value: Any) -> bool | list[dict[str, Any]]:
 
 
 def _listed(value: Any) -> Any:
-    """One value stands for a list of one."""
+    """A single value is a list of one."""
     if isinstance(value, list) and not value:
         raise ValueError("value []: expected at least one entry")
     return value if isinstance(value, list) else [value]

@@ -13,17 +13,18 @@ from sim.errors import TiersimError, near
 
 COMMANDS = ("submit_command", "cancel_command")
 DEFAULTS = {"cores": 1, "memory": "2 GB"}
-"""What a job asks for where neither the settings nor Dask's own configuration say: one process, one core."""
+"""The resources of a job by default, where neither the settings nor Dask's configuration give any."""
 
 
 class Workers:
     """Jobs of SLURM that are workers of a scheduler in this process; use it in a `with` statement.
 
     settings: keywords of `dask_jobqueue.SLURMCluster` (queue, walltime, cores, processes, memory, python,
-    job_script_prologue, …) over those of Dask's configuration (`jobqueue.slurm`), and `submit_command` and
-    `cancel_command` for sites that call sbatch and scancel something else.
-    Raises TiersimError: dask-jobqueue is not installed, a setting or a command that does not exist, a value
-    that dask-jobqueue refuses.
+        job_script_prologue, …), which override Dask's configuration (`jobqueue.slurm`), and `submit_command` and
+        `cancel_command` for sites with other names for sbatch and scancel.
+
+    Raises TiersimError if dask-jobqueue is not installed, a setting or command does not exist, or dask-jobqueue
+    refuses a value.
     """
 
     def __init__(self, count: int, settings: Mapping[str, Any]) -> None:
@@ -51,7 +52,7 @@ class Workers:
         refusals = self._refusals
 
         class SiteJob(SLURMJob):  # type: ignore[misc]
-            """A job under this site's commands that remembers what they complained of."""
+            """A job under this site's commands that remembers their errors."""
 
             submit_command = commands["submit_command"]
             cancel_command = commands["cancel_command"]
@@ -61,7 +62,7 @@ class Workers:
                     await super().start()
                 except RuntimeError as error:
                     refusals.append(" ".join(str(error).rpartition("stderr:")[2].split()))
-                    self.status = Status.running  # as if it were queued for ever; there is nothing to cancel
+                    self.status = Status.running  # as if it were queued forever; there is nothing to cancel
 
         asked: dict[str, Any] = {"scheduler_options": {"dashboard_address": ":0"}}  # beside others on a login node
         asked |= {key: value for key, value in DEFAULTS.items() if dask.config.get(f"jobqueue.slurm.{key}") is None}
@@ -79,9 +80,11 @@ class Workers:
         self.cluster.close()
 
     def keep(self, threads: int) -> None:
-        """Submit what is missing: at first all, later what has ended, at its wall time for instance.
+        """Submit missing jobs: first all, later those that have ended, for instance at their wall time.
 
-        threads: of the workers that are there. Raises TiersimError where SLURM took no job.
+        threads: of the connected workers.
+
+        Raises TiersimError if SLURM accepted no job.
         """
         if self._refusals and not threads:
             raise TiersimError(f"slurm: no job was taken: {self._refusals[0]}")

@@ -3,12 +3,12 @@
     study.json            the cells of the study run last, in order
     segments/00001.jsonl  finished cells as the driver wrote them: CRC-32, a space, a JSON record
     cells/ID/             timeline and summary, of cells for which one was asked
-    index.sqlite, .sum    made from these when asked for, with its checksum; may be deleted at any time
+    index.sqlite, .sum    built from these on request, with its checksum; may be deleted at any time
     lock                  held by the sweep that writes
 
-A segment belongs to one run of the driver, which alone writes, whatever executor runs the cells: file systems of
-clusters are short of inodes, and one writer needs no lock that they may not have. What a kill or a full disk cut
-short fails its checksum and is run again. A record's `ran` (time, host, …) is no part of what is compared.
+A segment belongs to one run of the driver. The driver alone writes, whatever executor runs the cells: file systems of
+clusters have few inodes, and a single writer needs no locks, which they may lack. A line that a kill or a full disk cut
+short fails its checksum, and its cell is repeated. A record's `ran` (time, host, …) is not compared.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from sim.sweeps.cell import Outcome
 FORMAT = 1
 OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sum", "index.sqlite-wal", "index.sqlite-shm"}
 KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
-"""What `study.json` has."""
+"""The keys of `study.json`."""
 ANSWERS = ("ok", "infeasible", "not_applicable")
 MOST_SEGMENT = 8 << 30  # bytes of a segment that are read at most: some four million cells
-SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure these
+SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure up to these
 
 
 class StoreError(TiersimError):
-    """A folder of results that cannot be used: another sweep writes it, it is full, it holds something else."""
+    """A folder of results cannot be used: another sweep writes it, it is full, or it holds other files."""
 
 
 class Store:
-    """Finished cells in a folder, to be read; `Writer` adds some. Raises StoreError where there are none."""
+    """The finished cells in a folder, read-only; `Writer` adds cells. Raises StoreError if it holds no sweep."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -60,7 +60,7 @@ class Store:
         if not isinstance(self.format, int) or self.format > FORMAT:
             raise StoreError(f"{study}: format {self.format!r} is of a newer version; this one reads up to {FORMAT}")
         if about.get("sum", _sum(about)) != _sum(about) or set(about) - KEYS:
-            raise StoreError(f"{study}: damaged (its checksum fails); --resume with the study writes it anew")
+            raise StoreError(f"{study}: damaged (its checksum fails); --resume with the study restores it")
         if not isinstance(self.study, dict):
             raise StoreError(f"{study}: study: expected a table")
         if not isinstance(self.cells, list) or not all(map(_is_cell, self.cells)):
@@ -70,7 +70,7 @@ class Store:
         self.files = read_sums(about.get("files"), str(study))
 
     def cell_folder(self, id: str) -> Path:
-        """Where the timeline of a cell lies, if it has one."""
+        """The folder of a cell's timeline, if it has one."""
         return self.folder / "cells" / id[:16]
 
     @property
@@ -102,10 +102,10 @@ class Store:
         return found
 
     def whole_rows(self) -> list[tuple[Mapping[str, Any], dict[str, Any] | None]]:
-        """As `rows`, where no damage leaves any of them in doubt.
+        """As `rows`, provided that no damage leaves any of them in doubt.
 
-        A line that a kill cut short was never finished, and a damaged one does not count where each cell has an answer
-        elsewhere. Raises StoreError that names the damaged segment.
+        A line that a kill cut short was never finished, and a damaged one does not matter if each cell has an answer in
+        another line. Raises StoreError that names the damaged segment.
         """
         found = list(self.rows())
         for cell, record in found:
@@ -113,7 +113,7 @@ class Store:
             if self._damage and not settled:
                 raise StoreError(
                     f"{self._damage} is damaged (its checksum fails), and may be that of cell {cell['id'][:12]}: "
-                    "--resume runs again what is missing"
+                    "--resume repeats what is missing"
                 )
         return found
 
@@ -125,7 +125,7 @@ class Store:
 
 
 def _sum(about: Mapping[str, Any]) -> str:
-    """CRC-32 of what `study.json` says but for the sum itself, as eight digits."""
+    """CRC-32 of `study.json` without the sum itself, as eight digits."""
     text = json.dumps({key: value for key, value in about.items() if key != "sum"}, sort_keys=True)
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -139,7 +139,7 @@ def _is_record(record: Any) -> bool:
 
 
 def _is_cut_short(path: Path, number: int) -> bool:
-    """Whether a line that is not whole is the last of its segment and ends in the midst, as a kill leaves it."""
+    """Whether a damaged line is the last of its segment and cut short, as a kill leaves it."""
     lines = read_file(path, MOST_SEGMENT).splitlines(keepends=True)
     last = lines[-1]
     if number < len(lines) or last.endswith(b"\n"):
@@ -158,39 +158,39 @@ def _is_cell(cell: Any) -> bool:
 
 
 def is_answer(record: Mapping[str, Any]) -> bool:
-    """Whether a record need not be made again: no fault, no kill, and no solver that ran out of time."""
+    """Whether a record need not be repeated: no fault, no kill, and no solver that ran out of time."""
     row = record["row"]
     return row["status"] in ANSWERS and not row.get("time_limited")
 
 
 def stands(record: Mapping[str, Any], time_limit_s: float | None) -> bool:
-    """Whether a sweep with that time limit leaves a record as it is: an answer, or a cell that would again be ended."""
+    """Whether a sweep with that time limit keeps a record: an answer, or a cell that would exceed the limit again."""
     if record["row"]["status"] == "timed_out":
         return time_limit_s is not None and time_limit_s <= record["ran"]["time_limit_s"]
     return is_answer(record)
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:
-    """A record as a segment holds it."""
+    """A record as a line of a segment."""
     text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The records of a segment; None for a line that is not whole."""
+    """The records of a segment; None for a damaged line."""
     for line in read_file(path, MOST_SEGMENT).splitlines(keepends=True):
         sum_, _, text = line[:-1].partition(b" ")
-        if sum_ == b"%08x" % zlib.crc32(text):  # the byte behind it ends the line, whatever has become of it
+        if sum_ == b"%08x" % zlib.crc32(text):  # the byte after it ends the line, even if that byte is damaged
             yield json.loads(text)
         else:
             yield None
 
 
 class Writer:
-    """Adds finished cells to a folder, and is the only one to do so; use it in a `with` statement.
+    """Adds finished cells to a folder, as its only writer; use it in a `with` statement.
 
-    Raises StoreError where another sweep writes, where the folder holds results and `resume` is false, or
-    holds something else; OSError where it cannot be written.
+    Raises StoreError if another sweep writes there, if the folder holds results and `resume` is false, or if it holds
+    other files; OSError if it cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resume: bool = False) -> None:
@@ -240,7 +240,7 @@ class Writer:
         time_limit_s: float | None = None,
         files: Mapping[str, str] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Say what the study is, and the SHA-256 of files that it names; the records that stand already, by id."""
+        """Write the study, and the SHA-256 of files that it names; returns the records that exist already, by id."""
         about = {"tiersim_store": FORMAT, "study": source, "files": dict(files or {}), "cells": list(cells)}
         about = json.loads(json.dumps(about, default=str))
         text = json.dumps({**about, "sum": _sum(about)}) + "\n"
@@ -253,7 +253,7 @@ class Writer:
         return {id: record for id, record in records.items() if stands(record, time_limit_s)}
 
     def add(self, id: str, labels: Mapping[str, Any], outcome: Outcome) -> None:
-        """Write a finished cell; when this returns, killing this process does not lose it. Raises StoreError."""
+        """Write a finished cell; after this returns, killing this process does not lose it. Raises StoreError."""
         line = line_of({"id": id, "labels": labels, **outcome})
         before = os.fstat(self._segment).st_size
         try:
@@ -266,11 +266,11 @@ class Writer:
         except OSError as error:
             os.ftruncate(self._segment, before)
             raise StoreError(
-                f"{self._path}: {error.strerror}; all cells finished before are kept, --resume goes on with them"
+                f"{self._path}: {error.strerror}; all cells finished before are kept; continue with --resume"
             ) from error
 
     def cell_folder(self, id: str) -> Path:
-        """Where the timeline of a cell goes."""
+        """The folder for a cell's timeline."""
         return self.folder.absolute() / "cells" / id[:16]
 
     def _open_segment(self) -> None:
@@ -287,7 +287,7 @@ class Writer:
     # ---- the lock ----------------------------------------------------------------------------
 
     def _take_lock(self) -> None:
-        import fcntl  # the system lets go of it when the process ends, however it ends
+        import fcntl  # the system releases it when the process ends, however it ends
 
         self._lock = open(self.folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115
         try:

@@ -1,4 +1,4 @@
-"""Studies: what a sweep runs. Lists, crossed; filters take cells out.
+"""Studies: what a sweep runs. Lists are crossed; filters remove cells.
 
     model = ["gpt2"]
     batch = [1, 2]
@@ -46,8 +46,10 @@ class StudyError(TiersimError):
 class Cell:
     """One run of a sweep.
 
-    id: hash of all that its answer depends on. labels: what tables show of it, axis by axis. task: what runs
-    it, JSON values only; see `sim.sweeps.cell`. group: cells of one group share a trace.
+    id: hash of all that its answer depends on.
+    labels: its values in tables, axis by axis.
+    task: the record that `sim.sweeps.cell` runs, JSON values only.
+    group: cells of one group share a trace.
     """
 
     id: str
@@ -58,7 +60,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A checked study. source: how messages call it; file: its content."""
+    """A checked study.
+
+    source: its name in messages.
+    file: its content.
+    """
 
     source: str
     file: StudyFile
@@ -146,7 +152,7 @@ def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails])
 
 
 def _across(raw: Mapping[str, Any]) -> Iterator[str]:
-    """What no key shows alone; keys that are wrong by themselves are left to the schema."""
+    """Mistakes that involve several keys; the schema checks each key by itself."""
     if ("model" in raw) == ("trace" in raw) and not any("model" in near(key, StudyFile.model_fields) for key in raw):
         yield "model: give either model or trace, and one of them"
     if "trace" in raw:
@@ -197,7 +203,7 @@ def _filter_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Expansion:
-    """The cells of a study; what many of them share is looked up once."""
+    """The cells of a study; values that many of them share are looked up once."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -280,7 +286,7 @@ class _Expansion:
                 yield {"model": model, **arguments}, (content, arguments, workload_version()), shown
 
     def _is_shown(self, key: str) -> bool:
-        """Axes that every table has, and others where the study names them."""
+        """Axes that every table has, and those that the study names."""
         return key in ("batch", "sequence", "precision") or key in self.study.raw
 
     def _platforms(self, figures: list[dict[str, str]]) -> dict[tuple[str, int], str]:
@@ -310,7 +316,7 @@ class _Expansion:
 
 
 def _matches(condition: Mapping[str, Any], labels: Mapping[str, Any], chosen: Chosen) -> bool:
-    """Whether a cell has all that a filter names."""
+    """Whether a cell has all values of a filter."""
     values: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in labels.items()}
     if "batch" in labels and "sequence" in labels:
         values["tokens"] = (labels["batch"] * labels["sequence"],)

@@ -1,4 +1,4 @@
-"""Sweeps: a study in, a table out; nothing that is finished is lost, nothing that is known is run again."""
+"""Sweeps: a study in, a table out; no finished cell is lost, no known answer is computed twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a sweep is. total: cells; reused: answers that were there; statuses: of what ran."""
+    """The progress of a sweep.
+
+    total: cells.
+    reused: answers that were known.
+    statuses: how many cells that ran have each status.
+    """
 
     total: int
     reused: int
@@ -47,12 +52,12 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first cell was given out."""
+        """Seconds since the first cell was handed out."""
         return time.monotonic() - self.began
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the rest will take, from what the cells of each policy took so far; None at the start."""
+        """Seconds that the rest will take, from the times of each policy's cells so far; None at the start."""
         if not self._cost:
             return None
         count = sum(cells for cells, _ in self._cost.values())
@@ -62,7 +67,7 @@ class Progress:
             left * (self._cost[policy][1] / self._cost[policy][0] if policy in self._cost else mean)
             for policy, left in self._left.items()
         )
-        return need * self.elapsed_s / max(seconds, 1e-9)  # what runs at once, and all that is not in a cell
+        return need * self.elapsed_s / max(seconds, 1e-9)  # parallel workers, and time outside of cells
 
     def note(self, cell: Cell, outcome: Mapping[str, Any]) -> None:
         """Count a finished cell."""
@@ -76,7 +81,7 @@ class Progress:
         """One line: "120 of 400 cells in 12.0 s: 100 ok, 20 infeasible"."""
         parts = [f"{self.statuses[status]} {status}" for status in STATUSES if self.statuses[status]]
         if self.reused:
-            parts.append(f"{self.reused} were there already")
+            parts.append(f"{self.reused} were known already")
         return f"{self.done} of {self.total} cells in {self.elapsed_s:.1f} s: {', '.join(parts) or 'none ran'}"
 
 
@@ -85,7 +90,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep gave: its study, each cell in order with its record, and how it went."""
+    """The result of a sweep: its study, each cell in order with its record, and its progress."""
 
     study: Study
     rows: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
@@ -97,7 +102,7 @@ class Swept:
         return sum(record["row"]["status"] not in ANSWERS for _, record in self.rows)
 
     def to_frame(self, *, timing: bool = False) -> pd.DataFrame:
-        """One row a cell; see `sim.sweeps.frame`."""
+        """One row per cell; see `sim.sweeps.frame`."""
         return frame(self.rows, timing=timing)
 
 
@@ -111,15 +116,18 @@ def sweep(
     slurm: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
-    """Run a study and return its table: one row a cell, units in the names of the columns.
+    """Run a study and return its table: one row per cell, units in the names of the columns.
 
-    study: a TOML file, or a dict with the same keys. out: folder that keeps every cell as it finishes; None
-    keeps nothing. jobs: processes; None for one a processor, or this one alone for few cells. resume: the
-    folder may hold results, and what is known is not run again. dask: the address of a Dask scheduler, its
-    scheduler file, or "slurm" for `jobs` workers of its own; slurm: what those need, see `sim.sweeps.cluster`.
+    study: a TOML file, or a dict with the same keys.
+    out: folder that keeps every cell as it finishes; None keeps nothing.
+    jobs: processes; None for one per processor, or this one alone for few cells.
+    resume: whether the folder may hold results; known answers are kept.
+    dask: the address of a Dask scheduler, its scheduler file, or "slurm" for `jobs` workers of its own.
+    slurm: settings of those workers, see `sim.sweeps.cluster`.
     on_progress: called after every cell.
-    Raises StudyError with all mistakes of the study, StoreError, OSError; TiersimError where Dask is not
-    installed or not to be reached.
+
+    Raises StudyError with all mistakes of the study, StoreError, OSError; TiersimError if Dask is not installed or
+    cannot be reached.
     """
     return run_sweep(
         study, out=out, jobs=jobs, resume=resume, dask=dask, slurm=slurm, on_progress=on_progress
@@ -137,7 +145,10 @@ def run_sweep(
     executor: Executor | None = None,
     on_progress: OnProgress | None = None,
 ) -> Swept:
-    """As `sweep`, with the records themselves. executor: where cells run, instead of `jobs` and `dask`."""
+    """As `sweep`, but returns the records themselves.
+
+    executor: runs the cells, instead of `jobs` and `dask`.
+    """
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     if dask is not None:
@@ -187,7 +198,7 @@ def _run(
 
 
 def _files(cells: list[Cell]) -> list[Named]:
-    """The files that the cells are made of."""
+    """The files that the cells depend on."""
     names: dict[str, dict[str, None]] = {key: {} for key in ("policy", "profile", "trace", "model")}
     for cell in cells:
         about = {**cell.task["workload"], "policy": cell.task["policy"], "profile": cell.task["profile"]}
@@ -206,7 +217,7 @@ def _files(cells: list[Cell]) -> list[Named]:
 def _closing(
     outcomes: Iterator[tuple[str, dict[str, Any]]],
 ) -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
-    """Stop all workers on the way out, whatever the reason."""
+    """Stop all workers at the end, whatever the reason."""
     try:
         yield outcomes
     finally:

@@ -1,4 +1,4 @@
-"""The folder of a cell that was asked for its timeline."""
+"""The folder of a cell with a timeline."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sim.experiment import Result
 
 
 def write_cell(result: Result, reference: Reference | None, folder: Path) -> None:
-    """Write a cell's folder aside, sync it and rename it; one that is there already is replaced.
+    """Write a cell's folder under another name, sync it and rename it; an existing one is replaced.
 
-    It holds the timeline for Perfetto, `summary.json`, what a report page shows of the run, and where pyarrow is
-    installed the log as Parquet: `events.parquet` and `memory.parquet`, with the columns of `Result.events` and
-    `Result.memory`. Raises OSError.
+    It holds the timeline for Perfetto, `summary.json`, the view for a report page, and, if pyarrow is installed, the
+    log as Parquet: `events.parquet` and `memory.parquet`, with the columns of `Result.events` and `Result.memory`.
+    Raises OSError.
     """
     from sim.report.timeline import write_timeline
     from sim.views import NAME, write_view
 
-    if reference is not None:  # the one at hand, not one made anew
+    if reference is not None:  # the open one, not a second one
         result = replace(result, reference=lambda: reference)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))

@@ -1,4 +1,4 @@
-"""What runs in a process of `sim.sweeps.process.Worker`: tasks on standard input, outcomes on standard output.
+"""The program of a `sim.sweeps.process.Worker`: tasks on standard input, outcomes on standard output.
 
 It ends when its input does: a driver that dies takes its workers with it, even in the middle of a cell.
 """
@@ -15,7 +15,7 @@ import threading
 def main(idle_s: float | None = None) -> None:
     """Run tasks until there are no more, or none has come for `idle_s` seconds."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is not an outcome
+    os.dup2(2, 1)  # the output of libraries is not an outcome
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
 
@@ -30,7 +30,7 @@ def main(idle_s: float | None = None) -> None:
             outcome = bench.run(json.loads(tasks.get(timeout=idle_s)))
             out.write(json.dumps(outcome).encode() + b"\n")
             out.flush()
-    except (BrokenPipeError, queue.Empty):  # the driver is gone, or needs it no more
+    except (BrokenPipeError, queue.Empty):  # the driver has ended, or needs it no longer
         os._exit(0)
 
 

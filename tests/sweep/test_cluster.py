@@ -221,7 +221,7 @@ def test_a_scheduler_that_goes_is_one_line(study, tmp_path, monkeypatch):
             if progress.ran == 1:
                 other.close()
 
-        with pytest.raises(TiersimError, match="the scheduler is gone") as caught:
+        with pytest.raises(TiersimError, match="the connection to the scheduler was lost") as caught:
             run_sweep(
                 study(seed=list(range(500))), out=tmp_path / "out", dask=other.scheduler_address, on_progress=leave
             )
@@ -357,7 +357,7 @@ def test_ctrl_c_ends_the_jobs_and_says_how_to_go_on(study_file, tmp_path, slurm)
     assert "KeyboardInterrupt" in run.stderr
     site = "--slurm submit_command=yhbatch --slurm cancel_command=yhcancel"
     said = [line for line in run.stderr.splitlines() if line.startswith("tiersim: ")]
-    assert said[-1] == f"tiersim: go on with: tiersim sweep {path} -o {out} --jobs 1 --dask slurm {site} --resume"
+    assert said[-1] == f"tiersim: resume with: tiersim sweep {path} -o {out} --jobs 1 --dask slurm {site} --resume"
     assert jobs(slurm, "submitted") == jobs(slurm, "cancelled")
     assert len(Store(out).records()) >= 1
 

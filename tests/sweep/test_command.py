@@ -32,7 +32,7 @@ def test_a_sweep_ends_with_a_summary(study_file, tmp_path, capsys):
     assert first.startswith("8 of 8 cells in ")
     assert last == f"results in {out}; tiersim results show {out}"
     assert command.run_study(study_file(), out=out, resume=True) == 0
-    assert "8 were there already" in capsys.readouterr().out
+    assert "8 were known already" in capsys.readouterr().out
 
 
 def test_a_cell_that_failed_is_named_and_gives_exit_status_1(study_file, tmp_path, capsys, own):
@@ -66,7 +66,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(study_file, tmp_path):
     how, go_on = [line for line in said if line.startswith("tiersim: ")]
     done = int(how.split()[1])
     assert f"{done} of 480 cells in " in how
-    assert go_on == f"tiersim: go on with: tiersim sweep {path} -o {out} --jobs 2 --resume"
+    assert go_on == f"tiersim: resume with: tiersim sweep {path} -o {out} --jobs 2 --resume"
     store = Store(out)
     assert done <= len(store.records()) <= done + 1
     assert store.damaged == 0
@@ -83,7 +83,7 @@ def test_ctrl_c_on_a_cluster_says_how_to_go_on_there(study_file, capsys, monkeyp
     words = "-o o --jobs 4 --dask slurm --slurm queue=thcp1 --slurm cores=2 --resume"
     assert said == [
         "tiersim: no cell was finished",
-        f"tiersim: go on with: tiersim sweep {study_file()} {words}",
+        f"tiersim: resume with: tiersim sweep {study_file()} {words}",
     ]
 
 

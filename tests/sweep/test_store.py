@@ -221,7 +221,7 @@ def test_a_full_disk_stops_the_sweep_and_loses_nothing(done, tmp_path):
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert "File too large; all cells finished before are kept, --resume goes on with them" in run.stdout
+    assert "File too large; all cells finished before are kept; continue with --resume" in run.stdout
     kept = Store(other).records()
     assert 0 < len(kept) < 8
     assert Store(other).damaged == 0  # what did not fit was taken back
