@@ -117,7 +117,7 @@ def problems(table: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: names neither a file nor a status")
         for path in item.get("files", ()):
             if not (ROOT / path).is_file():
-                found.append(f"{name}: {path} is gone")
+                found.append(f"{name}: {path} does not exist")
     return found
 
 

@@ -28,7 +28,7 @@ def load() -> dict[str, Any]:
 
 
 def dump(figures: Mapping[str, Any]) -> str:
-    """JSON with one row a line."""
+    """JSON with one row per line."""
     parts = [
         f'"{key}": [\n' + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
         for key, rows in figures.items()

@@ -171,14 +171,14 @@ def published_rows() -> list[Row]:
 
 
 def readings() -> list[Row]:
-    """What was read otherwise than printed."""
+    """Figures that are read differently from how they are printed."""
     from tests.validation.published import READINGS
 
     return [{"what": what, "source": source, "reading": reading} for what, source, reading in READINGS]
 
 
 def measure(old: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures anew. Those of real steps are kept: they are of the machine that made them."""
+    """All figures, measured again. Those of real steps are kept: they belong to the machine that measured them."""
     return {
         "memory": memory_rows(),
         "more": more_rows(),
@@ -198,7 +198,7 @@ def load() -> dict[str, Any]:
 
 
 def dump(figures: Mapping[str, Any]) -> str:
-    """JSON with one row a line."""
+    """JSON with one row per line."""
     parts = []
     for key, value in figures.items():
         rows = value["rows"] if key in ("cpu", "cuda") else value
@@ -329,8 +329,8 @@ def _times(rows: Sequence[Row]) -> str:
     )
     note = (
         "Four small GPTs, fp32, one CPU thread. Given: the plain run's op times and the length of "
-        "its phases (row `none`, which is no "
-        "prediction). What a checkpoint's hooks and contexts add in Python to each op that they "
+        "its phases (row `none`, which is not "
+        "predicted). What a checkpoint's hooks and contexts add in Python to each op that they "
         "see (4 and 20 µs) was measured apart, on "
         "another machine, on a loop of tiny ops; the column *without contexts* has none of it. "
         "Noise: half the distance of the quartiles. "
@@ -436,11 +436,11 @@ def _images(rows: Sequence[Row]) -> str:
     note = (
         "## Memory: convolution nets with checkpoints\n\nNets as torchvision writes them, with relu and the sum of a "
         "residual block in place and batch norm; SGD with momentum, fp32, images of 224 pixels. `full_ckpt` is "
-        "PyTorch's non-reentrant checkpoint round each block (of VGG, what lies between two poolings), ours "
-        "`full_recompute`. *built*: the trace is `workloads.cnn`'s, from the name; *captured*: of the plain module. "
-        "What is too low in the *forward* phase of ResNets is one tensor of the last block (6.4 MB), which a name in "
-        "the block's `forward` holds until it is assigned anew; a plain step, in which autograd holds it anyway, does "
-        "not show that.\n\n"
+        "PyTorch's non-reentrant checkpoint around each block (in VGG, the layers between two poolings), ours "
+        "`full_recompute`. *built*: the trace is `workloads.cnn`'s, from the name; *captured*: that of the plain "
+        "module. The *forward* phase of ResNets is too low by one tensor of the last block (6.4 MB), which a name "
+        "in the block's `forward` holds until its next assignment. A plain step, in which autograd holds that tensor "
+        "anyway, does not show this.\n\n"
     )
     cases: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

@@ -78,7 +78,7 @@ def problem_of(**changes):
 
 def test_a_file_that_is_gone_is_a_problem():
     assert problem_of() == []
-    assert problem_of(files=["sim/gone.py"]) == ["x: sim/gone.py is gone"]
+    assert problem_of(files=["sim/gone.py"]) == ["x: sim/gone.py does not exist"]
 
 
 def test_an_item_without_status_or_file_is_a_problem():

@@ -12,11 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-NOT_YET = (
-    *("docs", "scripts"),
-)
-"""Packages and folders that still have words of `DIALECT`; one leaves the list when it has none left."""
-
 PLACES = (
     *sorted({path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("sim/*/__init__.py")}),
     *("sim", "workloads", "hardware_profiles", "docs", "scripts", "."),
@@ -92,15 +87,9 @@ def hits_in(place: str) -> list[str]:
     return [hit for path in files_of(place) for hit in found_in(path, path.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in NOT_YET])
-def test_the_prose_of_a_clean_package_uses_the_words_of_the_field(place):
+@pytest.mark.parametrize("place", PLACES)
+def test_the_prose_uses_the_words_of_the_field(place):
     assert hits_in(place) == []
-
-
-@pytest.mark.parametrize("place", NOT_YET)
-def test_a_package_that_has_become_clean_leaves_the_list(place):
-    assert place in PLACES
-    assert hits_in(place), f"{place} is clean: take it from NOT_YET"
 
 
 PLANTED = (

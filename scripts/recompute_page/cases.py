@@ -37,7 +37,7 @@ class Job:
     options: Mapping[str, Any]
 
     def trace(self) -> Trace:
-        """Made anew."""
+        """A new trace of the model."""
         return transformer(self.model, **self.options)
 
 

@@ -49,7 +49,7 @@ def plot_recompute(figures: Mapping[str, Any]) -> Figure:
                     loc="upper left", bbox_to_anchor=(1.01, 1.02), fontsize=SMALL, frameon=False, labelcolor=INK
                 )
     figure.suptitle(
-        "grey: no plan lies there (proven)     thin line: the best of all policies     hollow: a reconstruction     "
+        "grey: no plan is possible (proven)     thin line: the best of all policies     hollow: a reconstruction     "
         "†: does more than recompute     "
         f"above {TOP:.0f} %: see the table",
         fontsize=SMALL, color=INK, x=0.01, ha="left",

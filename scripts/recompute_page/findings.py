@@ -31,7 +31,7 @@ def _best(result: Results, labels: Sequence[str], budget: int) -> float | None:
 
 
 def _each(found: Found, texts: Sequence[str]) -> str:
-    """One text a job, joined, with the job's short name."""
+    """One text per job, joined, with the job's short name."""
     return ", ".join(f"{text} ({result.short})" for result, text in zip(found.values(), texts, strict=True))
 
 
@@ -45,10 +45,10 @@ def _finer(found: Found) -> str:
             return ""
         texts.append(f"{statistics.median(gains):.1f} points")
     return (
-        "**Choose ops, not layers.** The best plan that picks single ops is faster than the best that runs whole "
-        f"stages or layers again by a median of {_each(found, texts)}. A layer holds both what is large and cheap "
-        "(norms, activation functions, masks, rotary products) and what is dear (matrix products). Plans by ops run "
-        "the first again and keep the second; plans by stages run both."
+        "**Choose ops, not layers.** The best plan that picks single ops is faster than the best that recomputes whole "
+        f"stages or layers by a median of {_each(found, texts)}. A layer holds both large results of cheap ops "
+        "(norms, activation functions, masks, rotary products) and results of expensive ops (matrix products). Plans "
+        "by ops recompute the former and keep the latter; plans by stages recompute both."
     )
 
 
@@ -142,7 +142,7 @@ def _online(found: Found) -> str:
         )
     return (
         "**Deciding while running is cheap where little is missing.** DTR plans nothing and adds "
-        f"{_each(found, texts)}: what it drops early it makes again several times."
+        f"{_each(found, texts)}: it recomputes several times what it drops early."
     )
 
 

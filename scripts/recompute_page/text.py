@@ -129,12 +129,12 @@ planners' papers it was found.
 """
 
 INCLUDED = """\
-## What is in these figures, and what not
+## What these figures include and leave out
 
-* Included: whole iterations, forward, backward and update, op by op; all storages; each op run again at its own time
+* Included: whole iterations, forward, backward and update, op by op; all storages; each recomputed op at its own time
   by the profile's cost model.
-* Left out: fusion, overlap of kernels, what frameworks and planners cost on the CPU while the iteration runs (DTR
-  searches and Mimose plans for nothing), fragmentation. Random ops run again with the same seed.
+* Left out: fusion, overlap of kernels, the CPU time of frameworks and planners while the iteration runs (DTR's
+  searches and Mimose's planning cost nothing), fragmentation. Random ops are recomputed with the same seed.
 * One card, one batch size and one sequence length. Plans are for the steady state; planning is paid once, except
   online.
 * The rows of `checkmate` and `moccasin` are older than the rest: they were measured before `checkmate`'s search was
@@ -142,7 +142,7 @@ INCLUDED = """\
 * Times of two policies that differ by less than the cost model's own error are not told apart in absolute terms; but
   all plans here run the same ops on the same card, so that errors of the model largely cancel in the comparison.
 
-To make the page again: `python scripts/make_recompute.py --measure`.
+To reproduce the page: `python scripts/make_recompute.py --measure`.
 """
 
 
@@ -185,7 +185,7 @@ def _label(result: Results, policy: str) -> list[str]:
 
 
 def _shrink(result: Results, item: Mapping[str, str]) -> str:
-    """What it costs to have activations two, three and five times smaller, and the smallest."""
+    """The cost of activations two, three and five times smaller, and the smallest."""
     labels = [label for label in _label(result, item["policy"]) if result.of(label)]
     if not labels:
         return ""

@@ -61,7 +61,7 @@ def held_by_layers(log: EventLog) -> int:
 
 
 def saved_by_selective(name: str) -> float:
-    """Percent of the activations that go when the attention core runs again."""
+    """Percent of the activations that are saved by recomputing the attention core."""
     trace = megatron(name)
     kept = held_by_layers(simulate(trace, machine(), "keep_all").log)
     left = held_by_layers(simulate(trace, machine(), "selective_recompute", recompute="attention_core").log)
@@ -109,7 +109,7 @@ def pipeline_time(stages: int, micro_batches: int, schedule: str) -> float:
 
 
 def bytes_a_parameter(precision: str) -> float:
-    """Weights, gradients and optimizer state of a GPT-2, bytes a parameter."""
+    """Weights, gradients and optimizer state of a GPT-2, bytes per parameter."""
     trace = transformer("gpt2-small", batch=1, sequence=16, precision=precision)
     made = {t for op in trace.ops for t in op.writes}
     held = sum(
@@ -169,7 +169,7 @@ FIGURES = (
         "%",
         lambda: core_flops("175B", 3),
         0.03,
-        "ops run again, three times; once, as they run, is 0.9 %",
+        "recomputed ops counted three times; counted once, as they run, 0.9 %",
     ),
     Figure(
         "MT-NLG 530B: the same",
@@ -216,7 +216,7 @@ FIGURES = (
         "Rajbhandari et al. (ZeRO), SC 2020",
         "formula, stage 0: (2 + 2 + 12) bytes",
         16,
-        "bytes a parameter",
+        "bytes per parameter",
         lambda: bytes_a_parameter("mixed_fp16"),
         1e-3,
         "trace of GPT-2 small",
@@ -226,7 +226,7 @@ FIGURES = (
         SURVEY,
         "formula",
         16,
-        "bytes a parameter",
+        "bytes per parameter",
         lambda: bytes_a_parameter("fp32"),
         1e-3,
         "trace of GPT-2 small",
@@ -239,7 +239,7 @@ FIGURES = (
         "GiB",
         lambda: gpt3("weights and gradients"),
         1e-3,
-        "trace, 4 bytes a parameter",
+        "trace, 4 bytes per parameter",
     ),
     Figure(
         "GPT-3: optimizer",
@@ -249,7 +249,7 @@ FIGURES = (
         "GiB",
         lambda: gpt3("optimizer"),
         1e-3,
-        "trace, 12 bytes a parameter",
+        "trace, 12 bytes per parameter",
     ),
     Figure(
         "GPT-3: activations, batch 128",
@@ -289,7 +289,7 @@ READINGS = (
         "34.2 TB of activations (DeepSeek)",
         SURVEY,
         "no batch is given. (2 + 9L) bsh + bsv gives 34.216 decimal TB where "
-        "tokens times bytes an element is 2^23: an inference, not a comparison",
+        "tokens times bytes per element is 2^23: an inference, not a comparison",
     ),
     ("SwapAdvisor: throughput + 53 %", SURVEY, "the paper's 53 to 99 % are *of* a GPU with unlimited memory"),
     ("ZeRO-Offload passes 100 billion parameters", SURVEY, "the paper: 13 billion on one V100, 70 billion on a DGX-2"),
@@ -301,9 +301,9 @@ READINGS = (
         "sequence length, precision and optimizer are not given",
     ),
     (
-        "ZeRO stages 1 to 3: 31.4, 16.6, 1.9 GB a rank of 120",
+        "ZeRO stages 1 to 3: 31.4, 16.6, 1.9 GB per rank of 120",
         "Rajbhandari et al.",
-        "4 + 12/N, 2 + 14/N, 16/N bytes a "
+        "4 + 12/N, 2 + 14/N, 16/N bytes per "
         "parameter, 7.5 billion on 64 ranks: arithmetic; the shipped tests of those policies say what they reach",
     ),
 )

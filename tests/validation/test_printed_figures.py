@@ -66,13 +66,13 @@ def saved(trace, *, layer=None, part=""):
 
 
 def test_gpt3_parameters_and_gradients_are_650_gib():
-    # weights and gradients in fp16, 4 bytes a parameter; the lecture cuts 650.44 off
+    # weights and gradients in fp16, 4 bytes per parameter; the lecture cuts 650.44 off
     assert bytes_of(gpt3(), "weight", "gradient") / GIB == pytest.approx(650.44, abs=0.01)
     assert bytes_of(gpt3(), "weight", "gradient") / 1e9 == pytest.approx(698.4, abs=0.05)
 
 
 def test_gpt3_optimizer_is_1951_gib():
-    # fp32 master, momentum and variance, 12 bytes a parameter; the lecture prints 3 times its 650
+    # fp32 master, momentum and variance, 12 bytes per parameter; the lecture prints 3 times its 650
     assert bytes_of(gpt3(), "optimizer_state") / GIB == pytest.approx(1951.32, abs=0.01)
     assert bytes_of(gpt3(), "optimizer_state") == pytest.approx(parse_bytes("1950 GiB"), rel=1e-3)
 

@@ -54,7 +54,7 @@ class Capuchin(Policy):
         a swapped source counts as time of a recomputation. A tensor is recomputed only if it can be for all of its
         life: received ones, results of an update and of ops that read views are not. Of what was recomputed for
         others, what is needed last is dropped first under pressure. Tensors beyond the host's capacity go on to the
-        tier behind it. Another trace is measured anew.
+        tier behind it. Another trace gets a measured iteration of its own.
 
     guided: how many guided iterations follow the measured one; 0 shows passive mode.
     hidden: when a swap counts as hidden: `alone`, if its free time is not negative, as published; or `queued`, if

@@ -15,7 +15,7 @@ def recomputable_until(trace: Trace, line: Lineage, live: Liveness) -> list[int]
     """Per tensor the last op at which it can be recomputed, through its dead ancestors if need be; -1 for never.
 
     A tensor without a producer lasts until it is overwritten, any other until it is released or, if it can be
-    recomputed, as long as that. What depends on a view is left out: its storage may be gone.
+    recomputed, as long as that. What depends on a view is left out: its storage may have been freed.
     """
     until = [-1] * len(line.size)
     for op, reads in enumerate(line.reads):
@@ -73,7 +73,7 @@ class RecomputationSet:
         return None if chain is None else chain.overhead
 
     def leave(self, tensor: int) -> None:
-        """It is no candidate any more."""
+        """Remove a candidate."""
         self._chains.pop(tensor, None)
 
     def choose(self, tensor: int) -> None:
