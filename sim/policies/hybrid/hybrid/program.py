@@ -1,0 +1,188 @@
+"""The relaxed choice as a linear program: shares of each result kept, offloaded and recomputed, over time windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results
+
+WINDOWS = 256
+MS, MB = 1e-6, 1e-6
+"""Times and sizes are numbers near 1 in there."""
+OVER = 1e3
+"""Price in ms of a MB above the budget: no plan pays it that can avoid it."""
+TRAFFIC = 1e-3
+"""Price of link time that stalls nobody, relative to a stall: what need not leave stays."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What the program takes as given on one device; times in ns, sizes in bytes.
+
+    ops: the device's ops in order. ns: how long each takes. base: bytes resident while each runs, everything that is
+    chosen for left out between its last use in forward and its first in backward.
+    need: per choice the op before which its results must be back.
+    """
+
+    ops: Sequence[int]
+    ns: Sequence[int]
+    base: Sequence[int]
+    need: Sequence[int]
+
+
+class _Rows:
+    """A sparse linear program under construction."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.high: list[float] = []
+        self.cells: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self.least: list[float] = []
+        self.most: list[float] = []
+
+    def column(self, cost: float = 0.0, high: float = math.inf) -> int:
+        self.cost.append(cost)
+        self.high.append(high)
+        return len(self.cost) - 1
+
+    def row(self, terms: Sequence[tuple[int, float]], least: float, most: float) -> None:
+        for column, factor in terms:
+            self.cells[0].append(len(self.least))
+            self.cells[1].append(column)
+            self.cells[2].append(factor)
+        self.least.append(least)
+        self.most.append(most)
+
+    def solve(self) -> Floats:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        rows, columns, factors = self.cells
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self.least), len(self.cost)))
+        found = milp(
+            np.array(self.cost),
+            constraints=LinearConstraint(matrix, self.least, self.most),
+            bounds=Bounds(0, np.array(self.high)),
+        )
+        return np.asarray(found.x, np.float64)
+
+
+def shares(results: Results, places: Sequence[int], profile: Profile, budget: int, host: int) -> Mapping[int, Floats]:
+    """Per choice (a place in `Results.saved`) the shares kept, offloaded and recomputed that take the least time.
+
+    places: the device's choices. budget: bytes of the device. host: bytes that offloaded results may take there.
+
+    Time is divided into windows of as many ops each. In each a copy in either direction takes as much of the link's
+    time as the window has, stalls and recomputation in it included. Bytes resident at the op of a window that needs
+    most: the base, what is kept, what waits to be copied out, what has been copied back early.
+    """
+    saved, rows = results.saved, _Rows()
+    count, place = len(profile.ops), {op: p for p, op in enumerate(profile.ops)}
+    starts = _starts(profile.base)
+    number = len(starts)
+    window = np.repeat(np.arange(number), np.diff([*starts, count])).tolist()
+
+    passed = np.concatenate(([0], np.cumsum(np.array(profile.ns, np.int64)))).tolist()
+
+    # which ops are recomputed: what is chosen for, and what only that needs
+    rerun: dict[int, int] = {}
+    when: dict[int, int] = {}
+    off: dict[int, int] = {}
+    needs = {i: place[profile.need[i]] for i in places}
+    for i in places:
+        s = saved[i]
+        if s.recomputes:
+            for op in (s.op, *results.behind(s.op, s.need)):
+                if op not in rerun:
+                    rerun[op] = rows.column(profile.ns[place[op]] * MS, 1.0)
+                when[op] = min(when.get(op, count), needs[i])
+        copies = s.out_ns + s.back_ns
+        late = max(copies - passed[needs[i]] + passed[place[s.last] + 1], 0)  # it stalls by this whatever else does
+        off[i] = rows.column((TRAFFIC * copies + late) * MS, float(s.offloads))
+        if s.op in rerun:
+            rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)
+    for op, column in rerun.items():
+        for t in results.index.reads[op]:
+            producer = results.index.producer[t]
+            if producer in rerun and producer != op and results.is_lost(t, profile.ops[when[op]]):
+                rows.row([(rerun[producer], 1.0), (column, -1.0)], 0.0, math.inf)
+    rows.row([(off[i], saved[i].bytes * MB) for i in places], 0.0, host * MB)
+
+    # per window, in link time: what is copied out and back, stalls, what waits, what is early; bytes kept
+    out, back, stall, waits, early, kept = (
+        [rows.column(price) for _ in range(number)] for price in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    )
+    over = rows.column(OVER)
+    times: list[list[tuple[int, float]]] = [[] for _ in range(number)]
+    leave: list[list[tuple[int, float]]] = [[] for _ in range(number)]
+    come: list[list[tuple[int, float]]] = [[] for _ in range(number)]
+    stays: list[list[tuple[int, float]]] = [[] for _ in range(number)]
+    at: list[list[tuple[int, float]]] = [[] for _ in range(number)]
+    more = [0.0] * number
+    for op, column in rerun.items():
+        times[window[when[op]]].append((column, -profile.ns[place[op]] * MS))
+    for i in places:
+        s, size = saved[i], saved[i].bytes * MB
+        leave[window[place[s.last]]].append((off[i], -s.out_ns * MS))
+        come[window[needs[i]]].append((off[i], s.back_ns * MS))
+        first = window[place[s.last]] + 1
+        end = window[needs[i] - 1] + 1  # the first window that begins when it is back
+        if first < end:
+            for w, sign in ((first, 1.0), (end, -1.0)):
+                if w < number:
+                    more[w] += sign * size
+                    stays[w] += [(off[i], sign * size), *([(rerun[s.op], sign * size)] if s.op in rerun else [])]
+        if needs[i] in starts:
+            at[window[needs[i]]].append((off[i], -size))
+    rate_out = sum(saved[i].bytes for i in places) * MB / max(sum(saved[i].out_ns for i in places) * MS, 1e-9)
+    rate_back = sum(saved[i].bytes for i in places) * MB / max(sum(saved[i].back_ns for i in places) * MS, 1e-9)
+    for w, (start, end) in enumerate(pairwise([*starts, count])):
+        lasts = (passed[end] - passed[start]) * MS
+        for link in (out, back):
+            rows.row([(link[w], 1.0), (stall[w], -1.0), *times[w]], -math.inf, lasts)
+        now = [(waits[w], 1.0), (out[w], 1.0), *leave[w]], [(early[w], 1.0), (back[w], -1.0), *come[w]]
+        use = [(kept[w], 1.0), (over, -1.0), *at[w]]
+        if w:
+            now[0].append((waits[w - 1], -1.0))
+            now[1].append((early[w - 1], -1.0))
+            use += [(waits[w - 1], rate_out), (early[w - 1], rate_back)]
+        for terms in now:
+            rows.row(terms, 0.0, 0.0)
+        rows.row([(kept[w], 1.0), *([(kept[w - 1], -1.0)] if w else []), *stays[w]], more[w], more[w])
+        rows.row(use, -math.inf, (budget - profile.base[start]) * MB)
+    x = np.clip(rows.solve(), 0.0, 1.0)
+    found = {}
+    for i in places:
+        share = np.zeros(3)
+        share[OFFLOAD] = x[off[i]]
+        share[RECOMPUTE] = x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0
+        share[KEEP] = max(1.0 - share[OFFLOAD] - share[RECOMPUTE], 0.0)
+        found[i] = share
+    return found
+
+
+def _starts(base: Sequence[int]) -> list[int]:
+    """Where windows begin: at the op that needs most of each of as many parts of equal length, and at the first op."""
+    number = min(len(base), WINDOWS)
+    cuts = [len(base) * w // number for w in range(number + 1)]
+    return sorted({0, *(max(range(a, b), key=lambda p: base[p]) for a, b in pairwise(cuts))})
+
+
+def rounded(results: Results, found: Mapping[int, Floats]) -> dict[int, int]:
+    """Whole choices, in program order: what is rounded up in one result is rounded down in those that follow."""
+    choice: dict[int, int] = {}
+    owed = np.zeros(3)
+    for i in sorted(found):
+        owed += found[i] * results.saved[i].bytes
+        allowed = [what for what in (KEEP, OFFLOAD, RECOMPUTE) if found[i][what] > 1e-6]
+        choice[i] = max(allowed, key=lambda what: (owed[what], -what))
+        owed[choice[i]] -= results.saved[i].bytes
+    return choice

@@ -1,0 +1,124 @@
+"""How long a choice takes on one device: ops one after another, and a link in each direction beside them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.policies.hybrid.hybrid.results import OFFLOAD, Results
+from sim.solvers.schedule import Schedule
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The steps of one device in order.
+
+    at: their places in the schedule. ops: which op each runs.
+    ns: how long each takes. held: bytes resident while it runs, offloaded results that are away left out.
+    left: per step the offloaded results (places in `Results.saved`) whose copies out begin when it ends.
+    back: (step that reads it first, place) of each, in order.
+    """
+
+    at: Sequence[int]
+    ops: Sequence[int]
+    ns: Sequence[int]
+    held: Ints
+    left: Mapping[int, Sequence[int]]
+    back: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What the model says of a choice on one device.
+
+    ns: the time of all steps, stalls included. stall_ns: those for a copy back, and for space.
+    excess: the most bytes above the budget, 0 where all fits.
+    fetch: (place in the schedule before which a copy back is asked for, place in `Results.saved`), in order.
+    """
+
+    ns: int
+    stall_ns: int
+    excess: int
+    fetch: Sequence[tuple[int, int]]
+
+
+def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Sequence[int], device: int) -> Steps:
+    """The steps of a device under a choice. ns: per op."""
+    index = results.index
+    at = [i for i, (op, _) in enumerate(schedule.steps) if index.device[op] == device]
+    peaks = schedule.peaks(device)
+    held = np.array([peaks[i + 1] for i in at], np.int64)
+    ops = [schedule.steps[i][0] for i in at]
+    sent = {i: s for i, s in enumerate(results.saved) if s.device == device and choice[i] == OFFLOAD}
+    leaves: dict[int, list[int]] = {}
+    for i, s in sent.items():
+        leaves.setdefault(s.last, []).append(i)
+    since: dict[int, int] = {}  # away, and the step after which it left
+    left: dict[int, list[int]] = {}
+    back: list[tuple[int, int]] = []
+    for step, op in enumerate(ops):
+        for t in index.reads[op] if since else ():
+            i = results.of.get(t, -1)
+            if i in since:
+                start = since.pop(i)
+                held[start + 1 : step] -= results.saved[i].bytes
+                back.append((step, i))
+        if schedule.steps[at[step]][1] < 0 and op in leaves:
+            left[step] = leaves[op]
+            since.update(dict.fromkeys(leaves[op], step))
+    return Steps(at, ops, [ns[op] for op in ops], held, left, back)
+
+
+def timeline(results: Results, steps: Steps, budget: int) -> Timeline:
+    """Run the steps; each copy back starts as soon as it has space until it is read, in the order of need."""
+    saved, future = results.saved, steps.held.copy()
+    leaving: deque[tuple[int, int, int]] = deque()  # end, bytes, which
+    ends: dict[int, int] = {}  # of each copy out
+    arrives: dict[int, int] = {}
+    fetch: list[tuple[int, int]] = []
+    now = stall = excess = pending = out_free = back_free = asked = came = retry = 0
+    for step, ns in enumerate(steps.ns):
+        while leaving and leaving[0][0] <= now:
+            pending -= leaving.popleft()[1]
+        while asked < len(steps.back):
+            need, i = steps.back[asked]
+            size = saved[i].bytes
+            if need > step:
+                if step < retry or ends.get(i, now + 1) > now:
+                    break
+                over = np.flatnonzero(future[step:need] > budget - size)
+                if len(over) or int(future[step:need].max()) + pending > budget - size:
+                    retry = step + 1 + (int(over[-1]) if len(over) else 0)
+                    break
+                future[step:need] += size
+            if ends[i] > now:  # it is read before it has left, and stays
+                leaving.remove((ends[i], size, i))
+                pending -= size
+                arrives[i] = now
+            else:
+                back_free = arrives[i] = max(now, back_free) + saved[i].back_ns
+            fetch.append((steps.at[step], i))
+            asked += 1
+        begin = now
+        while came < len(steps.back) and steps.back[came][0] == step:
+            now = max(now, arrives[steps.back[came][1]])
+            came += 1
+        use = int(future[step])
+        while leaving and (leaving[0][0] <= now or use + pending > budget):
+            end, size, _ = leaving.popleft()
+            now = max(now, end)
+            pending -= size
+        excess = max(excess, use + pending - budget)
+        stall += now - begin
+        now += ns
+        for i in steps.left.get(step, ()):
+            out_free = ends[i] = max(now, out_free) + saved[i].out_ns
+            leaving.append((out_free, saved[i].bytes, i))
+            pending += saved[i].bytes
+    return Timeline(now, stall, excess, fetch)

@@ -1,0 +1,146 @@
+"""Hybrid: against every whole choice on small nets, and against the mechanisms that it joins."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+
+import pytest
+
+from sim.analysis.peak_memory import home_peak
+from sim.errors import Infeasible, OutOfMemory
+from sim.experiment import Result, problem_for, simulate
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.hardware.profile import load_profile
+from sim.policies.hybrid.hybrid.drafts import Drafts
+from sim.trace import Trace, TraceBuilder
+from workloads import transformer
+
+MB, MS, GB = 10**6, 10**6, 10**9
+PLENTY = 10**15
+
+
+def machine(budget: int, rate: int | None = GB) -> Platform:
+    """At 1 GB/s a MB takes a millisecond to copy."""
+    tiers = Tier("hbm", budget, budget, 10**12, device=0), Tier("host", PLENTY, PLENTY, 10**11, kind="ddr")
+    links = (Link("d2h", "hbm", "host", rate), Link("h2d", "host", "hbm", rate)) if rate else ()
+    return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), links)
+
+
+def random_chain(seed: int) -> tuple[Trace, int]:
+    """A net of two to five layers with backward and a link's rate, both drawn."""
+    draw = random.Random(seed)
+    b = TraceBuilder()
+    before = b.tensor("x", MB, "input")
+    layers = []
+    for i in range(draw.randint(2, 4)):
+        result = b.tensor(f"y{i}", draw.randint(1, 6) * MB)
+        b.op(f"f{i}", reads=[before], writes=[result], duration=draw.randint(1, 9) * MS, layer=i)
+        layers.append((before, result))
+        before = result
+    gradient = b.tensor("gl", MB, "temporary")
+    b.op("loss", reads=[before], writes=[gradient], duration=MS)
+    for i, (entering, result) in reversed(list(enumerate(layers))):
+        passed = b.tensor(f"g{i}", draw.randint(1, 3) * MB, "temporary")
+        reads = [gradient, entering, *([result] if draw.random() < 0.5 else [])]
+        b.op(f"b{i}", reads=reads, writes=[passed], duration=draw.randint(2, 18) * MS, phase="backward", layer=i)
+        gradient = passed
+    last = b.tensor("w", MB, "gradient")
+    b.op("end", reads=[gradient], writes=[last], duration=MS, phase="backward")
+    return b.build(outputs=[last], carry=()), draw.choice([GB // 2, GB, 2 * GB, 5 * GB])
+
+
+def plain(trace: Trace, platform: Platform) -> Result:
+    return simulate(trace, platform, "keep_all", budget=PLENTY)
+
+
+# ---- drawn by hand -----------------------------------------------------------------------------
+
+
+def two_layers() -> Trace:
+    """y0 (4 MB, 2 ms) is in the way of the loss, right behind its last reader; b1 leaves 6 ms for its way back."""
+    b = TraceBuilder()
+    x, y0, y1, g = b.tensor("x", 0, "input"), b.tensor("y0", 4 * MB), b.tensor("y1", MB), b.tensor("g", MB, "gradient")
+    b.op("f0", reads=[x], writes=[y0], duration=2 * MS)
+    b.op("f1", reads=[y0], writes=[y1], duration=MS)
+    b.op("loss", reads=[y1], writes=[g], duration=9 * MS, workspace=4 * MB)
+    out = b.tensor("out", MB, "gradient")
+    b.op("b1", reads=[g], writes=[out], duration=6 * MS, phase="backward")
+    end = b.tensor("end", MB, "gradient")
+    b.op("b0", reads=[y0, out], writes=[end], duration=MS, phase="backward")
+    return b.build(outputs=[end], carry=())
+
+
+@pytest.mark.parametrize(
+    ("rate", "way", "ms"),
+    [
+        (4 * GB, "offloaded", 19 + 1),  # the loss waits for 1 ms; b1 covers the way back
+        (GB, "recomputed", 19 + 2),  # 2 ms of f0 are less than 4 ms of waiting
+        (None, "recomputed", 19 + 2),
+    ],
+)
+def test_the_cheaper_way_is_taken(rate, way, ms):
+    result = simulate(two_layers(), machine(8 * MB, rate), "hybrid")
+    assert (result.log.end, result.plan.notes[f"{way}_bytes"]) == (ms * MS, 4 * MB)
+
+
+# ---- brute force -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.85])
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 7])
+def test_no_whole_choice_is_faster_on_small_nets(seed, share):
+    trace, rate = random_chain(seed)
+    budget = int(home_peak(plain(trace, machine(1, rate)).log) * share)
+    problem = problem_for(trace, machine(budget, rate))
+    drafts = Drafts(problem)
+    ends = []
+    for choice in itertools.product(*(drafts.results.ways(i) for i in range(len(drafts.results.saved)))):
+        with contextlib.suppress(OutOfMemory):
+            ends.append(problem.evaluate(drafts.plan(drafts.draft(choice))).end)
+    if ends:
+        assert simulate(trace, machine(budget, rate), "hybrid").log.end == min(ends)
+    else:
+        with pytest.raises(Infeasible) as refusal:
+            simulate(trace, machine(budget, rate), "hybrid")
+        floor = refusal.value.floor_bytes
+        assert simulate(trace, machine(floor, rate), "hybrid").log.complete
+        with pytest.raises(Infeasible):
+            simulate(trace, machine(floor - 1, rate), "hybrid")
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_model_times_a_draft_as_the_engine_does(seed):
+    trace, rate = random_chain(seed)
+    problem = problem_for(trace, machine(PLENTY, rate))
+    drafts = Drafts(problem)
+    for choice in itertools.product(*(drafts.results.ways(i) for i in range(len(drafts.results.saved)))):
+        draft = drafts.draft(choice)
+        log = problem.evaluate(drafts.plan(draft))
+        assert (draft.excess, draft.ns) == (0, log.end)
+        assert draft.least_bytes <= home_peak(log)
+
+
+# ---- transformers ------------------------------------------------------------------------------
+
+SINGLE = ("full_recompute", "selective_recompute", "swap_all", "twremat")
+
+
+@pytest.mark.parametrize(("rate", "margin"), [(5, 0.05), (20, 0.0)])
+def test_it_is_faster_than_each_mechanism_alone(rate, margin):
+    trace = transformer("gpt2", batch=2, sequence=512, precision="amp_bf16")
+    links = {f"links.{way}.rate": f"{rate} GB/s" for way in ("d2h", "h2d")}
+    platform = load_profile("mt3000_survey", overrides=links)
+    kept = plain(trace, platform).log
+    least = home_peak(simulate(trace, platform, "full_recompute", budget=PLENTY).log)
+    budget = int(least + 0.2 * (home_peak(kept) - least))
+    mine = simulate(trace, platform, "hybrid", budget=budget).log.end / kept.end
+    others = []
+    for name in SINGLE:
+        with contextlib.suppress(Infeasible):
+            others.append(simulate(trace, platform, name, budget=budget).log.end / kept.end)
+    assert mine <= min(others) - margin
