@@ -116,7 +116,8 @@ def more_rows() -> list[Row]:
     found = []
     for case, row in other_families.rows().items():
         got = other_families.simulated(case)
-        for phase, truth in row["peaks"].items():
+        for phase in other_families.phases_of(row):
+            truth = row["peaks"][phase]
             about = {"case": case, "stands": row["truth"], "policy": row["policy"], "phase": phase}
             found.append({**about, "truth": {"total": truth["total"]}, "ours": {"total": got.total(phase)}})
     return found

@@ -20,6 +20,7 @@ FAMILY_TITLES = {
     "baseline": "Baseline",
     "recompute": "Compute again",
     "offload": "Move",
+    "state": "Model state",
     "hybrid": "Both",
     "compression": "Compress",
     "parallel": "Spread over devices",

@@ -4,7 +4,11 @@
 of all of them, sqrt(v) / c + eps, are resident at once: as many bytes as the parameters. `adamw_fused` has no
 temporaries, and a 4-byte step counter per parameter tensor on the device. `adamw_loop` updates one parameter at a time;
 its temporaries are the sqrt and the quotient, and the quotient of the previous parameter, which the loop variable still
-holds. `sgd` and `sgd_momentum` update in place.
+holds. `adafactor` does likewise, with the second moment of a matrix as one value per row and one per column and no
+first moment (Shazeer, Stern, "Adafactor", ICML 2018, as `torch.optim.Adafactor` computes it). `adamw_8bit` keeps both
+moments in blocks of 256 values of one byte, each block with an fp32 scale, and is one kernel (Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", ICLR 2022, and their bitsandbytes: parameters of less than 4,096 elements keep
+fp32 moments). Its two code tables of 1 KB are left out. `sgd` and `sgd_momentum` update in place.
 
 The foreach and fused kernels for one layer's parameters are one op here, so that each layer's update is visible;
 PyTorch launches them in pieces, too. Gradients live until zero_grad: the last op of their layer holds them. With fp32
@@ -14,14 +18,28 @@ copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from sim.errors import WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from workloads import costs
 from workloads.precision import BYTES, Precision
 from workloads.tape import Value
+
+
+class State(NamedTuple):
+    """Shape and number type of one state of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * BYTES[self.dtype]
 
 
 @dataclass
@@ -33,7 +51,8 @@ class Slot:
     gradient: the gradient that the update reads.
     update: the tensor that is updated: the weight itself or its fp32 master.
     state: optimizer states by name.
-    bytes: size of one state tensor.
+    bytes: size of a state with one value per element, and of the update.
+    formats: shape and type of each state.
     held: the gradient as backward produced it where the update reads a copy, else -1.
     """
 
@@ -43,6 +62,7 @@ class Slot:
     update: int
     state: dict[str, int]
     bytes: int
+    formats: dict[str, State]
     held: int = -1
 
 
@@ -82,13 +102,16 @@ class Step:
     def _overwrite(self, slot: Slot, old: int, what: str, role: str) -> int:
         size = self.builder.bytes_of(old)
         dtype = slot.weight.dtype if role == "weight" else self.precision.state
+        shape, dtype = slot.formats.get(what, (slot.weight.shape, dtype))
         name = ".".join(filter(None, (slot.weight.name, what, "new")))
-        shape = () if what == "step" else slot.weight.shape
         return self.builder.tensor(name, size, role, layer=slot.layer, shape=shape, dtype=dtype, replaces=old)
 
-    def op(self, name: str, reads: list[int], writes: list[int], touched: int, flops: int, workspace: int = 0) -> None:
-        """Append an op of the update phase. touched: bytes that it touches, since it holds further tensors."""
-        self.builder.op(
+    def op(self, name: str, reads: list[int], writes: list[int], touched: int, flops: int, workspace: int = 0) -> int:
+        """Append an op of the update phase. touched: bytes that it touches, since it holds further tensors.
+
+        Returns its id.
+        """
+        return self.builder.op(
             name,
             "optimizer",
             reads=reads,
@@ -149,21 +172,59 @@ class Step:
 
     def adamw_loop(self) -> None:
         """One parameter after another."""
-        if self.precision.master:
-            self.by_layer("cast", self._cast)
         before = 0
         accesses = costs.FOREACH_MOMENTS + costs.FOREACH_SQRT + costs.FOREACH_STEP
+
+        def one(slot: Slot, reads: list[int], writes: list[int]) -> int:
+            nonlocal before
+            scratch, before = before + 2 * slot.bytes, slot.bytes
+            flops = costs.ADAM_FLOPS * slot.weight.elements
+            return self.op(f"optimizer.{slot.weight.name}", reads, writes, accesses * slot.bytes, flops, scratch)
+
+        self.one_by_one(one)
+
+    def one_by_one(self, update: Callable[[Slot, list[int], list[int]], int]) -> None:
+        """A loop over the parameters; the gradients of a layer are held until its last one has been updated.
+
+        update: appends the op of a parameter, given what it reads and writes; returns the op's id.
+        """
+        if self.precision.master:
+            self.by_layer("cast", self._cast)
         last = {slot.layer: slot for slot in self.slots}
         for slot in self.slots:
-            reads = [slot.gradient, slot.update, slot.state["m"], slot.state["v"], *_held(slot)]
+            states = tuple(slot.state)
+            reads = [slot.gradient, slot.update, *slot.state.values(), *_held(slot)]
+            op = update(slot, list(dict.fromkeys(reads)), [*self.update_states(slot, states), *self.new_weight(slot)])
             if slot is last[slot.layer]:
-                reads += [t for s in self.slots if s.layer == slot.layer for t in _gradients(s)]
-            writes = [*self.update_states(slot, ("m", "v")), *self.new_weight(slot)]
-            scratch = before + 2 * slot.bytes
-            flops = costs.ADAM_FLOPS * slot.weight.elements
-            reads = list(dict.fromkeys(reads))
-            self.op(f"optimizer.{slot.weight.name}", reads, writes, accesses * slot.bytes, flops, scratch)
-            before = slot.bytes
+                own = _gradients(slot)
+                for t in (t for s in self.slots if s.layer == slot.layer for t in _gradients(s)):
+                    if t not in own:
+                        self.builder.release(t, op)
+
+    # ---- other states ------------------------------------------------------------------------
+
+    def adamw_8bit(self) -> None:
+        """One kernel for everything, which decodes and encodes the moments as it goes."""
+        self.by_layer("step", self._8bit)
+
+    def _8bit(self, name: str, slots: list[Slot]) -> None:
+        reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
+        states = sum(self.builder.bytes_of(t) for s in slots for t in s.state.values())
+        writes = [t for s in slots for t in (*self.update_states(s, tuple(s.state)), *self.new_weight(s))]
+        parameters = sum(2 * s.bytes + self.builder.bytes_of(s.gradient) for s in slots)
+        self.op(name, reads, writes, parameters + 2 * states, costs.ADAM_8BIT_FLOPS * _elements(slots))
+
+    def adafactor(self) -> None:
+        """One parameter after another; what its local variables held last stays until they are assigned again."""
+        held: dict[str, int] = {}
+
+        def one(slot: Slot, reads: list[int], writes: list[int]) -> int:
+            scratch = _most_held(held, _factored(slot))
+            size, elements = slot.bytes, slot.weight.elements
+            name = f"optimizer.{slot.weight.name}"
+            return self.op(name, reads, writes, costs.ADAFACTOR * size, costs.ADAFACTOR_FLOPS * elements, scratch)
+
+        self.one_by_one(one)
 
     # ---- SGD ---------------------------------------------------------------------------------
 
@@ -185,6 +246,29 @@ def _elements(slots: list[Slot]) -> int:
     return sum(slot.weight.elements for slot in slots)
 
 
+def _factored(slot: Slot) -> list[tuple[str, int]]:
+    """The temporaries of Adafactor for one parameter in order: the variable that holds each, and its bytes.
+
+    A variable's old tensor is released once the new one exists; the mean of the rows' factors has no variable.
+    """
+    whole = [("estimate", slot.bytes)]
+    if "variance" in slot.state:
+        return [("squared", slot.bytes), *whole, ("update", 0)]
+    rows, columns = slot.formats["row_var"].bytes, slot.formats["col_var"].bytes
+    mean = ("", rows // slot.weight.shape[-2])
+    return [("row_mean", rows), ("col_mean", columns), *whole, mean, ("update", 0)]
+
+
+def _most_held(held: dict[str, int], made: Iterable[tuple[str, int]]) -> int:
+    """The most bytes that temporaries hold at once. held: bytes per variable, updated."""
+    most = 0
+    for name, size in made:
+        most = max(most, sum(held.values()) + size)
+        if name:
+            held[name] = size
+    return most
+
+
 def _gradients(slot: Slot) -> list[int]:
     """The gradients of a parameter, which live until zero_grad: backward's, and the copy for its master."""
     return [slot.gradient, slot.held] if slot.held >= 0 else [slot.gradient]
@@ -200,10 +284,39 @@ OPTIMIZERS: dict[str, tuple[Callable[[Step], None], tuple[str, ...]]] = {
     "adamw_foreach": (Step.adamw_foreach, ("m", "v")),
     "adamw_fused": (Step.adamw_fused, ("m", "v", "step")),
     "adamw_loop": (Step.adamw_loop, ("m", "v")),
+    "adamw_8bit": (Step.adamw_8bit, ("m.8bit", "m.scale", "v.8bit", "v.scale")),
+    "adafactor": (Step.adafactor, ("row_var", "col_var", "variance")),
     "sgd": (Step.sgd, ()),
     "sgd_momentum": (Step.sgd, ("m",)),
 }
-"""The optimizers, and the states that they keep per parameter."""
+"""The optimizers, and the states that they keep per parameter: see `STATES`."""
+
+BLOCK, SMALL = 256, 4096
+"""8-bit states: elements that share a scale, and of how many elements a parameter must be to have them."""
+
+
+def _in_8_bits(shape: tuple[int, ...], dtype: str) -> State:
+    return State(shape, "uint8") if prod(shape) >= SMALL else State(shape, "fp32")
+
+
+def _scales(shape: tuple[int, ...], dtype: str) -> State | None:
+    return State((-(-prod(shape) // BLOCK),), "fp32") if prod(shape) >= SMALL else None
+
+
+STATES: dict[str, Callable[[tuple[int, ...], str], State | None]] = {
+    "step": lambda shape, dtype: State((), "fp32"),
+    "m.8bit": _in_8_bits,
+    "m.scale": _scales,
+    "v.8bit": _in_8_bits,
+    "v.scale": _scales,
+    "row_var": lambda shape, dtype: State((*shape[:-1], 1), dtype) if len(shape) > 1 else None,
+    "col_var": lambda shape, dtype: State((*shape[:-2], 1, shape[-1]), dtype) if len(shape) > 1 else None,
+    "variance": lambda shape, dtype: State(shape, dtype) if len(shape) < 2 else None,
+}
+"""What a state is for a parameter of a shape, given the number type of states: None where it has none.
+
+A state that isn't named here has one value per element.
+"""
 
 
 def check_optimizer(name: str) -> None:
@@ -231,17 +344,21 @@ def update(
     slots = []
     for weight, layer in parameters:
         size = weight.elements * BYTES[precision.state]
-        ids = {}
-        for what in (*states, "master") if precision.master else states:
-            scalar = what == "step"
-            ids[what] = builder.tensor(
+        found = {what: STATES.get(what, State)(weight.shape, precision.state) for what in states}
+        formats = {what: state for what, state in found.items() if state}
+        if precision.master:
+            formats["master"] = State(weight.shape, precision.state)
+        ids = {
+            what: builder.tensor(
                 f"{weight.name}.{what}",
-                4 if scalar else size,
+                state.bytes,
                 "optimizer_state",
                 layer=layer,
-                shape=() if scalar else weight.shape,
-                dtype="fp32" if scalar else precision.state,
+                shape=state.shape,
+                dtype=state.dtype,
             )
+            for what, state in formats.items()
+        }
         master = ids.pop("master", weight.tensor)
-        slots.append(Slot(weight, layer, gradients[weight.slot].tensor, master, ids, size))
+        slots.append(Slot(weight, layer, gradients[weight.slot].tensor, master, ids, size, formats))
     run(Step(builder, precision, slots))

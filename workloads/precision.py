@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.errors import WorkloadError, near
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 """Bytes of one element of each type."""
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "written",
 ]
 
-FAMILIES = ("baseline", "recompute", "offload", "hybrid", "compression", "parallel")
+FAMILIES = ("baseline", "recompute", "offload", "state", "hybrid", "compression", "parallel")
 ENTRY_POINTS = "tiersim.policies"
 
 

@@ -147,11 +147,11 @@ def body(problem: Problem, policy: str) -> int:
 def counts_all(index: TraceIndex, ops: int) -> bool:
     """Whether nodes of one op each count memory as the engine does, among the first so many ops.
 
-    They do not where the program holds a tensor beyond its last reader, nor where the storage of an input is freed
-    before the end, because what overwrote it is neither an output nor read later.
+    They do not where the program holds a tensor beyond its last reader among these ops, nor where the storage of an
+    input is freed before the end, because what overwrote it is neither an output nor read later.
     """
     trace = index.trace
-    held = ((trace.released >= 0) & (trace.released > trace.last_use)).any()
+    held = ((trace.released > trace.last_use) & (trace.last_use < ops)).any()
     outputs = set(trace.outputs)
     return not held and all(
         t in outputs or index.overwritten_at[t] < len(index.reads) or any(reader >= ops for reader in trace.readers(t))

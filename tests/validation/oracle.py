@@ -26,6 +26,7 @@ POLICIES = {
     "full_ckpt": ("full_recompute", {}),
     "selective_ckpt": ("selective_recompute", {"recompute": "all_but_matmul"}),
     "save_on_cpu": ("save_on_cpu", {}),
+    "optimizer_in_backward": ("optimizer_in_backward", {}),
 }
 """What was done in PyTorch, and our policy with its parameters."""
 

@@ -102,6 +102,15 @@ for optimizer in ("adamw_fused", "adamw_loop", "sgd_momentum"):
     case("gpt2", GPT2, 2, 100, "amp_bf16", "sdpa", optimizer=optimizer)
     case("llama", LLAMA, 2, 100, "bf16", "sdpa", optimizer=optimizer)
 
+for precision in ("bf16", "amp_bf16"):
+    case("gpt2", GPT2, 2, 100, precision, "sdpa", optimizer="adafactor")
+    case("llama", LLAMA, 2, 100, precision, "sdpa", optimizer="adafactor")
+# the update in the backward pass, where it's the highest point (short) and where activations are (long)
+for optimizer, sequence in (("adamw_loop", 20), ("adamw_loop", 300), ("adafactor", 20)):
+    case("gpt2", GPT2, 2, sequence, "bf16", "sdpa", policy="optimizer_in_backward", optimizer=optimizer)
+    case("llama", LLAMA, 2, sequence, "bf16", "sdpa", policy="optimizer_in_backward", optimizer=optimizer)
+    case("llama", LLAMA, 2, sequence, "fp32", "sdpa", policy="optimizer_in_backward", optimizer=optimizer)
+
 # micro-batches whose gradients add up
 for batch, micro_batches, precision in ((4, 2, "fp32"), (8, 4, "amp_bf16"), (6, 3, "bf16")):
     case("gpt2", GPT2, batch, 300, precision, "sdpa", micro_batches=micro_batches)
@@ -149,7 +158,7 @@ for precision in ("bf16", "fp32"):
     case("llama", LLAMA, 4, 700, precision, "sdpa", loss="chunked", truth=CHUNKED)
     case("gpt2", GPT2, 4, 700, precision, "sdpa", loss="chunked", truth=CHUNKED)
 MASTERS = "Hugging Face's model, fp32 masters written in plain PyTorch"
-for optimizer in ("adamw_foreach", "adamw_loop", "sgd_momentum"):
+for optimizer in ("adamw_foreach", "adamw_loop", "adafactor", "sgd_momentum"):
     case("gpt2", GPT2, 2, 300, "mixed_bf16", "sdpa", optimizer=optimizer, truth=MASTERS)
 case("llama", LLAMA, 2, 300, "mixed_bf16", "sdpa", truth=MASTERS)
 case("llama", LLAMA, 4, 300, "mixed_bf16", "sdpa", micro_batches=2, truth=MASTERS)

@@ -54,9 +54,40 @@ def optimizer_of(name: str, parameters: list[nn.Parameter], master: bool):
         "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
         "adamw_fused": partial(torch.optim.AdamW, fused=True),
         "adamw_loop": partial(torch.optim.AdamW, foreach=False),
+        "adafactor": partial(torch.optim.Adafactor, foreach=False),
         "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     }
     return models.Masters(parameters, kinds[name]) if master else kinds[name](parameters)
+
+
+class InBackward:
+    """One optimizer per parameter, which a hook runs once the parameter's gradient is complete; then it's released."""
+
+    def __init__(self, ledger: Ledger, name: str, parameters: list[nn.Parameter], master: bool) -> None:
+        assert not master, "a hook has no fp32 copies"
+        self.ledger = ledger
+        self.each = {p: optimizer_of(name, [p], False) for p in parameters}
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter: nn.Parameter) -> None:
+        self.ledger.phase = self.ledger.phase and "update"
+        self.each[parameter].step()
+        self.each[parameter].zero_grad(set_to_none=True)
+        self.ledger.phase = self.ledger.phase and "backward"
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Nothing is left to release."""
+        assert set_to_none
+        assert all(parameter.grad is None for parameter in self.each)
+
+    @property
+    def state(self) -> dict:
+        return {key: state for each in self.each.values() for key, state in each.state.items()}
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [{"params": list(self.each)}]
 
 
 class Scaler(torch.amp.GradScaler):
@@ -67,6 +98,17 @@ class Scaler(torch.amp.GradScaler):
 
     def update(self, new_scale=None):
         self._per_optimizer_states.clear()
+
+
+@contextmanager
+def numbers_are_one() -> Iterator[None]:
+    """`item` gives 1.0: Adafactor asks for norms, and fake tensors have none."""
+    before = torch.Tensor.item
+    torch.Tensor.item = lambda tensor: 1.0
+    try:
+        yield
+    finally:
+        torch.Tensor.item = before
 
 
 @contextmanager
@@ -89,14 +131,17 @@ def run(case: dict, detail: bool = False) -> dict:
     with ExitStack() as stack:
         stack.enter_context(cuda_kernels())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(numbers_are_one() if a["optimizer"] == "adafactor" else nullcontext())
         with torch.device("cuda"), default_type(dtype):
             model = models.build(case).train()
             batches = [models.batch_of(case, a["batch"] // micro_batches) for _ in range(micro_batches)]
         if policy in ("full_ckpt", "selective_ckpt"):
             checkpoint_layers(model, policy == "selective_ckpt")
-        tuned = optimizer_of(a["optimizer"], list(model.parameters()), precision.startswith("mixed"))
-        scaler = Scaler("cuda", init_scale=1024.0) if precision == "amp_fp16" else None
         ledger = Ledger(detail=detail)
+        hooked = policy == "optimizer_in_backward"
+        make = partial(InBackward, ledger) if hooked else optimizer_of
+        tuned = make(a["optimizer"], list(model.parameters()), precision.startswith("mixed"))
+        scaler = Scaler("cuda", init_scale=1024.0) if precision == "amp_fp16" else None
 
         def iteration() -> None:
             for batch in batches:
@@ -113,7 +158,7 @@ def run(case: dict, detail: bool = False) -> dict:
             if scaler:
                 scaler.step(tuned)
                 scaler.update()
-            else:
+            elif not hooked:
                 tuned.step()
             tuned.zero_grad(set_to_none=True)
 
@@ -149,7 +194,8 @@ def run(case: dict, detail: bool = False) -> dict:
         if micro_batches == 1 and not scaler:
             ledger.phase = ""
             tracker = MemTracker()
-            tracker.track_external(model, *batches[0].values(), *([] if precision.startswith("mixed") else [tuned]))
+            owners = [] if precision.startswith("mixed") else list(tuned.each.values()) if hooked else [tuned]
+            tracker.track_external(model, *batches[0].values(), *owners)
             if precision.startswith("mixed"):
                 tracker.track_external(*[x for s in tuned.state.values() for x in s.values()])
                 tracker.track_external(*tuned.param_groups[0]["params"])

@@ -1,0 +1,1 @@
+"""Policies that decide when and where the model's state is updated."""
