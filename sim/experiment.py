@@ -11,8 +11,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.analysis.figure import Reference
 from sim.analysis.peak_memory import home_peak
-from sim.analysis.summary import Reference, summarize
+from sim.analysis.summary import summarize
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError

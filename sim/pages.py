@@ -6,22 +6,72 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sim.hardware.platform import Platform
+from sim.log import EventLog
+from sim.policies.base import Policy
 from sim.report.cells import approximate_lines, cancelled_lines, ordered
 from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 from sim.rewrites.values import approximate
-
-if TYPE_CHECKING:  # they import this file where they write a page
-    from sim.comparison import Comparison
-    from sim.experiment import Result
+from sim.trace.graph import Trace
 
 Links = tuple[tuple[str, str], ...]
 
 
-def run_view(result: Result, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
+class Run(Protocol):
+    """What a page shows of a `Result`."""
+
+    @property
+    def policy(self) -> Policy:
+        """Who planned it."""
+
+    @property
+    def name(self) -> str:
+        """As it was asked for."""
+
+    @property
+    def platform(self) -> Platform:
+        """With the budget."""
+
+    @property
+    def log(self) -> EventLog:
+        """What happened."""
+
+    @property
+    def warm_up(self) -> Sequence[object]:
+        """The iterations before."""
+
+    def summary(self) -> dict[str, Any]:
+        """Its figures."""
+
+
+class Compared(Protocol):
+    """What a page shows of a `Comparison`."""
+
+    @property
+    def trace(self) -> Trace:
+        """What was run."""
+
+    @property
+    def platform(self) -> Platform:
+        """Without a budget."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """A record per policy."""
+
+    @property
+    def results(self) -> Mapping[str, Run]:
+        """Of the policies that fit, by label."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Policies that were not run, and why."""
+
+
+def run_view(result: Run, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
     """A result as a page shows it.
 
     result: the run.
@@ -50,13 +100,13 @@ def run_view(result: Result, *, title: str = "", command: str = "", links: Links
     )
 
 
-def run_notes(result: Result) -> tuple[str, ...]:
+def run_notes(result: Run) -> tuple[str, ...]:
     """Notes beside the figures of a run: what its policy saves, the moves that were cancelled, what is approximate."""
     lossy = approximate_lines(approximate(result.log.trace))
     return (*result.policy.saving_lines(), *cancelled_lines(result.summary()), *lossy)
 
 
-def comparison_view(comparison: Comparison, *, command: str = "") -> TableView:
+def comparison_view(comparison: Compared, *, command: str = "") -> TableView:
     """A comparison as a page shows it, with a view of each run that fits."""
     runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
     record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
@@ -99,12 +149,12 @@ def saved_table(
     )
 
 
-def report_run(result: Result, path: str | os.PathLike[str], *, command: str = "") -> Path:
+def report_run(result: Run, path: str | os.PathLike[str], *, command: str = "") -> Path:
     """Write the page of one run; see `Result.report`."""
     return write_run_page(run_view(result, command=command), path)
 
 
-def report_comparison(comparison: Comparison, path: str | os.PathLike[str], *, command: str = "") -> Path:
+def report_comparison(comparison: Compared, path: str | os.PathLike[str], *, command: str = "") -> Path:
     """Write the page of a comparison; see `Comparison.report`."""
     return write_table_page(comparison_view(comparison, command=command), path)
 

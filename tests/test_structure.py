@@ -9,14 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN_CIRCLES: set[frozenset[str]] = {
-    frozenset({"sim.comparison", "sim.experiment", "sim.pages", "sim.search"}),
-    frozenset({"sim.commands.report", "sim.commands.report_sweep"}),
-    frozenset({"sim.trace.io", "sim.trace.io_columns"}),
-    frozenset({"sim.analysis.figures", "sim.analysis.summary"}),
-    frozenset({"sim.policies.base", "sim.policies.composition", "sim.policies.composition.selectors"}),
-    frozenset({"sim.trace.graph", "sim.trace.origin", "sim.trace.progress", "sim.trace.validity"}),
+    # `a + b` and `a.on(…)` are written of any policy, and their result is a policy: the operators import where they run
+    frozenset({"sim.policies.base", "sim.policies.composition"}),
 }
-"""Circles that are still there; a new one does not join them, and one that is gone leaves this list."""
+"""Circles that stay, each with its reason."""
 FOREIGN_WRITES = 10
 LONGEST = 65
 """Lines of a function of the engine, its docstring among them."""
@@ -79,8 +75,8 @@ def engine_files() -> list[Path]:
 
 
 def test_modules_import_each_other_in_no_circle():
-    new = circles(import_graph(ROOT, "sim")) - KNOWN_CIRCLES
-    assert not new, [sorted(circle) for circle in new]
+    found = circles(import_graph(ROOT, "sim")) | circles(import_graph(ROOT, "workloads"))
+    assert found == KNOWN_CIRCLES, [sorted(circle) for circle in found ^ KNOWN_CIRCLES]
 
 
 def test_a_circle_through_a_function_or_a_type_is_seen(tmp_path):

@@ -10,41 +10,15 @@ The other columns of comparisons and sweeps are declared below.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from sim.analysis.summary import Reference
-    from sim.log import EventLog
+from sim.analysis.figure import LAST, Figure, Unit
+from sim.analysis.registry import declared_figures
+from sim.analysis.summary import Summary
 
-Unit = Literal["bytes", "time", "percent", "change", "number", "flag", "text"]
-"""bytes and time (ns) are whole numbers; percent and change are fractions, a change with its sign."""
-
-LAST = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """One figure.
-
-    unit: how its values are written.
-    title: its name in the summary of a run.
-    meaning: one line, for documents and hints.
-    order: its position in the summary of a run; those of equal order follow as they are declared.
-    column: position and title among the columns that tables of many runs show by default, None if it is not one.
-    of: the function that computes it from a run's log and from what unlimited memory allows (None where that is not
-        known); None for the fields of `Summary`.
-    """
-
-    unit: Unit
-    title: str
-    meaning: str
-    order: int = LAST
-    column: tuple[int, str] | None = None
-    of: Callable[[EventLog, Reference | None], Any] | None = None
-
+__all__ = ["BESIDE", "LAST", "UNITS", "Figure", "Unit", "columns", "figures", "figures_markdown", "known"]
 
 BESIDE: Mapping[str, Figure] = {
     "policy": Figure("text", "policy", "the policy, and its parameters that are not the defaults", 0),
@@ -77,16 +51,12 @@ BESIDE: Mapping[str, Figure] = {
 @cache
 def figures() -> Mapping[str, Figure]:
     """All figures of a summary by their keys, in the order of JSON and CSV."""
-    from sim.analysis.registry import modules
-    from sim.analysis.summary import Summary
-
     hints = get_type_hints(Summary, include_extras=True)
     found = {key: get_args(said)[1] for key, said in hints.items() if get_origin(said) is Annotated}
-    for module in modules():
-        for key, each in getattr(module, "FIGURES", {}).items():
-            if key in found or key in BESIDE:
-                raise ValueError(f"{module.__name__}: figure {key!r} is declared already")
-            found[key] = each
+    for module, key, each in declared_figures():
+        if key in found or key in BESIDE:
+            raise ValueError(f"{module.__name__}: figure {key!r} is declared already")
+        found[key] = each
     return found
 
 

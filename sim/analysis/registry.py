@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from sim.errors import TiersimError, near
 
 if TYPE_CHECKING:
+    from sim.analysis.figure import Figure
     from sim.log import EventLog
 
 Analysis = Callable[["EventLog"], Any]
 
-PARTS = ("figures", "lanes", "registry", "summary")
+PARTS = ("figure", "figures", "lanes", "registry", "summary")
 """Files of this folder that hold no analysis: parts of analyses, and this registry."""
 
 
@@ -29,6 +30,13 @@ def modules() -> tuple[ModuleType, ...]:
     return tuple(
         importlib.import_module(f"sim.analysis.{name}") for name in names if name not in PARTS and name[0] != "_"
     )
+
+
+def declared_figures() -> Iterator[tuple[ModuleType, str, Figure]]:
+    """The figures that files of analyses add to a summary: where each is declared, its key, and what it is."""
+    for module in modules():
+        for key, figure in getattr(module, "FIGURES", {}).items():
+            yield module, key, figure
 
 
 @cache

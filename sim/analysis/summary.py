@@ -7,29 +7,18 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from sim.analysis.figures import Figure, figures
+from sim.analysis.figure import Figure, Reference
 from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, total_ns
 from sim.analysis.overlap import overlap
 from sim.analysis.peak_memory import mean_bytes, peak_bytes
+from sim.analysis.registry import declared_figures
 from sim.analysis.stalls import stalls
 from sim.analysis.traffic import traffic
 from sim.errors import ProfileError
 from sim.hardware.cost import peak_dtype
 from sim.log import EventLog
 
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """What unlimited memory allows.
-
-    log: the run that keeps everything, of the unchanged trace; memory saved is relative to its peak.
-    makespan_ns: of the fastest run with the freedoms of the policy at hand; the overhead is relative to it.
-    name: of that run: `keep_all`, or the name of a freedom, see `Policy.unlimited`.
-    """
-
-    log: EventLog
-    makespan_ns: int
-    name: str = "keep_all"
+__all__ = ["Reference", "Summary", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         unlimited_run=None if reference is None else reference.name,
         energy_j=_energy(log),
         counters={name: int(count) for name, count in sorted(log.counters.items())},
-        more={key: each.of(log, reference) for key, each in figures().items() if each.of is not None},
+        more={key: each.of(log, reference) for _, key, each in declared_figures() if each.of is not None},
     )
 
 

@@ -6,43 +6,33 @@ import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from annotated_types import Ge
 
 from sim.declared import OneOf, allows, declarations, expected, hint, is_trait
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
+from sim.policies.traits import FIDELITIES, MANAGED_AS, MANAGES, NEEDS, SAVINGS, Fidelity, Managed, Needed
 from sim.policies.writing import text_of
 
-Fidelity = Literal["code", "equations", "reconstruction"]
-Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
-Needed = Literal["chain", "layers", "history", "host", "cpu", "backward"]
-
-FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
-MANAGES: tuple[Managed, ...] = get_args(Managed)
-NEEDS: tuple[Needed, ...] = get_args(Needed)
-
-MANAGED_AS: Mapping[str, Managed] = MappingProxyType(
-    {
-        "activation": "activations",
-        "temporary": "activations",
-        "input": "activations",
-        "gradient": "gradients",
-        "optimizer_state": "optimizer_state",
-        "weight": "weights",
-    }
-)
-"""Which word of `manages` the role of a tensor falls under."""
-
-SAVINGS = {
-    "implementation": "another implementation of an op, as the trace states it: its time and its workspace",
-    "launch": "one launch an op, where several are launched together",
-    "codec": "fewer bytes on the wire than the tensor has, by a lossless codec; down to a bit for four bytes",
-    "copy": "the copy of a tensor that goes to another tier at once, which is taken straight from the original",
-    "fusion": "one kernel of several ops: it is launched once and touches each operand once",
-}
-"""By what a rewrite may make an op cheaper than the one that it stands for."""
+__all__ = [
+    "FIDELITIES",
+    "MANAGED_AS",
+    "MANAGES",
+    "NEEDS",
+    "SAVINGS",
+    "TRAITS",
+    "Beside",
+    "Fidelity",
+    "Managed",
+    "Needed",
+    "Policy",
+    "by_parameter",
+    "default_of",
+    "label",
+    "own_name",
+]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from sim.analysis.figure import Reference
 from sim.analysis.peak_memory import home_peak
-from sim.analysis.summary import Reference, summarize
+from sim.analysis.summary import summarize
 from sim.errors import (
     Deadlock,
     IllegalPlan,

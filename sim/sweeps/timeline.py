@@ -10,7 +10,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from sim.analysis.summary import Reference, summarize
+from sim.analysis.figure import Reference
+from sim.analysis.summary import summarize
 from sim.experiment import Result
 
 

@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TraceError, near
-from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.io_columns import take_columns
+from sim.trace.io_columns import Content, take_columns
 from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
 from sim.trace.tensor import ROLES
@@ -215,7 +214,7 @@ def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[li
     while text := file.readline(longest):
         total += len(text)
         if len(text) > MAX_LINE or total > max_bytes:
-            reader.line += len(batch) + 1
+            reader.content.line += len(batch) + 1
             limit = (
                 f"the line is longer than {MAX_LINE}"
                 if len(text) > MAX_LINE
@@ -234,34 +233,26 @@ class _Reader:
     """Checks lines one by one and collects their content."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.line = path, 0
+        self.path, self.content = path, Content()
         self.decode = json.JSONDecoder(parse_constant=self._no_constant).decode
         strict = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_duplicate)
         self.decode_strictly = strict.decode
         self.header: dict[str, Any] | None = None
         self.has_origin, self.subject = False, ""
-        self.builder = TraceBuilder()
-        self.tensor_ids: dict[str, int] = {}
-        self.op_ids: set[str] = set()
         self.tensor_exprs: list[Expr] = []
         self.op_exprs: list[Expr] = []
-        self.deferred: list[tuple[int, Any, int]] = []
-        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.splits: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self.texts: dict[str, str] = {}
-        self.produced = bytearray()
 
     def error(self, text: str) -> TraceError:
-        return TraceError(f"{self.path}: line {max(self.line, 1)}: {text}")
+        return TraceError(f"{self.path}: line {max(self.content.line, 1)}: {text}")
 
     def take(self, lines: list[bytes]) -> None:
         """Read a batch of lines."""
         rows = self._parse_all(lines)
-        if rows and take_columns(self, rows):
-            self.line += len(rows)
+        if rows and not self.has_origin and take_columns(self.content, rows):
+            self.content.line += len(rows)
             return
         for row in rows or map(self._parse, lines):
-            self.line += 1
+            self.content.line += 1
             if row is None:
                 continue
             try:
@@ -297,7 +288,7 @@ class _Reader:
         """The content of one line; None for an empty one."""
         if text.isspace():
             return None
-        self.line += 1  # an error here concerns the line that is not counted yet
+        self.content.line += 1  # an error here concerns the line that is not counted yet
         try:
             row = self.decode_strictly(text.decode())
         except RecursionError:
@@ -306,7 +297,7 @@ class _Reader:
             raise self.error(f"not JSON ({problem})".replace("\n", " ")) from None
         if not isinstance(row, dict):
             raise self.error("a line must be an object, {…}")
-        self.line -= 1
+        self.content.line -= 1
         return row
 
     def _no_constant(self, word: str) -> Any:
@@ -332,13 +323,13 @@ class _Reader:
         if "origin" in row:
             _check(row["origin"], _ORIGIN, ("base",))
         self.header, self.has_origin = row, "origin" in row
-        self.builder.meta = row.get("meta", {})
+        self.content.builder.meta = row.get("meta", {})
 
     def _take_tensor(self, row: dict[str, Any]) -> None:
         _check(row, _TENSOR, ("bytes",))
         name = row.pop("tensor")
         self.subject = f"tensor {name!r}: "
-        if name in self.tensor_ids:
+        if name in self.content.tensor_ids:
             raise TraceError("it is defined twice")
         self._stands_for(row, self.tensor_exprs)
         self._share(row, ("dtype", "saved_for", "role"))
@@ -349,18 +340,18 @@ class _Reader:
             if type(zeros) not in (int, float) or not 0 <= zeros <= 1:
                 raise TraceError(f"zeros: {_shown(zeros)!r} is not a number from 0 to 1")
         replaces = row.pop("replaces", None)
-        self.tensor_ids[name] = tensor = self.builder.tensor(name, **row)
-        self.produced.append(0)
+        self.content.tensor_ids[name] = tensor = self.content.builder.tensor(name, **row)
+        self.content.produced.append(0)
         if replaces is not None:  # that tensor may be defined further down
-            self.deferred.append((tensor, replaces, self.line))
+            self.content.deferred.append((tensor, replaces, self.content.line))
 
     def _take_op(self, row: dict[str, Any]) -> None:
         _check(row, _OP, ())
         name = row.pop("op")
         self.subject = f"op {name!r}: "
-        if name in self.op_ids:
+        if name in self.content.op_ids:
             raise TraceError("it is defined twice")
-        self.op_ids.add(name)
+        self.content.op_ids.add(name)
         self._stands_for(row, self.op_exprs)
         self._share(row, ("dtype", "engine", "kind", "phase"))
         if "splits" in row:
@@ -374,28 +365,28 @@ class _Reader:
             if type(place) is not int:
                 raise TraceError(f"views: {_shown(place)!r} is not a position in its reads")
         for t in row.get("writes", ()):
-            if self.produced[t]:
+            if self.content.produced[t]:
                 raise TraceError(f"tensor {self._name(t)!r} already has a producer")
-            self.produced[t] = 1
-        self.builder.op(name, **row)
+            self.content.produced[t] = 1
+        self.content.builder.op(name, **row)
 
     def _share(self, row: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Share one object for each of the few texts that occur in a million lines."""
         for key in keys:
             if key in row:
-                row[key] = self.texts.setdefault(row[key], row[key])
+                row[key] = self.content.texts.setdefault(row[key], row[key])
 
     def _shape(self, sizes: tuple[Any, ...]) -> tuple[int, ...]:
         for size in sizes:
             if type(size) is not int or not 0 <= size <= 2**62:
                 raise TraceError(f"shape: {_shown(size)!r} is not a whole number from 0 to {2**62}")
-        return self.shapes.setdefault(sizes, sizes)
+        return self.content.shapes.setdefault(sizes, sizes)
 
     def _splits(self, ways: list[Any]) -> tuple[str, ...]:
         for way in ways:
             if way not in SPLITS:
                 raise TraceError(f"splits: {_shown(way)!r} is unknown{near(str(way), SPLITS)}")
-        return self.splits.setdefault(tuple(ways), tuple(ways))
+        return self.content.splits.setdefault(tuple(ways), tuple(ways))
 
     def _stands_for(self, row: dict[str, Any], target: list[Expr]) -> None:
         if ("stands_for" in row) != self.has_origin:
@@ -405,18 +396,18 @@ class _Reader:
             target.append(from_json(row.pop("stands_for")))
 
     def _name(self, tensor: int) -> str:
-        return next(name for name, i in self.tensor_ids.items() if i == tensor)
+        return next(name for name, i in self.content.tensor_ids.items() if i == tensor)
 
     def _tensor(self, key: Any) -> int:
         if type(key) is int:
-            if not 0 <= key < len(self.tensor_ids):
-                raise TraceError(f"tensor {_shown(key)} is out of range 0..{len(self.tensor_ids) - 1}")
+            if not 0 <= key < len(self.content.tensor_ids):
+                raise TraceError(f"tensor {_shown(key)} is out of range 0..{len(self.content.tensor_ids) - 1}")
             return key
         if type(key) is str:
-            if key not in self.tensor_ids:
-                recent = list(self.tensor_ids)[-2000:]  # a search for the nearest name is slow
+            if key not in self.content.tensor_ids:
+                recent = list(self.content.tensor_ids)[-2000:]  # a search for the nearest name is slow
                 raise TraceError(f"no tensor {key!r} precedes this line{near(key, recent)}")
-            return self.tensor_ids[key]
+            return self.content.tensor_ids[key]
         raise TraceError(f"{_shown(key)!r} is not a tensor: give its name or its id")
 
     # ---- the end -----------------------------------------------------------------------------
@@ -424,21 +415,21 @@ class _Reader:
     def trace(self) -> Trace:
         if self.header is None:
             raise self.error("the file is empty")
-        for key, count in (("tensors", len(self.tensor_ids)), ("ops", len(self.op_ids))):
+        for key, count in (("tensors", len(self.content.tensor_ids)), ("ops", len(self.content.op_ids))):
             if self.header.get(key, count) != count:
                 raise self.error(
                     f"{count} {key}, but the header says {self.header[key]}: the file was truncated or edited"
                 )
-        for tensor, old, line in self.deferred:
-            self.line = line
+        for tensor, old, line in self.content.deferred:
+            self.content.line = line
             try:
-                self.builder.take_over(tensor, self._tensor(old))
+                self.content.builder.take_over(tensor, self._tensor(old))
             except TraceError as problem:
                 raise self.error(f"tensor {self._name(tensor)!r}: replaces: {problem}") from None
-        self.line = 1
+        self.content.line = 1
         try:
             outputs, carry = self._ends()
-            return self.builder.build(outputs=outputs, carry=carry, origin=self._origin())
+            return self.content.builder.build(outputs=outputs, carry=carry, origin=self._origin())
         except TraceError as problem:
             raise self.error(str(problem)) from None
 

@@ -23,12 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from sim.errors import TraceError
-
-if TYPE_CHECKING:
-    from sim.trace.graph import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +127,24 @@ def leaves(expr: Expr | None) -> list[Same]:
     return leaves(expr.of)
 
 
+class Rewritten(Protocol):
+    """What is asked of a trace here."""
+
+    origin: Origin | None
+
+    @property
+    def ops(self) -> Sequence[object]:
+        """Its ops."""
+
+    @property
+    def tensors(self) -> Sequence[object]:
+        """Its tensors."""
+
+    @property
+    def content_hash(self) -> str:
+        """Of its whole content."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """What every tensor and op of a trace stands for.
@@ -145,14 +160,14 @@ class Origin:
     iterations: int = 1
 
     @staticmethod
-    def identity(trace: Trace) -> Origin:
+    def identity(trace: Rewritten) -> Origin:
         """The origin of a trace: the one it has, else itself."""
         if trace.origin is not None:
             return trace.origin
         tensors = tuple(map(Same, range(len(trace.tensors))))
         return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
 
-    def over(self, trace: Trace) -> Origin:
+    def over(self, trace: Rewritten) -> Origin:
         """This origin, which refers to `trace`, in terms of the base that `trace` was derived from."""
         middle = trace.origin
         if middle is None:

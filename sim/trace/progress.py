@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sim.trace.graph import Trace
+from sim.trace.columns import Graph
 
 
-def reached_before(trace: Trace, ops: Iterable[int]) -> dict[int, list[int]]:
+def reached_before(trace: Graph, ops: Iterable[int]) -> dict[int, list[int]]:
     """Per op and device: the last op (-1 for none) that the device has certainly reached when that op starts.
 
     A device waits for what an op reads, and for ops on its main engine to end. The members of a group end together,
@@ -42,7 +40,7 @@ def reached_before(trace: Trace, ops: Iterable[int]) -> dict[int, list[int]]:
     return {op: ready[op] for op in ops}
 
 
-def blocked(trace: Trace) -> list[tuple[int, int, int, int]]:
+def blocked(trace: Graph) -> list[tuple[int, int, int, int]]:
     """A cycle of ops that wait for each other, empty where every device finishes.
 
     Each entry is (op, tensor, producer or reader, member): the op does not start before that member of a group is

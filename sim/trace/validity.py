@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
+from sim.trace.columns import Graph
 from sim.trace.progress import blocked, reached_before
-
-if TYPE_CHECKING:
-    from sim.trace.graph import Trace
 
 Ints = NDArray[np.int64]
 
 
-def check_graph(trace: Trace) -> None:
+def check_graph(trace: Graph) -> None:
     """Raise TraceError for an impossible size, a duplicate name, a bad id, or a read of a tensor not yet produced."""
     t, c = trace.tensor_columns, trace.op_columns
     for field, column, names in (
@@ -57,7 +54,7 @@ def check_graph(trace: Trace) -> None:
     _check_groups(trace)
 
 
-def _check_groups(trace: Trace) -> None:
+def _check_groups(trace: Graph) -> None:
     """Raise TraceError where members of groups wait for each other, directly or through preceding ops."""
     t, c = trace.tensor_columns, trace.op_columns
     waits = []
@@ -74,7 +71,7 @@ def _check_groups(trace: Trace) -> None:
         raise TraceError(f"ops wait for each other: {'; '.join(waits)}")
 
 
-def _check_views(trace: Trace, reader: Ints) -> None:
+def _check_views(trace: Graph, reader: Ints) -> None:
     """Raise TraceError unless each view shares the storage of a tensor that its readers read and that is not a view."""
     t, c = trace.tensor_columns, trace.op_columns
     for op, places in c.views.items():
@@ -101,7 +98,7 @@ def _check_views(trace: Trace, reader: Ints) -> None:
             raise TraceError(f"op {c.name[op]!r}: reads {both}")
 
 
-def _check_overwrites(trace: Trace, reader: Ints) -> None:
+def _check_overwrites(trace: Graph, reader: Ints) -> None:
     t, c = trace.tensor_columns, trace.op_columns
     new = np.flatnonzero(t.replaces >= 0)
     if not len(new):
@@ -128,7 +125,7 @@ def _check_overwrites(trace: Trace, reader: Ints) -> None:
     _check_across_devices(trace, reader, overwritten_by)
 
 
-def _check_across_devices(trace: Trace, reader: Ints, overwritten_by: Ints) -> None:
+def _check_across_devices(trace: Graph, reader: Ints, overwritten_by: Ints) -> None:
     """Raise TraceError where nothing orders a write in place and another device's use of the old value.
 
     Before one device overwrites a tensor in place, every other device that produces or reads it must have done so.
@@ -156,34 +153,34 @@ def _check_across_devices(trace: Trace, reader: Ints, overwritten_by: Ints) -> N
             )
 
 
-def check_range(trace: Trace, ids: Sequence[int]) -> None:
+def check_range(trace: Graph, ids: Sequence[int]) -> None:
     """Raise TraceError unless the outputs and the carried tensors are tensors of the trace."""
     count = len(trace.tensor_columns.name)
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise TraceError(f"outputs or carry: a tensor id is out of range 0..{count - 1}")
 
 
-def check_ends(trace: Trace) -> None:
+def check_ends(trace: Graph, outputs: Sequence[int], carry: Sequence[tuple[int, int]]) -> None:
     """Raise TraceError unless outputs exist at the end and carried tensors can start the next iteration."""
     name = trace.tensor_columns.name
     for fault, ids in (
-        ("is an output twice", trace.outputs),
-        ("is carried twice", [a for a, _ in trace.carry]),
-        ("is carried to twice", [b for _, b in trace.carry]),
+        ("is an output twice", outputs),
+        ("is carried twice", [a for a, _ in carry]),
+        ("is carried to twice", [b for _, b in carry]),
     ):
         if len(set(ids)) != len(ids):
             values, counts = np.unique(np.array(ids), return_counts=True)
             raise TraceError(f"tensor {name[int(values[counts > 1][0])]!r} {fault}")
-    for t in trace.outputs:
+    for t in outputs:
         if trace.replaced_by[t] >= 0:
             raise TraceError(f"tensor {name[t]!r} is an output, but {name[trace.replaced_by[t]]!r} overwrites it")
-    kept, size = set(trace.outputs), trace.tensor_columns.bytes
+    kept, size = set(outputs), trace.tensor_columns.bytes
     for t in kept & trace.view_of.keys():
         if trace.view_of[t] not in kept:
             raise TraceError(
                 f"view {name[t]!r} is an output, but {name[trace.view_of[t]]!r}, whose storage it shares, is not"
             )
-    for last, first in trace.carry:
+    for last, first in carry:
         why = ""
         if last not in kept:
             why = "is not an output"
@@ -196,7 +193,7 @@ def check_ends(trace: Trace) -> None:
             raise TraceError(f"carry of {name[last]!r} to {name[first]!r}: {name[which]!r} {why}")
 
 
-def check_releases(trace: Trace) -> None:
+def check_releases(trace: Graph, outputs: Sequence[int]) -> None:
     """Raise TraceError for a release of a tensor not yet produced, released before, or still needed."""
     c, name, count = trace.op_columns, trace.tensor_columns.name, len(trace.tensor_columns.name)
     released_at: dict[int, int] = {}
@@ -210,7 +207,7 @@ def check_releases(trace: Trace) -> None:
             released_at[t] = op
     if not released_at:
         return
-    kept, producer, last_use, replaced_by = set(trace.outputs), trace.producer, trace.last_use, trace.replaced_by
+    kept, producer, last_use, replaced_by = set(outputs), trace.producer, trace.last_use, trace.replaced_by
     for t, op in released_at.items():
         why = ""
         if producer[t] < 0:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import PolicyError, near
-from sim.policies.base import MANAGED_AS, MANAGES
+from sim.policies.traits import MANAGED_AS, MANAGES
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLES
 

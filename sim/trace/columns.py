@@ -1,0 +1,279 @@
+"""The bare graph of a trace: ops over tensors, kept in columns, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.errors import TraceError, near
+from sim.trace.op import KINDS, PHASES, Implementation, Op
+from sim.trace.tensor import ROLES, Tensor
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorColumns:
+    """All tensors, one entry per tensor. -1 stands for "none" in `layer` and `replaces`."""
+
+    name: Sequence[str]
+    bytes: Ints
+    role: NDArray[np.int8]
+    layer: NDArray[np.int32]
+    replaces: NDArray[np.int32]
+    shape: Mapping[int, tuple[int, ...]]
+    dtype: Sequence[str]
+    zeros: Mapping[int, float]
+    saved_for: Mapping[int, str]
+
+
+@dataclass(frozen=True, eq=False)
+class OpColumns:
+    """All ops in program order. -1 stands for "unknown" in `bytes` and `duration`, "none" in `layer`.
+
+    Op i reads `read_ids[read_start[i]:read_start[i + 1]]`; writes are stored likewise. `releases` gives, for few ops,
+    the tensors that the program releases when they end, where that is later than the last reader. `views` of the few
+    ops that produce some: see `Op`.
+    """
+
+    name: Sequence[str]
+    kind: NDArray[np.int8]
+    phase: NDArray[np.int8]
+    layer: NDArray[np.int32]
+    flops: Ints
+    bytes: Ints
+    workspace: Ints
+    device: NDArray[np.int32]
+    priority: NDArray[np.int32]
+    duration: Ints
+    random: NDArray[np.bool_]
+    read_start: Ints
+    read_ids: NDArray[np.int32]
+    write_start: Ints
+    write_ids: NDArray[np.int32]
+    dtype: Sequence[str]
+    engine: Mapping[int, str]
+    group: Mapping[int, str]
+    alternatives: Mapping[int, tuple[Implementation, ...]]
+    splits: Mapping[int, tuple[str, ...]]
+    releases: Mapping[int, tuple[int, ...]]
+    views: Mapping[int, tuple[int, ...]]
+
+
+class Graph:
+    """Ops, in program order, over tensors: who reads, writes and overwrites what.
+
+    `ops` and `tensors` are sequences of views; the columns are made read-only.
+    """
+
+    def __init__(self, tensors: TensorColumns, ops: OpColumns) -> None:
+        self.tensor_columns = tensors
+        self.op_columns = ops
+        for column in (*vars(tensors).values(), *vars(ops).values()):
+            if isinstance(column, np.ndarray):
+                column.setflags(write=False)
+
+    # ---- views -------------------------------------------------------------------------------
+
+    @property
+    def ops(self) -> Sequence[Op]:
+        """The ops in program order, as a sequence of `Op`."""
+        return _Views(len(self.op_columns.name), self._op)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors, as a sequence of `Tensor`."""
+        return _Views(len(self.tensor_columns.name), self._tensor)
+
+    def _op(self, i: int) -> Op:
+        c = self.op_columns
+        touched, duration = int(c.bytes[i]), int(c.duration[i])
+        return Op(
+            id=i,
+            name=c.name[i],
+            kind=KINDS[c.kind[i]],
+            phase=PHASES[c.phase[i]],
+            layer=int(c.layer[i]),
+            reads=self.reads(i),
+            writes=self.writes(i),
+            flops=int(c.flops[i]),
+            bytes=None if touched < 0 else touched,
+            workspace=int(c.workspace[i]),
+            device=int(c.device[i]),
+            engine=c.engine.get(i, ""),
+            priority=int(c.priority[i]),
+            group=c.group.get(i, ""),
+            random=bool(c.random[i]),
+            duration=None if duration < 0 else duration,
+            dtype=c.dtype[i],
+            alternatives=c.alternatives.get(i, ()),
+            splits=c.splits.get(i, ()),
+            releases=c.releases.get(i, ()),
+            views=c.views.get(i, ()),
+        )
+
+    def _tensor(self, t: int) -> Tensor:
+        c = self.tensor_columns
+        replaces = int(c.replaces[t])
+        return Tensor(
+            id=t,
+            name=c.name[t],
+            bytes=int(c.bytes[t]),
+            role=ROLES[c.role[t]],
+            layer=int(c.layer[t]),
+            shape=c.shape.get(t),
+            dtype=c.dtype[t],
+            zeros=c.zeros.get(t),
+            replaces=None if replaces < 0 else replaces,
+            saved_for=c.saved_for.get(t, ""),
+        )
+
+    def reads(self, op: int) -> tuple[int, ...]:
+        """Ids of the tensors that an op reads."""
+        c = self.op_columns
+        return tuple(c.read_ids[c.read_start[op] : c.read_start[op + 1]].tolist())
+
+    def writes(self, op: int) -> tuple[int, ...]:
+        """Ids of the tensors that an op writes."""
+        c = self.op_columns
+        return tuple(c.write_ids[c.write_start[op] : c.write_start[op + 1]].tolist())
+
+    def readers(self, tensor: int) -> tuple[int, ...]:
+        """Ids of the ops that read a tensor, in program order."""
+        start, ids = self._readers
+        return tuple(ids[start[tensor] : start[tensor + 1]].tolist())
+
+    def op_id(self, op: int | str) -> int:
+        """The id of an op given by id or by name. Raises TraceError if there is none."""
+        return _lookup(op, self._op_ids, len(self.op_columns.name), "op")
+
+    def tensor_id(self, tensor: int | str) -> int:
+        """The id of a tensor given by id or by name. Raises TraceError if there is none."""
+        return _lookup(tensor, self._tensor_ids, len(self.tensor_columns.name), "tensor")
+
+    # ---- derived columns ---------------------------------------------------------------------
+
+    @cached_property
+    def producer(self) -> NDArray[np.int32]:
+        """The op that produces each tensor, -1 for one that exists from the start. Shape (tensors,)."""
+        c = self.op_columns
+        out = np.full(len(self.tensor_columns.name), -1, np.int32)
+        out[c.write_ids] = np.repeat(np.arange(len(c.name), dtype=np.int32), np.diff(c.write_start))
+        return out
+
+    @cached_property
+    def replaced_by(self) -> NDArray[np.int32]:
+        """The tensor that takes over each tensor's storage, -1 for none. Shape (tensors,)."""
+        replaces = self.tensor_columns.replaces
+        out = np.full(len(replaces), -1, np.int32)
+        new = np.flatnonzero(replaces >= 0)
+        out[replaces[new]] = new
+        return out
+
+    @cached_property
+    def view_of(self) -> Mapping[int, int]:
+        """The tensor whose storage each view shares."""
+        written = ((i, zip(self.writes(i), places, strict=True)) for i, places in self.op_columns.views.items())
+        return {view: self.reads(i)[place] for i, pairs in written for view, place in pairs if place >= 0}
+
+    @cached_property
+    def read_counts(self) -> Ints:
+        """How many ops read each tensor; an op that reads it twice counts once. Shape (tensors,)."""
+        return np.diff(self._readers[0])
+
+    @cached_property
+    def last_use(self) -> NDArray[np.int32]:
+        """The last op that reads or writes each tensor, -1 for one that no op touches. Shape (tensors,)."""
+        start, ids = self._readers
+        out = self.producer.copy()
+        read = np.flatnonzero(np.diff(start) > 0)
+        out[read] = np.maximum(out[read], ids[start[read + 1] - 1])
+        return out
+
+    @cached_property
+    def released(self) -> NDArray[np.int32]:
+        """The op at whose end the program releases each tensor, -1 where its last reader does. Shape (tensors,)."""
+        out = np.full(len(self.tensor_columns.name), -1, np.int32)
+        for op, tensors in self.op_columns.releases.items():
+            out[list(tensors)] = op
+        return out
+
+    @cached_property
+    def held_until(self) -> NDArray[np.int32]:
+        """The op until whose end each tensor is held: its release point, else its last use. Shape (tensors,)."""
+        return np.maximum(self.last_use, self.released)
+
+    @cached_property
+    def touched(self) -> Ints:
+        """The bytes that each op touches: as stated, else the sum of its operands. Shape (ops,)."""
+        c, size = self.op_columns, self.tensor_columns.bytes
+        operands = np.zeros(len(c.name), np.int64)
+        for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
+            total = np.concatenate(([0], np.cumsum(size[ids])))
+            operands += total[start[1:]] - total[start[:-1]]
+        return np.where(c.bytes < 0, operands, c.bytes)
+
+    @cached_property
+    def devices(self) -> int:
+        """How many devices the trace needs."""
+        return int(self.op_columns.device.max(initial=0)) + 1
+
+    @cached_property
+    def _readers(self) -> tuple[Ints, NDArray[np.int32]]:
+        c = self.op_columns
+        op = np.repeat(np.arange(len(c.name), dtype=np.int64), np.diff(c.read_start))
+        pairs = np.unique(c.read_ids.astype(np.int64) * (len(c.name) + 1) + op)
+        tensor, reader = np.divmod(pairs, len(c.name) + 1)
+        counts = np.bincount(tensor, minlength=len(self.tensor_columns.name))
+        return np.concatenate(([0], np.cumsum(counts))), reader.astype(np.int32)
+
+    @cached_property
+    def _op_ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.op_columns.name)}
+
+    @cached_property
+    def _tensor_ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.tensor_columns.name)}
+
+
+class _Views(Sequence[T]):
+    """Rows of a table, built on access."""
+
+    def __init__(self, length: int, make: Any) -> None:
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._make(index % self._length)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._make(i) for i in range(self._length))
+
+
+def _lookup(key: int | str, ids: Mapping[str, int], count: int, noun: str) -> int:
+    if isinstance(key, str):
+        if key not in ids:
+            raise TraceError(
+                f"no {noun} is called {key!r}{near(key, islice(ids, 2000))}"
+            )  # a search for the nearest name is slow
+        return ids[key]
+    if not 0 <= key < count:
+        raise TraceError(f"{noun} {key} is out of range 0..{count - 1}")
+    return int(key)
