@@ -137,8 +137,6 @@ INCLUDED = """\
   searches and Mimose's planning cost nothing), fragmentation. Random ops are recomputed with the same seed.
 * One card, one batch size and one sequence length. Plans are for the steady state; planning is paid once, except
   online.
-* The rows of `checkmate` and `moccasin` are older than the rest: they were measured before `checkmate`'s search was
-  mended, with a limit of 8 s. Its MILP by stage has since come to +36.9 % at 10 GB of GPT-2 (was +228.2 %).
 * Times of two policies that differ by less than the cost model's own error are not told apart in absolute terms; but
   all plans here run the same ops on the same card, so that errors of the model largely cancel in the comparison.
 
