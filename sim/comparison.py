@@ -73,6 +73,11 @@ class Comparison:
         """Whether some policy neither fitted nor was refused: it did not apply or failed."""
         return any(row["fits"] is None for row in self.rows)
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """How near runs are to the least makespan that their policies have proven, a line per policy with a proof."""
+        return tuple(f"{name}: {line}" for name, result in self.results.items() for line in result.bounds)
+
     def to_frame(self) -> pd.DataFrame:
         """The rows as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
         import pandas as pd

@@ -101,6 +101,15 @@ class Result:
         """All figures of the run as one record; see `sim.analysis.summary`."""
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """How near the run is to the least makespan that its policy has proven: one line, none without a proof."""
+        bound = self.plan.notes.get("makespan_bound_ns")
+        if not bound or not self.log.complete:
+            return ()
+        above = f"{100 * (self.log.end / bound - 1):.2g} % above the least" if self.log.end > bound else "the least"
+        return (f"time: {above} makespan proven possible among {self.plan.notes['bound_among']}",)
+
     def plot_memory(self, tier: str | None = None) -> Figure:
         """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""
         from sim.report.plot import plot_memory

@@ -43,6 +43,10 @@ class Run(Protocol):
     def warm_up(self) -> Sequence[object]:
         """The iterations before."""
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """How near it is to what its policy has proven."""
+
     def summary(self) -> dict[str, Any]:
         """Its figures."""
 
@@ -69,6 +73,10 @@ class Compared(Protocol):
     @property
     def left_out(self) -> Mapping[str, str]:
         """Policies that were not run, and why."""
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """How near runs are to what their policies have proven."""
 
 
 def run_view(result: Run, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
@@ -101,16 +109,18 @@ def run_view(result: Run, *, title: str = "", command: str = "", links: Links = 
 
 
 def run_notes(result: Run) -> tuple[str, ...]:
-    """Notes beside the figures of a run: what its policy saves, the moves that were cancelled, what is approximate."""
+    """Notes beside a run's figures: what its policy saves and has proven, cancelled moves, what is approximate."""
     lossy = approximate_lines(approximate(result.log.trace))
-    return (*result.policy.saving_lines(), *cancelled_lines(result.summary()), *lossy)
+    saved = (*result.policy.saving_lines(), *result.bounds)
+    return (*saved, *cancelled_lines(result.summary()), *lossy)
 
 
 def comparison_view(comparison: Compared, *, command: str = "") -> TableView:
     """A comparison as a page shows it, with a view of each run that fits."""
     runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
     record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
-    return saved_table(record, runs, platform=comparison.platform, command=command)
+    bounds = comparison.bounds
+    return saved_table(record, runs, platform=comparison.platform, command=command, bounds=bounds)
 
 
 def saved_table(
@@ -120,6 +130,7 @@ def saved_table(
     platform: Platform | None,
     command: str = "",
     caution: Sequence[str] = (),
+    bounds: Sequence[str] = (),
 ) -> TableView:
     """A saved comparison as a page shows it.
 
@@ -128,6 +139,7 @@ def saved_table(
     platform: None where its profile was not opened; the figures are then taken from the views.
     command: the command that reproduces the comparison.
     caution: warnings to show first.
+    bounds: how near runs are to what their policies have proven.
     """
     meta = record["workload"]
     facts = {tuple(fact): None for run in runs.values() if isinstance(run, SavedView) for fact in run.data["facts"]}
@@ -141,6 +153,7 @@ def saved_table(
         facts=() if platform else list(facts),
         runs=runs,
         notes=[
+            *bounds,
             *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
             *(f"not run: {name}: {why}" for name, why in record["left_out"].items()),
         ],

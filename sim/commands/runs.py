@@ -127,10 +127,10 @@ def _compare(options: dict[str, Any], command: str) -> None:
         **limit_of(options["recompute_limit"]),
         on_progress=lambda name: say(f"… {name}"),
     )
-    left_out = [f"not run: {name}: {why}" for name, why in comparison.left_out.items()]
+    notes = (*comparison.bounds, *(f"not run: {name}: {why}" for name, why in comparison.left_out.items()))
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
-    footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=tuple(left_out))
+    footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=notes)
     if folder:
         text = comparison_text(comparison.rows, footer=footer)
         about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])

@@ -13,9 +13,9 @@ from sim.solvers.schedule import TraceIndex
 GRANULARITIES = ("op", "stage")
 
 
-def by_op(problem: Problem, index: TraceIndex, policy: str) -> Nodes:
-    """One node per op."""
-    return nodes_of(problem, index, [[op] for op in range(body(problem, policy))])
+def by_op(problem: Problem, index: TraceIndex, policy: str, *, apart: bool = False) -> Nodes:
+    """One node per op. apart: one value per tensor."""
+    return nodes_of(problem, index, [[op] for op in range(body(problem, policy))], apart=apart)
 
 
 def by_stage(problem: Problem, index: TraceIndex, policy: str, most: int) -> Nodes:

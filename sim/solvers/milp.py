@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import Answer
 
 Terms = list[tuple[int, float]]
+Residency = list[tuple[int, Terms]]
+"""After which nodes of a stage (-1: its start) how much of a value is resident."""
 INF = math.inf
 WIDE = 10_000  # sizes and costs of up to so many units stay whole numbers
 TIES = 0.01
@@ -40,6 +42,22 @@ class Relaxed:
     room: int
 
 
+class Elsewhere(Protocol):
+    """What else can be done with a value than to keep it or to recompute it: columns and rows of a program."""
+
+    def begin(self, program: Program, there: Sequence[Sequence[int]]) -> None:
+        """Its columns. there: per stage the values worth having resident at its start."""
+
+    def has(self, stage: int, value: int) -> bool:
+        """Whether its rows stand for that value in that stage."""
+
+    def value(self, program: Program, stage: int, value: int, steps: Sequence[int]) -> Residency:
+        """The rows of such a value; returns after which node (-1: the start) how much of it is resident."""
+
+    def end(self, program: Program, stage: int, held: int) -> None:
+        """The rows of a whole stage. held: the column of what is resident when its node runs."""
+
+
 class Program:
     """Columns and rows for some nodes.
 
@@ -50,12 +68,21 @@ class Program:
     at_most: ns of recomputation of a known plan; more expensive plans are excluded. It also caps what is added to
         costs, so that a more expensive plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     saved: (stage, bytes): at most so many bytes may be resident at the start of that stage.
+    elsewhere: what else can be done with values; costs stay exact then, since the part adds times of its own to them.
+    found: the value of each column in the last answer.
     """
 
     def __init__(
-        self, nodes: Nodes, room: int | None, *, at_most: int | None = None, saved: tuple[int, int] | None = None
+        self,
+        nodes: Nodes,
+        room: int | None,
+        *,
+        at_most: int | None = None,
+        saved: tuple[int, int] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.nodes = nodes
+        self.elsewhere = elsewhere
         self.run: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
         self._cost: list[float] = []
@@ -65,42 +92,48 @@ class Program:
         self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._least: list[float] = []
         self._most: list[float] = []
+        self.found: Sequence[float] = ()
         unit = math.gcd(*(value.size for value in nodes.values), *nodes.run_bytes, *nodes.rerun_bytes) or 1
         largest = sum(value.size for value in nodes.values) + max(nodes.run_bytes, default=0) if room is None else room
         whole_room = largest // unit
         scale = 1.0 if whole_room <= WIDE else WIDE / whole_room
         self._byte = scale / unit
-        self._size = [value.size // unit * scale for value in nodes.values]
-        self._run_bytes = [bytes // unit * scale for bytes in nodes.run_bytes]
+        self.size = [value.size // unit * scale for value in nodes.values]
+        self.run_bytes = [bytes // unit * scale for bytes in nodes.run_bytes]
         self._rerun_bytes = [bytes // unit * scale for bytes in nodes.rerun_bytes]
-        self._room = whole_room * scale
+        self.room = whole_room * scale
         again, there = nodes.useful
         prices = [nodes.cost[i] for stage in again for i in stage]
         self.price_unit, self.whole_prices = _unit_of(prices)
-        self.ties = TIES
+        self.whole_prices &= elsewhere is None
+        self.ties = TIES if elsewhere is None else 0.0
         if at_most is not None:
             self.ties = min(TIES, 0.5 * self.price_unit / max(at_most, 1)) if self.whole_prices else 1e-6
         self._columns(again, there, 1.0 if room is not None else 1e-6)
-        self._least_room = self._column(high=self._room, cost=1.0) if room is None else -1
+        self._least_room = self.column(high=self.room, cost=1.0) if room is None else -1
+        if elsewhere is not None:
+            elsewhere.begin(self, there)
         for t, stage in enumerate(again):
             self._stage(t, [*stage, t], there[t], there[t + 1])
         if saved is not None:
-            lies = [(c, self._size[v]) for (t, v), c in self.keep.items() if t == saved[0]]
-            self._row(lies, most=saved[1] * self._byte)
+            lies = [(c, self.size[v]) for (t, v), c in self.keep.items() if t == saved[0]]
+            self.row(lies, most=saved[1] * self._byte)
         if at_most is not None:
-            self._row([(c, nodes.cost[i] / self.price_unit) for (t, i), c in self.run.items() if i < t],
+            self.row([(c, nodes.cost[i] / self.price_unit) for (t, i), c in self.run.items() if i < t],
                       most=at_most / self.price_unit)  # fmt: skip
 
     # ---- building ----------------------------------------------------------------------------
 
-    def _column(self, low: float = 0.0, high: float = 1.0, cost: float = 0.0, *, whole: bool = False) -> int:
+    def column(self, low: float = 0.0, high: float = 1.0, cost: float = 0.0, *, whole: bool = False) -> int:
+        """A new variable; its number."""
         self._cost.append(cost)
         self._low.append(low)
         self._high.append(high)
         self._whole.append(int(whole))
         return len(self._cost) - 1
 
-    def _row(self, terms: Terms, least: float = -INF, most: float = INF) -> None:
+    def row(self, terms: Terms, least: float = -INF, most: float = INF) -> None:
+        """A new condition: the sum of (column, factor) is at least and at most so much."""
         rows, columns, factors = self._cells
         for column, factor in terms:
             rows.append(len(self._least))
@@ -115,13 +148,13 @@ class Program:
         for t, values in enumerate(there):
             for v in values:
                 must = t <= n.values[v].held_until or t == count
-                self.keep[t, v] = self._column(low=float(must), whole=True)
-        always = self._column(low=1.0)
+                self.keep[t, v] = self.column(low=float(must), whole=True)
+        always = self.column(low=1.0)
         for t, stage in enumerate(again):
             for i in stage:
                 price = n.cost[i] / self.price_unit * (1 + self.ties * float(draw.random()))
                 # where bytes are minimised, time only breaks ties
-                self.run[t, i] = self._column(cost=price * weight, whole=True)
+                self.run[t, i] = self.column(cost=price * weight, whole=True)
             self.run[t, t] = always
 
     def _stage(self, t: int, steps: Sequence[int], now: Sequence[int], then: Sequence[int]) -> None:
@@ -130,23 +163,29 @@ class Program:
         change: dict[int, Terms] = {-1: [], **{k: [] for k in steps}}
         for v in sorted({*now, *then, *(v for k in steps for v in self.nodes.produced_by[k])}):
             before: Terms = []
-            for after, lies in self._value(t, v, inside):
-                change[after] += [(c, f * self._size[v]) for c, f in lies]
-                change[after] += [(c, -f * self._size[v]) for c, f in before]
+            if self.elsewhere is not None and self.elsewhere.has(t, v):
+                rows = self.elsewhere.value(self, t, v, steps)
+            else:
+                rows = self._value(t, v, inside)
+            for after, lies in rows:
+                change[after] += [(c, f * self.size[v]) for c, f in lies]
+                change[after] += [(c, -f * self.size[v]) for c, f in before]
                 before = lies
         previous, held_before = -1, -1
         for k in steps:
-            held = self._column(high=self._room)
-            run_bytes = (self.run[t, k], self._run_bytes[k] if k == t else self._rerun_bytes[k])
+            held = self.column(high=self.room)
+            run_bytes = (self.run[t, k], self.run_bytes[k] if k == t else self._rerun_bytes[k])
             last = [(held_before, -1.0)] if previous >= 0 else []
-            self._row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
+            self.row([(held, 1.0), *last, *((c, -f) for c, f in _sum(change[previous]))], 0.0, 0.0)
             if self._least_room < 0:
-                self._row([(held, 1.0), run_bytes], most=self._room)
+                self.row([(held, 1.0), run_bytes], most=self.room)
             else:
-                self._row([(held, 1.0), run_bytes, (self._least_room, -1.0)], most=0.0)
+                self.row([(held, 1.0), run_bytes, (self._least_room, -1.0)], most=0.0)
             previous, held_before = k, held
+        if self.elsewhere is not None:
+            self.elsewhere.end(self, t, held_before)
 
-    def _value(self, t: int, v: int, inside: set[int]) -> list[tuple[int, Terms]]:
+    def _value(self, t: int, v: int, inside: set[int]) -> Residency:
         """Rows of one value in one stage; returns after which node (-1: the start) how much of it is resident."""
         value = self.nodes.values[v]
         readers = [k for k in value.readers if k in inside and not k == t == value.producer]
@@ -156,16 +195,16 @@ class Program:
         has = [(c, 1.0) for c in (kept, made) if c is not None]
         uses = [self.run[t, k] for k in readers]
         for use in [*uses, *([] if then is None else [then])]:
-            self._row([*has, (use, -1.0)], least=0.0)
+            self.row([*has, (use, -1.0)], least=0.0)
         if kept is not None and not is_held:
             if made is not None:  # what is recomputed need not have been resident
-                self._row(has, most=1.0)
+                self.row(has, most=1.0)
             # nor what is neither read in this stage nor kept for the next
-            self._row([(kept, -1.0), *((c, 1.0) for c in uses), *([] if then is None else [(then, 1.0)])], least=0.0)
+            self.row([(kept, -1.0), *((c, 1.0) for c in uses), *([] if then is None else [(then, 1.0)])], least=0.0)
         if is_held:
             has, made = [(kept, 1.0)], None  # type: ignore[list-item]
         alone = len(self.nodes.produced_by[value.producer]) == 1
-        left = self._reasons(uses, then, first=made is not None and not alone and value.producer != t)
+        left = self.reasons(uses, then, first=made is not None and not alone and value.producer != t)
         lies: list[tuple[int, Terms]] = []
         if kept is not None:
             lies.append((-1, [(kept, 1.0)]))
@@ -176,7 +215,7 @@ class Program:
         lies += [(k, left[i + 1]) for i, k in enumerate(readers)]
         return lies
 
-    def _reasons(self, uses: Sequence[int], then: int | None, *, first: bool) -> list[Terms]:
+    def reasons(self, uses: Sequence[int], then: int | None, *, first: bool) -> list[Terms]:
         """Before each use, and behind the last, how far later uses or the next stage need a value.
 
         The entry before the first use is empty unless asked for: all that was produced or kept is resident there.
@@ -191,9 +230,9 @@ class Program:
             if follow is None or uses[i] == always:
                 follow = uses[i]
             else:
-                need = self._column()
-                self._row([(need, 1.0), (uses[i], -1.0)], least=0.0)
-                self._row([(need, 1.0), (follow, -1.0)], least=0.0)
+                need = self.column()
+                self.row([(need, 1.0), (uses[i], -1.0)], least=0.0)
+                self.row([(need, 1.0), (follow, -1.0)], least=0.0)
                 follow = need
             left.append([(follow, 1.0)])
         return left[::-1]
@@ -224,7 +263,7 @@ class Program:
 
     def relax(self) -> Relaxed | None:
         """The linear relaxation, None where it has no solution. Its time is limited by nothing."""
-        if self._room < 0:
+        if self.room < 0:
             return None
         solution = self._solve(relaxed=True)
         if solution.x is None:
@@ -236,7 +275,7 @@ class Program:
 
     def minimise(self, *, node_limit: int, time_limit: float) -> Answer:
         """Branch and bound, up to a number of nodes and of seconds. A limited answer is never `optimal`."""
-        if self._room < 0:
+        if self.room < 0:
             return Answer("infeasible")
         solution = self._solve(relaxed=False, node_limit=node_limit, time_limit=time_limit)
         if solution.status == 2:
@@ -246,6 +285,7 @@ class Program:
         bound = self._bound(max(0.0, low)) if low is not None and math.isfinite(low) else 0
         if solution.x is None:
             return Answer("unknown", bound, limit=limit)
+        self.found = solution.x
         stages: list[list[int]] = [[] for _ in range(len(self.nodes))]
         for (t, i), c in sorted(self.run.items()):
             if i < t and solution.x[c] > 0.5:

@@ -8,7 +8,7 @@ and then runs node t for the first time. Weights, inputs and the ops of the upda
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from sim.errors import PolicyError
@@ -31,6 +31,7 @@ class NodeValue:
     overwritten_at: the node that overwrites it, or the number of nodes.
     fresh: whether it needs new bytes.
     once: whether only the producer's first run produces it, not its reruns.
+    tensors: which ones.
     """
 
     size: int
@@ -41,6 +42,7 @@ class NodeValue:
     overwritten_at: int
     fresh: bool = True
     once: bool = False
+    tensors: tuple[int, ...] = ()
 
     def produced_in(self, stage: int) -> bool:
         """Whether a run of its producer in a stage produces it."""
@@ -169,7 +171,9 @@ def _in_place_of_inputs(index: TraceIndex) -> set[int]:
     return found
 
 
-def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]], *, border: int = 0) -> Nodes:
+def nodes_of(
+    problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]], *, border: int = 0, apart: bool = False
+) -> Nodes:
     """The nodes of a trace, given their ops: every op before the update once, in program order.
 
     An op that produces a weight gradient runs once, and the gradient stays until it is read or to the end. An op
@@ -183,6 +187,7 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     border: for a part of a trace, its forward and its backward: the node with which the backward begins. Values
         produced before it that other ops read must be resident at its start, not at the end; nothing is recomputed
         before it.
+    apart: one value per tensor, also where tensors of a node are live together.
     """
     trace = problem.trace
     ops = len(index.reads)
@@ -196,7 +201,7 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
     repeats = [_repeated(part, until, parts[i + 1][0] if i + 1 < count else 0) for i, part in enumerate(parts)]
     runs_once = {op for part, reruns in zip(parts, repeats, strict=True) for op in set(part).difference(reruns)}
     kept, inputs = set(trace.outputs), _in_place_of_inputs(index)
-    grouped: dict[tuple[int, tuple[int, ...], bool, int, int, bool, bool], int] = {}
+    grouped: dict[NodeValue, list[int]] = {}
     crossing: set[int] = set()
     overwritten = trace.replaced_by >= 0
     for t, producer in enumerate(index.producer):
@@ -226,11 +231,13 @@ def nodes_of(problem: Problem, index: TraceIndex, parts: Sequence[Sequence[int]]
             )
         held = max((held, *(k if k == overwritten_at else k + 1 for k in at_first)))
         crossing.add(t)
-        key = (at, tuple(sorted(readers)), end, held, overwritten_at, index.replaces[t] < 0, once)
-        grouped[key] = grouped.get(key, 0) + index.size[t]
+        readers_of = tuple(sorted(readers))
+        fresh, alone = index.replaces[t] < 0, (t,) if apart else ()
+        key = NodeValue(0, at, readers_of, end, held, overwritten_at, fresh, once, alone)
+        grouped.setdefault(key, []).append(t)
     values = [
-        NodeValue(size, producer, readers, end, held, overwritten_at, fresh, once)
-        for (producer, readers, end, held, overwritten_at, fresh, once), size in sorted(grouped.items())
+        replace(key, size=sum(index.size[t] for t in tensors), tensors=tuple(tensors))
+        for key, tensors in sorted(grouped.items(), key=lambda row: astuple(row[0]))
     ]
     last_rerun = []
     for i, part in enumerate(repeats):

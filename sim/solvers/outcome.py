@@ -72,11 +72,19 @@ def rerun_ns(problem: Problem, schedule: Schedule) -> int:
     return sum(problem.cost.op_ns(op) for op, anchor in schedule.steps if anchor >= 0)
 
 
+def once_ns(problem: Problem) -> int:
+    """Nanoseconds of every op of device 0's main engine, run once: no plan on one device takes less."""
+    engine, main = problem.trace.op_columns.engine, problem.platform.engine_for(0)
+    ops = range(len(problem.trace.op_columns.name))
+    return sum(problem.cost.op_ns(op) for op in ops if problem.platform.engine_for(0, engine.get(op, "")) == main)
+
+
 def planned(
     problem: Problem, schedule: Schedule, *, status: str, bound: int | None, limit: str = "", plans: str = STAGED
 ) -> Plan:
     """The plan, with notes: `status` (`optimal` or `feasible`), `rerun_ns`, `bound_ns`, `limit`, `time_limited`,
-    and `optimal_among`: the class of plans among which it is proven optimal, "" where nothing is proven.
+    `optimal_among`: the class of plans among which it is proven optimal, "" where nothing is proven; and
+    `makespan_bound_ns` and `bound_among`: the least makespan of that class, None where nothing is known.
 
     bound: no plan of the class recomputes for less time, None where nothing is known.
     limit: which limit ended the search, "" for none.
@@ -87,6 +95,8 @@ def planned(
         "optimal_among": f"plans that {plans}" if status == "optimal" else "",
         "rerun_ns": rerun_ns(problem, schedule),
         "bound_ns": bound,
+        "makespan_bound_ns": None if bound is None else once_ns(problem) + bound,
+        "bound_among": f"plans that {plans}",
         "limit": limit,
         "time_limited": limit == "time",
     }

@@ -1,0 +1,178 @@
+"""Joint optimum: keep, recompute or offload each tensor, by one mixed-integer program with the link's time in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from sim.errors import PolicyError
+from sim.hardware.platform import Platform
+from sim.hardware.transfer_time import transfer_ns
+from sim.plan import Plan, Problem, Recompute
+from sim.policies.base import Policy, by_parameter
+from sim.policies.hybrid.joint_optimal.copies import Copies, Trip
+from sim.policies.hybrid.joint_optimal.trips import Replays, choice_of, movable
+from sim.solvers.granularity import by_op
+from sim.solvers.milp import Program
+from sim.solvers.nodes import Nodes, body, counts_all
+from sim.solvers.outcome import Answer, in_stages, once_ns, refused
+from sim.solvers.rounding import tightest
+from sim.solvers.schedule import TraceIndex, schedule_of
+
+PLANS = (
+    "keep weights, inputs, outputs, weight gradients and what is overwritten in place, copy anything else to the host "
+    "and back, before each op that precedes the update recompute earlier ones in program order, each at most "
+    "once there, and bring nothing back there that is resident or recomputed there"
+)
+"""The plans that the program chooses from, and that its bound is about."""
+
+ATTEMPTS = 4
+NODES = 1_000_000
+STEP = 50
+"""The program is given this part of the budget less after an answer of which no plan fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointOptimal(Policy):
+    """Keep, recompute or offload: the three are decided together, with what the link can carry meanwhile.
+
+    Checkmate's program, in which a value may also leave for the host and return. Before each op it divides time in
+    two: while earlier ops are recomputed, or the device waits, and while the op itself runs. In each the copies of one
+    direction take together no longer than it lasts; a value leaves when its copy is complete, and takes space from
+    the moment when its return begins. The objective is the time of recomputation and of waiting. The answer is made
+    into a plan, replayed by the engine, and changed one decision at a time as long as that makes it faster.
+    Source: this project. Recomputation is that of Jain et al., "Checkmate", MLSys 2020; copies beside it in one program
+        as in Patil et al., "POET", ICML 2022, and Wen et al., "STR", IPDPS 2022, with time where those have costs.
+    Bounds: no plan of the class is faster than `makespan_bound_ns`: the program counts memory only when an op begins
+        and when it ends, and lets copies be cut into pieces; the engine does neither. Without a host it is Checkmate's
+        program, whose optimum a plan always reaches. O(n^2) binaries for n ops, about eight times Checkmate's.
+    Departs: from no paper.
+
+    max_ops: the most ops to plan for, update ops not counted, at least 2.
+    time_limit: seconds of search in all.
+    replays: runs of the engine at most, to make the answer into a plan.
+    Notes of the plan: `status` is "optimal" only where its makespan is the bound (to one part in a million where times
+        have no common unit above a ten-thousandth), else "feasible"; `optimal_among` and `bound_among`: the class;
+        `makespan_bound_ns`, `rerun_ns`; `limit`: "" or "time"; `time_limited`.
+    Raises Infeasible where no plan was found that fits, saying so where none of the class does; PolicyError on several
+        devices or engines, too many ops, a host that the device reads in place, or a limit reached before any plan was
+        found.
+    """
+
+    recomputes = True
+    moves = True
+    optimal = f"among plans that {PLANS}"
+    solver = "milp"
+    fidelity = "equations"
+    slow = True
+    rarely = "the fastest plan that fits seldom has to recompute or move anything on nets this small"
+    other_values = by_parameter(time_limit=1e-6, replays=1)
+    unseen = by_parameter(max_ops="beyond it a trace is refused; see its own tests")
+
+    max_ops: Annotated[int, Ge(2)] = 60
+    time_limit: Annotated[float, Gt(0)] = 60.0
+    replays: Annotated[int, Ge(1)] = 400
+
+    def in_class(self, plan: Plan) -> bool:
+        """Whether a plan recomputes earlier ops before an op in order, each at most once there, and moves nothing."""
+        return in_stages(plan)
+
+    def plan(self, problem: Problem) -> Plan:
+        """Drops, recomputations and moves."""
+        ops, index = body(problem, "joint_optimal"), TraceIndex(problem.trace)
+        host = _host(problem.platform)
+        once = once_ns(problem)
+        if schedule_of(index, {}).peak() <= problem.budget:
+            return self._planned(problem, Plan(problem.trace), problem.evaluate(Plan(problem.trace)).end, once, "")
+        if ops > self.max_ops:
+            raise PolicyError(
+                f"policy 'joint_optimal' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}"
+            )
+        exact = counts_all(index, ops)
+        nodes = by_op(problem, index, "joint_optimal", apart=True)
+        replays = Replays(problem, index, nodes, host, self.replays)
+        ends = time.monotonic() + self.time_limit
+        answer = self._search(problem, nodes, replays, once, ends)
+        if replays.best is None:
+            if answer.limit:
+                raise PolicyError(
+                    "policy 'joint_optimal' found no plan before it met its limit of time; raise time_limit, or the "
+                    "budget"
+                )
+            least, smallest = tightest(index, nodes)
+            proven = exact and answer.status == "infeasible"
+            raise refused(problem, "joint_optimal", least, proven=proven, smallest=smallest and not host, plans=PLANS)
+        bound = once + answer.bound if exact else None
+        return self._planned(problem, replays.best, replays.end, bound, answer.limit)
+
+    def _search(self, problem: Problem, nodes: Nodes, replays: Replays, once: int, ends: float) -> Answer:
+        """Look at the plans that the program chooses, and say what it has proven.
+
+        First without the host, which is quick, then with it. Where no plan of an answer fits, the program is
+        given a little less memory.
+        """
+        room, trips = problem.budget - nodes.outside, _trips(problem, nodes)
+        proven = Answer("unknown")
+        for attempt in range(ATTEMPTS):
+            for copies in (None, Copies(nodes, trips)) if trips else (None,):
+                left = max(ends - time.monotonic(), 0.01)
+                if copies is None and trips:
+                    left /= 4
+                program = Program(nodes, room, elsewhere=copies)
+                answer = program.minimise(node_limit=NODES, time_limit=left)
+                if not attempt and (copies is not None or not trips):
+                    proven = answer
+                if answer.stages:
+                    replays.improve(choice_of(program, copies, answer.stages), once + proven.bound)
+            if replays.best is not None or not answer.stages or answer.limit:
+                break
+            room -= max(1, problem.budget // STEP)
+        return proven
+
+    def _planned(self, problem: Problem, plan: Plan, end: int, bound: int | None, limit: str) -> Plan:
+        """The plan with its notes."""
+        proven = bound is not None and end <= bound * (1 + 1e-6)
+        reruns = [action.op for action in plan.actions if isinstance(action, Recompute)]
+        notes = {
+            "status": "optimal" if proven else "feasible",
+            "optimal_among": f"plans that {PLANS}" if proven else "",
+            "bound_among": f"plans that {PLANS}",
+            "makespan_bound_ns": bound,
+            "rerun_ns": sum(problem.cost.op_ns(problem.trace.op_id(op)) for op in reruns),
+            "limit": limit,
+            "time_limited": limit == "time",
+        }
+        return replace(plan, notes=notes)
+
+
+def _host(platform: Platform) -> str:
+    """The tier that values may leave for, "" for none. Raises PolicyError where the device reads it in place."""
+    if platform.host is None:
+        return ""
+    engine = platform.main_engine(0)
+    if platform.host.name in engine.reaches:
+        raise PolicyError(
+            f"policy 'joint_optimal' plans for copies to and from the host; {engine.name!r} reads "
+            f"{platform.host.name!r} in place"
+        )
+    return platform.host.name
+
+
+def _trips(problem: Problem, nodes: Nodes) -> dict[int, Trip]:
+    """Per value that may leave the least ns of its copies. Copies that run side by side share their link's rate."""
+    platform = problem.platform
+    if not (host := _host(platform)):
+        return {}
+    routes = platform.route(problem.home, host), platform.route(host, problem.home)
+    trips = {}
+    for v in movable(nodes):
+        ns = []
+        for route in routes:
+            pace, alone = platform.pace(route), any(platform.links[i].copy_engines == 1 for i in route)
+            size = nodes.values[v].size  # side by side fixed times overlap, and so do the nanoseconds begun
+            ns.append(transfer_ns(size, pace.rate, pace.fixed) if alone else transfer_ns(size, pace.rate) - 1)
+        trips[v] = Trip(*ns)
+    return trips

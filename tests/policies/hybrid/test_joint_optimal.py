@@ -1,0 +1,204 @@
+"""The joint optimum: never below its bound, at it where it says so; against every plan of small graphs, replayed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from sim.analysis.peak_memory import home_peak
+from sim.comparison import compare
+from sim.errors import Infeasible, PolicyError
+from sim.experiment import simulate
+from sim.hardware.platform import Engine
+from sim.plan import Move, Recompute
+from sim.policies.hybrid.joint_optimal.copies import Copies
+from sim.trace import TraceBuilder
+from tests.machines import machine
+from tests.policies.hybrid.joint_plans import fastest, small_graph
+from tests.policies.recompute.test_checkmate import UNIT
+from workloads.synthetic import uniform_chain
+
+NO_LIMIT_ON_THE_LINK = 10**15
+
+
+def told(trace, platform, **parameters):
+    """A run whose notes agree with its log."""
+    result = simulate(trace, platform, "joint_optimal", **parameters)
+    notes, log = result.plan.notes, result.log
+    assert home_peak(log) <= platform.home(0).capacity
+    assert log.counters["ignored_actions"] == log.counters["implicit_recomputes"] == 0
+    assert notes["makespan_bound_ns"] <= log.end
+    assert (notes["status"] == "optimal") == (notes["makespan_bound_ns"] == log.end)
+    assert notes["optimal_among"] == (notes["bound_among"] if notes["status"] == "optimal" else "")
+    return result
+
+
+def does(result, kind):
+    return [action for action in result.plan.actions if isinstance(action, kind)]
+
+
+# ---- without a link, and with one that takes no time -------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "budget", "best"), [(n, b, v) for n in (4, 6, 8) for b, v in UNIT[n].items()])
+@pytest.mark.parametrize("host", [0, 1000])
+def test_without_a_link_it_is_checkmates_optimum(n, budget, best, host):
+    result = told(uniform_chain(n), machine(budget, host=host, rate=None))
+    assert result.log.end == result.plan.notes["makespan_bound_ns"] == best
+
+
+@pytest.mark.parametrize(("n", "budget"), [(4, 3), (6, 3), (6, 5)])
+def test_with_a_link_that_takes_no_time_nothing_is_recomputed(n, budget):
+    result = told(
+        uniform_chain(n, duration=1000), machine(budget, host=1000, rate=NO_LIMIT_ON_THE_LINK), time_limit=300.0
+    )
+    assert not does(result, Recompute)
+    assert result.log.end - 2000 * n <= len(does(result, Move))  # a copy takes a nanosecond at least
+
+
+# ---- timelines drawn by hand -------------------------------------------------------------------
+
+
+def one_idle_tensor(between: int, expensive: int):
+    """`a` of 4 bytes is read at the end again; meanwhile `between` ns with as much memory as there is without it."""
+    b = TraceBuilder({"model": "hand"})
+    a, p, q, r = b.tensor("a", 4), b.tensor("p", 2), b.tensor("q", 5), b.tensor("r", 1)
+    b.op("make", writes=[a], duration=expensive)
+    b.op("use", reads=[a], writes=[p], duration=3)
+    b.op("wide", reads=[p], writes=[q], duration=between)
+    b.op("narrow", reads=[q], phase="backward", writes=[r], duration=3)
+    b.op("last", reads=[a, r], phase="backward", writes=[b.tensor("z", 1, "temporary")], duration=3)
+    return b.build(outputs=[], carry=())
+
+
+@pytest.mark.parametrize(
+    ("expensive", "rate", "end"),
+    [
+        # 10 bytes: `a` (4) beside `p` and `q` (7) does not fit. It is copied while `use` reads it, 3 of 4 ns at 1 GB/s,
+        # and `wide` waits for its space; then it returns while `narrow` runs (3 of 4 ns), and `last` waits for it
+        (50, 10**9, 50 + 3 + 10 + 3 + 3 + 1 + 1),
+        # at half that rate 8 ns out, 8 back
+        (50, 5 * 10**8, 50 + 3 + 10 + 3 + 3 + 5 + 5),
+        # dropped, and recomputed before `last` where that is faster than the copies
+        (1, 10**9, 1 + 3 + 10 + 3 + 3 + 1),
+    ],
+)
+def test_the_link_is_waited_for_where_it_is_faster_than_recomputation(expensive, rate, end):
+    result = told(one_idle_tensor(10, expensive), machine(10, host=100, rate=rate))
+    assert (result.log.end, result.plan.notes["status"]) == (end, "optimal")
+    assert bool(does(result, Recompute)) == (expensive == 1)
+
+
+def overlapped():
+    """`a` and `b` leave during one long op each, and return during one each."""
+    b = TraceBuilder({"model": "hand"})
+    x, y = b.tensor("x", 6), b.tensor("y", 6)
+    made = [b.tensor(f"t{i}", 2, "temporary") for i in range(6)]
+    b.op("fx", writes=[x], duration=9)
+    b.op("fy", reads=[x], writes=[y], duration=9)
+    b.op("t0", reads=[y], writes=[made[0]], duration=9)
+    b.op("t1", reads=[made[0]], writes=[made[1]], duration=9)
+    b.op("wide", reads=[made[1]], writes=[made[2]], workspace=11, duration=9)
+    b.op("t3", reads=[made[2]], phase="backward", writes=[made[3]], duration=9)
+    b.op("t4", reads=[made[3], y], phase="backward", writes=[made[4]], duration=9)
+    b.op("t5", reads=[made[4], x], phase="backward", writes=[made[5]], duration=9)
+    return b.build(outputs=[], carry=())
+
+
+def test_copies_that_fit_beside_the_ops_cost_nothing():
+    result = told(overlapped(), machine(16, host=100, rate=10**9))
+    assert (result.log.end, result.plan.notes["status"]) == (8 * 9, "optimal")
+    assert {move.tensor for move in does(result, Move)} == {0, 1}
+    assert not does(result, Recompute)
+
+
+def test_copies_of_one_direction_follow_one_another():
+    # 12 ns a copy: both leave during `t0` and `t1`, 24 ns in 18; both return during `t3` (9 ns) and `t4`
+    slow = told(overlapped(), machine(16, host=100, rate=5 * 10**8))
+    assert slow.plan.notes["makespan_bound_ns"] > 8 * 9
+
+
+# ---- planted faults: a row less is seen ----------------------------------------------------------
+
+
+def test_without_the_links_time_the_bound_is_too_low(monkeypatch):
+    end = Copies.end
+
+    def no_time(self, program, stage, held):
+        self._work = {}
+        end(self, program, stage, held)
+
+    monkeypatch.setattr(Copies, "end", no_time)
+    low = simulate(one_idle_tensor(10, 50), machine(10, host=100, rate=10**9), "joint_optimal")
+    assert low.plan.notes["makespan_bound_ns"] < 50 + 3 + 10 + 3 + 3 + 1 + 1
+
+
+def test_without_the_space_of_copies_the_bound_is_too_low(monkeypatch):
+    monkeypatch.setattr(Copies, "value", lambda *_: [])
+    monkeypatch.setattr(Copies, "end", lambda *_: None)
+    low = simulate(one_idle_tensor(10, 50), machine(10, host=100, rate=10**9), "joint_optimal")
+    assert low.plan.notes["makespan_bound_ns"] < 50 + 3 + 10 + 3 + 3 + 1 + 1
+
+
+# ---- brute force -------------------------------------------------------------------------------
+
+
+def beside_brute_force(seed: int, moves: int, reruns: int, forward: int) -> str:
+    draw = random.Random(seed)
+    trace = small_graph(seed, forward)
+    peak = home_peak(simulate(trace, machine()).log)
+    budget = peak - draw.randint(1, max(1, peak // 4))
+    rate = draw.choice((10**8, 3 * 10**8, 10**9, 2 * 10**9, 5 * 10**9))
+    platform = machine(budget, host=10_000, rate=rate)
+    best = fastest(trace, platform, moves=moves, reruns=reruns)
+    try:
+        result = told(trace, platform, time_limit=300.0)
+    except Infeasible as refused:
+        return "refused" if best is None else "missed" if "no plan was found" in str(refused) else "wrong"
+    if best is None:
+        return "found"
+    assert result.plan.notes["makespan_bound_ns"] <= best, "a plan of the class is faster than the bound"
+    if result.plan.notes["status"] == "optimal":
+        return "proven"
+    return "best" if result.log.end <= best else "worse"
+
+
+def test_no_plan_of_small_graphs_is_faster_than_the_bound():
+    seen = Counter(beside_brute_force(seed, 1, 1, 4) for seed in range(24))
+    assert seen["missed"] == seen["wrong"] == 0
+    assert seen["proven"] >= 12, seen
+    assert seen["worse"] <= 2, seen
+
+
+@pytest.mark.slow
+def test_no_plan_of_more_graphs_with_more_trips_is_faster_than_the_bound():
+    seen = Counter(beside_brute_force(seed, 2, 1, 3 + seed % 2) for seed in range(1000, 1300))
+    assert seen["missed"] == seen["wrong"] == 0
+    assert seen["worse"] <= 0.05 * seen.total(), seen
+
+
+# ---- what it says ------------------------------------------------------------------------------
+
+
+def test_comparisons_say_how_near_the_bound_a_run_is():
+    found = compare(uniform_chain(6), machine(4, host=1000, rate=10**9), ["joint_optimal", "checkmate", "keep_all"])
+    assert [line.partition(" among ")[0] for line in found.bounds] == [
+        "joint_optimal: time: the least makespan proven possible",
+        "checkmate: time: the least makespan proven possible",
+    ]
+
+
+def test_what_it_does_not_plan_for_is_refused_by_name():
+    trace = uniform_chain(6)
+    with pytest.raises(PolicyError, match=r"op by op for 8 ops at most \(max_ops\); there are 12"):
+        simulate(trace, machine(4), "joint_optimal", max_ops=8)
+    platform = machine(4, host=100)
+    reaches = replace(platform, engines=(Engine("npu", 0, "hbm", ("hbm", "host"), {"fp32": 10**9}),))
+    with pytest.raises(PolicyError, match="'npu' reads 'host' in place"):
+        simulate(trace, reaches, "joint_optimal")
+    with pytest.raises(Infeasible, match="no plan of this class fits 2 B; 3 B would do") as refused:
+        simulate(trace, machine(2, host=100), "joint_optimal")
+    assert refused.value.floor_bytes == 3
