@@ -222,18 +222,26 @@ def reference_for(
     Raises PolicyFailed where `policy.unlimited` fails.
     """
     traces = (trace,) if isinstance(trace, Trace) else trace
-    if kept is None:
-        kept = reference_run(traces, platform)
     ample = unlimited(platform)
 
     @cache
     def plans(each: Trace) -> Mapping[str, Plan]:
         return policy.unlimited(problem_for(each, ample))
 
-    fastest = Reference(kept, kept.end)
+    def log_of(name: str) -> EventLog:
+        return _last_log(traces, ample, lambda each: plans(each).get(name) or Plan(each))
+
     try:
+        if kept is None:
+            try:
+                kept = reference_run(traces, platform)
+            except ProfileError:  # an op that its engine cannot run: only the policy's own plans can be compared with
+                if not plans(traces[-1]):
+                    raise
+                kept = log_of(next(iter(plans(traces[-1]))))
+        fastest = Reference(kept, kept.end)
         for name in plans(traces[-1]):
-            end = _last_log(traces, ample, lambda each, name=name: plans(each).get(name) or Plan(each)).end  # type: ignore[misc]
+            end = log_of(name).end
             if end < fastest.makespan_ns:
                 fastest = Reference(kept, end, name)
     except TiersimError:

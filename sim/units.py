@@ -42,6 +42,12 @@ POWERS: Units = {"mW": Fraction(1, 1000), "W": Fraction(1), "kW": Fraction(1000)
 ENERGIES: Units = {"pJ/B": Fraction(1, 10**12), "nJ/B": Fraction(1, 10**9), "pJ/bit": Fraction(8, 10**12)}
 """Energy of a copy, in joules per byte."""
 
+FREQUENCIES: Units = {f"{p}Hz": Fraction(_DECIMAL[p]) for p in ("M", "G")}
+"""Clocks, in cycles per second."""
+
+WIDTHS: Units = {"bit": Fraction(1)}
+"""Widths of vector registers, in bits."""
+
 # Common spellings that are wrong or ambiguous, and what was meant.
 _MEANT = {
     "Gb": "GB or Gbit", "Mb": "MB or Mbit", "Tb": "TB or Tbit", "kb": "kB or kbit",
@@ -86,6 +92,16 @@ def parse_time(text: str) -> int:
     1300000
     """
     return _whole(text, TIMES, "a time such as '10 us'")
+
+
+def parse_frequency(text: str) -> int:
+    """Cycles per second of a clock such as "1.2 GHz". Raises UnitError."""
+    return _whole(text, FREQUENCIES, "a clock such as '1.2 GHz'")
+
+
+def parse_width(text: str) -> int:
+    """Bits of a vector such as "512 bit". Raises UnitError."""
+    return _whole(text, WIDTHS, "a width such as '512 bit'")
 
 
 def parse_power(text: str) -> float:

@@ -89,7 +89,7 @@ def test_a_sweep(capsys, tmp_path):
     (("policies",), ("name", "family", "fidelity", "slow", *TRAITS, "parameters", "doc")),
     (("policies", "delta"), ("name", "family", "fidelity", "slow", *TRAITS, "parameters", "doc")),
     (("profiles",), PROFILE),
-    (("profiles", "mt3000_survey"), ("name", "description", "notes", "fit", "figures")),
+    (("profiles", "mt3000_survey"), ("name", "description", "notes", "fit", "figures", "mapping")),
 ])  # fmt: skip
 def test_listings(words, keys, capsys):
     found = answer(*words, capsys=capsys)

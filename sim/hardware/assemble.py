@@ -12,7 +12,8 @@ from fractions import Fraction
 
 from sim.errors import ProfileError
 from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Platform, Pool, Tier
-from sim.hardware.schema import EnginePart, LinkPart, PoolPart, ProfileFile
+from sim.hardware.schema import BITS, EnginePart, LinkPart, PoolPart, ProfileFile
+from sim.trace.op import KINDS
 
 
 def assemble(name: str, profile: ProfileFile) -> Platform:
@@ -106,11 +107,12 @@ class _Assembly:
                     device=device,
                     home=self._tier_at(part.home, device),
                     reaches=tuple(dict.fromkeys(self._reached(part, device))),
-                    peak={dtype: figure.value.number for dtype, figure in part.peak.items()},
-                    efficiency={_op_key(key): float(f.value.number) for key, f in part.efficiency.items()},
+                    peak=_peak(part),
+                    efficiency=_efficiency(part),
                     bandwidth_share=self._shares(part),
                     launch=part.launch.value.number,
                     main=part.main,
+                    lacks=tuple(kind for kind in KINDS if part.unit_of(kind) == "none"),
                 )
 
     def _reached(self, part: EnginePart, device: int) -> Iterator[str]:
@@ -238,6 +240,21 @@ class _Assembly:
 
     def _problem(self, path: str, text: str) -> None:
         self.problems.append(f"{path}: {text}")
+
+
+def _peak(part: EnginePart) -> dict[str, int]:
+    """FLOP/s by type: those given, and those that follow from the units."""
+    return {dtype: figure.value.number for dtype, figure in part.peak.items()} | part.derived_peak()
+
+
+def _efficiency(part: EnginePart) -> dict[str, float]:
+    """Fractions of the peak by kind: those given; of what runs one element at a time, its part of a vector."""
+    table = {_op_key(key): float(f.value.number) for key, f in part.efficiency.items()}
+    if part.vector is not None:
+        width = part.vector.value.number
+        for kind in (kind for kind in KINDS if part.unit_of(kind) == "scalar"):
+            table |= {f"{kind}_{dtype}": BITS[dtype] / max(width, BITS[dtype]) for dtype in _peak(part)}
+    return table
 
 
 def _op_key(key: str) -> str:

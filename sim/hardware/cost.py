@@ -57,9 +57,13 @@ def flops_per_second(engine: Engine, kind: str, dtype: str) -> float:
     else 1.
     """
     priced = peak_dtype(engine, dtype)
+    return engine.peak[priced] * efficiency_of(engine, kind, priced)
+
+
+def efficiency_of(engine: Engine, kind: str, priced: str) -> float:
+    """Fraction of the peak that an engine reaches on a kind of op in a type that it has a peak for."""
     table = engine.efficiency
-    efficiency = table.get(f"{kind}_{priced}", table.get(kind, table.get("", 1.0)))
-    return engine.peak[priced] * efficiency
+    return table.get(f"{kind}_{priced}", table.get(kind, table.get("", 1.0)))
 
 
 def bytes_per_second(engine: Engine, kind: str, tier: Tier) -> int:
@@ -101,25 +105,45 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     for device in range(trace.devices):
         engine[(c.device == device) & ~named] = platform.engine_for(device)
     types, type_of = np.unique(np.array(c.dtype, dtype=str), return_inverse=True)
-    # float64 holds these sums to well under a nanosecond; the result is an integer from here on
-    fixed, rate = np.zeros(count), np.zeros(count)
+    fixed, rate = np.zeros(count, np.int64), np.zeros(count, np.int64)
     group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
     for key in np.unique(group):
         rows = np.flatnonzero(group == key)
         unit = platform.engines[int(engine[rows[0]])]
         kind = KINDS[c.kind[rows[0]]]
-        fixed[rows] = unit.launch
-        if (c.flops[rows] > 0).any():
-            speed = flops_per_second(unit, kind, str(types[type_of[rows[0]]]))
-            ns = c.flops[rows] * (1e9 / speed)
-            fixed[rows] += np.ceil(ns - (1e-9 + 1e-15 * ns))  # the margin keeps a whole number of ns whole
+        if kind in unit.lacks:
+            able = ", ".join(other.name for other in platform.engines if kind not in other.lacks) or "none"
+            what = f"ops of kind {kind!r}, such as {c.name[int(rows[0])]!r}"
+            raise ProfileError(f"{platform.name}: engine {unit.name!r} cannot run {what}; engines that can: {able}")
+        fixed[rows] = _fixed_ns(unit, kind, str(types[type_of[rows[0]]]), c.flops[rows])
         rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
-    whole = np.where(measured, c.duration, fixed.astype(np.int64))
+    whole = np.where(measured, c.duration, fixed)
     touched = np.where(measured, 0, trace.touched)
-    rates = rate.astype(np.int64)
-    total = whole + _ceil_ns(touched, rates)
-    return OpTimes(engine, whole, touched, rates, total)
+    total = whole + _ceil_ns(touched, rate)
+    return OpTimes(engine, whole, touched, rate, total)
+
+
+def ns_on(trace: Trace, ops: NDArray[np.int64], platform: Platform, engine: int) -> NDArray[np.int64]:
+    """Nanoseconds that ops of one kind and type take on an engine, their operands in its home tier. Shape (ops,).
+
+    Raises ProfileError where the engine has no peak for the type.
+    """
+    c, unit = trace.op_columns, platform.engines[engine]
+    kind = KINDS[c.kind[ops[0]]]
+    rate = np.full(len(ops), bytes_per_second(unit, kind, platform.tier(unit.home)), np.int64)
+    return _fixed_ns(unit, kind, c.dtype[int(ops[0])], c.flops[ops]) + _ceil_ns(trace.touched[ops], rate)
+
+
+def _fixed_ns(unit: Engine, kind: str, dtype: str, flops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Nanoseconds of launch and arithmetic of ops of one kind and type."""
+    fixed = np.full(len(flops), unit.launch, np.float64)
+    if (flops > 0).any():
+        # float64 holds these sums to well under a nanosecond; the result is an integer from here on
+        ns = flops * (1e9 / flops_per_second(unit, kind, dtype))
+        fixed += np.ceil(ns - (1e-9 + 1e-15 * ns))  # the margin keeps a whole number of ns whole
+    whole: NDArray[np.int64] = fixed.astype(np.int64)
+    return whole
 
 
 def _ceil_ns(bytes: NDArray[np.int64], rate: NDArray[np.int64]) -> NDArray[np.int64]:

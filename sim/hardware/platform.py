@@ -81,6 +81,7 @@ class Engine:
     bandwidth_share: fraction of the tier's bandwidth per op kind, above 1 where caches help; the key "" is for all
         other kinds.
     launch: fixed ns per op.
+    lacks: kinds of op that it cannot run.
     main: whether it runs the device's ops unless they name another engine.
     """
 
@@ -93,6 +94,7 @@ class Engine:
     bandwidth_share: Mapping[str, float] = field(default_factory=dict)
     launch: int = 0
     main: bool = True
+    lacks: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,5 +343,8 @@ class Platform:
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 over everything that affects a replay, as hexadecimal digits."""
+        parts: tuple[object, ...]
         parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
+        if any(engine.lacks for engine in self.engines):
+            parts = (*parts, tuple(engine.lacks for engine in self.engines))
         return hashlib.sha256(repr(parts).encode()).hexdigest()

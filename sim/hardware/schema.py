@@ -39,6 +39,12 @@ DUPLEX = ("full", "half", "factors")
 
 ALLOCATORS = ("exact", "caching", "pool", "planned")
 
+UNITS = ("vector", "scalar", "none")
+"""With what an engine runs a kind of op: with whole vectors, one element at a time, or not at all."""
+
+BITS = {"fp64": 64, "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}
+"""Width of an element."""
+
 MAX_DEVICES = 1024
 
 
@@ -77,6 +83,10 @@ def _count(value: Any) -> Quantity:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
         raise ValueError(f"value {_shown(value)}: expected a whole number from 1 to 1024")
     return Quantity(value, str(value))
+
+
+def _unit_word(value: Any) -> Quantity:
+    return Quantity(_one_of(UNITS, f"one of {', '.join(UNITS)}")(value), str(value))
 
 
 def _no_measurement(value: Any) -> Quantity:
@@ -133,10 +143,13 @@ class Figure(Model, Generic[N]):
 Size = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_bytes, zero=False))]]
 Rate = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_rate, zero=False))]]
 Compute = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_flops, zero=False))]]
+Frequency = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_frequency, zero=False))]]
+Width = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_width, zero=False))]]
 Time = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_time, zero=True))]]
 Power = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_power, zero=True))]]
 Energy = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_energy, zero=True))]]
 Count = Figure[Annotated[Quantity, PlainValidator(_count)]]
+Runs = Figure[Annotated[Quantity, PlainValidator(_unit_word)]]
 Part = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(1), "a fraction above 0, up to 1"))]]
 Share = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(100), "a number from 0 to 100"))]]
 Residual = Figure[Annotated[Quantity, PlainValidator(_no_measurement)]]
@@ -249,20 +262,64 @@ class EnginePart(Sourced):
     """A unit that runs ops.
 
     bandwidth: what it alone can draw from its home tier, by default all of it.
+    cores, clock, vector, units: how many cores with how many multiply-add units each, by type, and how wide their
+        vectors are; the peak of those types follows.
+    runs: by kind of op the unit that runs it; `vector` where it is not said.
     """
 
-    FIGURES = ("launch", "bandwidth", "power")
-    TABLES = ("peak", "efficiency", "bandwidth_share")
+    FIGURES = ("launch", "bandwidth", "power", "cores", "clock", "vector")
+    TABLES = ("peak", "efficiency", "bandwidth_share", "units", "runs")
 
     home: TierName
     reaches: tuple[TierName, ...] = ()
     main: StrictBool = True
-    peak: Annotated[dict[Dtype, Compute], Field(min_length=1)]
+    peak: dict[Dtype, Compute] = {}
     efficiency: dict[OpKey, Part] = {}
     bandwidth_share: dict[Kind, Share] = {}
     launch: Time
     bandwidth: Rate | None = None
     power: Power | None = None
+    cores: Count | None = None
+    clock: Frequency | None = None
+    vector: Width | None = None
+    units: dict[Dtype, Count] = {}
+    runs: dict[Kind, Runs] = {}
+
+    @model_validator(mode="after")
+    def _capability(self) -> EnginePart:
+        """Hold the description of the units together: nothing that follows from nothing, nothing said twice."""
+        if not self.peak and not self.units:
+            raise ValueError("an engine needs `peak`, or `units` with `cores`, `clock` and `vector`")
+        scalar = [kind for kind, figure in self.runs.items() if figure.value.number == "scalar"]
+        for key in ("cores", "clock", "vector"):
+            if self.units and getattr(self, key) is None:
+                raise ValueError(f"`units` without `{key}`: the peak is cores * clock * elements a vector * units * 2")
+            if getattr(self, key) is not None and not self.units and not (key == "vector" and scalar):
+                raise ValueError(f"`{key}` without `units`: nothing follows from it")
+        if scalar and self.vector is None:
+            raise ValueError(f"`runs.{scalar[0]}` is scalar: without `vector` no efficiency follows from that")
+        for dtype in self.units:
+            if dtype in self.peak:
+                raise ValueError(f"{dtype} has a peak and `units`; give one of them")
+            if self.vector is not None and self.vector.value.number < BITS[dtype]:
+                raise ValueError(f"a vector of {self.vector.value.text} is narrower than an element of {dtype}")
+        for key in self.efficiency:
+            kind = key.partition("_")[0]
+            if kind in self.runs and (text := self.runs[kind].value.text) != "vector":
+                raise ValueError(f"`efficiency.{key}` and `runs.{kind}` = {text!r} exclude each other")
+        return self
+
+    def derived_peak(self) -> dict[str, int]:
+        """FLOP/s of each type of `units`: cores * clock * elements of a vector * multiply-add units * 2."""
+        if self.cores is None or self.clock is None or self.vector is None:
+            return {}
+        rate, width = self.cores.value.number * self.clock.value.number, self.vector.value.number
+        return {dtype: rate * (width // BITS[dtype]) * figure.value.number * 2 for dtype, figure in self.units.items()}
+
+    def unit_of(self, kind: str) -> str:
+        """With what it runs a kind of op, one of `UNITS`."""
+        figure = self.runs.get(kind, self.runs.get("default"))
+        return "vector" if figure is None else str(figure.value.number)
 
 
 class LinkPart(Sourced):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sim.units import format_bytes, format_flops, format_rate
+from sim.units import format_bytes, format_flops, format_rate, format_time
 
 if TYPE_CHECKING:
     from sim.hardware.platform import Platform
@@ -74,6 +74,7 @@ def _profile_record(platform: Platform) -> dict[str, Any]:
 
 def profile_page(name: str, as_json: bool = False) -> str:
     """Every figure of a profile with its source and standing, its fit, and notes."""
+    from sim.hardware.mapping import mapping_table
     from sim.hardware.profile import fit_error, load_profile, profile_table
 
     platform = load_profile(name)
@@ -83,14 +84,29 @@ def profile_page(name: str, as_json: bool = False) -> str:
     if as_json:
         figures = [dict(zip(keys, fact, strict=True)) for fact in facts]
         about = {"name": platform.name, "description": platform.description, "notes": list(platform.notes)}
-        return _json({**about, "fit": fits, "figures": figures})
+        mapping = [dataclasses.asdict(entry) for entry in mapping_table(platform)]
+        return _json({**about, "fit": fits, "figures": figures, "mapping": mapping})
     lines = [f"{platform.name}: {platform.description}", ""]
     lines.append(aligned([("figure", "value", "standing", "source"), *((p, v, st, so) for p, v, so, st in facts)]))
+    lines += ["", "instruction mapping table (a kind of op without an entry cannot run on that engine):"]
+    lines.append(aligned([("engine", "zone", "kinds", "FLOP/s", "bytes/s", "launch"), *_mapping_rows(platform)]))
     lines.append("")
     for what, error in fits.items():
         said = "no measurement" if error is None else f"mean error {error:.1%} against measurements"
         lines.append(f"fit of {what.replace('_', ' ')}: {said}")
     return "\n".join([*lines, *(f"note: {note}" for note in platform.notes)])
+
+
+def _mapping_rows(platform: Platform) -> list[tuple[str, ...]]:
+    """The mapping table of the first device; kinds that an engine runs alike share a row."""
+    from sim.hardware.mapping import mapping_table
+
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for entry in mapping_table(platform):
+        speeds = " ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in entry.flops.items())
+        row = (entry.engine, entry.zone, speeds, format_rate(entry.rate), format_time(entry.launch))
+        alike.setdefault(row, []).append(entry.kind)
+    return [(row[0], row[1], " ".join(kinds), *row[2:]) for row, kinds in alike.items()]
 
 
 # ---- policies ------------------------------------------------------------------------------------

@@ -84,7 +84,11 @@ source = "sheet"
 standing = "vendor"
 launch = "9 us"
 power = "100 W"
-peak = { fp32 = "5 GFLOP/s" }
+cores = 5
+clock = "125 MHz"
+vector = "128 bit"
+units = { fp32 = 1 }
+runs = { embedding = "scalar", conv = "none" }
 
 [engines.cpu]
 main = false
@@ -196,6 +200,11 @@ CHANGES = {
     "engines.bandwidth_share": ("norm = 0.5", "norm = 0.25"),
     "engines.launch": ('launch = "5 us"', 'launch = "6 us"'),
     "engines.bandwidth": ('launch = "5 us"', 'launch = "5 us"\nbandwidth = "0.5 GB/s"'),
+    "engines.cores": ("cores = 5", "cores = 6"),
+    "engines.clock": ('clock = "125 MHz"', 'clock = "250 MHz"'),
+    "engines.vector": ('vector = "128 bit"', 'vector = "256 bit"'),
+    "engines.units": ("units = { fp32 = 1 }", "units = { fp32 = 2 }"),
+    "engines.runs": ("runs = { embedding", 'runs = { elementwise = "scalar", embedding'),
     "engines.power": ('power = "300 W"', 'power = "200 W"'),
     "links.from": ('[links.h2d]\nfrom = "host"', '[links.h2d]\nfrom = "drive"'),
     "links.to": ('from = "hbm"\nto = "host"', 'from = "hbm"\nto = "drive"'),

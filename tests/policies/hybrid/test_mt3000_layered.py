@@ -16,12 +16,13 @@ from sim import load_profile
 from sim.analysis.overlap import overlap
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
-from sim.errors import OutOfMemory, PolicyError
+from sim.errors import OutOfMemory, PolicyError, ProfileError
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
 from sim.pages import run_notes
 from sim.policies import load
+from sim.policies.hybrid.mt3000_layered.engines import mapped
 from sim.policies.hybrid.mt3000_layered.zones import borders_of, intense_results, residency_groups
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
@@ -30,8 +31,10 @@ from workloads import transformer
 from workloads.synthetic import uniform_chain
 
 GB = 10**9
-OFF: dict[str, Any] = {"tiering": "none", "checkpoints": False, "release": False, "streams": False, "mode": "none"}
-ON: dict[str, Any] = {"tiering": "lru", "checkpoints": True, "release": True, "streams": True, "mode": "delta"}
+ON: dict[str, Any] = {"tiering": "lru", "checkpoints": True, "mapping": "activations"}
+ON |= {"release": True, "streams": True, "mode": "delta"}
+OFF: dict[str, Any] = {"tiering": "none", "checkpoints": False, "mapping": "none"}
+OFF |= {"release": False, "streams": False, "mode": "none"}
 SAVES_MEMORY = ("tiering", "release", "checkpoints", "tso")
 
 
@@ -83,6 +86,12 @@ def accesses(text: str, flops: dict[str, int] | None = None, took: dict[str, int
 def small() -> Trace:
     config = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 64}
     return transformer(config, batch=4, sequence=64, precision="amp_bf16")
+
+
+def survey_of(trace: Trace, share: float | None = None) -> Platform:
+    """The shipped profile, launches so short that a small model's ops stay; with a share of what the trace needs."""
+    survey = load_profile("mt3000_survey", overrides={"engines.dsp.launch": "1 us"})
+    return survey if share is None else survey.with_budget(int(share * peak_of(trace, survey)))
 
 
 def peak_of(trace: Trace, platform: Platform) -> int:
@@ -184,6 +193,88 @@ def test_results_of_compute_intensive_ops_are_recomputed_and_never_cross():
     assert "a" in copies(run(intense, machine(30), **options, intensity=100.0))
 
 
+# ---- the mapping table -----------------------------------------------------------------------------
+
+
+def kinds() -> Trace:
+    """A look-up, a product and what backward makes of both."""
+    b = TraceBuilder()
+    ids, rows, made = b.tensor("ids", 100, "input"), b.tensor("rows", 10**6), b.tensor("made", 10**6)
+    b.op("look_up", "embedding", reads=[ids], writes=[rows], dtype="fp32", flops=0)
+    b.op("product", "matmul", reads=[rows], writes=[made], dtype="fp32", flops=10**9)
+    b.op("back", "matmul", reads=[made, rows], phase="backward", dtype="fp32", flops=10**9)
+    return b.build(outputs=[], carry=())
+
+
+def two_engines(lacks: tuple[str, ...] = (), cpu_peak: int = 10**10, reaches: tuple[str, ...] = ()) -> Platform:
+    platform = machine(10**8, rate=10**10)
+    (dsp,) = platform.engines
+    cpu = Engine("cpu", -1, "ddr", ("ddr", *reaches), {"fp32": cpu_peak}, launch=100, main=False)
+    return replace(platform, engines=(replace(dsp, lacks=lacks, launch=1000), cpu))
+
+
+def engines_of(result: Result) -> dict[str, str]:
+    log = result.log
+    rows = log.interval("why") == WHY["run"]
+    pairs = zip(log.interval("op")[rows].tolist(), log.interval("lane")[rows].tolist(), strict=True)
+    return {log.trace.ops[op].name: log.platform.lanes[lane] for op, lane in pairs}
+
+
+def test_a_kind_without_an_entry_runs_in_the_other_zone_and_its_results_cross():
+    lacking = two_engines(lacks=("embedding",))
+    with pytest.raises(ProfileError, match="engine 'dsp' cannot run ops of kind 'embedding', such as 'look_up'"):
+        run(kinds(), lacking, **without("mapping"))
+    result = run(kinds(), lacking, **alone("mapping"))
+    assert engines_of(result) == {"look_up": "cpu", "product": "dsp", "back": "dsp"}
+    assert result.plan.notes["engines"] == {"embedding": "cpu"}
+    assert copies(result, "h2d") == ["rows"]
+    assert result.summary()["overhead"] == 0  # what it is compared with runs there, too
+    outcome = run_policy(load("mt3000_layered"), kinds(), lacking)
+    assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
+
+
+def test_in_mode_tso_no_op_is_sent_to_the_other_zone():
+    with pytest.raises(ProfileError, match="cannot run ops of kind 'embedding'"):
+        run(kinds(), two_engines(lacks=("embedding",)), mode="tso")
+
+
+@pytest.mark.parametrize(("peak", "where"), [(10**12, "dsp"), (10**14, "cpu")])
+def test_of_two_entries_the_one_of_least_time_copies_included_is_chosen(peak, where):
+    # a product takes 1 ms here; there 10 µs, and 100 µs for each copy of 1 MB
+    result = run(kinds(), two_engines(cpu_peak=peak), **alone("mapping"))
+    assert engines_of(result)["product"] == where
+    assert result.plan.trace.op_columns.flops.tolist() == kinds().op_columns.flops.tolist()
+
+
+def test_a_measured_op_stays_on_its_engine_unless_that_lacks_its_kind():
+    b = TraceBuilder()
+    b.op("a", "matmul", writes=[b.tensor("x", 8)], duration=10**9, dtype="fp32", flops=1)
+    trace = b.build(outputs=[], carry=())
+    assert engines_of(run(trace, two_engines())) == {"a": "dsp"}
+    elsewhere = run(trace, two_engines(lacks=("matmul",)))
+    assert engines_of(elsewhere) == {"a": "cpu"}
+    assert elsewhere.summary()["makespan_ns"] < 10**6  # by the model of that engine
+
+
+def test_what_reads_weights_leaves_the_zone_only_where_that_is_said():
+    trace, lacks = small(), {"engines.dsp.runs.embedding": "none", "engines.dsp.launch": "1 us"}
+    lacking = load_profile("mt3000_survey", overrides=lacks)
+    with pytest.raises(ProfileError, match="cannot run ops of kind 'embedding', such as 'wte'; engines that can: cpu"):
+        run(trace, lacking)
+    policy = load("mt3000_layered", mapping="all")
+    assert policy.manages == ("activations", "gradients", "optimizer_state", "weights")
+    outcome = run_policy(policy, trace, lacking)
+    assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
+    assert set(outcome.plan.notes["engines"]) == {"embedding"}
+
+
+def test_on_the_shipped_profile_only_ops_shorter_than_a_launch_leave_the_zone():
+    trace = transformer("gpt2", batch=4, sequence=512, precision="amp_bf16")
+    there, _ = mapped(problem_for(trace, load_profile("mt3000_survey")), roles=("activation", "temporary", "input"))
+    # positions and labels, some kB: a launch takes 50 µs on the DSP cores, 10 µs and two copies of 5 µs for the CPU
+    assert [trace.ops[op].name for op in sorted(there.op_columns.engine)] == ["positions", "loss.pad", "loss.shift"]
+
+
 # ---- release and the director ----------------------------------------------------------------------
 
 
@@ -207,8 +298,8 @@ def test_slow_links_make_the_director_recompute_and_fast_ones_move(rate, moved):
 
 
 def test_streams_of_their_own_raise_the_overlap():
-    trace, platform = small(), load_profile("mt3000_survey", overrides={"engines.dsp.launch": "1 us"})
-    platform = platform.with_budget(peak_of(trace, platform) * 3 // 4)
+    trace = small()
+    platform = survey_of(trace, 3 / 4)
     options = {"checkpoints": False, "release": False}
     beside, waiting = (run(trace, platform, streams=streams, **options) for streams in (True, False))
     assert copies(waiting)
@@ -220,8 +311,8 @@ def test_streams_of_their_own_raise_the_overlap():
 
 @pytest.mark.parametrize("others", [{}, {"checkpoints": False}, {"release": False, "tiering": "frequency"}])
 def test_in_mode_tso_no_byte_crosses(others):
-    trace, survey = small(), load_profile("mt3000_survey")
-    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    trace = small()
+    platform = survey_of(trace, 3 / 4)
     result = run(trace, platform, mode="tso", **others)
     assert copies(result) == copies(result, "h2d") == []
     assert reruns(result)
@@ -269,10 +360,11 @@ def test_what_has_no_narrower_type_crosses_as_it_is():
 
 
 def test_law_2_names_exactly_the_reads_that_are_approximate():
-    trace, survey = small(), load_profile("mt3000_survey")
+    trace = small()
     policy = load("mt3000_layered", codec="half", release=False, checkpoints=False)
     assert not policy.lossless
-    outcome = run_policy(policy, trace, survey.with_budget(peak_of(trace, survey) * 3 // 4))
+    platform = survey_of(trace, 3 / 4)
+    outcome = run_policy(policy, trace, platform)
     assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
     decoded = {name.removesuffix(".decoded") for name in outcome.plan.notes["approximate"]}
     late = {
@@ -285,13 +377,13 @@ def test_law_2_names_exactly_the_reads_that_are_approximate():
     # a policy that did not say so would break the law
     claims_exact = replace(outcome, policy=load("mt3000_layered", release=False, checkpoints=False))
     assert "lossy" in breaks(CHECKS["values"], claims_exact)
-    shown = run_notes(simulate(trace, survey, policy, budget=outcome.platform.home(0).capacity))
+    shown = run_notes(simulate(trace, platform, policy))
     assert any(line.startswith(f"approximate, decoded by a lossy codec ({len(decoded)})") for line in shown)
 
 
 def test_borders_stay_where_they_were_beside_a_codec():
-    trace, survey = small(), load_profile("mt3000_survey")
-    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    trace = small()
+    platform = survey_of(trace, 3 / 4)
     exact, half = (run(trace, platform, codec=codec).plan.notes for codec in ("none", "half"))
     assert exact["borders"] == half["borders"] != ()
 
@@ -307,7 +399,8 @@ def test_borders_stay_where_they_were_beside_a_codec():
 def test_with_an_infinite_zone_no_part_does_anything(values, codec):
     *parts, tso = values
     switches = dict(zip(ON, parts, strict=True)) | ({"mode": "tso"} if tso else {}) | {"codec": codec}
-    trace, platform = small(), load_profile("mt3000_survey").with_budget(1 << 50)
+    trace = small()
+    platform = survey_of(trace).with_budget(1 << 50)
     result, plain = run(trace, platform, **switches), simulate(trace, platform, "keep_all")
     assert np.array_equal(result.log.intervals, plain.log.intervals)
 
@@ -324,17 +417,15 @@ def test_all_parts_but_one_keep_every_law(part):
 
 def check_lawful(parameters: dict[str, Any], *, must_fit: bool) -> None:
     """Every law on a small transformer in three quarters of its memory; one that saves none is refused by name."""
-    trace, survey = small(), load_profile("mt3000_survey")
-    outcome = run_policy(
-        load("mt3000_layered", **parameters), trace, survey.with_budget(peak_of(trace, survey) * 3 // 4)
-    )
+    trace = small()
+    outcome = run_policy(load("mt3000_layered", **parameters), trace, survey_of(trace, 3 / 4))
     assert outcome.done if must_fit else isinstance(outcome.error, OutOfMemory), outcome.error
     assert [breaks(check, outcome) for check in CHECKS.values()] == [""] * len(CHECKS)
 
 
 def test_the_plan_can_be_pickled_and_gives_the_same_log():
-    trace, survey = small(), load_profile("mt3000_survey")
-    platform = survey.with_budget(peak_of(trace, survey) * 3 // 4)
+    trace = small()
+    platform = survey_of(trace, 3 / 4)
     plan = load("mt3000_layered").plan(problem_for(trace, platform))
     assert pickle.loads(pickle.dumps(plan.online))() is not None
     assert run(trace, platform).log == run(trace, platform).log
