@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -75,3 +77,36 @@ class Replacement(Online):
     def waiting(self, tier: str, memory: Memory) -> int:
         """Bytes of what was sent away and waits for space in the host: it will leave, too."""
         return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
+
+
+class LeastRecent(Replacement):
+    """Per fast tier the movable residents in order of last use: those seldom read, and those read often.
+
+    hits: tensors read at least that many times leave after all others; 0 treats all alike.
+    used: per tier those seldom and those often read, each with the time of its last use.
+    """
+
+    def __init__(self, *, homes: Sequence[str], hits: int = 0, **rest: Any) -> None:
+        super().__init__(homes=homes, **rest)
+        self._hits = hits
+        # a dict keeps the order in which its keys were last put in
+        self.used: dict[str, tuple[dict[int, int], dict[int, int]]] = {home: ({}, {}) for home in homes}
+        self._reads: dict[int, int] = {}
+
+    def notice(self, change: Change) -> None:
+        """Keep the order of last use, with its times."""
+        super().notice(change)
+        if not self.manages(change):
+            return
+        tensor, (seldom, often) = change.tensor, self.used[change.tier]
+        if change.what == "read":
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+        was = seldom.pop(tensor, None)
+        was = often.pop(tensor, was)
+        if change.what == "came" or (change.what == "read" and was is not None):
+            frequent = self._hits and self._reads.get(tensor, 0) >= self._hits
+            (often if frequent else seldom)[tensor] = change.now
+
+    def order(self, tier: str, now: int) -> Iterable[int]:
+        """The least recently used first."""
+        return chain(*self.used[tier])

@@ -225,7 +225,7 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
     return Chain(stages, (*(stage.x for stage in stages), end), int(size[persistent].sum()), gradients)
 
 
-def _counted(trace: Trace) -> NDArray[np.bool_]:
+def activations(trace: Trace) -> NDArray[np.bool_]:
     """Whether each tensor is an activation: produced in forward, and not from weights or constants alone.
 
     The result of an op without reads is a constant (a mask, positions), unless the trace has no input at all.
@@ -265,7 +265,7 @@ def _alone(ids: Ints, produced: Ints, last: Ints, positions: int) -> Ints:
 def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
     """The positions in the forward order after which a stage ends, and the tensor that is live at each."""
     ops = forward_ops(trace)
-    alone = _alone(*_spans(trace, ops, _counted(trace)), max(len(ops) - 1, 0))
+    alone = _alone(*_spans(trace, ops, activations(trace)), max(len(ops) - 1, 0))
     # a tensor that is overwritten in place cannot be a checkpoint, and its bytes belong to the one that overwrites it
     positions = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
     # where the same tensor stays the only one, the stage ends at once: the ops that follow depend on weights alone
@@ -276,7 +276,7 @@ def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
 
 def _breaks(trace: Trace, ops: Ints) -> str:
     """Why this is not a chain: names the op that reads over the longest distance."""
-    ids, produced, last = _spans(trace, ops, _counted(trace))
+    ids, produced, last = _spans(trace, ops, activations(trace))
     if not len(ids):
         return "this trace is not a chain: no forward op reads what another produced"
     worst = int(np.argmax(last - produced))
@@ -298,7 +298,7 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
     layers.pop(-1, None)
     border = {t: i for i, t in enumerate(borders)}
     # tensors computed from weights or from nothing (a mask, rotary tables) may be read anywhere, like weights
-    activation = _counted(trace)
+    activation = activations(trace)
     users: dict[int, tuple[int, int]] = {}
     for k, op in enumerate(ops.tolist()):
         for t in trace.reads(op):

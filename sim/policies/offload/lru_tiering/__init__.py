@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -12,10 +12,10 @@ import numpy as np
 from annotated_types import Ge, Lt
 
 from sim.errors import PolicyError
-from sim.eviction.replacement import Replacement, movable_results
+from sim.eviction.replacement import LeastRecent, movable_results
+from sim.eviction.upcoming import Upcoming, upcoming_of
 from sim.plan import Action, Change, Memory, Move, Online, Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.offload.lru_tiering.upcoming import Upcoming, upcoming_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class LruTiering(Policy):
         if self.choice == "score":
             # the part of the index that does not change: time to recompute per byte
             weight = [problem.cost.op_ns(int(p)) / max(int(b), 1) if p >= 0 else 0.0 for p, b in zip(producer, size)]
-        kind: Callable[..., Online] = _LeastRecent
+        kind: Callable[..., Online] = _Ranked
         if self.watermark or self.prefetch:
             kind = partial(_Ahead, upcoming_of(problem), watermark=self.watermark, depth=self.prefetch)
         online = partial(
@@ -90,45 +90,25 @@ class LruTiering(Policy):
         return Plan(trace, online=online)
 
 
-class _LeastRecent(Replacement):
-    """Per fast tier the movable residents in order of last use: those seldom read, and those read often."""
+class _Ranked(LeastRecent):
+    """The least recently used first, or those of the least index."""
 
-    def __init__(self, *, hits: int, weight: Sequence[float], homes: Sequence[str], **rest: Any) -> None:
-        super().__init__(homes=homes, **rest)
-        self._hits = hits
+    def __init__(self, *, weight: Sequence[float], **rest: Any) -> None:
+        super().__init__(**rest)
         self._weight = weight
-        # a dict keeps the order in which its keys were last put in
-        self._seldom: dict[str, dict[int, int]] = {home: {} for home in homes}
-        self._often: dict[str, dict[int, int]] = {home: {} for home in homes}
-        self._reads: dict[int, int] = {}
 
-    def notice(self, change: Change) -> None:
-        """Keep the order of last use, with its times."""
-        super().notice(change)
-        if not self.manages(change):
-            return
-        tensor = change.tensor
-        if change.what == "read":
-            self._reads[tensor] = self._reads.get(tensor, 0) + 1
-        was = self._seldom[change.tier].pop(tensor, None)
-        was = self._often[change.tier].pop(tensor, was)
-        if change.what == "came" or (change.what == "read" and was is not None):
-            often = self._hits and self._reads.get(tensor, 0) >= self._hits
-            (self._often if often else self._seldom)[change.tier][tensor] = change.now
-
-    def order(self, tier: str, now: int) -> Iterator[int]:
-        """The least recently used first, or those of the least index."""
-        seldom, often = self._seldom[tier], self._often[tier]
+    def order(self, tier: str, now: int) -> Iterable[int]:
+        """The first to leave first."""
         if not self._weight:
-            return chain(seldom, often)
+            return super().order(tier, now)
         # what was used this very instant counts as used 1 ns ago: the index divides by the time since
         ranked = (
-            sorted(group, key=lambda t: (self._weight[t] / max(now - group[t], 1), t)) for group in (seldom, often)
+            sorted(group, key=lambda t: (self._weight[t] / max(now - group[t], 1), t)) for group in self.used[tier]
         )
         return chain.from_iterable(ranked)
 
 
-class _Ahead(_LeastRecent):
+class _Ahead(_Ranked):
     """The same, and before each op what keeps memory free and brings back what backward will want."""
 
     def __init__(self, upcoming: Upcoming, *, watermark: float, depth: int, **rest: Any) -> None:
@@ -144,7 +124,7 @@ class _Ahead(_LeastRecent):
         what, tensor, tier, _ = change
         if what == "read":
             return
-        if tier in self._seldom:
+        if tier in self.used:
             self._away.pop(tensor, None)
             if what == "went" and self.below.has(tensor):
                 self._away[tensor] = tier

@@ -1,0 +1,302 @@
+"""SuperNeurons (PPoPP 2018): segments between checkpoints, two ways to recompute them, the cache and its prefetch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.analysis.peak_memory import home_peak
+from sim.conformance import run_policy
+from sim.conformance.values import check_values
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import Result, reference_run, simulate
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import WHY, EventLog
+from sim.policies import load
+from sim.policies.hybrid.superneurons.segments import largest_layer, segments_of
+from sim.trace import Trace, TraceBuilder
+from sim.trace.index import TraceIndex
+from tests.policies.offload.conftest import GB, ROOMY, machine
+from workloads import cnn, transformer, w1
+
+
+def net(cheap: list[int], *, size: int = 100, work: dict[str, int] | None = None, conv: int = 10) -> Trace:
+    """A chain of convolutions with so many cheap layers behind each; each layer saves its input.
+
+    work: workspaces by the name of the op. conv: ns of a convolution, others take 1 ns.
+    """
+    b, work = TraceBuilder(), work or {}
+    layers: list[tuple[str, str]] = []
+    for i, count in enumerate(cheap):
+        layers += [(f"conv{i}", "conv"), *((f"act{i}.{k}", "elementwise") for k in range(count))]
+    layers.append(("last", "conv"))
+    x = []
+    for name, kind in layers:
+        x.append(b.tensor(f"{name}.out", size))
+        ns = conv if kind == "conv" else 1
+        b.op(name, kind, reads=x[-2:-1], writes=x[-1:], duration=ns, workspace=work.get(name, 0))
+    gradient = b.tensor("loss.grad", size, "temporary")
+    b.op("loss.bwd", "loss", reads=[x[-1]], writes=[gradient], phase="backward", duration=1)
+    for i in reversed(range(len(layers))):
+        name, kind = layers[i]
+        made = b.tensor(f"{name}.grad", size, "temporary")
+        reads = [gradient, *x[i - 1 : i]] if i else [gradient]
+        ns = conv if kind == "conv" else 1
+        b.op(f"{name}.bwd", kind, reads=reads, writes=[made], phase="backward", duration=ns)
+        gradient = made
+    return b.build(outputs=[], carry=())
+
+
+def run(trace: Trace, budget: int = ROOMY, rate: int = GB, **parameters: Any) -> Result:
+    result = simulate(trace, machine(budget, rate=rate), "superneurons", **parameters)
+    assert home_peak(result.log) <= budget
+    return result
+
+
+def reruns(result: Result) -> list[str]:
+    log = result.log
+    return [log.trace.op_columns.name[op] for op in log.interval("op")[log.interval("why") == WHY["recompute"]]]
+
+
+def copies(log: EventLog) -> list[tuple[str, str, int, int]]:
+    """(link, tensor, start, end) in order of start."""
+    rows = log.intervals[log.interval("why") == WHY["move"]]
+    lanes, tensors = log.platform.lanes, log.trace.tensor_columns.name
+    return sorted(((lanes[r[3]], tensors[r[6]], r[0], r[1]) for r in rows.tolist()), key=lambda one: (one[2], one[0]))
+
+
+# ---- segments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cheap", [[1, 0], [3, 0], [2, 4, 1], [5, 5]])
+def test_speed_centric_runs_each_layer_once_more_and_memory_centric_each_from_the_start(cheap):
+    # a layer's backward reads its input, and the convolution behind the segment reads its last result: of n layers
+    # the results 1 to n are needed, the kth after k runs
+    trace = net(cheap)
+    fast, lean = run(trace, recompute="speed"), run(trace, recompute="memory")
+    assert len(reruns(fast)) == sum(cheap)
+    assert len(reruns(lean)) == sum(n * (n + 1) // 2 for n in cheap)
+    assert home_peak(lean.log) <= home_peak(fast.log) <= home_peak(reference_run(trace, machine()))
+
+
+def test_memory_centric_goes_back_to_the_start_for_each_layer():
+    assert reruns(run(net([3, 0]), recompute="memory")) == [
+        *("act0.0", "act0.1", "act0.2"),
+        *("act0.0", "act0.1"),
+        "act0.0",
+    ]
+
+
+@pytest.mark.parametrize(("spare", "mode"), [(-1, "memory"), (0, "speed"), (100, "speed")])
+def test_a_segment_is_speed_centric_while_it_fits_into_the_largest_layer(spare, mode):
+    # three results and the backward of `conv1` beside them, two gradients: 500 bytes. `last` takes its two operands
+    # and the workspace
+    trace = net([3, 0], work={"last": 300 + spare})
+    notes = run(trace).plan.notes
+    assert notes["l_peak"] == 500 + spare
+    ops = tuple(trace.op_id(f"act0.{k}") for k in range(3))
+    assert {mode: notes[mode] for mode in ("speed", "memory")} == {"speed": (), "memory": (), mode: (ops,)}
+
+
+def test_nothing_is_recomputed_whose_backward_follows_at_once():
+    trace = net([2, 2])
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 100), b.tensor("y", 100), b.tensor("z", 100)
+    b.op("conv", "conv", writes=[x], duration=1)
+    b.op("act", "elementwise", reads=[x], writes=[y], duration=1)
+    b.op("act.bwd", "elementwise", reads=[y], writes=[z], phase="backward", duration=1)
+    assert reruns(run(b.build(outputs=[], carry=()))) == []
+    assert reruns(run(trace)) != []
+
+
+def test_a_segment_is_not_recomputed_for_less_than_its_checkpoint_takes():
+    def branch(mask: int) -> Trace:
+        # backward needs the mask alone: to recompute it, x would have to stay
+        b = TraceBuilder()
+        x, y, m, out, g = (b.tensor(n, s) for n, s in zip("xymog", (100, 100, mask, 100, 100)))
+        b.op("conv", "conv", writes=[x], duration=1)
+        b.op("dropout", "elementwise", reads=[x], writes=[y, m], duration=1)
+        b.op("conv2", "conv", reads=[y], writes=[out], duration=1)
+        b.op("conv2.bwd", "conv", reads=[out], writes=[g], phase="backward", duration=1)
+        b.op("dropout.bwd", "elementwise", reads=[m, g], phase="backward", duration=1)
+        return b.build(outputs=[], carry=())
+
+    assert reruns(run(branch(100))) == []
+    assert reruns(run(branch(101))) == ["dropout"]
+
+
+def test_joins_and_ops_in_place_on_a_checkpoint_are_checkpoints():
+    b = TraceBuilder()
+    a, a2, n, c, s, s2 = (b.tensor(name, 100) for name in ("a", "a2", "n", "c", "s", "s2"))
+    b.take_over(a2, a)
+    b.take_over(s2, s)
+    g = b.tensor("g", 100)
+    b.op("conv", "conv", writes=[a], duration=1)
+    b.op("relu", reads=[a], writes=[a2], duration=1)
+    b.op("norm", "norm", reads=[a2], writes=[n], duration=1)
+    b.op("conv2", "conv", reads=[n], writes=[c], duration=1)
+    b.op("add", reads=[a2, c], writes=[s], duration=1)
+    b.op("relu2", reads=[s], writes=[s2], duration=1)
+    b.op("conv3", "conv", reads=[s2], writes=[g], duration=1)
+    b.op("bwd", reads=[a2, n, s2, g], phase="backward", duration=1)
+    trace = b.build(outputs=[], carry=())
+    segments, checkpoints = segments_of(TraceIndex(trace), {"conv"})
+    assert {trace.op_columns.name[op] for op in checkpoints} == {"conv", "relu", "conv2", "add", "relu2", "conv3"}
+    assert [[trace.op_columns.name[op] for op in each.ops] for each in segments] == [["norm"]]
+    assert reruns(run(trace)) == ["norm"]
+
+
+def test_on_convolution_nets_pooling_activations_and_norms_are_recomputed():
+    trace = cnn("resnet-50", batch=2, image=64)
+    result = run(trace, rate=10**12)
+    kinds = {trace.ops[trace.op_id(name)].kind for name in reruns(result)}
+    assert kinds <= {"norm", "elementwise", "pool", "dropout"}
+    assert {"norm", "pool"} <= kinds
+    again = [name for name in reruns(result) if name.endswith(".norm")]
+    assert len(again) > 40
+    assert home_peak(result.log) < home_peak(reference_run(trace, machine()))
+
+
+def test_on_transformers_norms_and_pointwise_ops_are():
+    trace = transformer("gpt2", batch=1, sequence=64)
+    kinds = {trace.ops[trace.op_id(name)].kind for name in reruns(run(trace, rate=10**12))}
+    assert "norm" in kinds
+    assert kinds.isdisjoint({"matmul", "attention"})
+
+
+# ---- the tensor pool -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [3, 6, 12])
+@pytest.mark.parametrize("cheap", [2, 3])
+def test_without_the_cache_the_peak_is_the_largest_layer_however_deep_the_net(blocks, cheap):
+    # links take no time; the workspace makes the layer in the middle the largest, when nothing else has to be there
+    trace = net([cheap] * blocks, work={f"conv{blocks // 2}": 1000})
+    result = run(trace, rate=10**18, cache=False)
+    assert result.plan.notes["l_peak"] == largest_layer(TraceIndex(trace)) == 1200
+    assert home_peak(result.log) == 1200
+    assert home_peak(reference_run(trace, machine())) > 1200 or blocks == 3
+
+
+def test_results_are_fetched_one_layer_ahead():
+    # 3 convolutions of 1000 ns, no cheap layers, 100 bytes at a byte per ns: every copy is hidden
+    trace = net([0, 0, 0], conv=1000)
+    result = run(trace, cache=False)
+    # forward: conv0 0-1000, conv1 -2000, conv2 -3000, last -4000; the loss -4001; backward of last -5001, conv2 -6001.
+    # The loss needs `last.out`, and while it runs `conv2.out` would be fetched: these two stay
+    assert copies(result.log) == [
+        ("d2h", "conv0.out", 2000, 2100),
+        ("d2h", "conv1.out", 3000, 3100),
+        ("h2d", "conv1.out", 4001, 4101),
+        ("h2d", "conv0.out", 5001, 5101),
+    ]
+
+
+def test_the_cache_moves_nothing_while_memory_lasts_and_less_the_more_there_is():
+    for trace in (net([2, 1, 3, 0], conv=100), w1(4), transformer("gpt2", batch=1, sequence=64)):
+        free = simulate(trace, toy(1 << 60), "superneurons")
+        assert copies(free.log) == []
+        peak = home_peak(free.log)
+        moved = []
+        for percent in (100, 95, 90, 85, 80):
+            try:
+                log = simulate(trace, toy(peak * percent // 100), "superneurons").log
+            except OutOfMemory:
+                break
+            moved.append(
+                sum(int(log.interval("bytes")[row]) for row in (log.interval("why") == WHY["move"]).nonzero()[0])
+            )
+        assert moved[0] == 0
+        assert len(moved) > 1
+        assert moved == sorted(moved)
+
+
+def toy(budget: int, rate: int = 10**12) -> Platform:
+    tiers = Tier("hbm", budget, budget, 10**12, device=0), Tier("host", 1 << 60, 1 << 60, 10**11, kind="ddr")
+    links = Link("d2h", "hbm", "host", rate), Link("h2d", "host", "hbm", rate)
+    return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), links)
+
+
+def test_the_least_recently_used_leaves_first_and_is_fetched_while_the_layer_before_is_undone():
+    # results of 100 bytes each; `last` finds no space for its own
+    trace = net([0, 0, 0], conv=1000)
+    result = run(trace, budget=300)
+    moves = copies(result.log)
+    assert moves[0] == ("d2h", "conv0.out", 3000, 3100)
+    back = [(tensor, start) for lane, tensor, start, _ in moves if lane == "h2d"]
+    names = [name for name, _ in back]
+    assert names[-1] == "conv0.out"
+    # the backward of conv2 is undone when conv0's result, which conv1's backward reads, is sent for
+    events = result.log.events
+    conv2 = events[(events.op == "conv2.bwd") & (events.why == "run")].iloc[0]
+    assert conv2.start_ns <= back[-1][1] <= conv2.end_ns
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.sampled_from(["cost_aware", "speed", "memory", "none"]),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_a_chain_runs_in_the_largest_layer_with_what_is_fetched_and_recomputed(cheap, recompute, cache, spare):
+    trace = net(cheap)
+    # four tensors and what one segment holds
+    budget = 100 * (4 + max(cheap) + spare)
+    result = run(trace, budget=budget, recompute=recompute, cache=cache)
+    assert result.log.complete
+    for name in reruns(result):
+        assert name.startswith("act")
+
+
+# ---- what the trace may be -------------------------------------------------------------------------
+
+
+def test_two_devices_each_have_their_own_segments_and_stages():
+    b = TraceBuilder()
+    for device in (0, 1):
+        x, y, z, grad = (b.tensor(f"{name}{device}", 100) for name in "xyzg")
+        more: dict[str, Any] = {"duration": 1000, "device": device}
+        b.op(f"conv{device}", "conv", writes=[x], **more)
+        b.op(f"act{device}", "elementwise", reads=[x], writes=[y], **more)
+        b.op(f"out{device}", "conv", reads=[y], writes=[z], **more)
+        b.op(f"out{device}.bwd", "conv", reads=[z], writes=[grad], phase="backward", **more)
+        b.op(f"act{device}.bwd", reads=[grad, y, x], phase="backward", **more)
+    trace = b.build(outputs=[], carry=())
+    tiers = (*(Tier(f"hbm{i}", 1000, 1000, GB, device=i) for i in (0, 1)), Tier("host", 1 << 40, 1 << 40, GB))
+    engines = tuple(Engine(f"npu@{i}", i, f"hbm{i}", (f"hbm{i}",), {"fp32": GB}) for i in (0, 1))
+    links = [Link(f"out{i}", f"hbm{i}", "host", GB) for i in (0, 1)]
+    links += [Link(f"in{i}", "host", f"hbm{i}", GB) for i in (0, 1)]
+    result = simulate(trace, Platform("two", tiers, engines, tuple(links)), "superneurons", cache=False)
+    assert sorted(reruns(result)) == ["act0", "act1"]
+    # x leaves after `act`, its last forward reader; it is fetched while `out` is undone, for the recomputation of y
+    assert copies(result.log) == [
+        *(("out0", "x0", 2000, 2100), ("out1", "x1", 2000, 2100)),
+        *(("in0", "x0", 3000, 3100), ("in1", "x1", 3000, 3100)),
+    ]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_nets_with_ops_in_place_run_in_less_and_compute_the_same(cache):
+    trace = cnn("resnet-50", batch=16, image=64)
+    assert (trace.tensor_columns.replaces >= 0).any()
+    peak = home_peak(reference_run(trace, toy(1 << 60)))
+    done = run_policy(load("superneurons", cache=cache), trace, toy(peak * 17 // 20))
+    check_values(done)
+    again = done.log.interval("op")[done.log.interval("why") == WHY["recompute"]].tolist()
+    assert any(trace.op_columns.name[op].endswith("relu") for op in again)
+    assert copies(done.log)
+
+
+def test_a_machine_without_a_host_is_refused_by_name():
+    with pytest.raises(PolicyError, match="superneurons: toy has no host tier to offload to"):
+        simulate(net([1]), machine(host=False), "superneurons")
+
+
+@pytest.mark.parametrize("wrong", [{"recompute": "some"}, {"heavy": ("convolution",)}, {"cache": 2}])
+def test_parameters_are_held_to_their_choices(wrong: dict[str, Any]):
+    with pytest.raises(PolicyError, match=next(iter(wrong))):
+        simulate(net([1]), machine(), "superneurons", **wrong)
