@@ -103,7 +103,9 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
     def rule(g: Value) -> Gradients:
         gradients = [tape.gradient(x) for x in (q, k, v)]
         flops = attention_backward_flops(*size)
+        # one kernel computes all three, whichever are needed
         tape.op(f"{name}.bwd", "attention", [g, q, k, v, out, lse, seed, offset], gradients, flops=flops)
+        tape.product_flops -= flops - 2 * attention_flops(*size)  # the scores that it recomputes
         return gradients
 
     tape.record([q, k, v], [out], rule)
@@ -164,8 +166,8 @@ def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
     return out
 
 
-def causal_mask(tape: Tape, batch: int, sequence: int) -> Value:
-    """The additive mask of the eager form: a full matrix per sample, in the type of the weights."""
-    mask = tape.constant("mask.out", (batch, 1, sequence, sequence), tape.precision.weight)
+def causal_mask(tape: Tape, batch: int, sequence: int, dtype: str) -> Value:
+    """The additive mask of the eager form: a full matrix per sample, in the type of the embedded tokens."""
+    mask = tape.constant("mask.out", (batch, 1, sequence, sequence), dtype)
     tape.op("mask", "elementwise", [], [mask])
     return mask

@@ -1,8 +1,9 @@
 """From the tape of a forward pass to its backward ops.
 
 Autograd runs the most recently recorded node first. This is the reverse of the forward order wherever gradients are
-ready, which here they always are. When a second gradient arrives for a value, the two are added out of place into a new
-tensor (autograd's InputBuffer), and both addends are released. A weight used twice (tied embeddings) therefore has
+ready, which here they always are; it ends at the first op that depends on a trained weight. When a second gradient
+arrives for a value, the two are added out of place into a new tensor (autograd's InputBuffer), and both addends are
+released. A weight used twice (tied embeddings) therefore has
 three gradients resident for a moment. With several microbatches the gradient of a weight stays, and later ones are
 accumulated into it in place (AccumulateGrad).
 """
@@ -37,7 +38,7 @@ def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
         node_gradients = node.rule(*arrived)
         tape.finish_node(arrived)
         for value, gradient in zip(node.inputs, node_gradients, strict=True):
-            if gradient is None or value.slot < 0:
+            if gradient is None or not tape.needs_gradient(value):
                 continue
             uses_left[value.slot] -= 1
             if value.slot in waiting:

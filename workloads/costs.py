@@ -31,6 +31,7 @@ ELEMENT_FLOPS = {
     "softmax_backward": (4, "product, sum, subtraction, product"),
     "layer_norm": (8, "mean, variance, normalisation, affine map"),
     "layer_norm_backward": (14, "three reductions and the input's gradient"),
+    "layer_norm_backward_input": (9, "two of the reductions and the input's gradient"),
     "log_softmax": (5, "maximum, subtraction, exponential, sum, subtraction"),
     "log_softmax_backward": (4, "exponential, product, sum, subtraction"),
     "cross_entropy": (6, "log-softmax and the choice of one element"),

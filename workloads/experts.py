@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from workloads.adapters import Tuning, linear_layer
 from workloads.costs import element_flops, matmul_flops
 from workloads.models import Config
 from workloads.primitives import Gradients, elementwise, gather, linear, multiply, softmax, split, unary
@@ -42,13 +43,15 @@ def routing(config: Config, tokens: int, *, seed: int, skew: float) -> dict[int,
     return loads
 
 
-def mixture(tape: Tape, name: str, x: Value, c: Config, weights: dict[str, Value], loads: tuple[int, ...]) -> Value:
+def mixture(
+    tape: Tape, name: str, x: Value, c: Config, weights: dict[str, Value], loads: tuple[int, ...], tuning: Tuning
+) -> Value:
     """The sum of the chosen experts' outputs, weighted by the router; (batch, sequence, hidden)."""
     tokens, k = x.elements // c.hidden, c.experts_per_token
     flat = x.viewed(tokens, c.hidden)
     scores, choice = route(tape, f"{name}.router", flat, c, weights[f"{name}.router.weight"])
     if c.experts_form == "loop":
-        y = _loop(tape, name, flat, scores, c, weights, loads)
+        y = _loop(tape, name, flat, scores, c, weights, loads, tuning)
     else:
         y = _grouped(tape, name, flat, scores, choice, c, weights, tokens * k)
     return y.viewed(*x.shape)
@@ -114,13 +117,16 @@ def grouped_linear(tape: Tape, name: str, x: Value, weight: Value, ends: Value) 
     out = tape.result(f"{name}.out", (rows, weight.shape[1]), a.dtype)
     flops = matmul_flops(rows, inner, weight.shape[1])
     tape.op(name, "matmul", [a, w, ends], [out], flops=flops)
-    tape.save(a, "operand of a matrix product: the weight's gradient")
-    tape.save(w, "copy of the weight that was multiplied")
+    tape.save(a, "operand of a matrix product: the weight's gradient", w)
+    tape.save(w, "copy of the weight that was multiplied", a)
     tape.save(ends, "where the groups of rows end")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd.weight", "matmul", [a, g, ends], [dw := tape.gradient(w)], flops=flops)
-        tape.op(f"{name}.bwd", "matmul", [g, w, ends], [da := tape.gradient(a)], flops=flops)
+        da = dw = None
+        if tape.needs_gradient(w):
+            tape.op(f"{name}.bwd.weight", "matmul", [a, g, ends], [dw := tape.gradient(w)], flops=flops)
+        if tape.needs_gradient(a):
+            tape.op(f"{name}.bwd", "matmul", [g, w, ends], [da := tape.gradient(a)], flops=flops)
         return [da, dw]
 
     tape.record([a, w], [out], rule)
@@ -128,7 +134,14 @@ def grouped_linear(tape: Tape, name: str, x: Value, weight: Value, ends: Value) 
 
 
 def _loop(
-    tape: Tape, name: str, x: Value, scores: Value, c: Config, weights: dict[str, Value], loads: tuple[int, ...]
+    tape: Tape,
+    name: str,
+    x: Value,
+    scores: Value,
+    c: Config,
+    weights: dict[str, Value],
+    loads: tuple[int, ...],
+    tuning: Tuning,
 ) -> Value:
     """One expert after another; each adds its rows to the result in place (index_add_)."""
     total = tape.result(f"{name}.total.out", x.shape, x.dtype)
@@ -141,10 +154,10 @@ def _loop(
         tape.op(f"{e}.find", "other", [scores], [index, rank], flops=scores.shape[0])
         picked = gather(tape, f"{e}.dispatch", x, (rows, c.hidden), index)
         share = gather(tape, f"{e}.scores", scores, (rows, 1), index, rank)
-        gate = unary(tape, f"{e}.act", c.activation, linear(tape, f"{e}.gate", picked, weights[f"{e}.gate.weight"]))
-        up = linear(tape, f"{e}.up", picked, weights[f"{e}.up.weight"])
+        gate = unary(tape, f"{e}.act", c.activation, linear_layer(tape, weights, f"{e}.gate", picked, tuning))
+        up = linear_layer(tape, weights, f"{e}.up", picked, tuning)
         hidden = multiply(tape, f"{e}.mul", gate, up)
-        y = multiply(tape, f"{e}.weight", linear(tape, f"{e}.down", hidden, weights[f"{e}.down.weight"]), share)
+        y = multiply(tape, f"{e}.weight", linear_layer(tape, weights, f"{e}.down", hidden, tuning), share)
         total = _add_rows(tape, f"{e}.combine", total, tape.cast(y, x.dtype, f"{e}.weight.down"), index)
     return total
 
@@ -154,10 +167,12 @@ def _add_rows(tape: Tape, name: str, total: Value, rows: Value, index: Value) ->
     out = tape.result_over(total, f"{name}.out")
     flops = element_flops("add", rows.elements)
     tape.op(name, "elementwise", [total, rows, index], [out], flops=flops, bytes=3 * tape.builder.bytes_of(rows.tensor))
-    tape.save(index, "rows whose gradients are picked")
-    tape.save(rows, "shape of the gradient: index_add_ keeps all that it added")
+    tape.save(index, "rows whose gradients are picked", rows)
+    tape.save(rows, "shape of the gradient: index_add_ keeps all that it added", rows)
 
     def rule(g: Value) -> Gradients:
+        if not tape.needs_gradient(rows):
+            return [g, None]
         gradient = tape.gradient(rows)
         touched = 2 * tape.builder.bytes_of(gradient.tensor)
         tape.op(f"{name}.bwd", "embedding", [g, index, rows], [gradient], bytes=touched)

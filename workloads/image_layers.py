@@ -101,8 +101,8 @@ def conv(
         tape.choices[tape.prefix + op] = alternatives
 
     def rule(g: Value) -> Gradients:
-        gradients = [tape.gradient(v) if v.slot >= 0 else None for v in operands]
-        flops = shape.flops * (2 if a.slot >= 0 else 1)
+        gradients = [tape.gradient(v) if tape.needs_gradient(v) else None for v in operands]
+        flops = shape.flops * (2 if tape.needs_gradient(a) else 1)
         tape.op(f"{name}.bwd", "conv", [g, a, w], [v for v in gradients if v], flops=flops)
         return gradients
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workloads.adapters import Tuning, linear_layer
 from workloads.attention import Core, attention_core
 from workloads.experts import mixture
 from workloads.models import Config
@@ -16,7 +17,6 @@ from workloads.primitives import (
     add,
     dropout,
     elementwise,
-    linear,
     multiply,
     power,
     scale,
@@ -36,16 +36,18 @@ class Model:
     weights: by name.
     core: the shape of its attention core.
     loads: tokens per expert, by layer.
+    tuning: which linear layers have an adapter.
     """
 
     config: Config
     weights: dict[str, Value]
     core: Core
     loads: dict[int, tuple[int, ...]]
+    tuning: Tuning
 
     def linear(self, tape: Tape, name: str, x: Value) -> Value:
-        """A linear layer, with its bias where it has one."""
-        return linear(tape, name, x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        """A linear layer, with its bias and its adapter where it has them."""
+        return linear_layer(tape, self.weights, name, x, self.tuning)
 
     def norm(self, tape: Tape, name: str, x: Value) -> Value:
         """LayerNorm where there is a bias, RMSNorm elsewhere."""
@@ -90,7 +92,7 @@ def llama_layer(tape: Tape, model: Model, h: str, x: Value, rotary: tuple[Value,
     x = add(tape, f"{h}.attn.add", x, model.linear(tape, f"{h}.attn.proj", y))
     normal = model.norm(tape, f"{h}.norm2", x)
     if tape.layer in model.loads:
-        y = mixture(tape, f"{h}.mlp", normal, model.config, model.weights, model.loads[tape.layer])
+        y = mixture(tape, f"{h}.mlp", normal, model.config, model.weights, model.loads[tape.layer], model.tuning)
         if model.config.shared_experts:
             y = add(tape, f"{h}.mlp.shared.add", y, swiglu(tape, model, f"{h}.mlp.shared", normal))
     else:
@@ -119,9 +121,9 @@ def activation(tape: Tape, name: str, x: Value, kind: str) -> Value:
     return multiply(tape, f"{name}.out", half, shift(tape, f"{name}.one", tanh(tape, f"{name}.tanh", inner)))
 
 
-def rotary_tables(tape: Tape, sequence: int, head: int) -> tuple[Value, Value]:
+def rotary_tables(tape: Tape, sequence: int, head: int, dtype: str) -> tuple[Value, Value]:
     """Cosines and sines of all positions, (1, 1, sequence, head): computed once per pass, kept for all layers."""
-    tables = [tape.constant(f"rotary.{what}", (1, 1, sequence, head), tape.precision.weight) for what in ("cos", "sin")]
+    tables = [tape.constant(f"rotary.{what}", (1, 1, sequence, head), dtype) for what in ("cos", "sin")]
     tape.op("rotary", "elementwise", [], tables, flops=10 * sequence * head)
     return tables[0], tables[1]
 

@@ -6,8 +6,8 @@ holds the logits until the forward pass returns.
 `fused`: one kernel that reads logits of any type, saves them and one fp32 number per token, and overwrites them with
 their gradient (like the kernels of Megatron-LM and Apex).
 `chunked`: head and loss together, for a slice of `CHUNK` tokens at a time. The gradients of the head's input and weight
-are computed in the forward pass and only scaled in backward, so no logits are saved (like Liger's fused linear
-cross-entropy).
+are computed in the forward pass, if they are needed, and only scaled in backward, so no logits are saved (like Liger's
+fused linear cross-entropy).
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
     w, a = tape.to_compute(head, f"{name}.weight.cast"), tape.to_compute(x, f"{name}.input.cast")
     tokens, inner, columns = labels.elements, a.shape[-1], head.elements // a.shape[-1]
     # gradients are computed here, as results of the forward pass that backward scales
-    kept = [tape.constant(f"{name}.{what}", v.shape, v.dtype) for what, v in (("dx", a), ("dw", w))]
-    kept += [tape.constant(f"{name}.db", bias.shape, bias.dtype)] if bias else []
+    operands = [("dx", a), ("dw", w), *([("db", bias)] if bias else [])]
+    wanted = [(what, v) for what, v in operands if tape.needs_gradient(v)]
+    products = sum(what != "db" for what, _ in wanted)
+    kept = [tape.constant(f"{name}.{what}", v.shape, v.dtype) for what, v in wanted]
     initial = kept
     tape.op(f"{name}.zero", "elementwise", [], kept)
     for start in range(0, tokens, CHUNK):
@@ -148,8 +150,7 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
             flops=element_flops("cross_entropy", slope.elements),
         )
         sums = [tape.overwrite(v, f"{first.name}.sum", "activation") for v, first in zip(kept, initial, strict=True)]
-        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], sums, flops=2 * flops)
-        tape.product_flops -= 2 * flops  # they belong to the backward pass
+        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], sums, flops=products * flops)
         kept = sums
     out = tape.result("loss.out", (1,), "fp32")
     tape.op("loss", "loss", [labels], [out], flops=tokens)
@@ -157,11 +158,11 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
         tape.save(value, "gradient computed in the forward pass")
 
     def rule(g: Value) -> Gradients:
-        gradients = []
-        for value, target in zip(kept, (a, w, bias) if bias else (a, w), strict=True):
+        gradients: dict[str, Value] = {}
+        for value, (what, target) in zip(kept, wanted, strict=True):
             gradient = tape.gradient(target, over=value)
-            gradients.append(elementwise(tape, f"{name}.bwd.scale", "mul", [value, g], gradient))
-        return gradients
+            gradients[what] = elementwise(tape, f"{name}.bwd.scale", "mul", [value, g], gradient)
+        return [gradients.get(what) for what, _ in operands]
 
-    tape.record([a, w, *([bias] if bias else [])], [out], rule)
+    tape.record([v for _, v in operands], [out], rule)
     return out

@@ -11,9 +11,11 @@ from workloads.tape import Tape, Value
 def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> Value:
     """LayerNorm, one kernel per direction, in fp32 under autocast.
 
-    Saves its input, and mean and 1/deviation per row in fp32.
+    Saves its input, and mean and 1/deviation per row in fp32. With a frozen weight and bias backward computes the
+    gradient of the input alone.
     """
     x = tape.to_full(x, f"{name}.cast")
+    weight, bias = tape.to_full(weight, f"{name}.weight.cast"), tape.to_full(bias, f"{name}.bias.cast")
     rows = (*x.shape[:-1], 1)
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     mean, rstd = (tape.constant(f"{name}.{what}", rows, "fp32") for what in ("mean", "rstd"))
@@ -24,9 +26,10 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> V
     tape.save(rstd, "1 / deviation of each row")
 
     def rule(g: Value) -> Gradients:
-        gradients = [tape.gradient(v) for v in (x, weight, bias)]
-        flops = element_flops("layer_norm_backward", x.elements)
-        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], gradients, flops=flops)
+        gradients = [tape.gradient(v) if tape.needs_gradient(v) else None for v in (x, weight, bias)]
+        summed = tape.needs_gradient(weight, bias)
+        flops = element_flops("layer_norm_backward" if summed else "layer_norm_backward_input", x.elements)
+        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], [v for v in gradients if v], flops=flops)
         return gradients
 
     tape.record([x, weight, bias], [out], rule)
@@ -36,8 +39,8 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> V
 def rms_norm(tape: Tape, name: str, x: Value, weight: Value) -> Value:
     """RMSNorm, composed as in Hugging Face's Llama: in fp32, then cast back, then times the weight.
 
-    A 16-bit input thus leaves an fp32 copy (saved for the square and the product) and a 16-bit normalised tensor (saved
-    for the weight's gradient).
+    A 16-bit input thus leaves an fp32 copy (saved for the square and the product) and, unless the weight is frozen, a
+    16-bit normalised tensor (saved for the weight's gradient).
     """
     wide = tape.cast(x, "fp32", f"{name}.up")
     rows = (*x.shape[:-1], 1)
@@ -65,10 +68,14 @@ def scaled_rows(tape: Tape, name: str, x: Value, weight: Value) -> Value:
     """x times one weight per column. Saves x: the weight's gradient is the sum over rows of g * x."""
     dtype = promoted(x.dtype, weight.dtype)
     out = elementwise(tape, name, "mul", [x, weight], tape.result(f"{name}.out", x.shape, dtype))
-    tape.save(x, "normalised input: the weight's gradient")
+    tape.save(x, "normalised input: the weight's gradient", weight)
 
     def rule(g: Value) -> Gradients:
-        gradient = elementwise(tape, f"{name}.bwd", "mul", [g, weight], tape.gradient(x))
+        gradient = total = None
+        if tape.needs_gradient(x):
+            gradient = elementwise(tape, f"{name}.bwd", "mul", [g, weight], tape.gradient(x))
+        if not tape.needs_gradient(weight):
+            return [gradient, None]
         product = tape.temporary(f"{name}.bwd.product", x.shape, x.dtype)
         elementwise(tape, f"{name}.bwd.weight.mul", "mul", [g, x], product)
         flops = element_flops("sum", x.elements)

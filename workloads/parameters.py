@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from sim.trace.builder import TraceBuilder
+from workloads.adapters import EVERYTHING, Tuning, check_names
 from workloads.models import Config
 from workloads.precision import precision_of
 from workloads.tape import Tape, Value
 
 
-def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
-    """Add all weights of a model to the trace. Returns them by name; tied weights are one tensor."""
+def make_parameters(tape: Tape, c: Config, tuning: Tuning = EVERYTHING) -> dict[str, Value]:
+    """Add all weights of a model to the trace. Returns them by name; tied weights are one tensor.
+
+    tuning: which of them are frozen, and which linear layers have an adapter.
+
+    Raises WorkloadError where `tuning` names what the model does not have.
+    """
     weights: dict[str, Value] = {}
+    layers: list[str] = []  # linear ones
 
     def weight(name: str, *shape: int) -> None:
-        weights[name] = tape.parameter(name, *shape)
+        weights[name] = tape.parameter(name, *shape, frozen=tuning.is_frozen(name))
 
     def linear(name: str, inner: int, columns: int, *, bias: bool) -> None:
         weight(f"{name}.weight", inner, columns)
         if bias:
             weight(f"{name}.bias", columns)
+        layers.append(name)
+        if tuning.adapts(name):
+            for part, shape in (("lora_A", (inner, tuning.rank)), ("lora_B", (tuning.rank, columns))):
+                weights[f"{name}.{part}.weight"] = tape.parameter(f"{name}.{part}.weight", *shape)
 
     def layer_norm(name: str) -> None:
         weight(f"{name}.weight", c.hidden)
@@ -93,6 +104,7 @@ def make_parameters(tape: Tape, c: Config) -> dict[str, Value]:
         weight("norm.weight", c.hidden)
     if not c.tied:
         weight("head.weight", c.vocabulary, c.hidden)
+    check_names(tuning, c.family, weights, layers)
     return weights
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sim.errors import WorkloadError
 from workloads.costs import element_flops, embedding_bytes, matmul_flops
 from workloads.precision import BYTES, promoted
 from workloads.tape import Tape, Value
@@ -26,7 +27,7 @@ def add(tape: Tape, name: str, a: Value, b: Value) -> Value:
     out = elementwise(tape, name, "add", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
 
     def rule(g: Value) -> Gradients:
-        return [tape.gradient_cast(g, v, f"{name}.bwd") for v in (a, b)]
+        return [tape.gradient_cast(g, v, f"{name}.bwd") if tape.needs_gradient(v) else None for v in (a, b)]
 
     tape.record([a, b], [out], rule)
     return out
@@ -49,13 +50,12 @@ def scale(tape: Tape, name: str, x: Value) -> Value:
 def multiply(tape: Tape, name: str, a: Value, b: Value) -> Value:
     """a * b, of one shape or with b broadcast. Saves each factor that the other's gradient needs."""
     out = elementwise(tape, name, "mul", [a, b], tape.result(f"{name}.out", a.shape, promoted(a.dtype, b.dtype)))
-    if b.slot >= 0:
-        tape.save(a, "factor of a product")
-    tape.save(b, "factor of a product")
+    tape.save(a, "factor of a product", b)
+    tape.save(b, "factor of a product", a)
 
     def rule(g: Value) -> Gradients:
         return [
-            _times(tape, f"{name}.bwd.{side}", g, other, v) if v.slot >= 0 else None
+            _times(tape, f"{name}.bwd.{side}", g, other, v) if tape.needs_gradient(v) else None
             for side, v, other in (("a", a, b), ("b", b, a))
         ]
 
@@ -172,33 +172,41 @@ def split(tape: Tape, name: str, x: Value, parts: dict[str, tuple[int, ...]]) ->
 def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """x @ weight + bias over the last axis of x; the weight is (inner, columns) or its transpose.
 
-    Saves the operands of the product in the type of the computation.
+    Saves the operands of the product in the type of the computation: the input for the gradient of the weight, so not
+    beside a frozen one; the weight for the gradient of the input.
+
+    Raises WorkloadError where their types differ, which PyTorch refuses.
     """
     columns = bias.shape[0] if bias else weight.elements // x.shape[-1]
     w = tape.to_compute(weight, f"{name}.weight.cast")
     a = tape.to_compute(x, f"{name}.input.cast")
     b = tape.to_compute(bias, f"{name}.bias.cast") if bias else None
+    if a.dtype != w.dtype:
+        raise WorkloadError(
+            f"{name} would multiply {a.dtype} by {w.dtype}, which PyTorch refuses: choose a precision with autocast, "
+            f"or another frozen_dtype"
+        )
     inner, rows = x.shape[-1], x.elements // x.shape[-1]
     out = tape.result(f"{name}.out", (*x.shape[:-1], columns), a.dtype)
     flops = matmul_flops(rows, inner, columns)
     tape.op(name, "matmul", [a, w, *([b] if b else [])], [out], flops=flops)
-    tape.save(a, "operand of a matrix product: the weight's gradient")
-    tape.save(w, "copy of the weight that was multiplied")
+    tape.save(a, "operand of a matrix product: the weight's gradient", w)
+    tape.save(w, "copy of the weight that was multiplied", a)
 
     def rule(g: Value) -> Gradients:
         gradients: dict[str, Value] = {}
         # addmm differentiates its input first, mm its weight
         for operand in ("input", "weight") if b else ("weight", "input"):
-            if operand == "input" and a.slot >= 0:
+            if operand == "input" and tape.needs_gradient(a):
                 gradients[operand] = tape.gradient(a)
                 tape.op(f"{name}.bwd", "matmul", [g, w], [gradients[operand]], flops=flops)
-            elif operand == "weight":
+            elif operand == "weight" and tape.needs_gradient(w):
                 gradients[operand] = tape.gradient(w)
                 tape.op(f"{name}.bwd.weight", "matmul", [a, g], [gradients[operand]], flops=flops)
-        if b:
+        if b and tape.needs_gradient(b):
             gradients["bias"] = tape.gradient(b)
             tape.op(f"{name}.bwd.bias", "reduce", [g], [gradients["bias"]], flops=element_flops("sum", g.elements))
-        return [gradients.get("input"), gradients["weight"], *([gradients["bias"]] if b else [])]
+        return [gradients.get(operand) for operand in ("input", "weight", *(("bias",) if b else ()))]
 
     tape.record([a, w, *([b] if b else [])], [out], rule)
     return out
@@ -209,12 +217,15 @@ def batched_matmul(tape: Tape, name: str, a: Value, b: Value, shape: tuple[int, 
     out = tape.result(f"{name}.out", shape, a.dtype)
     flops = matmul_flops(out.elements // shape[-1], inner, shape[-1])
     tape.op(name, "matmul", [a, b], [out], flops=flops)
-    tape.save(a, "left operand of a product")
-    tape.save(b, "right operand of a product")
+    tape.save(a, "left operand of a product", b)
+    tape.save(b, "right operand of a product", a)
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd.right", "matmul", [a, g], [right := tape.gradient(b)], flops=flops)
-        tape.op(f"{name}.bwd.left", "matmul", [g, b], [left := tape.gradient(a)], flops=flops)
+        left = right = None
+        if tape.needs_gradient(b):
+            tape.op(f"{name}.bwd.right", "matmul", [a, g], [right := tape.gradient(b)], flops=flops)
+        if tape.needs_gradient(a):
+            tape.op(f"{name}.bwd.left", "matmul", [g, b], [left := tape.gradient(a)], flops=flops)
         return [left, right]
 
     tape.record([a, b], [out], rule)

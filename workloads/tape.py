@@ -1,9 +1,11 @@
 """The tape: forward ops in the order in which they run, each with the rule that appends its backward ops.
 
-It is PyTorch's autograd without numbers. An op of a layer appends kernels to the trace and, where its result needs a
-gradient, records a node: its inputs, its outputs, and a rule that takes the gradients of the outputs, appends the
-backward kernels, and returns the gradients of the inputs. The tensors that a rule reads are those that autograd saves,
-so the lifetimes in the trace are PyTorch's without being stated anywhere else. `workloads.backward` walks the nodes.
+It is PyTorch's autograd without numbers. An op of a layer appends kernels to the trace and, where one of its inputs
+needs a gradient, records a node: its inputs, its outputs, and a rule that takes the gradients of the outputs, appends
+the backward kernels, and returns the gradients of those inputs that need one. What is computed from frozen weights and
+inputs alone is not recorded, saves nothing and has no backward kernel. The tensors that a rule reads are those that
+autograd saves, so the lifetimes in the trace are PyTorch's without being stated anywhere else. `workloads.backward`
+walks the nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Value(NamedTuple):
 
     tensor: id of its storage in the trace; views share it.
     shape, dtype: of the view.
-    slot: identifies its gradient, -1 for a value without one; a reshaped view shares it.
+    slot: identifies its gradient, if it needs one (`Tape.needs_gradient`), -1 for a value that never does; a reshaped
+        view shares it.
     name: of the tensor.
     parameter: whether it is a weight.
     """
@@ -85,16 +88,19 @@ class Tape:
         self.phase = "forward"
         self.prefix = ""
         self.nodes: list[Node] = []
+        self.frozen_dtype = precision.weight  # in which frozen weights are stored
         self.parameters: list[tuple[Value, int]] = []  # with their layer
         self.left: dict[int, int] = {}  # uses of each slot: gradients that backward still waits for
         self.shared: set[int] = set()  # slots whose gradient is an incomplete sum
-        self.product_flops = 0  # of matrix products and attention so far
+        self.product_flops = 0  # of matrix products and attention so far, without recomputation inside kernels
         self.waiting: dict[int, Value] = {}  # gradients that have arrived, by slot
         self.accumulating = False  # whether weights have gradients of an earlier microbatch
         self.samples = 0
         self._rows: set[int] = set()  # tensors with one row per sample
         self._sums: set[int] = set()  # tensors that are summed over samples
         self._gradient_of: dict[int, int] = {}
+        self._needing: set[int] = set()  # slots of values that need a gradient
+        self._saving: list[tuple[int, str]] = []  # what the op that is recorded next saves, and why
         self._kernels: list[Kernel] = []  # of the current backward node
         self._overwritten: set[int] = set()
         self._slots = 0
@@ -104,12 +110,14 @@ class Tape:
 
     # ---- tensors -----------------------------------------------------------------------------
 
-    def parameter(self, name: str, *shape: int) -> Value:
-        """A weight of the current layer, in the type of the weights."""
-        dtype = self.precision.weight
+    def parameter(self, name: str, *shape: int, frozen: bool = False) -> Value:
+        """A weight of the current layer, in the type of the weights; a frozen one, without a gradient, in its own."""
+        dtype = self.frozen_dtype if frozen else self.precision.weight
         size = prod(shape) * BYTES[dtype]
         tensor = self.builder.tensor(name, size, "weight", layer=self.layer, shape=shape, dtype=dtype)
-        value = Value(tensor, shape, dtype, self.new_slot(), name, True)
+        value = Value(tensor, shape, dtype, -1 if frozen else self.new_slot(), name, True)
+        if not frozen:
+            self._needing.add(value.slot)
         self.parameters.append((value, self.layer))
         return value
 
@@ -118,7 +126,7 @@ class Tape:
         return self._value(self.prefix + name, shape, dtype, role, -1)
 
     def result(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
-        """A tensor of the forward pass that has a gradient."""
+        """A tensor of the forward pass that needs a gradient if an input of the op that computes it does."""
         return self._value(self.prefix + name, shape, dtype, "activation", self.new_slot())
 
     def temporary(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
@@ -256,32 +264,48 @@ class Tape:
             (self._sums if summed else self._rows).add(v.tensor)
         return ("batch",) if any(v.tensor in self._rows for v in writes) else ("batch_sum",)
 
+    def needs_gradient(self, *values: Value) -> bool:
+        """Whether one of these is a trained weight or was computed from one."""
+        return any(value.slot in self._needing for value in values)
+
     def record(self, inputs: Sequence[Value], outputs: Sequence[Value], rule: Rule) -> None:
-        """Record a differentiable op."""
+        """Record a differentiable op, and what it saves, if one of its inputs needs a gradient; then its outputs do.
+
+        rule: may compute the gradients only of inputs that need one, and must if that takes a kernel of its own.
+        """
+        saving, self._saving = self._saving, []
+        if not self.needs_gradient(*inputs):
+            return
+        for tensor, reason in saving:
+            self.builder.mark_saved(tensor, reason)
         for value in inputs:
-            if value.slot >= 0:
+            if self.needs_gradient(value):
                 self.left[value.slot] = self.left.get(value.slot, 0) + 1
+        self._needing.update(value.slot for value in outputs)
         self.nodes.append(Node(self.layer, tuple(inputs), tuple(outputs), rule))
 
-    def save(self, value: Value, reason: str) -> None:
-        """Record why autograd saves a tensor; weights, which are resident anyway, are skipped."""
-        if not value.parameter:
-            self.builder.mark_saved(value.tensor, reason)
+    def save(self, value: Value, reason: str, needed_for: Value | None = None) -> None:
+        """Note what the op that is recorded next saves, and why; weights, which are resident anyway, are skipped.
+
+        needed_for: the input whose gradient alone is computed from it, so that it is saved only if that one is needed.
+        """
+        if not value.parameter and (needed_for is None or self.needs_gradient(needed_for)):
+            self._saving.append((value.tensor, reason))
 
     # ---- autocast ----------------------------------------------------------------------------
 
     def to_compute(self, value: Value, name: str) -> Value:
         """The operand of a matrix product: under autocast a 16-bit copy of an fp32 one.
 
-        Copies of weights are cached until the forward pass ends (autocast's weight cache). Copies of activations are
-        not cached: each product has its own.
+        Copies of trained weights are cached until the forward pass ends (autocast's weight cache). Copies of
+        activations and of frozen weights are not cached: each product has its own.
         """
         if not self.precision.autocast or value.dtype != "fp32":
             return value
         if value.parameter and value.tensor in self._casts:
             return self._casts[value.tensor]
         copy = self.cast(value, self.precision.compute, name)
-        if value.parameter:
+        if value.parameter and self.needs_gradient(value):
             self._casts[value.tensor] = copy
         return copy
 
@@ -290,18 +314,24 @@ class Tape:
         return self.cast(value, "fp32", name) if self.precision.autocast else value
 
     def leave_autocast(self) -> None:
-        """Drop the cached copies of weights, like the end of an autocast region."""
+        """Drop the cached copies of weights, like the end of an autocast region.
+
+        Copies that nothing saved, because the input beside them needs no gradient, are released here. Those of biases
+        are not held: they are released by the op that reads them, which makes a difference of a few kilobytes.
+        """
+        last = self.builder.ops - 1
+        for copy in self._casts.values():
+            if len(copy.shape) > 1 and not self.builder.is_saved(copy.tensor):
+                self.builder.release(copy.tensor, last)
         self._casts.clear()
 
     def cast(self, value: Value, dtype: str, name: str) -> Value:
         """A copy in another type; `value` itself if it has that type already."""
         if value.dtype == dtype:
             return value
-        out = self.result(f"{name}.out", value.shape, dtype) if value.slot >= 0 else None
-        out = out or self.constant(f"{name}.out", value.shape, dtype)
+        out = self.result(f"{name}.out", value.shape, dtype)
         self.op(name, "copy", [value], [out])
-        if value.slot >= 0:
-            self.record([value], [out], lambda g: [self.gradient_cast(g, value, f"{name}.bwd")])
+        self.record([value], [out], lambda g: [self.gradient_cast(g, value, f"{name}.bwd")])
         return out
 
     def gradient_cast(self, gradient: Value, value: Value, name: str) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 from sim.errors import WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
 from workloads.attention import Core, causal_mask
 from workloads.backward import backward
 from workloads.experts import routing
@@ -20,7 +21,7 @@ from workloads.models import Config, HasDict, read_config
 from workloads.optimizers import OPTIMIZERS, update
 from workloads.parameters import make_parameters
 from workloads.precision import PRECISIONS, Precision
-from workloads.primitives import add, dropout, embedding, linear, split, tanh
+from workloads.primitives import add, dropout, embedding, split, tanh
 from workloads.tape import Tape, Value
 
 ATTENTIONS = ("eager", "sdpa", "flash")
@@ -29,6 +30,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "attention": ATTENTIONS,
     "optimizer": OPTIMIZERS,
     "loss": LOSSES,
+    "frozen_dtype": FROZEN_DTYPES,
 }
 """The valid values of arguments that are names: the registries themselves, so that additions there are valid here."""
 
@@ -44,6 +46,11 @@ def transformer(
     optimizer: str = "adamw_foreach",
     loss: str = "torch",
     micro_batches: int = 1,
+    frozen: str | Sequence[str] | None = None,
+    frozen_dtype: str | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | Sequence[str] | None = None,
+    lora_dropout: float = 0.0,
     routing_seed: int = 0,
     routing_skew: float = 0.0,
 ) -> Trace:
@@ -60,6 +67,14 @@ def transformer(
     optimizer: one of `workloads.optimizers.OPTIMIZERS`.
     loss: torch, fused or chunked, see `workloads.losses`.
     micro_batches: gradients are accumulated over that many parts of the batch.
+    frozen: weights that are not trained: names of weights or of parts of the model (`h0`, `h0.attn`, `wte.weight`), or
+        patterns of these (`h[0-5]`, `*.weight`), as a list or with commas. By default none; with adapters all others.
+    frozen_dtype: in which type frozen weights are stored; by default as the trained ones. `bf16` with `amp_bf16` is a
+        16-bit model with fp32 adapters under autocast.
+    lora_rank: rank of LoRA's adapters (PEFT: r); by default there are none.
+    lora_targets: the linear layers that have adapters: names (`attn.q`), PEFT's (`q_proj`), or `all-linear`, as a list
+        or with commas; by default PEFT's for the family, which are queries and values.
+    lora_dropout: probability of the dropout before each adapter.
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
 
     A keep-all replay of this trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled: padding
@@ -87,12 +102,21 @@ def transformer(
     if routing_skew < 0:
         raise WorkloadError(f"routing_skew: needs a number of at least 0, has {routing_skew!r}")
     if dropout is not None:
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {dropout!r}")
+        dropout = _probability("dropout", dropout)
         c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
+    tuning = tuning_of(
+        c.family,
+        PRECISIONS[precision],
+        frozen=frozen,
+        frozen_dtype=frozen_dtype,
+        lora_rank=0 if lora_rank is None else _count("lora_rank", lora_rank),
+        lora_targets=lora_targets,
+        lora_dropout=_probability("lora_dropout", lora_dropout),
+    )
     return _build(
         c,
         PRECISIONS[precision],
+        tuning,
         batch,
         sequence,
         attention,
@@ -110,9 +134,17 @@ def _count(argument: str, value: object) -> int:
     return index(value)
 
 
+def _probability(argument: str, value: float) -> float:
+    """A number from 0 up to 1. Raises WorkloadError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise WorkloadError(f"{argument}: needs a number from 0 up to 1, has {value!r}")
+    return value
+
+
 def _build(
     c: Config,
     precision: Precision,
+    tuning: Tuning,
     batch: int,
     sequence: int,
     attention: str,
@@ -123,13 +155,14 @@ def _build(
 ) -> Trace:
     builder = TraceBuilder()
     tape = Tape(builder, precision)
-    weights = make_parameters(tape, c)
+    tape.frozen_dtype = tuning.dtype or precision.weight
+    weights = make_parameters(tape, c, tuning)
+    trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
     if micro_batches == 1 and loss != "chunked" and not c.experts:  # these divide their tokens differently
         tape.samples = samples
     loads = []
-    forward_flops = 0
     for i in range(micro_batches):
         tape.prefix = f"mb{i}." if micro_batches > 1 else ""
         core = Core(
@@ -145,13 +178,13 @@ def _build(
         )
         load = routing(c, samples * sequence, seed=route[0] + i, skew=route[1]) if c.experts else {}
         loads.append(load)
-        tape.product_flops = 0
-        result = PASSES[c.family](tape, Model(c, weights, core, load), loss)
-        forward_flops += tape.product_flops
+        result = PASSES[c.family](tape, Model(c, weights, core, load, tuning), loss)
+        if not tape.needs_gradient(result):
+            raise WorkloadError("frozen: the loss depends on no trained weight: nothing is left to train")
         tape.leave_autocast()
         backward(tape, result, gradients)
     tape.prefix = ""
-    update(builder, precision, optimizer, tape.parameters, gradients)
+    update(builder, precision, optimizer, trained, gradients)
     builder.meta.update(
         model=c.name,
         family=c.family,
@@ -166,10 +199,18 @@ def _build(
         loss=loss,
         layers=c.layers,
         parameters=sum(value.elements for value, _ in tape.parameters),
-        # each product of the forward pass entails two in the backward pass
-        model_flops=3 * forward_flops,
+        model_flops=tape.product_flops,
         source=c.source,
     )
+    if len(trained) < len(tape.parameters):
+        builder.meta |= {
+            "trainable_parameters": sum(value.elements for value, _ in trained),
+            "frozen": list(tuning.frozen),
+            "frozen_dtype": tape.frozen_dtype,
+        }
+    if tuning.rank:
+        adapters = {"lora_rank": tuning.rank, "lora_targets": list(tuning.targets), "lora_dropout": tuning.dropout}
+        builder.meta |= adapters
     if c.experts:
         builder.meta["expert_loads"] = [{str(layer): list(load) for layer, load in part.items()} for part in loads]
     return builder.build()
@@ -182,7 +223,7 @@ def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
     x = embedding(tape, "wte", ids, w["wte.weight"])
     x = _positions(tape, "wpe", x, w["wpe.weight"])
     if core.implementation == "eager":
-        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence))
+        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
     x = dropout(tape, "dropout", x, c.embedding_dropout)
     for i in range(c.layers):
         tape.layer = i
@@ -198,9 +239,9 @@ def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
     c, w, core = model.config, model.weights, model.core
     ids, labels = _inputs(tape, core)
     x = embedding(tape, "embed", ids, w["embed.weight"])
-    rotary = rotary_tables(tape, core.sequence, core.head)
+    rotary = rotary_tables(tape, core.sequence, core.head, x.dtype)
     if core.implementation == "eager":
-        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence))
+        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
     for i in range(c.layers):
         tape.layer = i
         x = llama_layer(tape, model, f"h{i}", x, rotary)
@@ -231,7 +272,7 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     y = model.norm(tape, "transform.ln", y)
     head = w["wte.weight" if c.tied else "head.weight"]
     tokens = head_loss(tape, loss, "head", y, head, labels, bias=w["head.bias"], causal=False)
-    two = linear(tape, "next_sentence", pooled, w["next_sentence.weight"], w["next_sentence.bias"])
+    two = model.linear(tape, "next_sentence", pooled)
     sentence = cross_entropy(tape, "next_sentence.loss", two, following)
     return add(tape, "loss.add", tokens, sentence)
 
@@ -253,7 +294,7 @@ def _positions(tape: Tape, name: str, x: Value, table: Value) -> Value:
     tape.op(f"{name}.add", "elementwise", [x, vectors], [out], flops=x.elements)
 
     def rule(g: Value) -> list[Value | None]:
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 or not tape.needs_gradient(vectors):
             return [g, g]
         gradient = tape.gradient(vectors)
         tape.op(f"{name}.add.bwd", "reduce", [g], [gradient], flops=g.elements, settles=True)

@@ -93,7 +93,7 @@ def _analyses() -> Collection[str]:
 
 
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
-    **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss")},
+    **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "frozen_dtype")},
     "validated": _validated,
     "analyses": _analyses,
 }

@@ -49,6 +49,33 @@ AXES = (
         "dropout", Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")], None
     ),
     Option("micro_batches", Annotated[int, typer.Option(help="micro-batches whose gradients are summed")], 1),
+    Option(
+        "frozen",
+        Annotated[
+            str | None,
+            typer.Option(
+                help="weights that are not trained: wte,h[0-5] or *.weight; default: none, with adapters all others"
+            ),
+        ],
+        None,
+    ),
+    Option(
+        "frozen_dtype",
+        Annotated[
+            str | None, typer.Option(help="type of frozen weights: {frozen_dtype}; default: that of the trained ones")
+        ],
+        None,
+    ),
+    Option("lora_rank", Annotated[int | None, typer.Option(help="rank of LoRA's adapters; default: none")], None),
+    Option(
+        "lora_targets",
+        Annotated[
+            str | None,
+            typer.Option(help="linear layers with adapters: q_proj,v_proj or all-linear; default: queries and values"),
+        ],
+        None,
+    ),
+    Option("lora_dropout", Annotated[float | None, typer.Option(help="dropout before adapters; default: 0")], None),
 )
 """Options from which a model's trace is made; `workloads.transformer` says what each means."""
 

@@ -12,7 +12,7 @@ from sim.solvers.regions import Region
 from sim.solvers.schedule import TraceIndex, backward_slice
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import PERSISTENT
-from sim.trace.op import KIND_CODE
+from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 
 
@@ -156,8 +156,8 @@ def _reads_saved(index: TraceIndex, op: int) -> bool:
 def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]:
     """Copies of weights that a region makes, and the last forward op before the next backward, to be held until then.
 
-    PyTorch's autocast casts each weight once and keeps the copy until its context is left, which is after
-    the forward pass and the loss.
+    PyTorch's autocast casts each weight that is trained once and keeps the copy until its context is left, which is
+    after the forward pass and the loss. It casts a frozen weight for each use and keeps no copy.
     """
     c = index.trace.op_columns
     ends: dict[int, NDArray[np.int64]] = {}
@@ -165,13 +165,14 @@ def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]
         ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
     forward = np.flatnonzero(c.phase == FORWARD)
     held: dict[int, int] = {}
+    trained = _trained(index)
     for region in regions:
         later = ends[index.device[region.forward[0]]]
         after = later[np.searchsorted(later, region.forward[-1]) :]
         stop = int(after[0]) if len(after) else len(index.reads)
         last = int(forward[np.searchsorted(forward, stop) - 1])
         for op in region.forward:
-            if _casts_weights(index, op):
+            if _casts_weights(index, op) and trained[index.reads[op]].all():
                 held.update(dict.fromkeys(index.writes[op], last))
     return held
 
@@ -180,6 +181,13 @@ def _casts_weights(index: TraceIndex, op: int) -> bool:
     reads = index.reads[op]
     copies = index.trace.op_columns.kind[op] == KIND_CODE["copy"]
     return bool(copies and reads and all(index.role[t] in PERSISTENT for t in reads))
+
+
+def _trained(index: TraceIndex) -> NDArray[np.bool_]:
+    """Which tensors are weights that are trained: those that are overwritten, or all where there is no update."""
+    weights = np.isin(index.trace.tensor_columns.role, PERSISTENT)
+    updates = np.isin(PHASE_CODE["update"], index.trace.op_columns.phase)
+    return weights & (index.trace.replaced_by >= 0) if updates else weights
 
 
 @dataclass(frozen=True, slots=True)

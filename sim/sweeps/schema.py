@@ -215,6 +215,7 @@ def _choices(axis: str) -> Callable[[], tuple[str, ...]]:
 Listed = BeforeValidator(_listed)
 Counts = Annotated[list[Annotated[int, PlainValidator(_count(1))]], Listed]
 Seeds = Annotated[list[Annotated[int, PlainValidator(_count(0))]], Listed]
+FrozenDtype = Annotated[str, PlainValidator(_one_of(_choices("frozen_dtype")))]
 Condition = Annotated[Any, PlainValidator(_condition)]
 Filter = dict[str, Condition]
 
@@ -238,6 +239,11 @@ class StudyFile(BaseModel):
     loss: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("loss")))]], Listed] = ["torch"]
     dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
     micro_batches: Counts = [1]
+    frozen: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
+    frozen_dtype: Annotated[list[FrozenDtype], Listed] | None = None
+    lora_rank: Counts | None = None
+    lora_targets: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
+    lora_dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
     routing_seed: Seeds = [0]
     routing_skew: Annotated[list[Annotated[float, PlainValidator(_skew)]], Listed] = [0.0]
     profile: Annotated[list[Annotated[str, PlainValidator(_profile)]], Listed]
@@ -255,7 +261,7 @@ class StudyFile(BaseModel):
 
 WORKLOAD_AXES = (
     *("batch", "sequence", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches"),
-    *("routing_seed", "routing_skew"),
+    *("frozen", "frozen_dtype", "lora_rank", "lora_targets", "lora_dropout", "routing_seed", "routing_skew"),
 )
 """The axes that go with `model` and not with `trace`."""
 

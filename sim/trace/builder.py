@@ -105,9 +105,18 @@ class TraceBuilder:
         """Record why backward needs a tensor; the first reason wins."""
         self._sparse["saved_for"].setdefault(tensor, reason)
 
+    def is_saved(self, tensor: int) -> bool:
+        """Whether `mark_saved` has named a reason for an existing tensor."""
+        return tensor in self._sparse["saved_for"]
+
     def take_over(self, tensor: int, old: int) -> None:
         """Let an existing tensor take over the storage of another in place."""
         self._tensors["replaces"][tensor] = old
+
+    @property
+    def ops(self) -> int:
+        """How many ops there are so far."""
+        return len(self._ops["name"])
 
     def bytes_of(self, tensor: int) -> int:
         """Bytes of an existing tensor."""
