@@ -73,6 +73,7 @@ def case(name, config, batch, sequence, precision, attention, *, policy="none", 
         for k, v in more.items()
         if k in ("optimizer", "loss", "micro_batches")
     ]
+    words += [f"lora{more['lora_rank']}"] if "lora_rank" in more else []
     CASES.append({"case": "_".join(words), "truth": truth, "policy": policy, "arguments": arguments})
 
 
@@ -162,6 +163,38 @@ for optimizer in ("adamw_foreach", "adamw_loop", "adafactor", "sgd_momentum"):
     case("gpt2", GPT2, 2, 300, "mixed_bf16", "sdpa", optimizer=optimizer, truth=MASTERS)
 case("llama", LLAMA, 2, 300, "mixed_bf16", "sdpa", truth=MASTERS)
 case("llama", LLAMA, 4, 300, "mixed_bf16", "sdpa", micro_batches=2, truth=MASTERS)
+
+# frozen weights, and LoRA as PEFT has it
+PEFT = "Hugging Face's class with PEFT's LoRA"
+for precision in ("fp32", "bf16", "amp_bf16", "amp_fp16", "mixed_bf16"):
+    case("gpt2", GPT2, 3, 300, precision, "sdpa", lora_rank=8, truth=PEFT)
+    case("llama", LLAMA, 3, 300, precision, "sdpa", lora_rank=8, truth=PEFT)
+for precision in ("amp_bf16", "fp32"):  # the model in 16 bits, the adapters in fp32, with and without autocast
+    half = {"lora_rank": 16, "frozen_dtype": "bf16", "lora_dropout": 0.1}
+    case("gpt2-half", GPT2, 2, 257, precision, "sdpa", **half, truth=PEFT)
+    case("llama-half", LLAMA, 2, 257, precision, "sdpa", **half, truth=PEFT)
+    case("bert-half", BERT, 2, 257, precision, "eager", **half, truth=PEFT)
+for precision in ("bf16", "amp_bf16"):
+    every = {"lora_rank": 64, "lora_targets": "all-linear"}
+    case("llama-every", LLAMA, 4, 777, precision, "eager", **every, truth=PEFT)
+    case("gpt2-every", GPT2, 4, 600, precision, "sdpa", **every, lora_dropout=0.05, truth=PEFT)
+    case("llama-every", LLAMA, 4, 777, precision, "sdpa", policy="full_ckpt", **every, truth=PEFT)
+    case("llama-mlp", LLAMA, 3, 300, precision, "sdpa", lora_rank=4, lora_targets=["up_proj", "down_proj"], truth=PEFT)
+case("bert", BERT, 6, 200, "amp_bf16", "sdpa", lora_rank=8, truth=PEFT)
+case("mixtral", MIXTRAL, 2, 300, "bf16", "sdpa", lora_rank=8, lora_targets=["q_proj", "v_proj"], truth=PEFT)
+case("llama-full-heads", {**LLAMA, "num_key_value_heads": 8}, 4, 300, "fp32", "sdpa", lora_rank=8, truth=PEFT)
+case("llama", LLAMA, 4, 300, "amp_bf16", "sdpa", micro_batches=2, lora_rank=8, truth=PEFT)
+case("llama", LLAMA, 3, 900, "bf16", "sdpa", policy="save_on_cpu", lora_rank=8, truth=PEFT)
+for optimizer in ("adamw_fused", "adamw_loop", "sgd_momentum"):
+    case("llama", LLAMA, 2, 100, "bf16", "sdpa", optimizer=optimizer, lora_rank=8, truth=PEFT)
+FROZEN = "Hugging Face's class with some of its weights frozen"
+for precision in ("fp32", "bf16", "amp_bf16"):
+    for name, config, parts in (
+        ("gpt2", GPT2, (("wte", "wpe", "h0", "h1"), ("wpe", "h[0-9]", "ln_f"), ("h1", "ln_f"))),
+        ("llama", LLAMA, (("embed", "h0", "h1"), ("embed", "h[0-9]", "norm"), ("h1", "head"))),
+    ):
+        for label, frozen in zip(("first", "body", "middle"), parts, strict=True):
+            case(f"{name}-{label}-frozen", config, 3, 300, precision, "sdpa", frozen=list(frozen), truth=FROZEN)
 
 
 def _give_loads() -> None:

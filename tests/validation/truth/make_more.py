@@ -1,6 +1,6 @@
 """Writes tests/validation/data/pytorch_more.json: peaks of real PyTorch steps that no rule here was written from.
 
-python -m tests.validation.truth.make_more            all cases (minutes; needs transformers and a C++ compiler)
+python -m tests.validation.truth.make_more            all cases (minutes; needs transformers, peft and a C++ compiler)
 python -m tests.validation.truth.make_more NAME …     print these only
 
 Tests need the file, not this script.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.validation.truth import guard  # noqa: F401, before torch
@@ -100,6 +101,13 @@ class Scaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
 
+class Tracker(MemTracker):
+    """MemTracker for frozen parameters, too: without the hooks that tell gradients from temporaries."""
+
+    def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+
 @contextmanager
 def numbers_are_one() -> Iterator[None]:
     """`item` gives 1.0: Adafactor asks for norms, and fake tensors have none."""
@@ -126,7 +134,8 @@ def run(case: dict, detail: bool = False) -> dict:
     """The figures of one case: live bytes at the start and after forward, and the highest point of each phase."""
     a, policy = case["arguments"], case["policy"]
     precision, micro_batches = a["precision"], a.get("micro_batches", 1)
-    dtype = {"bf16": torch.bfloat16, "mixed_bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    stored = a.get("frozen_dtype", precision)
+    dtype = {"bf16": torch.bfloat16, "mixed_bf16": torch.bfloat16, "fp16": torch.float16}.get(stored, torch.float32)
     half = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(precision)
     with ExitStack() as stack:
         stack.enter_context(cuda_kernels())
@@ -137,10 +146,11 @@ def run(case: dict, detail: bool = False) -> dict:
             batches = [models.batch_of(case, a["batch"] // micro_batches) for _ in range(micro_batches)]
         if policy in ("full_ckpt", "selective_ckpt"):
             checkpoint_layers(model, policy == "selective_ckpt")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ledger = Ledger(detail=detail)
         hooked = policy == "optimizer_in_backward"
         make = partial(InBackward, ledger) if hooked else optimizer_of
-        tuned = make(a["optimizer"], list(model.parameters()), precision.startswith("mixed"))
+        tuned = make(a["optimizer"], trained, precision.startswith("mixed"))
         scaler = Scaler("cuda", init_scale=1024.0) if precision == "amp_fp16" else None
 
         def iteration() -> None:
@@ -188,12 +198,13 @@ def run(case: dict, detail: bool = False) -> dict:
             "peaks": ledger.peaks,
             "host_peak": ledger.host_peak,
             "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in trained),
         }
         if detail:
             found["where"] = ledger.where
         if micro_batches == 1 and not scaler:
             ledger.phase = ""
-            tracker = MemTracker()
+            tracker = Tracker() if len(trained) < len(list(model.parameters())) else MemTracker()
             owners = [] if precision.startswith("mixed") else list(tuned.each.values()) if hooked else [tuned]
             tracker.track_external(model, *batches[0].values(), *owners)
             if precision.startswith("mixed"):
@@ -220,7 +231,7 @@ def main(names: list[str]) -> None:
         rows.append({**case, **run(case)})
         print(case["case"], {k: v["total"] for k, v in rows[-1]["peaks"].items()}, file=sys.stderr)
     if not names:
-        head = {"torch": torch.__version__, "transformers": models.transformers.__version__}
+        head = {name: version(name) for name in ("torch", "transformers", "peft")}
         text = ",\n".join(json.dumps(row) for row in rows)
         TARGET.write_text(f'{{"made_with": {json.dumps(head)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import transformers
@@ -42,12 +46,38 @@ def build(case: dict) -> nn.Module:
     if "expert_loads" in case:
         for layer, loads in zip(model.model.layers, case["expert_loads"], strict=True):
             layer.mlp = ExpertLoop(config, loads)
-    return ChunkedLoss(model) if a.get("loss") == "chunked" else model
+    model = ChunkedLoss(model) if a.get("loss") == "chunked" else model
+    freeze(model, a.get("frozen", ()))
+    return adapted(model, a) if a.get("lora_rank") else model
+
+
+def freeze(model: nn.Module, parts: Sequence[str]) -> None:
+    """Parts of the model are not trained: `h0` is its first layer, `embed` the table of a Llama, `wte` of a GPT-2."""
+    for name, parameter in model.named_parameters():
+        ours = re.sub(r"^(transformer|model)\.", "", name)
+        ours = (
+            re.sub(r"^(layers|h)\.(\d+)\.", r"h\2.", ours)
+            .replace("embed_tokens.", "embed.")
+            .replace("lm_head.", "head.")
+        )
+        if any(fnmatchcase(ours, f"{part}.*") for part in parts):
+            parameter.requires_grad_(False)
+
+
+def adapted(model: nn.Module, arguments: dict) -> nn.Module:
+    """The model with PEFT's LoRA; adapters in fp32 beside a 16-bit model unless all is to be of one type."""
+    import peft  # most cases need none
+
+    given = {"target_modules": arguments["lora_targets"]} if "lora_targets" in arguments else {}
+    config = peft.LoraConfig(r=arguments["lora_rank"], lora_dropout=arguments.get("lora_dropout", 0.0), **given)
+    # adapters are made where they belong, and fake parameters cannot always be moved
+    with mock.patch.object(nn.Module, "to", lambda module, *_, **__: module):
+        return peft.get_peft_model(model, config, autocast_adapter_dtype="frozen_dtype" in arguments)
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
     """The layers that a checkpoint is put round."""
-    inner = model.base_model
+    inner = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
     return inner.h if hasattr(inner, "h") else inner.encoder.layer if hasattr(inner, "encoder") else inner.layers
 
 
