@@ -23,7 +23,7 @@ from sim.engine.event_path.restore import Restore
 from sim.engine.replay import replay
 from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate
-from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
+from sim.hardware.platform import Member, Platform, Pool
 from sim.log import CAUSE, WHY, EventLog
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
 from sim.policies.base import MANAGES, Policy
@@ -34,6 +34,7 @@ from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import KIND_CODE, Implementation
 from sim.trace.origin import Fused, Glue, Origin, Same
+from tests.machines import machine as toy_machine
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 ONE_RUN = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried", "unlimited")
@@ -53,15 +54,8 @@ class Honest(Policy):
         return Plan(problem.trace, self.actions)
 
 
-def machine(hbm: int = 1000, *, pools: tuple[Pool, ...] = ()) -> Platform:
-    """One device, a host with a CPU engine, a link each way."""
-    tiers = (Tier("hbm", hbm, hbm, GB, device=0), Tier("host", 1000, 1000, GB))
-    engines = (
-        Engine("npu", 0, "hbm", ("hbm",), {"fp32": GB}),
-        Engine("cpu", -1, "host", ("host",), {"fp32": GB}, main=False),
-    )
-    links = (Link("d2h", "hbm", "host", GB), Link("h2d", "host", "hbm", GB))
-    return Platform("hand", tiers, engines, links, pools)
+machine = partial(toy_machine, hbm=1000, host=1000, cpu="host")
+"""One device, a host with a CPU engine, a link each way."""
 
 
 def chain(*, weights: bool = False) -> Trace:
@@ -161,8 +155,8 @@ def test_dropping_what_the_program_holds_is_the_plans_to_say():
 def test_one_byte_over_capacity_breaks_capacity():
     run = good()
     peak = int(np.cumsum(run.log.changes[run.log.changes[:, 1] == 0, 2]).max())
-    assert broken(with_log(run, platform=machine(peak))) == set()
-    assert broken(with_log(run, platform=machine(peak - 1))) == {"capacity"}
+    assert broken(with_log(run, platform=machine(hbm=peak))) == set()
+    assert broken(with_log(run, platform=machine(hbm=peak - 1))) == {"capacity"}
 
 
 def test_an_engine_that_does_not_free_leaks(monkeypatch):
@@ -499,7 +493,7 @@ def test_a_partial_log_that_is_given_as_an_answer_breaks_outcome():
 
 
 def refusal() -> Replayed:
-    run = replayed(Honest(), Plan(chain()), chain(), machine(25))
+    run = replayed(Honest(), Plan(chain()), chain(), machine(hbm=25))
     assert isinstance(run.error, OutOfMemory)
     assert broken(run) == set()
     return run
@@ -576,7 +570,7 @@ class NotOptimal(Honest):
 
 
 def test_a_policy_that_is_slower_with_more_budget_breaks_optimal():
-    assert broken(run_policy(NotOptimal(), chain(), machine(100)), CHECKS) == {"optimal"}
+    assert broken(run_policy(NotOptimal(), chain(), machine(hbm=100)), CHECKS) == {"optimal"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,9 +591,9 @@ class BestOfItsClass(Honest):
 
 
 def test_a_policy_that_a_plan_of_its_own_class_beats_breaks_optimal():
-    assert broken(run_policy(BestOfItsClass(), chain(), machine(100)), CHECKS) == {"optimal"}
-    assert broken(run_policy(BestOfItsClass(refuses=True), chain(), machine(100)), CHECKS) == {"optimal"}
-    assert not broken(run_policy(BestOfItsClass(status="feasible"), chain(), machine(100)), CHECKS)
+    assert broken(run_policy(BestOfItsClass(), chain(), machine(hbm=100)), CHECKS) == {"optimal"}
+    assert broken(run_policy(BestOfItsClass(refuses=True), chain(), machine(hbm=100)), CHECKS) == {"optimal"}
+    assert not broken(run_policy(BestOfItsClass(status="feasible"), chain(), machine(hbm=100)), CHECKS)
 
 
 # ---- law 9 -------------------------------------------------------------------------------------
@@ -682,8 +676,8 @@ def pressed() -> Trace:
 
 
 def test_peeking_ahead_breaks_online():
-    assert broken(run_policy(Peeks(peek=False), pressed(), machine(40)), CHECKS) == set()
-    assert broken(run_policy(Peeks(), pressed(), machine(40)), CHECKS) == {"online"}
+    assert broken(run_policy(Peeks(peek=False), pressed(), machine(hbm=40)), CHECKS) == set()
+    assert broken(run_policy(Peeks(), pressed(), machine(hbm=40)), CHECKS) == {"online"}
 
 
 @dataclass(frozen=True, kw_only=True)

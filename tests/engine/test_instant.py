@@ -12,8 +12,8 @@ from sim.hardware.platform import Engine, Platform, Tier
 from sim.plan import Drop, Move, Plan, Wait
 from sim.trace import TraceBuilder
 from tests.engine.random_plans import planned
-from tests.engine.stranger import beside, instants, outcome, without_stranger
 from tests.engine.test_timeline import GB, chain, machine, spans
+from tests.engine.unrelated_device import beside, instants, outcome, without_unrelated
 
 some = settings(
     max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -115,11 +115,11 @@ def test_an_unrelated_copy_that_ends_beside_it_changes_nothing(ns):
 def test_nothing_unrelated_at_any_nanosecond_changes_a_small_run(case, copies):
     plan, platform = CASES[case]
     base = replay(plan, platform)
-    expected = without_stranger(base)
+    expected = without_unrelated(base)
     last = max(instants(base))
     for times in [range(1, last + 1), *([t] for t in range(1, last + 1))]:
         log = replay(*beside(plan, platform, times, copies=copies and max(times) < last, pooled=False))
-        assert without_stranger(log) == expected, times
+        assert without_unrelated(log) == expected, times
 
 
 @pytest.mark.parametrize("online", [False, True], ids=["offline", "online"])
@@ -139,6 +139,6 @@ def test_nothing_unrelated_changes_a_random_run(online):
             return
         other, longer = outcome(*beside(plan, example.platform, times, copies=copies, pooled=pooled))
         assert other == what
-        assert without_stranger(longer) == without_stranger(log)
+        assert without_unrelated(longer) == without_unrelated(log)
 
     check()

@@ -2,35 +2,24 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
 from sim.analysis import stalls as stalls_of
 from sim.engine.replay import replay
 from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
-from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
+from sim.hardware.platform import Member, Platform, Pool, Tier
 from sim.log import CAUSES
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.rewrites.holding import with_releases
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine as toy_machine
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 
-
-def machine(*, hbm=1000, host=10_000, devices=1, pools=(), rate=GB, fixed=0, copy_engines=1, cpu=False) -> Platform:
-    """`devices` accelerators with a tier each, one host tier, and a link each way at one byte a nanosecond."""
-    names = [f"@{d}" if devices > 1 else "" for d in range(devices)]
-    tiers = [Tier(f"hbm{n}", hbm, hbm, GB, device=d) for d, n in enumerate(names)]
-    engines = [Engine(f"npu{n}", d, f"hbm{n}", (f"hbm{n}",), {"fp32": GB}) for d, n in enumerate(names)]
-    links = []
-    for n in names:
-        links.append(Link(f"d2h{n}", f"hbm{n}", "host", rate, fixed, copy_engines))
-        links.append(Link(f"h2d{n}", "host", f"hbm{n}", rate, fixed, copy_engines))
-    if devices == 2:
-        links += [Link("a2b", "hbm@0", "hbm@1", rate, fixed), Link("b2a", "hbm@1", "hbm@0", rate, fixed)]
-    if cpu:
-        engines.append(Engine("cpu", -1, "host", ("host",), {"fp32": GB}, main=False))
-    return Platform("hand", (*tiers, Tier("host", host, host, GB)), tuple(engines), tuple(links), tuple(pools))
+machine = partial(toy_machine, hbm=1000, host=10_000)
+"""One accelerator or several, a host, and a link each way at one byte per nanosecond."""
 
 
 def chain(*steps: tuple[str, int], size: int = 10) -> Trace:
@@ -132,7 +121,7 @@ def test_pageable_copy_beside_cpu_adam_shares_host_memory_in_charged_bytes():
     Adam's 90 B end at 90; by then the copy has moved 30 of 60 B; the rest at 2/3 B/ns takes 45: it ends at 135.
     """
     pool = Pool("dram", (Member("d2h", charge=Fraction(3)), Member("cpu")), 2 * GB)
-    platform = machine(cpu=True, pools=(pool,))
+    platform = machine(cpu="host", pools=(pool,))
     host = Tier("host", 10_000, 10_000, 2 * GB)
     platform = Platform("hand", (platform.tiers[0], host), platform.engines, platform.links, platform.pools)
     b = weights(60)
@@ -295,10 +284,10 @@ def test_a_release_that_waits_keeps_its_cause():
     b.op("long", writes=[z], duration=30)
     b.op("end", reads=[y, z], duration=5)
     out, back = Move("x", "host", after="make"), Move("x", "hbm", before="long")
-    log = replay(Plan(b.build(carry=()), [out, Wait("x", before="beside"), back]), machine(cpu=True))
+    log = replay(Plan(b.build(carry=()), [out, Wait("x", before="beside"), back]), machine(cpu="host"))
     assert goings(log, "x") == [("hbm", 20, "moved out"), ("host", 70, "moved out"), ("hbm", 70, "freed")]
     dropped = Plan(b.build(carry=()), [out, Wait("x", before="beside"), Drop("x", tier="host", before="long")])
-    assert goings(replay(dropped, machine(cpu=True)), "x")[1] == ("host", 70, "dropped")
+    assert goings(replay(dropped, machine(cpu="host")), "x")[1] == ("host", 70, "dropped")
 
 
 def test_what_dies_while_it_is_copied_is_freed_when_the_copy_ends():
@@ -446,7 +435,7 @@ def test_an_op_on_another_engine_runs_beside_the_device():
     b.op("adam", "optimizer", reads=[g, s], writes=[s2], duration=100, engine="cpu", phase="update")
     b.op("next", duration=30)
     b.op("last", reads=[s2], duration=1, engine="cpu", phase="update")
-    log = replay(Plan(b.build()), machine(cpu=True))
+    log = replay(Plan(b.build()), machine(cpu="host"))
     assert ("h2d", "s", 0, 0) not in spans(log)
     assert spans(log, "move")[0] == ("d2h", "g", 10, 20)  # an implicit fetch: the CPU can't read hbm
     assert ("cpu", "adam", 20, 120) in spans(log, "run")
@@ -461,7 +450,7 @@ def test_the_end_says_what_it_waits_for():
     y = b.tensor("y", 10)
     b.op("first", reads=[x], writes=[y], duration=10)
     b.op("adam", "optimizer", reads=[y], duration=100, engine="cpu", phase="update")
-    log = replay(Plan(b.build(), [Move(w, "host", before="first")]), machine(cpu=True, copy_engines=2))
+    log = replay(Plan(b.build(), [Move(w, "host", before="first")]), machine(cpu="host", copy_engines=2))
     # y goes to the host at half the link's rate from 10 to 30, the CPU runs to 130, and w is on its way until 310
     assert [row[1:] for row in stalls(log)][-2:] == [("engine", 30, 130), ("drain", 130, 310)]
 
@@ -472,7 +461,7 @@ def test_running_again_waits_for_the_first_run_on_another_engine():
     b.op("aside", reads=[x], writes=[y], duration=100, engine="cpu")
     b.op("main", reads=[x], writes=[z], duration=5)
     b.op("late", reads=[y, z], duration=1)
-    log = replay(Plan(b.build(), [Recompute("aside", before="late")]), machine(cpu=True))
+    log = replay(Plan(b.build(), [Recompute("aside", before="late")]), machine(cpu="host"))
     assert ("cpu", "aside", 0, 100) in spans(log, "run")
     assert stalls(log)[:2] == [("main", "transfer", 0, 10), ("aside", "engine", 15, 100)]
     assert ("cpu", "aside", 100, 200) in spans(log, "recompute")
@@ -611,7 +600,7 @@ def test_a_release_on_another_engine_counts_at_its_end():
     b.op("b", reads=[t[1]], writes=[t[2]], duration=10)
     b.op("slow", writes=[t[3]], duration=100, engine="cpu", releases=[t[1]])
     b.op("c", duration=10)
-    log = replay(Plan(b.build(outputs=[t[2]])), machine(cpu=True))
+    log = replay(Plan(b.build(outputs=[t[2]])), machine(cpu="host"))
     assert [row[0] for row in freed(log, "y") if row[1] < 0] == [120]
 
 
@@ -637,7 +626,7 @@ def test_an_encoding_is_logged_as_codec_and_run_again_as_recompute(engine):
     b.op("dec", "codec", reads=[code], writes=[back], duration=7, engine=engine)
     b.op("use", reads=[back], duration=10)
     b.op("late", reads=[back], duration=10)
-    platform = machine(cpu=bool(engine))
+    platform = machine(cpu="host" if engine else "")
     if engine:  # one memory for both
         near = replace(platform.engines[-1], home="hbm", reaches=("hbm",))
         platform = replace(platform, engines=(platform.engines[0], near))

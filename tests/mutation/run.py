@@ -44,15 +44,15 @@ from operators import Mutant, mutants, sampled  # noqa: E402
 APART = "allocators"
 """The folder of the engine that is not mutated: allocators have oracles of their own."""
 SUITE = (
-    "tests/engine/test_rare_ways.py",
+    "tests/engine/test_corner_cases.py",
     "tests/engine/test_timeline.py",
-    "tests/engine/test_found.py",
+    "tests/engine/test_regressions.py",
     "tests/engine/test_allocators.py",
     "tests/engine/test_thrashing.py",
     "tests/engine/test_fairness.py",
     "tests/conformance/test_planted_faults.py",
     "tests/test_iterations.py",
-    "tests/engine/test_twin.py",
+    "tests/engine/test_random_plans.py",
     "tests/engine/test_instant.py",
 )
 """After the problems of `test_reference.py`; cheapest first. Tests that do not end count as having found the fault."""

@@ -47,7 +47,7 @@ def overwritten_elsewhere() -> Trace:
 
 
 FOUND = {
-    "engines": (layer_on_two_engines(), hand_machine(cpu=True)),
+    "engines": (layer_on_two_engines(), hand_machine(cpu="host")),
     "overwritten": (product_overwritten(), hand_machine()),
     "devices": (overwritten_elsewhere(), hand_machine(devices=2)),
 }

@@ -10,28 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine.replay import replay
-from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import WHY
 from sim.plan import Plan
 from sim.rewrites.holding import with_releases
 from sim.solvers.schedule import TraceIndex, backward_slice, schedule_of
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine
 from workloads.synthetic import chain, random_dag, uniform_chain
 
 ROOMY = 1 << 60
 
 
-def machine(devices: int = 1) -> Platform:
-    tiers = tuple(Tier(f"hbm{d}", ROOMY, ROOMY, 10**9, device=d) for d in range(devices))
-    engines = tuple(Engine(f"npu{d}", d, f"hbm{d}", (f"hbm{d}",), {"fp32": 10**9}) for d in range(devices))
-    links = tuple(
-        Link(f"l{a}{b}", f"hbm{a}", f"hbm{b}", 10**9) for a in range(devices) for b in range(devices) if a != b
-    )
-    return Platform("toy", tiers, engines, links)
-
-
 def replayed(trace: Trace, found, devices: int = 1):
-    log = replay(Plan(trace, found.actions()), machine(devices))
+    log = replay(Plan(trace, found.actions()), machine(ROOMY, devices=devices))
     assert log.counters["ignored_actions"] == 0
     assert log.counters["implicit_recomputes"] == 0
     return log

@@ -71,7 +71,7 @@ def test_a_reader_on_another_engine_holds_its_operand_until_it_has_ended():
     b.op("after", writes=[z], device=1, duration=10)
     new = b.tensor("x'", 8, "weight", replaces=x)
     b.op("write", reads=[x, z], writes=[new], device=0, duration=10)
-    log = replay(Plan(b.build(outputs=[new], carry=[])), machine(devices=2, cpu=True))
+    log = replay(Plan(b.build(outputs=[new], carry=[])), machine(devices=2, cpu="host"))
     runs = log.events.query("why == 'run'").set_index("op")
     assert runs.loc["write", "start_ns"] >= runs.loc["slow", "end_ns"]
 

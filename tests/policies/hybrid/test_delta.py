@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,16 @@ from hypothesis import strategies as st
 from sim.errors import OutOfMemory, PolicyError
 from sim.eviction.director import Director
 from sim.experiment import Result, problem_for, simulate
-from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.hardware.platform import Platform
 from sim.log import CAUSE, WHY
 from sim.policies import load
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine as toy_machine
 from workloads.synthetic import random_dag, uniform_chain, w1
 
 GB = 10**9
 
-
-def machine(budget: int, rate: int | None = GB, host: int = 1 << 50) -> Platform:
-    tiers = Tier("hbm", budget, budget, 10**12, device=0), Tier("host", host, host, 10**11, kind="ddr")
-    links = (Link("d2h", "hbm", "host", rate), Link("h2d", "host", "hbm", rate)) if rate else ()
-    return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), links)
+machine = partial(toy_machine, host=1 << 50, speed=10**12)
 
 
 def run(trace: Trace, platform: Platform, **parameters: Any) -> Result:
@@ -119,7 +117,7 @@ def test_between_them_it_does_both_and_less_of_recomputing_the_faster_the_link()
 @pytest.mark.parametrize("rate", [None, 1])
 def test_without_usable_links_it_is_dtr_with_delta_s_filter(trace, rate):
     peak = int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
-    platform = machine(peak * 4 // 5, rate)
+    platform = machine(peak * 4 // 5, rate=rate)
     alone = simulate(trace, platform, "dtr", heuristic="none").log
     assert len(alone.interval("op")[alone.interval("why") == WHY["recompute"]]) > 0
     assert run(trace, platform).log == alone
@@ -263,7 +261,7 @@ def test_any_graph_runs_to_the_end_within_the_budget(seed, rate, percent, prefet
     try:
         result = run(
             trace,
-            machine(peak * percent // 100, rate, host),
+            machine(peak * percent // 100, rate=rate, host=host),
             prefetch=prefetch,
             filter=filter,
             prefetch_forward=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,23 +13,20 @@ from hypothesis import strategies as st
 from sim import load_profile
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import problem_for, simulate
-from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.hardware.platform import Platform
 from sim.log import WHY
 from sim.policies.recompute.colossal_auto.weight_offload import Pager, units_of
 from sim.solvers.regions import chain_of
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine as toy_machine
 from workloads import transformer
 from workloads.synthetic import chain, uniform_chain, w1
 
 BIG = 1 << 60
 
-
-def machine(budget: int = BIG, *, host: int = BIG, rate: int = 10**9) -> Platform:
-    """An engine, its memory, and a host tier at `rate` bytes a second each way."""
-    tiers = (Tier("hbm", budget, budget, 10**9, device=0), Tier("host", host, host, 10**9))
-    links = (Link("d2h", "hbm", "host", rate), Link("h2d", "host", "hbm", rate))
-    return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), links)
+machine = partial(toy_machine, host=BIG)
+"""An engine, its memory, and a host."""
 
 
 def weighted(weights: list[int], *, shared: tuple[int, int] | None = None, update: bool = False) -> Trace:

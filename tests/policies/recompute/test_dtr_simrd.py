@@ -25,7 +25,7 @@ from sim.trace import Trace
 from tests.policies.recompute.dtr_runs import Story, run
 from tests.policies.recompute.simrd_logs import Row, as_imported, log_of, random_log
 from tests.policies.recompute.simrd_replay import Replay
-from tests.policies.recompute.test_dtr_twin import both
+from tests.policies.recompute.test_dtr_reference import both
 from workloads.importers.dtr import read_dtr
 
 HEURISTICS = ("dtr", "dtr_eq", "local", "lru", "size", "msps")

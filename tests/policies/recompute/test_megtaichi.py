@@ -20,12 +20,13 @@ from sim.conformance import check_policy, check_values, replayed
 from sim.engine.replay import replay
 from sim.errors import Deadlock, Infeasible, OutOfMemory, PolicyError
 from sim.experiment import problem_for
-from sim.hardware.platform import Allocator, Engine, Platform, Tier
+from sim.hardware.platform import Allocator, Platform
 from sim.log import CAUSE, WHY
 from sim.plan import Action, Change, Memory, Need, Online
 from sim.policies import load
 from sim.search import smallest_budget
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine as toy_machine
 from workloads import cnn, transformer
 from workloads.synthetic import random_dag, uniform_chain, w1
 
@@ -35,9 +36,7 @@ LIKE_DTR = {**ALONE, "neighbours": "both", "own_cost": True, "penalty": 1.0}
 
 def machine(budget: int, fit: str = "") -> Platform:
     """One tier; `fit` of a pool with addresses, "" for a sum of sizes."""
-    allocator = Allocator("pool", {"fit": fit}) if fit else Allocator("exact")
-    tier = Tier("hbm", budget, budget, 10**12, device=0, allocator=allocator)
-    return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),))
+    return toy_machine(budget, speed=10**12, allocator=Allocator("pool", {"fit": fit}) if fit else None)
 
 
 def peak(log) -> int:

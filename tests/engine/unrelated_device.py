@@ -45,7 +45,7 @@ class Unaware:
 def beside(
     plan: Plan, platform: Platform, times: Iterable[int], *, copies: bool, pooled: bool
 ) -> tuple[Plan, Platform]:
-    """The plan and the platform with a stranger whose ops end at `times`.
+    """The plan and the platform with an unrelated device whose ops end at `times`.
 
     copies: a copy starts at each, and ends a nanosecond later. pooled: its two links share their bandwidth.
     """
@@ -56,7 +56,7 @@ def beside(
     wider = replace(
         platform,
         tiers=(*platform.tiers, *tiers),
-        engines=(*platform.engines, Engine("stranger", device, "far", ("far",), {"fp32": GB})),
+        engines=(*platform.engines, Engine("unrelated", device, "far", ("far",), {"fp32": GB})),
         links=(*platform.links, *links),
         pools=(*platform.pools, *pools),
     )
@@ -91,10 +91,10 @@ def instants(log: EventLog) -> list[int]:
     return sorted(t for t in both if t <= last)
 
 
-def without_stranger(log: EventLog) -> tuple[object, ...]:
-    """The log in names, less what is the stranger's."""
+def without_unrelated(log: EventLog) -> tuple[object, ...]:
+    """The log in names, without the rows of the unrelated device."""
     events, memory = log.events, log.memory
-    own = events[~events["lane"].isin(["stranger", "out", "back"])].reset_index(drop=True)
+    own = events[~events["lane"].isin(["unrelated", "out", "back"])].reset_index(drop=True)
     kept = memory[~memory["tier"].isin(["far", "farther"])].reset_index(drop=True)
     counters = tuple(sorted(log.counters.items()))
     return own.values.tolist(), kept.values.tolist(), log.end, log.complete, counters

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
 from sim.conformance import CHECKS, replayed
 from sim.engine.replay import replay
 from sim.errors import IllegalPlan, OutOfMemory
-from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
+from sim.hardware.platform import Engine, Member, Platform, Pool, Tier
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import TraceBuilder
 from tests.engine.random_plans import Anything
+from tests.machines import machine as toy_machine
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
 LAWS = ("capacity", "values", "ops", "order", "tiling", "outcome", "carried")
 
-
-def machine(devices: int = 1, hbm: int = 1000, host: int = 1000, cpu_home: str = "host") -> Platform:
-    names = [f"@{d}" if devices > 1 else "" for d in range(devices)]
-    tiers = [Tier(f"hbm{n}", hbm, hbm, GB, device=d) for d, n in enumerate(names)]
-    engines = [Engine(f"npu{n}", d, f"hbm{n}", (f"hbm{n}",), {"fp32": GB}) for d, n in enumerate(names)]
-    engines.append(Engine("cpu", -1, cpu_home, (cpu_home,), {"fp32": GB}, main=False))
-    links = [Link(f"d2h{n}", f"hbm{n}", "host", GB) for n in names]
-    links += [Link(f"h2d{n}", "host", f"hbm{n}", GB) for n in names]
-    if devices > 1:
-        links += [Link("a2b", "hbm@0", "hbm@1", GB), Link("b2a", "hbm@1", "hbm@0", GB)]
-    return Platform("hand", (*tiers, Tier("host", host, host, GB)), tuple(engines), tuple(links))
+machine = partial(toy_machine, hbm=1000, host=1000, cpu="host")
 
 
 def lawful(plan: Plan, platform: Platform):
@@ -53,7 +45,7 @@ def test_a_copy_and_a_send_that_queue_at_one_instant_are_put_in_order():
     b.op("recv", "recv", writes=[got], group="s", device=1)
     b.op("use", reads=[got], duration=5, device=1)
     trace = b.build(outputs=[], carry=())
-    log = lawful(Plan(trace, [Move(y, "hbm@1", before="send")]), machine(2)).log
+    log = lawful(Plan(trace, [Move(y, "hbm@1", before="send")]), machine(devices=2)).log
     assert [row[1:] for row in spans(log, "a2b")] == [(0, 10), (10, 20)]
 
 
@@ -67,7 +59,7 @@ def test_an_op_run_again_for_another_device_takes_its_turn_on_the_engine():
     b.op("wait", duration=30)
     b.op("use", reads=[y], duration=5)
     trace = b.build(outputs=[], carry=())
-    log = lawful(Plan(trace, [Drop("y", after="make")]), machine(2)).log
+    log = lawful(Plan(trace, [Drop("y", after="make")]), machine(devices=2)).log
     assert spans(log, "npu@1") == [("make", 0, 10), ("busy", 10, 110), ("make", 110, 120), ("more", 120, 220)]
     assert spans(log, "npu@0") == [("wait", 0, 30), ("use", 130, 135)]
 
@@ -104,7 +96,7 @@ def test_a_release_that_waited_for_a_reader_comes_after_the_actions_at_its_end()
     b.op("again", reads=[x, y], duration=10, device=1)
     trace = b.build(outputs=[], carry=())
     moves = [Move("x", "host", keep=True, before="read"), Move("x", "hbm@1", after="other")]
-    lawful(Plan(trace, [*moves, Move("x", "hbm@0", keep=True, after="read")], place={x: "hbm@1"}), machine(2))
+    lawful(Plan(trace, [*moves, Move("x", "hbm@0", keep=True, after="read")], place={x: "hbm@1"}), machine(devices=2))
 
 
 def test_a_write_in_place_waits_for_a_reader_on_another_engine():
@@ -113,7 +105,7 @@ def test_a_write_in_place_waits_for_a_reader_on_another_engine():
     b.op("slow", reads=[x], writes=[y], duration=100, engine="cpu")
     b.op("over", reads=[x], writes=[b.tensor("new", 10, replaces=x)], duration=5)
     b.op("last", reads=[y], writes=[z], duration=5)
-    log = lawful(Plan(b.build(outputs=[z], carry=())), machine(cpu_home="hbm")).log
+    log = lawful(Plan(b.build(outputs=[z], carry=())), machine(cpu="hbm")).log
     assert spans(log, "npu") == [("over", 100, 105), ("last", 105, 110)]
 
 
@@ -131,7 +123,7 @@ def test_a_write_in_place_looks_again_after_each_wait():
     )
     trace = b.build(outputs=[], carry=())
     moves = [Move("w", "host", keep=True, before="over"), Move("v", "host", keep=True, after="mark")]
-    log = lawful(Plan(trace, moves, place={v: "hbm@1", w: "hbm@1"}), machine(2)).log
+    log = lawful(Plan(trace, moves, place={v: "hbm@1", w: "hbm@1"}), machine(devices=2)).log
     assert [row[1:] for row in spans(log, "npu@1")] == [(100, 110)]
 
 
@@ -214,7 +206,7 @@ def test_a_request_that_fits_is_not_refused_because_a_larger_one_came_before():
     big = b.tensor("big", 60, "input")
     trace = b.build(outputs=[big], carry=())
     plan = Plan(trace, [Move("x", "hbm@1", after="hold"), Wait("x", after="hold")], place={x: "hbm@0", big: "hbm@1"})
-    run = lawful(plan, machine(2, hbm=100))
+    run = lawful(plan, machine(devices=2, hbm=100))
     assert isinstance(run.error, OutOfMemory)
     assert run.error.need_bytes == 80
 
@@ -247,7 +239,7 @@ def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once():
 
 def test_a_write_in_place_waits_for_a_rerun_that_makes_the_old_value_and_goes_on():
     """t is made again on the second engine just before it is overwritten; nobody woke the writer."""
-    near = machine(cpu_home="hbm")
+    near = machine(cpu="hbm")
     b = TraceBuilder()
     x, t = b.tensor("x", 10, "input"), b.tensor("t", 10)
     b.op("make", reads=[x], writes=[t], duration=20, engine="cpu")
@@ -266,7 +258,7 @@ def test_a_move_asked_for_while_an_op_waits_for_another_read_is_not_taken_back_b
     b.op("use", reads=[x, y], duration=100, device=0)
     b.op("other", duration=5, device=1)
     moves = [Move("y", "hbm@0", before="use"), Move("x", "hbm@1", before="other")]
-    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place={x: "hbm@0", y: "host"}), machine(2)).log
+    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place={x: "hbm@0", y: "host"}), machine(devices=2)).log
     gone = log.memory.query("tensor == 'x' and tier == 'hbm@0' and delta_bytes < 0")
     assert list(gone.time_ns) == [110]
     assert log.memory.query("tensor == 'x'").groupby("tier").delta_bytes.sum()["hbm@1"] == 50
@@ -307,7 +299,7 @@ def test_who_waits_for_space_asks_again_when_the_move_that_was_to_free_it_is_rep
     moves.append(Move("x", "host", keep=True, before="more"))
     asked = []
     trace, place = b.build(outputs=[], carry=()), {x: "hbm@0", y: "hbm@0"}
-    log = replay(Plan(trace, moves, place=place, online=lambda: Answers(asked, [Drop(y)])), machine(2, hbm=100))
+    log = replay(Plan(trace, moves, place=place, online=lambda: Answers(asked, [Drop(y)])), machine(devices=2, hbm=100))
     assert asked == [5]
     assert spans(log, "npu@0") == [("large", 60, 70)]
 
@@ -321,7 +313,7 @@ def test_reading_one_copy_does_not_keep_another_that_leaves():
     b.op("other", duration=5, device=1)
     moves = [Move("x", "host", keep=True, before="a"), Move("x", "hbm@1", before="b")]
     plan = Plan(b.build(outputs=[x], carry=()), moves, place={x: "hbm@0"})
-    near = machine(2)
+    near = machine(devices=2)
     platform = replace(near, links=tuple(link for link in near.links if link.name != "a2b"))
     log = lawful(plan, platform).log
     left = log.memory.query("tensor == 'x'").groupby("tier").delta_bytes.sum()
@@ -396,7 +388,7 @@ def test_a_value_is_not_read_where_it_is_being_overwritten():
     b.op("last", reads=[y], writes=[end], duration=10, phase="update")
     plan = Plan(b.build(outputs=[new, end]), [Recompute("use", before="last")])
     with pytest.raises(IllegalPlan, match="tensor 'w' is being overwritten by 'step'"):
-        replay(plan, machine(cpu_home="hbm"))
+        replay(plan, machine(cpu="hbm"))
 
 
 def in_place_reader(share: float) -> Platform:

@@ -12,7 +12,7 @@ from sim.errors import IllegalPlan, TraceError
 from sim.hardware.platform import Allocator, Link, Tier
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import TraceBuilder
-from tests.engine.test_found import GB, lawful, machine, spans
+from tests.engine.test_regressions import GB, lawful, machine, spans
 from tests.engine.test_timeline import chain
 
 
@@ -91,7 +91,7 @@ def test_a_read_whose_copy_is_given_up_is_fetched_at_once_though_another_is_stil
     moves = [Move(name, "hbm@0", keep=True, before="use") for name in ("z", "x", "y")]
     moves += [Move("x", "host", before="more"), Move("w", "hbm@0", keep=True, before="last")]
     place = {x: "host", y: "hbm@1", z: "host", w: "host"}
-    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place=place), machine(2)).log
+    log = lawful(Plan(b.build(outputs=[], carry=()), moves, place=place), machine(devices=2)).log
     assert spans(log, "h2d@0") == [("z", 0, 100), ("x", 100, 150), ("w", 150, 350)]
     assert spans(log, "npu@0") == [("use", 300, 310)]
 
@@ -103,7 +103,7 @@ def test_each_member_of_a_group_has_a_device_of_its_own():
         b.op(f"reduce{i}", "collective", writes=[got[i]], bytes=10, group="all", device=0)
     b.op("else", duration=1, device=1)
     with pytest.raises(TraceError, match="each member needs a device of its own"):
-        replay(Plan(b.build()), machine(2))
+        replay(Plan(b.build()), machine(devices=2))
 
 
 def test_a_long_log_is_packed_as_it_grows_and_stays_the_same(monkeypatch):
@@ -161,7 +161,7 @@ def test_an_engine_takes_longer_for_what_it_makes_in_a_slower_tier():
 
 
 def test_a_send_that_no_link_can_carry_is_refused():
-    near = machine(2)
+    near = machine(devices=2)
     platform = replace(near, links=tuple(link for link in near.links if link.name in ("d2h@0", "d2h@1")))
     b = TraceBuilder()
     x, got = b.tensor("x", 10, "input"), b.tensor("got", 10)

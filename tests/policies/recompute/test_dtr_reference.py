@@ -12,8 +12,8 @@ from sim.errors import OutOfMemory
 from sim.eviction.evictable import CandidateSet, Kin, ScoreTable, lineage_of
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood
 from sim.experiment import problem_for
+from tests.policies.recompute.dtr_reference import Full, Reference
 from tests.policies.recompute.dtr_runs import Story, loose, one_tier, run
-from tests.policies.recompute.dtr_twin import Full, Twin
 from workloads.synthetic import random_dag, uniform_chain, w1
 
 HEURISTICS = ("dtr", "dtr_eq", "local", "none", "lru", "size", "msps")
@@ -21,10 +21,10 @@ SCORES = [(h, s, b) for h in HEURISTICS[:4] for s in ("own", "none") for b in (T
 SCORES += [("dtr", "neighbourhood", True), ("lru", "own", True), ("size", "own", True), ("msps", "own", True)]
 
 
-def both(trace, budget, heuristic, staleness, by_size, deallocation, ties) -> tuple[Story | None, Twin | None]:
+def both(trace, budget, heuristic, staleness, by_size, deallocation, ties) -> tuple[Story | None, Reference | None]:
     kept = {t.id for t in trace.tensors if t.role == "gradient"}
     shared = {"heuristic": heuristic, "staleness": staleness, "deallocation": deallocation}
-    twin: Twin | None = Twin(trace, budget, last=ties == "last", size=by_size, kept=kept, hold=True, **shared)
+    twin: Reference | None = Reference(trace, budget, last=ties == "last", size=by_size, kept=kept, hold=True, **shared)
     try:
         twin.run()
     except Full:
@@ -76,7 +76,7 @@ def test_the_twin_comparison_does_compare():
 def test_transformer_stack_evicts_in_the_same_order(heuristic, ratio, hold):
     # at 0.6 and this depth the prototype evicts what the engine holds, with two of the heuristics
     trace, budget = loose(w1(2)), int(run(loose(w1(2)), 1 << 50).peak * Fraction(ratio))
-    twin = Twin(trace, budget, heuristic, hold=hold).run()
+    twin = Reference(trace, budget, heuristic, hold=hold).run()
     story = run(trace, budget, heuristic=heuristic)
     assert story.dropped == twin.evicted
     assert story.ran == twin.ran
@@ -85,7 +85,7 @@ def test_transformer_stack_evicts_in_the_same_order(heuristic, ratio, hold):
 @pytest.mark.parametrize("deallocation", ["eager", "ignore", "banish"])
 def test_chain_evicts_as_the_prototype_in_the_same_order(deallocation):
     trace = uniform_chain(64)
-    twin = Twin(trace, 9, "dtr_eq", deallocation=deallocation).run()
+    twin = Reference(trace, 9, "dtr_eq", deallocation=deallocation).run()
     story = run(trace, 9, heuristic="dtr_eq", deallocation=deallocation)
     assert story.dropped == twin.evicted
 

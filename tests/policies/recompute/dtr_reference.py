@@ -17,7 +17,7 @@ class Full(Exception):
 
 
 @dataclass
-class Twin:
+class Reference:
     """One run over a trace. kept: tensors that are never evicted. limit: most ns of recomputation.
 
     hold: our engine's rule, that an op which waits for several evicted tensors holds those that come back
@@ -72,7 +72,7 @@ class Twin:
 
     # ---- the run -----------------------------------------------------------------------------
 
-    def run(self) -> Twin:
+    def run(self) -> Reference:
         last_use = {t: i for i, (reads, writes, _) in enumerate(self.ops) for t in (*reads, *writes)}
         held = {t for op in self.trace.ops for t in op.releases}
         for i, (reads, writes, _) in enumerate(self.ops):
