@@ -62,10 +62,12 @@ def main() -> None:
 
     Exits with 0 when done, 1 if infeasible or failed, 2 for wrong usage; each error is one line on standard error.
     """
+    from sim.deprecation import told_on_stderr
     from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
 
     try:
-        code = typer.main.get_command(app)(standalone_mode=False)
+        with told_on_stderr():
+            code = typer.main.get_command(app)(standalone_mode=False)
     except typer.Exit as error:
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):

@@ -13,6 +13,7 @@ WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
 MAY_IMPORT = {
     "sim.errors": set(),
     "sim.units": {"sim.errors"},
+    "sim.deprecation": {"sim.errors"},
     "sim.declared": {"sim.errors", "sim.units"},
     "sim.trace": {"sim.errors", "sim.units"},
     "sim.hardware": WORDS,
@@ -21,7 +22,8 @@ MAY_IMPORT = {
     "sim.rewrites": WORDS,
     "sim.solvers": WORDS | {"sim.plan"},
     "sim.eviction": WORDS | {"sim.declared", "sim.plan", "sim.log", "sim.solvers"},
-    "sim.policies": WORDS | {"sim.declared", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
+    "sim.policies": WORDS
+    | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
     "sim.report": WORDS | {"sim.analysis", "sim.log"},

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.declared import allows_tuples, declarations
+from sim.deprecation import present_names
 from sim.errors import PolicyError, TiersimError, near
 from sim.policies.base import Policy, label
 from sim.policies.composition import Composition, Part
@@ -176,7 +177,7 @@ def _known(found: type[Policy], name: str, parameters: Mapping[str, Any]) -> dic
     """The parameters of a policy, all known; lists, which is what files and command lines have, as the tuples meant."""
     known, declared = [field.name for field in dataclasses.fields(found)], declarations(found)
     given = {}
-    for key, value in parameters.items():
+    for key, value in present_names(f"policy {name!r}: parameter", parameters, dataclasses.fields(found)).items():
         if key not in known:
             has = near(key, known) if known else "; it has no parameters"
             raise PolicyError(f"policy {name!r} has no parameter {key!r}{has}")

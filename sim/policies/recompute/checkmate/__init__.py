@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 from sim.declared import OneOf
+from sim.deprecation import formerly
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
@@ -85,7 +86,7 @@ class Checkmate(RecomputationPlanner):
     unseen = by_parameter(node_limit="graphs this small are solved at the root; see its own tests")
 
     method: Literal["milp", "rounding"] = "milp"
-    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = None
+    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = field(default=None, metadata=formerly("grain"))
     max_ops: Annotated[int, Ge(2)] = 100
     node_limit: Annotated[int, Ge(1)] = 10_000
     time_limit: Annotated[float, Gt(0)] = 300.0

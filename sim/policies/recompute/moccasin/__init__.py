@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Gt
 
 from sim.declared import OneOf
+from sim.deprecation import formerly
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
@@ -64,7 +65,7 @@ class Moccasin(RecomputationPlanner):
     )
 
     runs: Annotated[int, Ge(1)] = 2
-    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = None
+    granularity: Annotated[str, OneOf(GRANULARITIES)] | None = field(default=None, metadata=formerly("grain"))
     max_ops: Annotated[int, Ge(2)] = 150
     work_limit: Annotated[float, Gt(0)] = 30.0
     time_limit: Annotated[float, Gt(0)] = 300.0
