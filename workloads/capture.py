@@ -34,6 +34,7 @@ from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
 from workloads.capturing.kernels import CHOICES, mapped_to_cuda
+from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.substitute import fake_like, fake_module
 from workloads.importers.optrace import PRODUCTS, kind_of
@@ -101,15 +102,7 @@ def capture(
     wrong arguments.
     """
     torch = _torch()
-    if kernels not in CHOICES:
-        raise WorkloadError(f"kernels {kernels!r} is unknown{near(str(kernels), CHOICES)}")
-    for option, value, least in (
-        ("micro_batches", micro_batches, 1),
-        ("warm_up", warm_up, 0),
-        ("rounding", rounding, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WorkloadError(f"{option}: needs an integer of at least {least}, has {value!r}")
+    _check_options(kernels, {"micro_batches": (micro_batches, 1), "warm_up": (warm_up, 0), "rounding": (rounding, 1)})
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
@@ -156,28 +149,43 @@ def capture(
         recording = recorder.finish()
     if not recording.kernels:
         raise WorkloadError("the step runs no op: there is nothing to simulate")
-    counted = [k for k in recording.kernels if k.phase != "update" and not k.recomputed]
-    meta: dict[str, Any] = {
+    meta = {
         "model": name or type(model).__name__,
+        **_facts(recording, kernels),
+        "rounding": rounding,
+        "micro_batches": micro_batches,
+        **{key: value for key, value in (("samples", samples), ("tokens", tokens)) if value is not None},
+    }
+    return build_trace(recording, meta, rounding)
+
+
+def _check_options(kernels: str, numbers: Mapping[str, tuple[Any, int]]) -> None:
+    """numbers: per option its value and the least that it may be. Raises WorkloadError naming the option."""
+    if kernels not in CHOICES:
+        raise WorkloadError(f"kernels {kernels!r} is unknown{near(str(kernels), CHOICES)}")
+    for option, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WorkloadError(f"{option}: needs an integer of at least {least}, has {value!r}")
+
+
+def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
+    """What a trace's metadata says of its capture."""
+    counted = [k for k in recording.kernels if k.phase != "update" and not k.recomputed]
+    uncounted = Counter(k.op for k in recording.kernels if not k.flops and kind_of(k.op, k.phase) in PRODUCTS)
+    return {
         "source": "captured under fake tensors",
         "torch": recording.version,
         "device": "cpu",
         "kernels": kernels,
         "mapped": dict(recording.mapped),
-        "rounding": rounding,
         "layers": len(recording.layers),
         "layer_names": list(recording.layers),
         "parameters": recording.parameters,
-        "micro_batches": micro_batches,
         "model_flops": sum(k.flops for k in counted),
         "folded": recording.folded,
         "on_host": recording.host,
+        **({"uncounted": dict(sorted(uncounted.items()))} if uncounted else {}),
     }
-    uncounted = Counter(k.op for k in recording.kernels if not k.flops and kind_of(k.op, k.phase) in PRODUCTS)
-    if uncounted:
-        meta["uncounted"] = dict(sorted(uncounted.items()))
-    meta |= {key: value for key, value in (("samples", samples), ("tokens", tokens)) if value is not None}
-    return build_trace(recording, meta, rounding)
 
 
 def capture_from_reference(reference: str, **changes: Any) -> Trace:

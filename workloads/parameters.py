@@ -16,96 +16,126 @@ def make_parameters(tape: Tape, c: Config, tuning: Tuning = EVERYTHING) -> dict[
 
     Raises WorkloadError where `tuning` names what the model does not have.
     """
-    weights: dict[str, Value] = {}
-    layers: list[str] = []  # linear ones
-
-    def weight(name: str, *shape: int) -> None:
-        weights[name] = tape.parameter(name, *shape, frozen=tuning.is_frozen(name))
-
-    def linear(name: str, inner: int, columns: int, *, bias: bool) -> None:
-        weight(f"{name}.weight", inner, columns)
-        if bias:
-            weight(f"{name}.bias", columns)
-        layers.append(name)
-        if tuning.adapts(name):
-            for part, shape in (("lora_A", (inner, tuning.rank)), ("lora_B", (tuning.rank, columns))):
-                weights[f"{name}.{part}.weight"] = tape.parameter(f"{name}.{part}.weight", *shape)
-
-    def layer_norm(name: str) -> None:
-        weight(f"{name}.weight", c.hidden)
-        weight(f"{name}.bias", c.hidden)
-
-    def mlp(name: str, width: int, *, bias: bool = False) -> None:
-        for part, inner, columns in (("gate", c.hidden, width), ("up", c.hidden, width), ("down", width, c.hidden)):
-            linear(f"{name}.{part}", inner, columns, bias=bias)
-
-    def experts(name: str) -> None:
-        weight(f"{name}.router.weight", c.experts, c.hidden)
-        if c.experts_form == "loop":
-            for expert in range(c.experts):
-                mlp(f"{name}.expert{expert}", c.expert_ffn)
-        else:
-            weight(f"{name}.gate_up.weight", c.experts, 2 * c.expert_ffn, c.hidden)
-            weight(f"{name}.down.weight", c.experts, c.hidden, c.expert_ffn)
-        if c.shared_experts:
-            mlp(f"{name}.shared", c.shared_experts * c.expert_ffn)
-
-    def modern(h: str, layer: int) -> None:
-        bias = "qkv" in c.biases
-        linear(f"{h}.attn.q", c.hidden, c.heads * c.head, bias=bias)
-        linear(f"{h}.attn.k", c.hidden, c.kv_heads * c.head, bias=bias)
-        linear(f"{h}.attn.v", c.hidden, c.kv_heads * c.head, bias=bias)
-        linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias="proj" in c.biases)
-        if c.has_experts(layer):
-            experts(f"{h}.mlp")
-        else:
-            mlp(f"{h}.mlp", c.ffn, bias="mlp" in c.biases)
-        weight(f"{h}.norm1.weight", c.hidden)
-        weight(f"{h}.norm2.weight", c.hidden)
-
-    def gpt2(h: str, layer: int) -> None:
-        layer_norm(f"{h}.ln1")
-        linear(f"{h}.attn.qkv", c.hidden, 3 * c.hidden, bias=True)
-        linear(f"{h}.attn.proj", c.hidden, c.hidden, bias=True)
-        layer_norm(f"{h}.ln2")
-        linear(f"{h}.mlp.fc", c.hidden, c.ffn, bias=True)
-        linear(f"{h}.mlp.proj", c.ffn, c.hidden, bias=True)
-
-    def bert(h: str, layer: int) -> None:
-        for part in ("q", "k", "v", "proj"):
-            linear(f"{h}.attn.{part}", c.hidden, c.hidden, bias=True)
-        layer_norm(f"{h}.ln1")
-        linear(f"{h}.mlp.fc", c.hidden, c.ffn, bias=True)
-        linear(f"{h}.mlp.proj", c.ffn, c.hidden, bias=True)
-        layer_norm(f"{h}.ln2")
-
-    if c.family in ("llama", "mixtral"):
-        weight("embed.weight", c.vocabulary, c.hidden)
-    else:
-        weight("wte.weight", c.vocabulary, c.hidden)
-        weight("wpe.weight", c.positions, c.hidden)
-    if c.family == "bert":
-        weight("wtt.weight", c.token_types, c.hidden)
-        layer_norm("embed.ln")
-    layer_of = {"gpt2": gpt2, "bert": bert}.get(c.family, modern)
+    weights = _Weights(tape, c, tuning)
+    weights.embeddings()
+    layer_of = {"gpt2": weights.gpt2, "bert": weights.bert}.get(c.family, weights.modern)
     for i in range(c.layers):
         tape.layer = i
         layer_of(f"h{i}", i)
     tape.layer = -1
-    if c.family == "gpt2":
-        layer_norm("ln_f")
-    elif c.family == "bert":
-        linear("pooler", c.hidden, c.hidden, bias=True)
-        linear("transform", c.hidden, c.hidden, bias=True)
-        layer_norm("transform.ln")
-        weight("head.bias", c.vocabulary)
-        linear("next_sentence", c.hidden, 2, bias=True)
-    else:
-        weight("norm.weight", c.hidden)
-    if not c.tied:
-        weight("head.weight", c.vocabulary, c.hidden)
-    check_names(tuning, c.family, weights, layers)
-    return weights
+    weights.head()
+    check_names(tuning, c.family, weights.by_name, weights.layers)
+    return weights.by_name
+
+
+class _Weights:
+    """Adds weights to a tape, layer by layer.
+
+    by_name: those added so far.
+    layers: linear layers so far.
+    """
+
+    def __init__(self, tape: Tape, c: Config, tuning: Tuning) -> None:
+        self.by_name: dict[str, Value] = {}
+        self.layers: list[str] = []
+        self._tape, self._c, self._tuning = tape, c, tuning
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def weight(self, name: str, *shape: int) -> None:
+        self.by_name[name] = self._tape.parameter(name, *shape, frozen=self._tuning.is_frozen(name))
+
+    def linear(self, name: str, inner: int, columns: int, *, bias: bool = True) -> None:
+        self.weight(f"{name}.weight", inner, columns)
+        if bias:
+            self.weight(f"{name}.bias", columns)
+        self.layers.append(name)
+        if self._tuning.adapts(name):
+            for part, shape in (("lora_A", (inner, self._tuning.rank)), ("lora_B", (self._tuning.rank, columns))):
+                self.by_name[f"{name}.{part}.weight"] = self._tape.parameter(f"{name}.{part}.weight", *shape)
+
+    def layer_norm(self, name: str) -> None:
+        self.weight(f"{name}.weight", self._c.hidden)
+        self.weight(f"{name}.bias", self._c.hidden)
+
+    def mlp(self, name: str, width: int, *, bias: bool = False) -> None:
+        hidden = self._c.hidden
+        for part, inner, columns in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
+            self.linear(f"{name}.{part}", inner, columns, bias=bias)
+
+    def experts(self, name: str) -> None:
+        c = self._c
+        self.weight(f"{name}.router.weight", c.experts, c.hidden)
+        if c.experts_form == "loop":
+            for expert in range(c.experts):
+                self.mlp(f"{name}.expert{expert}", c.expert_ffn)
+        else:
+            self.weight(f"{name}.gate_up.weight", c.experts, 2 * c.expert_ffn, c.hidden)
+            self.weight(f"{name}.down.weight", c.experts, c.hidden, c.expert_ffn)
+        if c.shared_experts:
+            self.mlp(f"{name}.shared", c.shared_experts * c.expert_ffn)
+
+    # ---- layers ------------------------------------------------------------------------------
+
+    def modern(self, h: str, layer: int) -> None:
+        """Of Llama's kind."""
+        c, bias = self._c, "qkv" in self._c.biases
+        self.linear(f"{h}.attn.q", c.hidden, c.heads * c.head, bias=bias)
+        self.linear(f"{h}.attn.k", c.hidden, c.kv_heads * c.head, bias=bias)
+        self.linear(f"{h}.attn.v", c.hidden, c.kv_heads * c.head, bias=bias)
+        self.linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias="proj" in c.biases)
+        if c.has_experts(layer):
+            self.experts(f"{h}.mlp")
+        else:
+            self.mlp(f"{h}.mlp", c.ffn, bias="mlp" in c.biases)
+        self.weight(f"{h}.norm1.weight", c.hidden)
+        self.weight(f"{h}.norm2.weight", c.hidden)
+
+    def gpt2(self, h: str, _: int) -> None:
+        c = self._c
+        self.layer_norm(f"{h}.ln1")
+        self.linear(f"{h}.attn.qkv", c.hidden, 3 * c.hidden)
+        self.linear(f"{h}.attn.proj", c.hidden, c.hidden)
+        self.layer_norm(f"{h}.ln2")
+        self.linear(f"{h}.mlp.fc", c.hidden, c.ffn)
+        self.linear(f"{h}.mlp.proj", c.ffn, c.hidden)
+
+    def bert(self, h: str, _: int) -> None:
+        c = self._c
+        for part in ("q", "k", "v", "proj"):
+            self.linear(f"{h}.attn.{part}", c.hidden, c.hidden)
+        self.layer_norm(f"{h}.ln1")
+        self.linear(f"{h}.mlp.fc", c.hidden, c.ffn)
+        self.linear(f"{h}.mlp.proj", c.ffn, c.hidden)
+        self.layer_norm(f"{h}.ln2")
+
+    # ---- the ends ----------------------------------------------------------------------------
+
+    def embeddings(self) -> None:
+        c = self._c
+        if c.family in ("llama", "mixtral"):
+            self.weight("embed.weight", c.vocabulary, c.hidden)
+        else:
+            self.weight("wte.weight", c.vocabulary, c.hidden)
+            self.weight("wpe.weight", c.positions, c.hidden)
+        if c.family == "bert":
+            self.weight("wtt.weight", c.token_types, c.hidden)
+            self.layer_norm("embed.ln")
+
+    def head(self) -> None:
+        c = self._c
+        if c.family == "gpt2":
+            self.layer_norm("ln_f")
+        elif c.family == "bert":
+            self.linear("pooler", c.hidden, c.hidden)
+            self.linear("transform", c.hidden, c.hidden)
+            self.layer_norm("transform.ln")
+            self.weight("head.bias", c.vocabulary)
+            self.linear("next_sentence", c.hidden, 2)
+        else:
+            self.weight("norm.weight", c.hidden)
+        if not c.tied:
+            self.weight("head.weight", c.vocabulary, c.hidden)
 
 
 def parameter_count(config: Config) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.analysis.pareto import pareto_front
 from sim.analysis.peak_memory import peak_memory, roles_over_time
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_comparison", "plot_lanes", "plot_memory", "save_figure"]
 
+Floats = NDArray[np.float64]
 LISTED = 25  # policies named in the list of those that do not fit
 
 
@@ -68,17 +70,7 @@ def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False)
     tidy(axes)
     keep = thin(total, times, 0, max(log.end, 1))
     x = np.append(times[keep], log.end) / tick
-    floor = np.zeros(len(x))
-    for role, colour in ROLE_COLOURS.items():
-        if role not in frame:
-            continue
-        bytes = frame[role].to_numpy()[keep]
-        height = np.append(bytes, bytes[-1:]) / size
-        axes.fill_between(
-            x, floor, floor + height, step="post", color=colour, linewidth=0, label=name_of(role),
-            rasterized=len(x) > COLUMNS,  # keeps vector files of long runs small
-        )  # fmt: skip
-        floor = floor + height
+    floor = _stack_roles(axes, x, {role: frame[role].to_numpy()[keep] / size for role in ROLE_COLOURS if role in frame})
     axes.step(x, floor, where="post", color=INK, linewidth=0.5)
     top = max(peak, 1)
     limit = _limit_text(log, shown, binary)
@@ -113,6 +105,19 @@ def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False)
             handlelength=1.2,
         )
     return figure
+
+
+def _stack_roles(axes: Axes, x: Floats, heights: Mapping[str, Floats]) -> Floats:
+    """Draw the roles on top of each other, each up to the last of the times `x`; the height of all."""
+    floor = np.zeros(len(x))
+    for role, bytes in heights.items():
+        height = np.append(bytes, bytes[-1:])
+        axes.fill_between(
+            x, floor, floor + height, step="post", color=ROLE_COLOURS[role], linewidth=0, label=name_of(role),
+            rasterized=len(x) > COLUMNS,  # keeps vector files of long runs small
+        )  # fmt: skip
+        floor = floor + height
+    return floor
 
 
 def _limit_text(log: EventLog, tier: Tier, binary: bool) -> str:

@@ -77,73 +77,101 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
-    late = _late_ops(trace, splits, rows)
-    new = Rewriter(trace, {"microbatches": n * int(trace.meta.get("microbatches", 1))})
-    tensors, ops = list(trace.tensors), list(trace.ops)
-    produced_by_split = np.append(splits, False)[trace.producer]
-    outputs = set(trace.outputs)
-    # sums that something outside the microbatches reads; all others are consumed within their microbatch
-    needed_outside = {
-        t.id
-        for t in tensors
-        if produced_by_split[t.id] and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
-    }
-    whole: dict[int, int] = {}
-    current: dict[int, int] = {}
+    return _Split(trace, n, splits, rows).run()
 
-    def place(t: Tensor, k: int) -> int:
-        """The id that tensor has in microbatch k."""
-        sliced = bool(rows[t.id])
+
+class _Split:
+    """A trace as it is dealt out to n microbatches.
+
+    whole: per tensor the new one that stands for all of it.
+    current: per tensor the new one of the microbatch at hand.
+    which: for each new op the old one and its microbatch.
+    """
+
+    def __init__(self, trace: Trace, n: int, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> None:
+        self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
+        self.late = _late_ops(trace, splits, rows)
+        self.new = Rewriter(trace, {"microbatches": n * int(trace.meta.get("microbatches", 1))})
+        self.tensors, self.ops = list(trace.tensors), list(trace.ops)
+        self.produced_by_split = np.append(splits, False)[trace.producer]
+        outputs = set(trace.outputs)
+        # sums that something outside the microbatches reads; all others are consumed within their microbatch
+        self.needed_outside = {
+            t.id
+            for t in self.tensors
+            if self.produced_by_split[t.id] and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
+        }
+        self.whole: dict[int, int] = {}
+        self.current: dict[int, int] = {}
+        self.which: list[tuple[int, int]] = []
+        self.sums: dict[int, int] = {}
+        self.slices: dict[int, list[int]] = {}
+
+    def run(self) -> tuple[Trace, list[tuple[int, int]]]:
+        """The new trace, and `which`."""
+        for k in range(self.n):
+            self.current.clear()
+            for op in self.ops:
+                if self.splits[op.id]:
+                    self._in_microbatch(op, k)
+                elif k == (self.n - 1 if self.late[op.id] else 0):
+                    reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
+                    self.new.op(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
+                    self.which.append((op.id, k))
+        self._concatenate()
+        trace, whole = self.trace, self.whole
+        for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
+            if t not in whole:  # exists from the start and is kept unchanged
+                whole[t] = self.new.tensor(self.tensors[t])
+        carry = [(whole[a], whole[b]) for a, b in trace.carry]
+        return self.new.build(outputs=[whole[t] for t in trace.outputs], carry=carry), self.which
+
+    def place(self, t: Tensor, k: int) -> int:
+        """The id that a tensor has in microbatch k."""
+        whole, current = self.whole, self.current
+        sliced = bool(self.rows[t.id])
         if t.id in current:
             return current[t.id]
-        if not sliced and not produced_by_split[t.id]:
+        if not sliced and not self.produced_by_split[t.id]:
             if t.id not in whole:
-                whole[t.id] = new.tensor(t)
+                whole[t.id] = self.new.tensor(t)
                 if t.replaces is not None:  # a sum, or a tensor that is the same for all microbatches
-                    old = whole[t.replaces] if t.replaces in whole else place(tensors[t.replaces], k)
-                    new.builder.take_over(whole[t.id], old)
+                    old = whole[t.replaces] if t.replaces in whole else self.place(self.tensors[t.replaces], k)
+                    self.new.builder.take_over(whole[t.id], old)
             return whole[t.id]
         changes: dict[str, object] = {"name": f"{t.name}.mb{k}"}
         if sliced:
-            changes["bytes"] = slice_of(t.bytes, k, k + 1, n)
+            changes["bytes"] = slice_of(t.bytes, k, k + 1, self.n)
             if t.shape:
-                changes["shape"] = (t.shape[0] // n, *t.shape[1:]) if t.shape[0] % n == 0 else None
+                changes["shape"] = (t.shape[0] // self.n, *t.shape[1:]) if t.shape[0] % self.n == 0 else None
         if t.replaces is not None:
-            changes["replaces"] = place(tensors[t.replaces], k)
-        current[t.id] = new.tensor(t, Microbatch(Same(t.id), k, k + 1, n), **changes)
+            changes["replaces"] = self.place(self.tensors[t.replaces], k)
+        current[t.id] = self.new.tensor(t, Microbatch(Same(t.id), k, k + 1, self.n), **changes)
         return current[t.id]
 
-    which: list[tuple[int, int]] = []
-    sums: dict[int, int] = {}
-    slices: dict[int, list[int]] = {}
-    for k in range(n):
-        current.clear()
-        for op in ops:
-            if splits[op.id]:
-                _add_microbatch(new, trace, op, k, n, rows, [place(tensors[t], k) for t in op.reads],
-                                [place(tensors[t], k) for t in op.writes])  # fmt: skip
-                for t in op.writes:
-                    if t in needed_outside and rows[t]:
-                        slices.setdefault(t, []).append(current[t])
-                    elif t in needed_outside:
-                        sums[t] = _add_up(new, tensors[t], op, k, n, sums.get(t), current[t])
-                    if t in needed_outside and k == n - 1 and not rows[t]:
-                        whole[t] = sums[t]
-                which += [(op.id, k)] * (new.op_count - len(which))
-            elif k == (n - 1 if late[op.id] else 0):
-                reads = [whole[t] if t in whole else place(tensors[t], k) for t in op.reads]
-                new.op(op, reads=reads, writes=[place(tensors[t], k) for t in op.writes])
-                which.append((op.id, k))
-    for t, pieces in slices.items():
-        whole[t] = new.tensor(tensors[t])
-        fields = {"phase": ops[-1].phase, "layer": tensors[t].layer, "device": ops[-1].device}
-        new.glue(f"{tensors[t].name}.concat", "copy", pieces, [whole[t]], **fields)
-        which.append((int(trace.producer[t]), n - 1))
-    for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
-        if t not in whole:  # exists from the start and is kept unchanged
-            whole[t] = new.tensor(tensors[t])
-    carry = [(whole[a], whole[b]) for a, b in trace.carry]
-    return new.build(outputs=[whole[t] for t in trace.outputs], carry=carry), which
+    def _in_microbatch(self, op: Op, k: int) -> None:
+        """An op that each microbatch runs."""
+        n, current = self.n, self.current
+        reads = [self.place(self.tensors[t], k) for t in op.reads]
+        writes = [self.place(self.tensors[t], k) for t in op.writes]
+        _add_microbatch(self.new, self.trace, op, k, n, self.rows, reads, writes)
+        for t in op.writes:
+            if t in self.needed_outside and self.rows[t]:
+                self.slices.setdefault(t, []).append(current[t])
+            elif t in self.needed_outside:
+                self.sums[t] = _add_up(self.new, self.tensors[t], op, k, n, self.sums.get(t), current[t])
+                if k == n - 1:
+                    self.whole[t] = self.sums[t]
+        self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
+
+    def _concatenate(self) -> None:
+        """Join the slices that something outside the microbatches reads."""
+        for t, pieces in self.slices.items():
+            tensor, last = self.tensors[t], self.ops[-1]
+            self.whole[t] = self.new.tensor(tensor)
+            fields = {"phase": last.phase, "layer": tensor.layer, "device": last.device}
+            self.new.glue(f"{tensor.name}.concat", "copy", pieces, [self.whole[t]], **fields)
+            self.which.append((int(self.trace.producer[t]), self.n - 1))
 
 
 def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> NDArray[np.bool_]:

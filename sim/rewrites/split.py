@@ -130,7 +130,16 @@ def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trac
 
     Raises TraceError where a tensor is in two packs, or a pack is only partly carried.
     """
-    names, replaces = trace.tensor_columns.name, trace.tensor_columns.replaces.tolist()
+    slot = _slots(trace, packs)
+    packing = _Packing(trace, {pack: len(members) for pack, members in packs.items()}, slot)
+    for op in trace.ops:
+        packing.add(op)
+    return packing.end()
+
+
+def _slots(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> dict[int, tuple[str, int]]:
+    """Per packed tensor, all values of a storage alike, its pack and the number of its slot."""
+    replaces = trace.tensor_columns.replaces.tolist()
     slot: dict[int, tuple[str, int]] = {}
     for pack, members in packs.items():
         for k, member in enumerate(members):
@@ -138,73 +147,101 @@ def pack_tensors(trace: Trace, packs: Mapping[str, Sequence[int | str]]) -> Trac
             while replaces[t] >= 0:
                 t = replaces[t]
             if t in slot:
-                raise TraceError(f"pack: the storage of {names[t]!r} is in {slot[t][0]!r} and {pack!r}")
+                name = trace.tensor_columns.name[t]
+                raise TraceError(f"pack: the storage of {name!r} is in {slot[t][0]!r} and {pack!r}")
             slot[t] = (pack, k)
-    for t in sorted(range(len(names)), key=lambda t: trace.producer[t]):  # an old value before the new one
+    for t in sorted(range(len(replaces)), key=lambda t: trace.producer[t]):  # an old value before the new one
         if replaces[t] in slot:
             slot[t] = slot[replaces[t]]
-    roots = {pack: [0] * len(members) for pack, members in packs.items()}
-    for t, (pack, k) in slot.items():
-        if replaces[t] < 0:
-            roots[pack][k] = t
+    return slot
 
-    new = Rewriter(trace)
-    plain = [new.tensor(t) if t.id not in slot else -1 for t in trace.tensors]
-    for t, old in enumerate(replaces):
-        if old >= 0 and t not in slot:
-            new.builder.take_over(plain[t], plain[old])
-    content: dict[str, list[Expr | None]] = {pack: [None] * len(roots[pack]) for pack in packs}
-    version: dict[str, int] = {}
-    counts = dict.fromkeys(packs, 0)
 
-    def renew(pack: str) -> None:
-        members = [trace.tensors[t] for t in roots[pack]]
+class _Packing:
+    """A trace while its tensors are packed.
+
+    plain: per tensor that is in no pack the new one, else -1.
+    roots: per pack the first value of each slot.
+    content: per pack what each slot holds now.
+    version: per pack the tensor that holds it now; counts: how many there were.
+    first, first_content: version and content when the trace begins.
+    """
+
+    def __init__(self, trace: Trace, slots: Mapping[str, int], slot: Mapping[int, tuple[str, int]]) -> None:
+        self.trace, self.slot = trace, slot
+        replaces = trace.tensor_columns.replaces.tolist()
+        self.roots = {pack: [0] * count for pack, count in slots.items()}
+        for t, (pack, k) in slot.items():
+            if replaces[t] < 0:
+                self.roots[pack][k] = t
+        self.new = Rewriter(trace)
+        self.plain = [self.new.tensor(t) if t.id not in slot else -1 for t in trace.tensors]
+        for t, old in enumerate(replaces):
+            if old >= 0 and t not in slot:
+                self.new.builder.take_over(self.plain[t], self.plain[old])
+        self.content: dict[str, list[Expr | None]] = {pack: [None] * count for pack, count in slots.items()}
+        self.version: dict[str, int] = {}
+        self.counts = dict.fromkeys(slots, 0)
+        for pack, members in self.roots.items():
+            initial = [t for t in members if trace.producer[t] < 0]
+            for t in initial:
+                self.content[pack][slot[t][1]] = Same(t)
+            if initial:
+                self._renew(pack)
+        self.first = dict(self.version)
+        self.first_content = {pack: list(held) for pack, held in self.content.items()}
+
+    def _renew(self, pack: str) -> None:
+        """A new version of a pack, in place of the previous one."""
+        members = [self.trace.tensors[t] for t in self.roots[pack]]
         layers = {t.layer for t in members}
-        fresh = new.tensor(
-            members[0], Packed(tuple(content[pack])),
-            name=f"{pack}.v{counts[pack]}" if counts[pack] else pack,
+        fresh = self.new.tensor(
+            members[0], Packed(tuple(self.content[pack])),
+            name=f"{pack}.v{self.counts[pack]}" if self.counts[pack] else pack,
             bytes=sum(t.bytes for t in members),
             layer=layers.pop() if len(layers) == 1 else -1,
             shape=None, dtype="", zeros=None,
         )  # fmt: skip
-        if pack in version:
-            new.builder.take_over(fresh, version[pack])
-        version[pack] = fresh
-        counts[pack] += 1
+        if pack in self.version:
+            self.new.builder.take_over(fresh, self.version[pack])
+        self.version[pack] = fresh
+        self.counts[pack] += 1
 
-    for pack, members in roots.items():
-        initial = [t for t in members if trace.producer[t] < 0]
-        for t in initial:
-            content[pack][slot[t][1]] = Same(t)
-        if initial:
-            renew(pack)
-    first, first_content = dict(version), {pack: list(held) for pack, held in content.items()}
-    for op in trace.ops:
+    def _now(self, t: int) -> int:
+        """What holds a tensor now."""
+        return self.version[self.slot[t][0]] if t in self.slot else self.plain[t]
+
+    def add(self, op: Op) -> None:
+        """An op, which needs and renews the packs that it writes into."""
+        slot = self.slot
         written = dict.fromkeys(slot[t][0] for t in op.writes if t in slot)
-        reads = [version[slot[t][0]] if t in slot else plain[t] for t in op.reads]
-        reads += [version[pack] for pack in written if pack in version]
+        reads = [self._now(t) for t in op.reads]
+        reads += [self.version[pack] for pack in written if pack in self.version]
         for t in op.writes:
             if t in slot:
                 pack, k = slot[t]
-                content[pack][k] = Same(t)
+                self.content[pack][k] = Same(t)
         for pack in written:
-            renew(pack)
-        writes = [plain[t] for t in op.writes if t not in slot] + [version[pack] for pack in written]
-        touched = int(trace.touched[op.id])
+            self._renew(pack)
+        writes = [self.plain[t] for t in op.writes if t not in slot] + [self.version[pack] for pack in written]
+        touched = int(self.trace.touched[op.id])
         changed = bool(written) or any(t in slot for t in op.reads)
-        new.op(op, reads=list(dict.fromkeys(reads)), writes=writes, bytes=touched if changed else op.bytes)
+        self.new.op(op, reads=list(dict.fromkeys(reads)), writes=writes, bytes=touched if changed else op.bytes)
 
-    kept = dict.fromkeys(version[slot[t][0]] if t in slot else plain[t] for t in trace.outputs)
-    carry = [(plain[a], plain[b]) for a, b in trace.carry if a not in slot and b not in slot]
-    pairs = {(Same(a), Same(b)) for a, b in trace.carry if a in slot or b in slot}
-    for pack in first:
-        ends = [(a, b) for a, b in zip(content[pack], first_content[pack], strict=True) if b is not None]
-        carried = [pair for pair in ends if pair in pairs]
-        if carried:
-            if len(carried) < len(ends):
-                raise TraceError(f"pack: {pack!r} holds tensors that are carried and tensors that are not")
-            carry.append((version[pack], first[pack]))
-            pairs.difference_update(carried)
-    if pairs:
-        raise TraceError("pack: a tensor is carried to one outside its pack")
-    return new.build(outputs=kept, carry=carry)
+    def end(self) -> Trace:
+        """The new trace. Raises TraceError where a pack is only partly carried."""
+        trace, slot = self.trace, self.slot
+        kept = dict.fromkeys(self._now(t) for t in trace.outputs)
+        carry = [(self.plain[a], self.plain[b]) for a, b in trace.carry if a not in slot and b not in slot]
+        pairs = {(Same(a), Same(b)) for a, b in trace.carry if a in slot or b in slot}
+        for pack, first in self.first.items():
+            both = zip(self.content[pack], self.first_content[pack], strict=True)
+            ends = [(a, b) for a, b in both if b is not None]
+            carried = [pair for pair in ends if pair in pairs]
+            if carried:
+                if len(carried) < len(ends):
+                    raise TraceError(f"pack: {pack!r} holds tensors that are carried and tensors that are not")
+                carry.append((self.version[pack], first))
+                pairs.difference_update(carried)
+        if pairs:
+            raise TraceError("pack: a tensor is carried to one outside its pack")
+        return self.new.build(outputs=kept, carry=carry)

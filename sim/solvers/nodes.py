@@ -15,8 +15,8 @@ from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import before_update
+from sim.trace.index import GRADIENT
 from sim.trace.liveness import LiveSet
-from sim.trace.tensor import ROLE_CODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,28 +189,44 @@ def nodes_of(
         before it.
     apart: one value per tensor, also where tensors of a node are live together.
     """
-    trace = problem.trace
-    ops = len(index.reads)
-    count = len(parts)
-    node_of = {op: i for i, part in enumerate(parts) for op in part}
-    role = trace.tensor_columns.role
-    weighted = index.gradient_ops & node_of.keys()
-    until = index.recomputable_among(op for part in parts for op in part)
+    flat = [op for part in parts for op in part]
+    weighted = index.gradient_ops.intersection(flat)
+    until = index.recomputable_among(flat)
     # an op that produces a weight gradient runs once; so does what overwrites its result in place
-    until.update(index.recomputable_among(op for part in parts for op in part if op not in weighted))
-    repeats = [_repeated(part, until, parts[i + 1][0] if i + 1 < count else 0) for i, part in enumerate(parts)]
+    until.update(index.recomputable_among(op for op in flat if op not in weighted))
+    follower = [*(part[0] for part in parts[1:]), 0]
+    repeats = [_repeated(part, until, follower[i]) for i, part in enumerate(parts)]
+    crossing, values = _values(index, parts, repeats, border, apart)
+    return Nodes(
+        members=parts,
+        repeats=repeats,
+        cost=[sum(problem.cost.op_ns(op) for op in part) for part in repeats],
+        run_bytes=[taken(index, part, crossing) for part in parts],
+        rerun_bytes=[taken(index, part, crossing) for part in repeats],
+        last_rerun=_last_reruns(parts, repeats, until, weighted),
+        values=values,
+        outside=sum(size for t, size in enumerate(index.size) if index.producer[t] < 0),
+        border=border,
+    )
+
+
+def _values(
+    index: TraceIndex, parts: Sequence[Sequence[int]], repeats: Sequence[Sequence[int]], border: int, apart: bool
+) -> tuple[set[int], list[NodeValue]]:
+    """The tensors that pass from a part to another, or outlast it; and the same as values."""
+    trace, count = index.trace, len(parts)
+    node_of = {op: i for i, part in enumerate(parts) for op in part}
     runs_once = {op for part, reruns in zip(parts, repeats, strict=True) for op in set(part).difference(reruns)}
     kept, inputs = set(trace.outputs), _in_place_of_inputs(index)
     grouped: dict[NodeValue, list[int]] = {}
     crossing: set[int] = set()
-    overwritten = trace.replaced_by >= 0
     for t, producer in enumerate(index.producer):
         if producer < 0 or producer not in node_of or t in inputs:
             continue
         read = trace.readers(t)
         at = node_of[producer]
         once = producer in runs_once
-        overwriter = index.overwritten_at[t] if overwritten[t] else ops
+        overwriter = index.overwritten_at[t]
         overwritten_at = node_of.get(overwriter, count)
         users = [r for r in (*read, overwriter) if r in node_of]
         readers = {node_of[r] for r in users if r not in runs_once and (once or node_of[r] != at)}
@@ -221,14 +237,9 @@ def nodes_of(
         if overwritten_at == at or not (readers or at_first or wanted_outside or end):
             continue
         held = border if leaves else -1
-        if not index.droppable[t] or role[t] == ROLE_CODE["gradient"]:
-            held = (
-                count
-                if end
-                else overwritten_at
-                if overwritten_at < count
-                else max((*readers, *((border,) if leaves else ())), default=-1)
-            )
+        if not index.droppable[t] or index.role[t] == GRADIENT:
+            held = overwritten_at if overwritten_at < count else max((*readers, held))
+            held = count if end else held
         held = max((held, *(k if k == overwritten_at else k + 1 for k in at_first)))
         crossing.add(t)
         readers_of = tuple(sorted(readers))
@@ -239,25 +250,23 @@ def nodes_of(
         replace(key, size=sum(index.size[t] for t in tensors), tensors=tuple(tensors))
         for key, tensors in sorted(grouped.items(), key=lambda row: astuple(row[0]))
     ]
+    return crossing, values
+
+
+def _last_reruns(
+    parts: Sequence[Sequence[int]],
+    repeats: Sequence[Sequence[int]],
+    until: Mapping[int, int],
+    weighted: Collection[int],
+) -> list[int]:
+    """Per node the last stage in which it may be recomputed, itself for never."""
     last_rerun = []
     for i, part in enumerate(repeats):
-        last = min(until[op] for op in part)  # no anchor may follow it
-        if not weighted.isdisjoint(part):
-            last = 0
-        stages = [t for t in range(i + 1, count) if parts[t][0] <= last]
+        # no anchor may follow it
+        last = min(until[op] for op in part) if not any(op in weighted for op in part) else 0
+        stages = [t for t in range(i + 1, len(parts)) if parts[t][0] <= last]
         last_rerun.append(max(stages, default=i))
-    there = trace.producer < 0
-    return Nodes(
-        members=parts,
-        repeats=repeats,
-        cost=[sum(problem.cost.op_ns(op) for op in part) for part in repeats],
-        run_bytes=[taken(index, part, crossing) for part in parts],
-        rerun_bytes=[taken(index, part, crossing) for part in repeats],
-        last_rerun=last_rerun,
-        values=values,
-        outside=int(trace.tensor_columns.bytes[there].sum()),
-        border=border,
-    )
+    return last_rerun
 
 
 def _repeated(part: Sequence[int], until: Mapping[int, int], follower: int) -> list[int]:

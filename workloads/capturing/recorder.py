@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from math import prod
@@ -244,11 +244,7 @@ class Recorder:
         tensors, short = self.torch.Tensor, func._opname
         outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
         if not self.active:
-            for tensor in outputs:
-                if tensor.layout != self.torch.strided or not tensor.untyped_storage().nbytes():
-                    continue
-                if self._id(tensor) is None:
-                    self._follow(tensor, short, "temporary", -1)
+            self._follow_new(outputs, short)
             return
         # lift_fresh reads the number that a new tensor is made from, not a tensor of the model
         inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
@@ -256,33 +252,13 @@ class Recorder:
             if tensor.layout != self.torch.strided:
                 raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
         module, phase = self._module(), self._phase(inputs)
-        index = len(self.recording.kernels)
-        allocated: list[int] = []
-        changed: list[int] = []
-        reads: list[int] = []
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
         positions = RUNNING[short] if short in RUNNING and args[5] else ()
         statistics = [args[position] for position in positions if args[position] is not None]
-        for tensor in inputs:
-            if any(tensor is x for x in statistics):
-                continue
-            i = self._id(tensor)
-            if i is None and tensor.untyped_storage().nbytes():
-                i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
-            if i is not None and not (whole and tensor is written[0]):
-                reads.append(i)
-        for tensor in written:
-            i = self._id(tensor)
-            if i is not None and not self._resized(tensor, i):
-                changed.append(i)
-        role = {"forward": "activation"}.get(phase, "temporary")
-        for tensor in outputs:
-            if self._id(tensor) is None and tensor.untyped_storage().nbytes():
-                name = ".".join(filter(None, (module, short, f"out{len(allocated) or ''}")))
-                allocated.append(self._follow(tensor, name, role, index))
-                if self.cuda and short == "lift_fresh" and self.updating:
-                    self._leave_out(tensor)  # a number on the host
+        reads = self._reads(inputs, statistics, written[0] if whole else None)
+        changed = [i for x in written if (i := self._id(x)) is not None and not self._resized(x, i)]
+        allocated = self._allocate(outputs, module, short, phase)
         allocated, changed, reads = (
             [i for i in dict.fromkeys(x) if i not in self._host] for x in (allocated, changed, reads)
         )
@@ -316,9 +292,44 @@ class Recorder:
                 recomputed=phase == "backward" and bool(self._stack),
             )
         )
-
         if statistics:
             self._update_statistics(statistics, module, phase, layer, allocated[1:])
+
+    def _follow_new(self, outputs: Sequence[Any], short: str) -> None:
+        """What comes to be before the captured iteration."""
+        for tensor in outputs:
+            if tensor.layout != self.torch.strided or not tensor.untyped_storage().nbytes():
+                continue
+            if self._id(tensor) is None:
+                self._follow(tensor, short, "temporary", -1)
+
+    def _reads(self, inputs: Sequence[Any], statistics: Sequence[Any], overwritten: Any) -> list[int]:
+        """The storages that an op reads.
+
+        statistics: tensors that it updates apart. overwritten: the one whose values it replaces without reading them.
+        """
+        reads = []
+        for tensor in inputs:
+            if any(tensor is x for x in statistics):
+                continue
+            i = self._id(tensor)
+            if i is None and tensor.untyped_storage().nbytes():
+                i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
+            if i is not None and tensor is not overwritten:
+                reads.append(i)
+        return reads
+
+    def _allocate(self, outputs: Sequence[Any], module: str, short: str, phase: str) -> list[int]:
+        """The storages that an op allocates."""
+        allocated: list[int] = []
+        role, index = {"forward": "activation"}.get(phase, "temporary"), len(self.recording.kernels)
+        for tensor in outputs:
+            if self._id(tensor) is None and tensor.untyped_storage().nbytes():
+                name = ".".join(filter(None, (module, short, f"out{len(allocated) or ''}")))
+                allocated.append(self._follow(tensor, name, role, index))
+                if self.cuda and short == "lift_fresh" and self.updating:
+                    self._leave_out(tensor)  # a number on the host
+        return allocated
 
     def _update_statistics(self, tensors: list[Any], module: str, phase: str, layer: int, batch: Iterable[int]) -> None:
         """Record that running statistics are updated with those of this batch."""

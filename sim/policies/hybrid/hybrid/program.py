@@ -90,31 +90,9 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
     number = len(starts)
     window = np.repeat(np.arange(number), np.diff([*starts, count])).tolist()
 
-    passed = np.concatenate(([0], np.cumsum(np.array(profile.ns, np.int64)))).tolist()
-
-    # which ops are recomputed: what is chosen for, and what only that needs
-    rerun: dict[int, int] = {}
-    when: dict[int, int] = {}
-    off: dict[int, int] = {}
+    passed = _passed(profile)
     needs = {i: place[profile.need[i]] for i in places}
-    for i in places:
-        s = saved[i]
-        if s.recomputes:
-            for op in (s.op, *results.behind(s.op, s.need)):
-                if op not in rerun:
-                    rerun[op] = rows.column(profile.ns[place[op]] * MS, 1.0)
-                when[op] = min(when.get(op, count), needs[i])
-        copies = s.out_ns + s.back_ns
-        late = max(copies - passed[needs[i]] + passed[place[s.last] + 1], 0)  # it stalls by this whatever else does
-        off[i] = rows.column((TRAFFIC * copies + late) * MS, float(s.offloads))
-        if s.op in rerun:
-            rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)
-    for op, column in rerun.items():
-        for t in results.index.reads[op]:
-            producer = results.index.producer[t]
-            if producer in rerun and producer != op and results.is_lost(t, profile.ops[when[op]]):
-                rows.row([(rerun[producer], 1.0), (column, -1.0)], 0.0, math.inf)
-    rows.row([(off[i], saved[i].bytes * MB) for i in places], 0.0, host * MB)
+    rerun, when, off = _choices(rows, results, profile, needs, host)
 
     # per window, in link time: what is copied out and back, stalls, what waits, what is early; bytes kept
     out, back, stall, waits, early, kept = (
@@ -159,14 +137,55 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
         rows.row([(kept[w], 1.0), *([(kept[w - 1], -1.0)] if w else []), *stays[w]], more[w], more[w])
         rows.row(use, -math.inf, (budget - profile.base[start]) * MB)
     x = np.clip(rows.solve(), 0.0, 1.0)
-    found = {}
-    for i in places:
-        share = np.zeros(3)
-        share[OFFLOAD] = x[off[i]]
-        share[RECOMPUTE] = x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0
-        share[KEEP] = max(1.0 - share[OFFLOAD] - share[RECOMPUTE], 0.0)
-        found[i] = share
-    return found
+    return {i: _share(x[off[i]], x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0) for i in places}
+
+
+def _choices(
+    rows: _Rows, results: Results, profile: Profile, needs: Mapping[int, int], host: int
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """The columns of what is chosen, and what holds for them whatever the windows.
+
+    needs: per choice the position of the op that needs it. Returns per op that may be recomputed, for itself or because
+    that needs it, its column and the first position for which it is; and per choice the column of its offload.
+    """
+    saved, place = results.saved, {op: p for p, op in enumerate(profile.ops)}
+    passed = _passed(profile)
+    rerun: dict[int, int] = {}
+    when: dict[int, int] = {}
+    off: dict[int, int] = {}
+    for i, needed in needs.items():
+        s = saved[i]
+        if s.recomputes:
+            for op in (s.op, *results.behind(s.op, s.need)):
+                if op not in rerun:
+                    rerun[op] = rows.column(profile.ns[place[op]] * MS, 1.0)
+                when[op] = min(when.get(op, len(place)), needed)
+        copies = s.out_ns + s.back_ns
+        late = max(copies - passed[needed] + passed[place[s.last] + 1], 0)  # it stalls by this whatever else does
+        off[i] = rows.column((TRAFFIC * copies + late) * MS, float(s.offloads))
+        if s.op in rerun:
+            rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)
+    for op, column in rerun.items():
+        for t in results.index.reads[op]:
+            producer = results.index.producer[t]
+            if producer in rerun and producer != op and results.is_lost(t, profile.ops[when[op]]):
+                rows.row([(rerun[producer], 1.0), (column, -1.0)], 0.0, math.inf)
+    rows.row([(off[i], saved[i].bytes * MB) for i in needs], 0.0, host * MB)
+    return rerun, when, off
+
+
+def _passed(profile: Profile) -> list[int]:
+    """Per position the time of all ops before it, and of all."""
+    passed: list[int] = np.concatenate(([0], np.cumsum(np.array(profile.ns, np.int64)))).tolist()
+    return passed
+
+
+def _share(offloaded: float, recomputed: float) -> Floats:
+    """What of a result is kept, offloaded and recomputed."""
+    share = np.zeros(3)
+    share[OFFLOAD], share[RECOMPUTE] = offloaded, recomputed
+    share[KEEP] = max(1.0 - share[OFFLOAD] - share[RECOMPUTE], 0.0)
+    return share
 
 
 def _starts(base: Sequence[int]) -> list[int]:
