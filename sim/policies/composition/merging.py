@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move, Recompute, Wait
 from sim.trace.graph import Trace
-from sim.trace.origin import Origin
+from sim.trace.origin import Expr, Origin
 
 At = tuple[int, int]
 """Where an action stands: an op, and 0 before or 1 after it."""
@@ -81,27 +81,25 @@ def carried_over(actions: Iterable[Action], old: Trace, new: Trace, part: str, r
     if new is old:
         return list(actions)
     before, after = Origin.identity(old), Origin.identity(new)
-    op_ids = {name: i for i, name in enumerate(new.op_columns.name)}
-    tensor_ids = {name: i for i, name in enumerate(new.tensor_columns.name)}
 
-    def lost(kind: str, name: str) -> PolicyError:
-        return PolicyError(
-            f"{rewriter!r} rewrites {kind} {name!r}, on which {part!r} has decided; name {rewriter!r} before {part!r}"
-        )
+    def following(kind: str, names: Sequence[Sequence[str]], exprs: Sequence[Sequence[Expr]]) -> Callable[[int], int]:
+        """From an old id to the new one. names, exprs: of all ops, or all tensors, old and new."""
+        ids = {name: i for i, name in enumerate(names[1])}
 
-    def op_of(i: int) -> int:
-        name = old.op_columns.name[i]
-        found = op_ids.get(name)
-        if found is None or after.ops[found] != before.ops[i]:
-            raise lost("op", name)
-        return found
+        def follow(i: int) -> int:
+            found = ids.get(names[0][i])
+            if found is None or exprs[1][found] != exprs[0][i]:
+                raise PolicyError(
+                    f"{rewriter!r} rewrites {kind} {names[0][i]!r}, on which {part!r} has decided; name {rewriter!r} "
+                    f"before {part!r}"
+                )
+            return found
 
-    def tensor_of(i: int) -> int:
-        name = old.tensor_columns.name[i]
-        found = tensor_ids.get(name)
-        if found is None or after.tensors[found] != before.tensors[i]:
-            raise lost("tensor", name)
-        return found
+        return follow
+
+    op_of = following("op", (old.op_columns.name, new.op_columns.name), (before.ops, after.ops))
+    names = (old.tensor_columns.name, new.tensor_columns.name)
+    tensor_of = following("tensor", names, (before.tensors, after.tensors))
 
     def moved(action: Action) -> Action:
         at = {side: op_of(op) for side in ("before", "after") if (op := getattr(action, side)) is not None}
