@@ -16,6 +16,7 @@ from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
+from sim.trace.layers import has_layers
 from sim.trace.tensor import ROLE_CODE
 
 REGIONS = ("graph", "layer")
@@ -149,5 +150,4 @@ def runtimes_of(problem: Problem, mode: str) -> Callable[[int], float] | None:
 
 def regions_of(problem: Problem, regions: str | None) -> str:
     """The regions asked for; None for layers where forward ops have one, else the whole graph."""
-    c = problem.trace.op_columns
-    return regions or ("layer" if ((c.phase == FORWARD) & (c.layer >= 0)).any() else "graph")
+    return regions or ("layer" if has_layers(problem.trace) else "graph")

@@ -40,12 +40,7 @@ def _stages(problem: Problem, policy: str, count: int) -> list[int]:
     except PolicyError:
         layer: list[int] = problem.trace.op_columns.layer.tolist()
         return [index + 1 for index in layer[:count]]
-    stage_of = [0] * count
-    for i, stage in enumerate(line.stages):
-        for op in (*stage.forward, *stage.backward):
-            if op < count:
-                stage_of[op] = i
-    return stage_of
+    return [line.stage_of.get(op, 0) for op in range(count)]
 
 
 def _parts(problem: Problem, stage_of: list[int], width: int) -> list[list[int]]:

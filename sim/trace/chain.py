@@ -1,139 +1,37 @@
-"""Views of a trace that several policies share: phases, saved tensors, blocks by layer, and the chain of stages."""
+"""A trace as a chain of stages, each with its times and sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.layers import Block, blocks
 from sim.trace.liveness import LiveSet
-from sim.trace.op import PHASE_CODE
+from sim.trace.phases import BACKWARD, FORWARD, backward_ops, before_update, forward_ops, saved_tensors
 from sim.trace.tensor import ROLE_CODE
 
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "Block",
+    "Chain",
+    "Stage",
+    "backward_ops",
+    "before_update",
+    "blocks",
+    "chain",
+    "forward_ops",
+    "saved_tensors",
+]
+
 Ints = NDArray[np.int64]
-FORWARD, BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
-
-
-def forward_ops(trace: Trace) -> Ints:
-    """Ids of the forward ops, in program order."""
-    return np.flatnonzero(trace.op_columns.phase == FORWARD)
-
-
-def backward_ops(trace: Trace) -> Ints:
-    """Ids of the backward ops, in program order."""
-    return np.flatnonzero(trace.op_columns.phase == BACKWARD)
-
-
-def before_update(trace: Trace) -> int:
-    """How many ops come before the last run of update ops."""
-    inside = np.flatnonzero(trace.op_columns.phase != PHASE_CODE["update"])
-    return int(inside[-1]) + 1 if len(inside) else 0
-
-
-def saved_tensors(trace: Trace) -> Ints:
-    """Ids of the tensors that a forward op produces and a backward op reads, in the order of production."""
-    phase, c = trace.op_columns.phase, trace.op_columns
-    by_backward = np.repeat(phase == BACKWARD, np.diff(c.read_start))
-    read = np.unique(c.read_ids[by_backward]).astype(np.int64)
-    producer = trace.producer[read]
-    saved = read[(producer >= 0) & (phase[producer] == FORWARD)]
-    order: Ints = saved[np.argsort(trace.producer[saved], kind="stable")]
-    return order
-
-
-# ---- blocks ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The ops of one layer, or consecutive ops that belong to no layer (layer -1), and the tensors at its boundary.
-
-    layer: index of the layer, -1 for none.
-    forward, backward: op ids.
-    inputs: tensors that its forward reads but does not produce, weights and optimizer states excluded.
-    outputs: tensors produced here that another block's forward reads or that are kept to the end.
-    saved: tensors produced here that any backward op reads.
-    """
-
-    layer: int
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    saved: tuple[int, ...]
-
-
-def blocks(trace: Trace) -> tuple[Block, ...]:
-    """The forward ops in blocks, in order of their first op: one per layer, and one per sequence of ops of no layer.
-
-    Backward ops of no layer belong to the sequence whose results or weights they read, else to the block of the
-    preceding op.
-    """
-    c = trace.op_columns
-    layer = c.layer.tolist()
-    block_of: dict[int, int] = {}
-    by_layer: dict[int, int] = {}
-    members: list[list[int]] = []
-    previous: int | None = None
-    for op in forward_ops(trace).tolist():
-        index = layer[op]
-        if index >= 0 and index in by_layer:
-            block = by_layer[index]
-        elif index < 0 and previous is not None and layer[previous] < 0:
-            block = block_of[previous]
-        else:
-            block = len(members)
-            members.append([])
-            if index >= 0:
-                by_layer[index] = block
-        members[block].append(op)
-        block_of[op], previous = block, op
-    backward: list[list[int]] = [[] for _ in members]
-    current = len(members) - 1
-    for op in backward_ops(trace).tolist():
-        if layer[op] >= 0 and layer[op] in by_layer:
-            current = by_layer[layer[op]]
-        elif members:
-            current = _block_without_layer(trace, op, block_of, layer, current)
-        if members:
-            backward[current].append(op)
-    return tuple(_block(trace, k, members[k], backward[k], block_of) for k in range(len(members)))
-
-
-def _block_without_layer(trace: Trace, op: int, block_of: dict[int, int], layer: list[int], default: int) -> int:
-    for t in trace.reads(op):
-        producer = int(trace.producer[t])
-        candidates = [producer] if producer >= 0 else [r for r in trace.readers(t) if r in block_of]
-        for candidate in candidates:
-            if candidate in block_of and layer[candidate] < 0:
-                return block_of[candidate]
-    return default
-
-
-def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_of: dict[int, int]) -> Block:
-    role, producer, phase = trace.tensor_columns.role, trace.producer, trace.op_columns.phase
-    kept = set(trace.outputs)
-    inputs: dict[int, None] = {}
-    outputs, saved = [], []
-    for op in forward:
-        for t in trace.reads(op):
-            if role[t] not in PERSISTENT and block_of.get(int(producer[t])) != k:
-                inputs[t] = None
-        for t in trace.writes(op):
-            readers = trace.readers(t)
-            if t in kept or any(block_of.get(r, k) != k for r in readers):
-                outputs.append(t)
-            if any(phase[r] == BACKWARD for r in readers):
-                saved.append(t)
-    first = trace.op_columns.layer[forward[0]]
-    return Block(int(first), tuple(forward), tuple(backward), tuple(inputs), tuple(outputs), tuple(saved))
-
-
-# ---- the chain ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +65,7 @@ class Stage:
     backward_temp: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
     """A trace as a chain of L stages. Sizes in bytes.
 
@@ -184,6 +82,12 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.stages)
+
+    @cached_property
+    def stage_of(self) -> Mapping[int, int]:
+        """The position of the stage that each forward and backward op belongs to."""
+        pairs = ((op, i) for i, stage in enumerate(self.stages) for op in (*stage.forward, *stage.backward))
+        return MappingProxyType(dict(pairs))
 
 
 def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain:

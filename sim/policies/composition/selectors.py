@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sim.errors import PolicyError, near
 from sim.policies.traits import MANAGED_AS, MANAGES
 from sim.trace.graph import Trace
+from sim.trace.layers import tensor_layers
 from sim.trace.tensor import ROLES
 
 Mask = NDArray[np.bool_]
@@ -76,15 +77,7 @@ def _term(trace: Trace, term: str) -> Mask:
     for piece in re.findall(RANGE, found[1]):
         low, _, high = piece.partition("-")
         numbers.update(range(int(low), int(high or low) + 1))
-    return np.isin(layers(trace), sorted(numbers))
-
-
-def layers(trace: Trace) -> NDArray[np.int32]:
-    """Per tensor its layer: that of the op that produces it, or its own where there is none; -1 for no layer."""
-    made = trace.producer >= 0
-    by_op = trace.op_columns.layer[np.where(made, trace.producer, 0)]
-    found: NDArray[np.int32] = np.where(made & (by_op >= 0), by_op, trace.tensor_columns.layer)
-    return found
+    return np.isin(tensor_layers(trace), sorted(numbers))
 
 
 def _named(trace: Trace, pattern: str) -> Mask:
@@ -101,7 +94,7 @@ def _named(trace: Trace, pattern: str) -> Mask:
 def _what_there_is(trace: Trace, term: str) -> str:
     """What the trace has instead, as the end of a message."""
     if LAYERS.fullmatch(term):
-        has = np.unique(layers(trace))
+        has = np.unique(tensor_layers(trace))
         has = has[has >= 0]
         return f": it has layers {has[0]} to {has[-1]}" if len(has) else ": it has no layers"
     stem = term.strip("*")

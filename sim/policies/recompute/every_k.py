@@ -13,6 +13,7 @@ from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.regions import chain_of, layer_regions, stage_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.trace.layers import has_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,7 @@ class EveryK(RecomputationPlanner):
         """Drops and recomputations, k layers at a time."""
         trace = problem.trace
         index = TraceIndex(trace)
-        c = trace.op_columns
-        if (c.layer[c.phase == 0] >= 0).any():
+        if has_layers(trace):
             regions = layer_regions(index, "every_k", self.k)
         else:
             line = chain_of(problem, "every_k")

@@ -79,8 +79,7 @@ class Pager:
         self.index: TraceIndex = schedule.index
         self.peaks = np.array(schedule.peaks()[1:], np.int64)
         self.time = np.array([problem.cost.op_ns(op) for op, _ in schedule.steps], np.int64)
-        stage_of = {op: i for i, stage in enumerate(line.stages) for op in (*stage.forward, *stage.backward)}
-        keys = [stage_of.get(op, -1 - op) for op, _ in schedule.steps]
+        keys = [line.stage_of.get(op, -1 - op) for op, _ in schedule.steps]
         counts = [len(list(run)) for _, run in groupby(keys)]
         self.ends: Ints = np.cumsum(counts) - 1
         self.starts: Ints = self.ends - counts + 1
