@@ -8,7 +8,9 @@ of its home tier, a link to that of either end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from fractions import Fraction
+from typing import Any
 
 from sim.errors import ProfileError
 from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Platform, Pool, Tier
@@ -138,14 +140,7 @@ class _Assembly:
                 self.copies.setdefault(name, []).append((copy, device))
                 if part.energy:
                     self.energy[copy] = part.energy.value.number
-                yield Link(
-                    name=copy,
-                    source=start,
-                    target=end,
-                    rate=part.rate.value.number,
-                    fixed=part.fixed.value.number,
-                    copy_engines=part.copy_engines.value.number if part.copy_engines else 1,
-                )
+                yield Link(name=copy, source=start, target=end, **_given(part, Link))
 
     def _ends(self, name: str, part: LinkPart) -> Iterator[tuple[str, int, str, str]]:
         """Name, device, start and end of each copy of a link."""
@@ -255,6 +250,12 @@ def _efficiency(part: EnginePart) -> dict[str, float]:
         for kind in (kind for kind in KINDS if part.unit_of(kind) == "scalar"):
             table |= {f"{kind}_{dtype}": BITS[dtype] / max(width, BITS[dtype]) for dtype in _peak(part)}
     return table
+
+
+def _given(part: LinkPart, kind: type[Link]) -> dict[str, Any]:
+    """The numbers of a part's figures that what is built of it has fields for, by name."""
+    names = {field.name for field in fields(kind)}
+    return {key: figure.value.number for key, figure in part.figures() if key in names}
 
 
 def _op_key(key: str) -> str:

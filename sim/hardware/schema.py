@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -174,10 +175,21 @@ class Sourced(Model):
     """
 
     FIGURES: ClassVar[tuple[str, ...]] = ()
+    """The keys that are figures, as declared by their types."""
+
     TABLES: ClassVar[tuple[str, ...]] = ()
+    """The keys that are tables of figures."""
 
     source: str | None = None
     standing: Standing | None = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        """Read from the fields which of them are figures."""
+        super().__pydantic_init_subclass__(**more)
+        types = {name: field.annotation for name, field in cls.model_fields.items()}
+        cls.FIGURES = tuple(name for name, kind in types.items() if _is_figure(kind))
+        cls.TABLES = tuple(n for n, kind in types.items() if get_origin(kind) is dict and _is_figure(get_args(kind)[1]))
 
     @model_validator(mode="before")
     @classmethod
@@ -205,6 +217,12 @@ class Sourced(Model):
         for key in self.TABLES:
             for name, figure in getattr(self, key).items():
                 yield f"{key}.{name}", figure
+
+
+def _is_figure(kind: Any) -> bool:
+    """Whether a type is a figure, or one or None."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return any(isinstance(each, type) and issubclass(each, Figure) for each in kinds)
 
 
 def _expanded(value: Any, default: Mapping[str, Any]) -> Any:
@@ -247,8 +265,6 @@ def _named(value: Any) -> Any:
 class TierPart(Sourced):
     """A memory."""
 
-    FIGURES = ("nominal", "capacity", "bandwidth", "latency")
-
     kind: str
     per_device: StrictBool = False
     nominal: Size
@@ -266,9 +282,6 @@ class EnginePart(Sourced):
         vectors are; the peak of those types follows.
     runs: by kind of op the unit that runs it; `vector` where it is not said.
     """
-
-    FIGURES = ("launch", "bandwidth", "power", "cores", "clock", "vector")
-    TABLES = ("peak", "efficiency", "bandwidth_share", "units", "runs")
 
     home: TierName
     reaches: tuple[TierName, ...] = ()
@@ -325,8 +338,6 @@ class EnginePart(Sourced):
 class LinkPart(Sourced):
     """One direction between two tiers, or with `peer` from each device's tier to that of each other device."""
 
-    FIGURES = ("rate", "fixed", "copy_engines", "egress", "energy")
-
     start: Annotated[TierName, Field(alias="from")]
     end: Annotated[TierName, Field(alias="to")]
     peer: StrictBool = False
@@ -339,9 +350,6 @@ class LinkPart(Sourced):
 
 class PoolPart(Sourced):
     """Bandwidth that links and engines share."""
-
-    FIGURES = ("rate",)
-    TABLES = ("charges", "factors")
 
     per_device: StrictBool = False
     duplex: Duplex = "factors"
@@ -360,8 +368,6 @@ class PoolPart(Sourced):
 
 class FitPart(Sourced):
     """Mean relative errors of the time model against measurements."""
-
-    FIGURES = ("op_time", "transfer_time")
 
     op_time: Residual
     transfer_time: Residual
