@@ -12,6 +12,7 @@ from sim.units import format_bytes, format_flops, format_rate, format_time
 
 if TYPE_CHECKING:
     from sim.hardware.platform import Platform
+    from sim.policies.base import Policy
     from sim.trace.graph import Trace
 
 GAP = "  "
@@ -125,8 +126,18 @@ def traits_shown(record: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(trait, record[trait]) for trait in TRAITS if trait not in APART and record.get(trait)]
 
 
+def _trait(found: type[Policy], name: str) -> Any:
+    from sim.policies import load
+
+    value = getattr(found, name)
+    return getattr(load(found), name) if isinstance(value, property) else value
+
+
 def policy_record(name: str) -> dict[str, Any]:
-    """Family, traits and parameters of a policy; of each parameter the type, and the choices and bounds declared."""
+    """Family, traits and parameters of a policy; of each parameter the type, and the choices and bounds declared.
+
+    A trait that depends on parameters is that of the defaults.
+    """
     from sim.declared import bounds, choices, declarations, expected, plain
     from sim.policies import family, policy_class
     from sim.policies.base import TRAITS, default_of
@@ -146,7 +157,7 @@ def policy_record(name: str) -> dict[str, Any]:
             }
         )
     traits = [trait for trait in TRAITS if trait not in OF_TESTS]
-    known = {trait: getattr(found, trait) for trait in traits if not isinstance(getattr(found, trait), property)}
+    known = {trait: _trait(found, trait) for trait in traits}
     first = {trait: known.pop(trait) for trait in ("fidelity", "slow")}
     known["saves"] = dict(known["saves"])
     return {
