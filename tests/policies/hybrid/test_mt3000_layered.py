@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sim import load_profile
 from sim.analysis.overlap import overlap
 from sim.conformance.replayed import run_policy
-from sim.conformance.suite import CHECKS, breaks
+from sim.conformance.suite import CHECKS, breaks, check_policy
 from sim.errors import OutOfMemory, PolicyError, ProfileError
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
@@ -429,6 +429,15 @@ def test_the_plan_can_be_pickled_and_gives_the_same_log():
     plan = load("mt3000_layered").plan(problem_for(trace, platform))
     assert pickle.loads(pickle.dumps(plan.online))() is not None
     assert run(trace, platform).log == run(trace, platform).log
+
+
+def test_without_what_it_plans_ahead_it_knows_the_past_alone(tmp_path):
+    policy = load("mt3000_layered", checkpoints=False, mapping="none")
+    assert policy.plans_ahead == ""
+    report = check_policy(policy, examples=15, name="mt3000_layered", folder=tmp_path, across_processes=False)
+    assert report.passed, report.as_text()
+    for ahead in ({"checkpoints": True}, {"mapping": "all"}, {"mode": "tso"}, {"codec": "half"}):
+        assert replace(policy, **ahead).plans_ahead
 
 
 def test_it_runs_where_there_is_no_ddr():
