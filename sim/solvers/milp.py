@@ -268,6 +268,7 @@ class Program:
         solution = self._solve(relaxed=True)
         if solution.x is None:
             return None
+        self.found = solution.x
         keep = {key: float(solution.x[c]) for key, c in self.keep.items()}
         if self._least_room < 0:
             return Relaxed(keep, self._bound(max(0.0, solution.fun)), 0)
