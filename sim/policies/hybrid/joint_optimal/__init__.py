@@ -9,11 +9,10 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from sim.errors import PolicyError
-from sim.hardware.platform import Platform
-from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Plan, Problem, Recompute
-from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.joint_optimal.copies import Copies, Trip
+from sim.policies.base import Beside, Policy, by_parameter
+from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments
+from sim.policies.hybrid.joint_optimal.copies import Copies, host_of, trip
 from sim.policies.hybrid.joint_optimal.trips import Replays, choice_of, movable
 from sim.solvers.granularity import by_op
 from sim.solvers.milp import Program
@@ -51,14 +50,17 @@ class JointOptimal(Policy):
         program, whose optimum a plan always reaches. O(n^2) binaries for n ops, about eight times Checkmate's.
     Departs: from no paper.
 
-    max_ops: the most ops to plan for, update ops not counted, at least 2.
-    time_limit: seconds of search in all.
+    max_ops: the most ops for that program, update ops not counted, at least 2. A larger trace has the linear program at
+        moments, whose bound is about all plans that drop, recompute and copy in whatever way; its shares are rounded,
+        and scheduled and improved as `hybrid` does it; the plan of `relax_and_fix` is looked at, too.
+    moments: number of moments then.
+    time_limit: seconds of search in all; the plan has no bound where the linear program takes longer.
     replays: runs of the engine at most, to make the answer into a plan.
     Notes of the plan: `status` is "optimal" only where its makespan is the bound (to one part in a million where times
         have no common unit above a ten-thousandth), else "feasible"; `optimal_among` and `bound_among`: the class;
         `makespan_bound_ns`, `rerun_ns`; `limit`: "" or "time"; `time_limited`.
     Raises Infeasible where no plan was found that fits, saying so where none of the class does; PolicyError on several
-        devices or engines, too many ops, a host that the device reads in place, or a limit reached before any plan was
+        devices or engines, a host that the device reads in place, or a limit reached before any plan was
         found.
     """
 
@@ -69,10 +71,11 @@ class JointOptimal(Policy):
     fidelity = "equations"
     slow = True
     rarely = "the fastest plan that fits seldom has to recompute or move anything on nets this small"
-    other_values = by_parameter(time_limit=1e-6, replays=1)
-    unseen = by_parameter(max_ops="beyond it a trace is refused; see its own tests")
+    other_values = by_parameter(max_ops=6, moments=Beside(1, max_ops=6), time_limit=1e-6, replays=1)
+    unseen = by_parameter(moments="it changes what is proven, seldom the plan; see its own tests")
 
     max_ops: Annotated[int, Ge(2)] = 60
+    moments: Annotated[int, Ge(1)] = 6
     time_limit: Annotated[float, Gt(0)] = 60.0
     replays: Annotated[int, Ge(1)] = 400
 
@@ -83,14 +86,14 @@ class JointOptimal(Policy):
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves."""
         ops, index = body(problem, "joint_optimal"), TraceIndex(problem.trace)
-        host = _host(problem.platform)
+        host = host_of(problem)
         once = once_ns(problem)
         if schedule_of(index, {}).peak() <= problem.budget:
             return self._planned(problem, Plan(problem.trace), problem.evaluate(Plan(problem.trace)).end, once, "")
         if ops > self.max_ops:
-            raise PolicyError(
-                f"policy 'joint_optimal' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}"
-            )
+            plan, end, more = by_moments(problem, index, host, self.moments, self.time_limit)
+            bound = None if more is None else once + more
+            return self._planned(problem, plan, end, bound, "time" if more is None else "", WIDE)
         exact = counts_all(index, ops)
         nodes = by_op(problem, index, "joint_optimal", apart=True)
         replays = Replays(problem, index, nodes, host, self.replays)
@@ -114,7 +117,8 @@ class JointOptimal(Policy):
         First without the host, which is quick, then with it. Where no plan of an answer fits, the program is
         given a little less memory.
         """
-        room, trips = problem.budget - nodes.outside, _trips(problem, nodes)
+        room, host = problem.budget - nodes.outside, host_of(problem)
+        trips = {v: trip(problem, host, nodes.values[v].size) for v in movable(nodes)} if host else {}
         proven = Answer("unknown")
         for attempt in range(ATTEMPTS):
             for copies in (None, Copies(nodes, trips)) if trips else (None,):
@@ -132,47 +136,19 @@ class JointOptimal(Policy):
             room -= max(1, problem.budget // STEP)
         return proven
 
-    def _planned(self, problem: Problem, plan: Plan, end: int, bound: int | None, limit: str) -> Plan:
+    def _planned(
+        self, problem: Problem, plan: Plan, end: int, bound: int | None, limit: str, plans: str = PLANS
+    ) -> Plan:
         """The plan with its notes."""
         proven = bound is not None and end <= bound * (1 + 1e-6)
         reruns = [action.op for action in plan.actions if isinstance(action, Recompute)]
         notes = {
             "status": "optimal" if proven else "feasible",
-            "optimal_among": f"plans that {PLANS}" if proven else "",
-            "bound_among": f"plans that {PLANS}",
+            "optimal_among": f"plans that {plans}" if proven else "",
+            "bound_among": f"plans that {plans}",
             "makespan_bound_ns": bound,
             "rerun_ns": sum(problem.cost.op_ns(problem.trace.op_id(op)) for op in reruns),
             "limit": limit,
             "time_limited": limit == "time",
         }
         return replace(plan, notes=notes)
-
-
-def _host(platform: Platform) -> str:
-    """The tier that values may leave for, "" for none. Raises PolicyError where the device reads it in place."""
-    if platform.host is None:
-        return ""
-    engine = platform.main_engine(0)
-    if platform.host.name in engine.reaches:
-        raise PolicyError(
-            f"policy 'joint_optimal' plans for copies to and from the host; {engine.name!r} reads "
-            f"{platform.host.name!r} in place"
-        )
-    return platform.host.name
-
-
-def _trips(problem: Problem, nodes: Nodes) -> dict[int, Trip]:
-    """Per value that may leave the least ns of its copies. Copies that run side by side share their link's rate."""
-    platform = problem.platform
-    if not (host := _host(platform)):
-        return {}
-    routes = platform.route(problem.home, host), platform.route(host, problem.home)
-    trips = {}
-    for v in movable(nodes):
-        ns = []
-        for route in routes:
-            pace, alone = platform.pace(route), any(platform.links[i].copy_engines == 1 for i in route)
-            size = nodes.values[v].size  # side by side fixed times overlap, and so do the nanoseconds begun
-            ns.append(transfer_ns(size, pace.rate, pace.fixed) if alone else transfer_ns(size, pace.rate) - 1)
-        trips[v] = Trip(*ns)
-    return trips

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.policies.recompute.relax_and_fix.moments import made_bytes
+from sim.solvers.moments import made_bytes
 from sim.solvers.schedule import TraceIndex
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.policies.recompute.relax_and_fix.moments import Moment, Program, wanted_until
+from sim.solvers.moments import Moment, Program, wanted_until
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 
 LEVELS = (0.5, 1e-6, 0.999)

@@ -1,0 +1,97 @@
+"""Plans and bounds for traces of thousands of ops: the program at moments, rounded, scheduled and replayed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+
+import numpy as np
+
+from sim.errors import Infeasible, TiersimError
+from sim.plan import Plan, Problem
+from sim.policies.hybrid.hybrid.drafts import Draft, Drafts
+from sim.policies.hybrid.hybrid.program import rounded
+from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE
+from sim.policies.hybrid.joint_optimal.copies import trip
+from sim.policies.hybrid.joint_optimal.moment_bound import MomentBound, NothingFits, Shares
+from sim.policies.recompute.relax_and_fix import RelaxAndFix
+from sim.solvers.outcome import refused
+from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.trace.tensor import ROLE_CODE
+
+WIDE = (
+    "run the ops in order on one device, drop, recompute and copy to the host and back in whatever order and however "
+    "often, and keep weights, inputs, outputs, weight gradients and what is overwritten in place"
+)
+"""The plans that the bound is about."""
+MARKS = 12
+"""Parts of the time before the first moment in which the link's time is counted."""
+SMALL = 20_000
+"""Tensors below this part of the budget count nothing, which lowers the bound a little."""
+ROUNDS, REPLAYS = 6, 5
+"""Drafts at most, and how many of the fastest are replayed."""
+
+
+def by_moments(
+    problem: Problem, index: TraceIndex, host: str, moments: int, time_limit: float
+) -> tuple[Plan, int, int | None]:
+    """The fastest plan found, its makespan, and the least ns beyond every op run once, None where time was up."""
+    try:
+        shares = _bound(problem, index, host, moments).relax(problem.budget, time_limit)
+        proven = False
+    except NothingFits:
+        shares, proven = None, True
+    drafts = Drafts(problem)
+    found = [] if proven else list(drafts.search(ROUNDS))
+    if shares is not None:
+        found.append(drafts.polished(_by_shares(drafts, shares), 40_000))
+    plans = [drafts.plan(draft) for draft in sorted(found, key=lambda draft: draft.rank)[:REPLAYS]]
+    with suppress(Infeasible):
+        plans.append(RelaxAndFix().plan(problem))  # also in the class
+    best: tuple[int, Plan] | None = None
+    for plan in plans:
+        try:
+            end = problem.evaluate(plan).end
+        except TiersimError:
+            continue
+        if best is None or end < best[0]:
+            best = end, plan
+    if best is None:
+        least = drafts.least(ROUNDS).least_bytes
+        raise refused(problem, "joint_optimal", least, proven=proven, smallest=False, plans=WIDE)
+    return best[1], best[0], None if shares is None else shares.bound
+
+
+def _by_shares(drafts: Drafts, shares: Shares) -> Draft:
+    """The program's shares made whole: what is resident stays, the rest returns or is recomputed, in proportion."""
+    found = {}
+    for i, saved in enumerate(drafts.results.saved):
+        parts = np.zeros(3)
+        t = max(saved.tensors, key=lambda t: drafts.results.index.size[t])
+        away = 1.0 - shares.resident.get(t, 1.0)
+        ways = (shares.restored.get(t, 0.0) * saved.offloads, shares.recomputed.get(saved.op, 0.0) * saved.recomputes)
+        for way, part in zip((OFFLOAD, RECOMPUTE), ways, strict=True):
+            parts[way] = away * part / sum(ways) if sum(ways) else 0.0
+        parts[KEEP] = 1.0 - parts[OFFLOAD] - parts[RECOMPUTE]
+        found[i] = parts
+    choice = [KEEP] * len(drafts.results.saved)
+    for i, way in rounded(drafts.results, found).items():
+        choice[i] = way
+    return drafts.draft(choice)
+
+
+def _bound(problem: Problem, index: TraceIndex, host: str, moments: int) -> MomentBound:
+    """The program: the op of largest footprint of each part of the trace in which the plain plan exceeds the budget."""
+    peaks = np.array(schedule_of(index, {}).peaks()[1:])
+    over = np.flatnonzero(peaks > problem.budget)
+    cuts = np.linspace(over[0], over[-1] + 1, moments + 1).astype(int)
+    ops = sorted({int(a + np.argmax(peaks[a:b])) for a, b in pairwise(cuts.tolist()) if b > a})
+    marks = sorted({int(mark) for mark in np.linspace(0, ops[0], MARKS)[:-1]}) if ops[0] else []
+    small = problem.budget // SMALL
+    gradient = ROLE_CODE["gradient"]
+    trips = {
+        t: trip(problem, host, size)
+        for t, size in enumerate(index.size)
+        if host and size > small and index.droppable[t] and index.role[t] != gradient and index.replaces[t] < 0
+    }
+    return MomentBound(index, [problem.cost.op_ns(op) for op in range(len(index.reads))], ops, marks, trips, small)
