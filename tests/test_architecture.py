@@ -112,7 +112,8 @@ def test_the_time_of_a_transfer_has_one_home():
 
 
 def test_solvers_serve_two_policies_or_more():
-    """What one policy alone needs stands beside it: the policy is a package then."""
+    """What one policy alone needs stands beside it: the policy is a package then. One that reaches a module through
+    another solver or a base counts as well."""
     needs = {path: modules(path) for path in sources("sim")}
     by_name = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in needs}
 

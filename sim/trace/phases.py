@@ -9,7 +9,8 @@ from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 
 Ints = NDArray[np.int64]
-FORWARD, BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
+FORWARD = PHASE_CODE["forward"]
+BACKWARD = PHASE_CODE["backward"]
 
 
 def forward_ops(trace: Trace) -> Ints:
