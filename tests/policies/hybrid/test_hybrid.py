@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from sim.analysis.peak_memory import home_peak
-from sim.errors import Infeasible, OutOfMemory
+from sim.analysis.peak_memory import home_peak, peak_bytes
+from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.hardware.profile import load_profile
 from sim.policies.hybrid.hybrid.drafts import Drafts
+from sim.rewrites.pipeline import pipeline
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
+from workloads.cnn import cnn
+from workloads.synthetic import unet, w1
 
 MB, MS, GB = 10**6, 10**6, 10**9
 PLENTY = 10**15
+INFINITE = float("inf")
+BATCHES = {"gpt2-small": (4, 512), "gpt2-medium": (2, 512), "llama-1b": (4, 1024)}
+"""Batch and sequence of the models of the grid, as in benchmarks/hybrid.py."""
 
 
 def machine(budget: int, rate: int | None = GB) -> Platform:
@@ -125,6 +134,83 @@ def test_the_model_times_a_draft_as_the_engine_does(seed):
         assert draft.least_bytes <= home_peak(log)
 
 
+# ---- what it must not lose to -------------------------------------------------------------------
+
+OTHERS = ("keep_all", "full_recompute", "selective_recompute", "every_k", "swap_all", "vdnn")
+
+
+def overheads(trace: Trace, platform: Platform, budget: int, names: Iterable[str]) -> dict[str, int]:
+    """Makespans of the policies that fit."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(Infeasible, PolicyError):
+            found[name] = simulate(trace, platform, name, budget=budget).log.end
+    return found
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_on_small_nets_it_is_never_slower_than_the_mechanisms_that_it_joins(seed, share):
+    trace, rate = random_chain(seed)
+    platform = machine(1, rate)
+    budget = int(home_peak(plain(trace, platform).log) * share)
+    found = overheads(trace, platform, budget, ("hybrid", *(name for name in OTHERS if name != "vdnn")))
+    assert not found or found["hybrid"] == min(found.values())
+
+
+SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
+NETS = {
+    "unet": lambda: unet(4, size=1 << 22),
+    "microbatches": lambda: transformer(SMALL, batch=8, sequence=256, precision="bf16", micro_batches=2),
+    "in place": lambda: cnn("alexnet", batch=64),
+}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_on_other_nets_it_is_never_slower(net):
+    trace = NETS[net]()
+    platform = load_profile("mt3000_survey", overrides={f"links.{way}.rate": "8 GB/s" for way in ("d2h", "h2d")})
+    peaks = []
+    for name in ("full_recompute", "swap_all"):
+        with contextlib.suppress(PolicyError):
+            peaks.append(home_peak(simulate(trace, platform, name, budget=PLENTY).log))
+    budget = int(min(peaks) + 0.2 * (home_peak(plain(trace, platform).log) - min(peaks)))
+    found = overheads(trace, platform, budget, ("hybrid", *OTHERS))
+    assert found["hybrid"] == min(found.values())
+
+
+def two_devices(budget: int) -> Platform:
+    tiers = [Tier(f"hbm{i}", budget, budget, 10**12, device=i) for i in range(2)]
+    engines = tuple(Engine(f"npu{i}", i, f"hbm{i}", (f"hbm{i}",), {"fp32": 10**12, "fp16": 10**14}) for i in range(2))
+    links = [Link(f"d2h{i}", f"hbm{i}", "host", 8 * GB) for i in range(2)]
+    links += [Link(f"h2d{i}", "host", f"hbm{i}", 8 * GB) for i in range(2)]
+    links += [Link("there", "hbm0", "hbm1", 50 * GB), Link("back", "hbm1", "hbm0", 50 * GB)]
+    return Platform("two", (*tiers, Tier("host", PLENTY, PLENTY, 10**11, kind="ddr")), engines, tuple(links))
+
+
+def test_two_devices_are_planned_each_on_its_own():
+    trace = pipeline(w1(4), [0, 0, 1, 1], 2)
+    kept = peak_bytes(plain(trace, two_devices(PLENTY)).log)
+    budget = int(0.8 * max(kept["hbm0"], kept["hbm1"]))
+    found = overheads(trace, two_devices(budget), budget, ("hybrid", *OTHERS))
+    assert found["hybrid"] == min(found.values())
+
+
+def test_without_a_host_it_recomputes():
+    trace, lone = two_layers(), machine(8 * MB, None)
+    assert simulate(trace, lone, "hybrid").plan.notes["recomputed_bytes"] == 4 * MB
+
+
+def test_beside_zero_offload_it_sees_what_that_moves():
+    """Its own model would count states and gradients, which are on the host; the replay shows that they are."""
+    trace = transformer(SMALL, batch=8, sequence=256, precision="amp_bf16")
+    platform = load_profile("mt3000_survey", overrides={f"links.{way}.rate": "10 GB/s" for way in ("d2h", "h2d")})
+    alone = simulate(trace, platform, "zero_offload + full_recompute", budget=PLENTY).log
+    names = [f"zero_offload + {name}" for name in ("hybrid", "full_recompute", "swap_all")]
+    found = overheads(trace, platform, home_peak(alone), names)
+    assert found[names[0]] == min(found.values())
+
+
 # ---- transformers ------------------------------------------------------------------------------
 
 SINGLE = ("full_recompute", "selective_recompute", "swap_all", "twremat")
@@ -144,3 +230,26 @@ def test_it_is_faster_than_each_mechanism_alone(rate, margin):
         with contextlib.suppress(Infeasible):
             others.append(simulate(trace, platform, name, budget=budget).log.end / kept.end)
     assert mine <= min(others) - margin
+
+
+# ---- the grid ----------------------------------------------------------------------------------
+
+CELLS = json.loads((Path(__file__).parents[3] / "benchmarks" / "hybrid.json").read_text(encoding="utf-8"))
+
+
+def test_on_the_grid_it_is_never_slower_than_another_policy():
+    for cell in CELLS:
+        others = [took for name, took in cell["overhead"].items() if name != "hybrid" and took is not None]
+        assert cell["overhead"]["hybrid"] <= min(others, default=INFINITE) + 1e-4, cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(str(cell[key]) for key in ("model", "rate", "share")))
+def test_the_cells_are_what_is_simulated_now(cell):
+    batch, sequence = BATCHES[cell["model"]]
+    trace = transformer(cell["model"], batch=batch, sequence=sequence, precision="amp_bf16")
+    rates = {f"links.{way}.rate": f"{cell['rate']} GB/s" for way in ("d2h", "h2d")}
+    platform = load_profile("mt3000_survey", overrides=rates | {"tiers.zone.bandwidth": f"{cell['bandwidth']} GB/s"})
+    kept = plain(trace, platform).log
+    mine = simulate(trace, platform, "hybrid", budget=cell["budget"]).log
+    assert mine.end / kept.end - 1 == pytest.approx(cell["overhead"]["hybrid"], abs=1e-3)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated
 
 from annotated_types import Ge
 
-from sim.errors import Infeasible, OutOfMemory
+from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.hybrid.drafts import Draft, Drafts
+from sim.policies.hybrid.hybrid.drafts import Drafts, Replayed, replayed
 from sim.units import format_bytes
 
+SEARCHES = 3
+"""Where a replay shows what the model did not know, it goes on from that, at most so often in all."""
 REPLAYS = 3
 """The fastest drafts that fit are replayed, so many."""
 
@@ -28,7 +30,9 @@ class Hybrid(Policy):
     recomputation costs its ops. Shares are rounded in program order. A model of one device (ops one after another, a
     link in each direction, copies back as early as memory allows) times the draft and shows what the
     program did not know: transient results of recomputation, when an input is needed for it, copies that are late.
-    The next round's program takes that into account. The fastest drafts are replayed, the fastest replay is the plan.
+    The next round's program takes that into account; one that offloads everything is tried, too, and the best one is
+    improved by changing single choices. The fastest drafts are replayed, the fastest replay is the plan.
+    In a composition the replays show what other parts hold and move, and the search goes on with that.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
     resident or comes back for it. Nothing is recomputed from within what has been recomputed and dropped once more.
 
@@ -36,11 +40,11 @@ class Hybrid(Policy):
         Rematerialization and Offloading for Training DNNs", NeurIPS 2021; windows of link time: Huang et al.,
         "SwapAdvisor", and Peng et al., "Capuchin", both ASPLOS 2020; recomputing the cheap: Korthikanti et al., MLSys
         2023.
-    Bounds: `rounds` programs of about 4 columns per op and 6 per window, each with a schedule in O(ops); three
-        replays, more where they do not fit.
+    Bounds: `rounds` programs of about 4 columns per op and 6 per window, each with a schedule in O(ops); at
+        most three replays per search, and one search but in compositions or where no replay fits.
     Departs: no paper's design is claimed.
 
-    rounds: linear programs at most.
+    rounds: linear programs at most; fewer, down to two, on traces of more than some 4,000 ops.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time.
     Raises Infeasible, with the smallest budget of any draft, where none fits.
     """
@@ -56,33 +60,37 @@ class Hybrid(Policy):
     def plan(self, problem: Problem) -> Plan:
         """The fastest draft that fits, by replay."""
         drafts = Drafts(problem)
-        found = list(drafts.search(self.rounds))
-        if plan := self._fastest(problem, drafts, found):
-            return plan
-        least = drafts.least(self.rounds)
-        if plan := self._fastest(problem, drafts, [least]):
-            return plan
-        raise Infeasible(
-            f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}; "
-            f"{format_bytes(least.least_bytes, digits=None)} would do",
-            floor_bytes=least.least_bytes,
-        )
-
-    def _fastest(self, problem: Problem, drafts: Drafts, found: Sequence[Draft]) -> Plan | None:
-        """The draft that is fastest when replayed; None if none fits."""
-        best: tuple[int, Plan] | None = None
-        replayed: set[tuple[int, ...]] = set()
-        for draft in sorted(found, key=lambda draft: draft.rank):
-            if best is not None and len(replayed) >= REPLAYS:
+        plain = replayed(problem, drafts, drafts.kept())
+        if plain.fits:
+            return plain.plan
+        best: Replayed | None = None
+        if shared := drafts.learn(plain):  # that replay ended early: one that goes on shows more
+            drafts.learn(replayed(problem, drafts, drafts.away()))
+        for _ in range(SEARCHES):
+            fitting, short = self._search(problem, drafts)
+            best = min((each for each in (best, fitting) if each), key=lambda each: each.ns, default=None)
+            if fitting and not shared:
                 break
-            if tuple(draft.choice) in replayed:
-                continue
-            replayed.add(tuple(draft.choice))
-            plan = drafts.plan(draft)
-            try:
-                end = problem.evaluate(plan).end
-            except OutOfMemory:
-                continue
-            if best is None or end < best[0]:
-                best = end, plan
-        return best[1] if best else None
+            drafts.learn(fitting or short)
+        if best is None:
+            best = replayed(problem, drafts, drafts.least(self.rounds))
+        if not best.fits:
+            floor = best.draft.least_bytes
+            raise Infeasible(
+                f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}; "
+                f"{format_bytes(floor, digits=None)} would do",
+                floor_bytes=floor,
+            )
+        return best.plan
+
+    def _search(self, problem: Problem, drafts: Drafts) -> tuple[Replayed | None, Replayed]:
+        """Of some drafts the one that is fastest when replayed, None if none fits; and the first that was replayed."""
+        runs: list[Replayed] = []
+        seen: set[tuple[int, ...]] = set()
+        for draft in sorted(drafts.search(self.rounds), key=attrgetter("rank")):
+            if len(runs) >= REPLAYS:
+                break
+            if tuple(draft.choice) not in seen:
+                seen.add(tuple(draft.choice))
+                runs.append(replayed(problem, drafts, draft))
+        return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle
 from operator import attrgetter
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from sim.errors import OutOfMemory
+from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Recompute
 from sim.policies.hybrid.hybrid.program import Profile, rounded, shares
 from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results, results_of
@@ -17,12 +19,8 @@ from sim.policies.hybrid.hybrid.timeline import Steps, Timeline, steps_of, timel
 from sim.solvers.cascade import cascade
 from sim.solvers.schedule import Schedule, schedule_of
 
-ENOUGH = 1.0005
-"""A draft that takes as many times as long as keeping everything is good enough."""
-
-
-WORK = 40_000
-"""Steps that drafts may have in all that are tried in order to improve on the best."""
+WORK = 20_000
+"""Steps of all drafts: of those of the rounds (two are always made), and of those tried to improve on the best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +58,23 @@ class Draft:
         return max(int(steps.held.max(initial=0)) for steps in self.steps)
 
 
+def wheres(schedule: Schedule, steps: Steps) -> list[int]:
+    """Per step of a device the op of the trace at which it runs: its own, or the one before which it is recomputed."""
+    anchors = (schedule.steps[at][1] for at in steps.at)
+    return [op if anchor < 0 else anchor for op, anchor in zip(steps.ops, anchors, strict=True)]
+
+
+def use_at_ops(log: EventLog, device: int) -> dict[int, int]:
+    """Bytes in use in a device's home tier when each of its ops begins its first run."""
+    tier = log.platform.tiers.index(log.platform.home(device))
+    here = log.change("tier") == tier
+    use = np.cumsum(log.change("delta")[here])
+    first = [WHY[name] for name in FIRST_RUNS]
+    rows = np.flatnonzero(np.isin(log.interval("why"), first) & (log.interval("device") == device))
+    found = np.searchsorted(log.change("time")[here], log.interval("start")[rows], side="right") - 1
+    return dict(zip(log.interval("op")[rows].tolist(), use[found].tolist(), strict=True))
+
+
 class Drafts:
     """Makes drafts for a problem.
 
@@ -71,6 +86,9 @@ class Drafts:
         self.results: Results = results_of(problem)
         self.devices = range(problem.trace.devices)
         self.capacity = [problem.platform.home(device).capacity for device in self.devices]
+        self._margin = 0
+        self._late: dict[int, int] = {}
+        self._others: list[int] = []  # per op the bytes that other parts of a composition add or take away
         self._ns = [problem.cost.op_ns(op) for op in range(len(problem.trace.ops))]
         self._doubt: dict[int, float] = {}  # of the last program, how far from whole each choice was
         self._last: dict[int, list[int]] = {}
@@ -85,8 +103,18 @@ class Drafts:
         settled, reruns = results.settled(choice)
         schedule = schedule_of(results.index, reruns)
         steps = [steps_of(results, settled, schedule, self._ns, device) for device in self.devices]
+        for each in steps if self._others else ():
+            each.held[:] += [self._others[where] for where in wheres(schedule, each)]
         lines = [timeline(results, each, self.capacity[device]) for device, each in enumerate(steps)]
         return Draft(settled, schedule, steps, lines)
+
+    def kept(self) -> Draft:
+        """Everything is kept."""
+        return self.draft([KEEP] * len(self.results.saved))
+
+    def away(self) -> Draft:
+        """Everything is offloaded that can be."""
+        return self.draft([OFFLOAD if s.offloads else KEEP for s in self.results.saved])
 
     def by_program(self, before: Draft, targets: Sequence[int]) -> Draft:
         """What the linear program chooses for these bytes per device, given the schedule of an earlier draft."""
@@ -107,46 +135,67 @@ class Drafts:
         results, steps = self.results, draft.steps[device]
         need = [s.need for s in results.saved]
         held = steps.held.copy()
-        wheres = []
+        places = wheres(draft.schedule, steps)
         since: dict[int, int] = {}
         for step, (op, at) in enumerate(zip(steps.ops, steps.at, strict=True)):
-            anchor = draft.schedule.steps[at][1]
-            wheres.append(op if anchor < 0 else anchor)
             for t in results.index.reads[op]:
                 i = results.of.get(t, -1)
                 if i in since:
                     start = since.pop(i)
-                    need[i] = min(need[i], wheres[step])
+                    need[i] = min(need[i], places[step])
                     if draft.choice[i] == KEEP:
                         held[start + 1 : step] -= results.saved[i].bytes
-            if anchor < 0:
+            if draft.schedule.steps[at][1] < 0:
                 since.update(dict.fromkeys(self._last.get(op, ()), step))
         base: dict[int, int] = {}
-        for where, bytes in zip(wheres, held.tolist(), strict=True):
+        for where, bytes in zip(places, held.tolist(), strict=True):
             base[where] = max(base.get(where, 0), bytes)
         ops = sorted(base)
-        return Profile(ops, [self._ns[op] for op in ops], [base[op] for op in ops], need)
+        return Profile(ops, [self._ns[op] for op in ops], [base[op] for op in ops], need, self._late)
+
+    def learn(self, run: Replayed) -> bool:
+        """Learn from a replay what the model does not know.
+
+        That is how much was lacking where a draft that should have fitted did not; and what other parts of a
+        composition hold and move, up to the op at which the replay ended, and from there on as it was at the last.
+        Returns whether there is any of that.
+        """
+        if run.log is None:
+            return False
+        self.capacity = [run.log.platform.home(device).capacity - self._margin for device in self.devices]
+        differs = [0] * len(self._ns)
+        for device, (steps, line) in enumerate(zip(run.draft.steps, run.draft.lines, strict=True)):
+            use, last = use_at_ops(run.log, device), 0
+            for at, op, used in zip(steps.at, steps.ops, line.used, strict=True):
+                if run.draft.schedule.steps[at][1] < 0:
+                    last = differs[op] = use[op] - used if op in use else last
+        if any(differs):
+            earlier = self._others or [0] * len(self._ns)
+            self._others = [a + b for a, b in zip(earlier, differs, strict=True)]
+        if not run.fits and not run.draft.excess:
+            self._margin += run.lacking
+            self.capacity = [capacity - run.lacking for capacity in self.capacity]
+        return any(differs)
 
     # ---- several -----------------------------------------------------------------------------
 
-    def search(self, rounds: int) -> Iterator[Draft]:
-        """Drafts for the capacities: nothing released, then as the program says, with less room after each miss."""
-        now = self.draft([KEEP] * len(self.results.saved))
-        yield now
-        plain = now.ns
-        targets, seen = list(self.capacity), set()
-        best = now
-        for i in range(rounds):
-            if not now.excess and now.ns <= plain * ENOUGH:
-                return
+    def search(self, rounds: int) -> list[Draft]:
+        """Drafts as the program chooses, with less room after each miss, and the best of them polished."""
+        kept = now = self.kept()
+        found, seen = [kept, self.away()], set[tuple[int, ...]]()
+        targets = list(self.capacity)
+        for i in range(max(2, min(rounds, WORK // len(self._ns)))):
             now = self.by_program(now, targets)
-            yield now
-            best = min(best, now, key=lambda draft: draft.rank)
+            found.append(now)
+            for line in now.lines:
+                self._late.update({i: ns + self._late.get(i, 0) for i, ns in line.late.items()})
+            if not now.excess and now.ns <= kept.ns:
+                return found
             targets = [target - line.excess for target, line in zip(targets, now.lines, strict=True)]
             if tuple(now.choice) in seen:  # copies take longer to leave or to return than windows show
                 targets = [target - target // 200 * i for target in targets]
             seen.add(tuple(now.choice))
-        yield self.polished(best, WORK)
+        return [*found, self.polished(min(found, key=attrgetter("rank")), WORK)]
 
     def polished(self, draft: Draft, work: int, key: Callable[[Draft], Any] = attrgetter("rank")) -> Draft:
         """A draft that no other way for one result, or for two, improves on; as far as so many steps allow."""
@@ -178,7 +227,7 @@ class Drafts:
 
     def least(self, rounds: int) -> Draft:
         """The draft that needs least memory, however long it takes; the same for any capacity."""
-        now = best = self.draft([KEEP] * len(self.results.saved))
+        now = best = self.kept()
         for _ in range(rounds):
             now = self.by_program(now, [0 for _ in self.devices])
             best = min(best, now, key=attrgetter("least_bytes"))
@@ -217,3 +266,38 @@ class Drafts:
             "expected_ns": draft.ns,
         }
         return Plan(trace, cascade(trace, platform, actions, host) if host else tuple(actions), notes=notes)
+
+
+# ---- replays -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A draft, its plan and its replay, as far as that went.
+
+    lacking: bytes that were short where it ended, 0 where it fits. log: None where nothing ran.
+    """
+
+    draft: Draft
+    plan: Plan
+    lacking: int
+    log: EventLog | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran to its end."""
+        return not self.lacking
+
+    @property
+    def ns(self) -> int:
+        """The makespan."""
+        return self.log.end if self.log is not None else 0
+
+
+def replayed(problem: Problem, drafts: Drafts, draft: Draft) -> Replayed:
+    """A draft with its replay."""
+    plan = drafts.plan(draft)
+    try:
+        return Replayed(draft, plan, 0, problem.evaluate(plan))
+    except OutOfMemory as error:
+        return Replayed(draft, plan, max(error.need_bytes - error.free_bytes, 1), error.log)

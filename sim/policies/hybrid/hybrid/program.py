@@ -29,13 +29,15 @@ class Profile:
 
     ops: the device's ops in order. ns: how long each takes. base: bytes resident while each runs, everything that is
     chosen for left out between its last use in forward and its first in backward.
-    need: per choice the op before which its results must be back.
+    need: per choice the op before which its results must be back. late: for how long one that was offloaded was waited
+    for, by place.
     """
 
     ops: Sequence[int]
     ns: Sequence[int]
     base: Sequence[int]
     need: Sequence[int]
+    late: Mapping[int, int]
 
 
 class _Rows:
@@ -161,7 +163,7 @@ def _choices(
                     rerun[op] = rows.column(profile.ns[place[op]] * MS, 1.0)
                 when[op] = min(when.get(op, len(place)), needed)
         copies = s.out_ns + s.back_ns
-        late = max(copies - passed[needed] + passed[place[s.last] + 1], 0)  # it stalls by this whatever else does
+        late = profile.late.get(i, 0) + max(copies - passed[needed] + passed[place[s.last] + 1], 0)
         off[i] = rows.column((TRAFFIC * copies + late) * MS, float(s.offloads))
         if s.op in rerun:
             rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)

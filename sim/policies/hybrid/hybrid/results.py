@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD, saved_tensors
+from sim.trace.tensor import ROLE_CODE
 
 KEEP, OFFLOAD, RECOMPUTE = range(3)
 
@@ -19,7 +22,9 @@ SMALL = 1000
 class Saved:
     """The results of one forward op that backward reads; they are kept, offloaded or recomputed together.
 
-    op: the op. device: where it runs.
+    An input of the iteration that backward reads, too, is like a result of an op that cannot be recomputed.
+
+    op: the op, -1 for an input. device: where it runs, or is read.
     tensors, bytes: its results that backward reads, and their size.
     last: the last op before backward that reads or produces one of them.
     need: the first backward op that reads one.
@@ -123,24 +128,27 @@ def results_of(problem: Problem) -> Results:
     for t in saved_tensors(trace).tolist():
         if index.size[t] and index.droppable[t] and t not in storages:
             groups.setdefault(index.producer[t], []).append(t)
-    stays = _small({op: sum(index.size[t] for t in tensors) for op, tensors in groups.items()})
+    sizes = {op: sum(index.size[t] for t in tensors) for op, tensors in groups.items()}
+    stays = _small(sizes)
+    inputs = [t for t in _inputs(index) if index.size[t] * SMALL > sum(sizes.values())]
     found: list[Saved] = []
-    for op, tensors in sorted(groups.items()):
-        uses = [op, *(r for t in tensors for r in trace.readers(t))]
+    for op, tensors in (*((-1, [t]) for t in inputs), *sorted(groups.items())):
+        uses = [*([op] if op >= 0 else []), *(r for t in tensors for r in trace.readers(t))]
         need = min(r for r in uses if index.phase[r] == BACKWARD)
         last = max(r for r in uses if r < need)
         if op in stays or last + 1 >= need:
             continue
-        out, back = _copies(problem, [index.size[t] for t in tensors], index.device[op])
-        sends = out > 0 and last not in c.engine and last not in c.group and index.device[last] == index.device[op]
+        device = index.device[op if op >= 0 else last]
+        out, back = _copies(problem, [index.size[t] for t in tensors], device)
+        sends = out > 0 and last not in c.engine and last not in c.group and index.device[last] == device
         found.append(
-            Saved(op, index.device[op], tuple(tensors), sum(index.size[t] for t in tensors), last, need, out, back,
-                  offloads=sends, recomputes=index.recomputable_until[op] >= need)
+            Saved(op, device, tuple(tensors), sum(index.size[t] for t in tensors), last, need, out, back,
+                  offloads=sends, recomputes=op >= 0 and index.recomputable_until[op] >= need)
         )  # fmt: skip
     results = Results(
         index,
         found,
-        {s.op: i for i, s in enumerate(found)},
+        {s.op: i for i, s in enumerate(found) if s.op >= 0},
         {t: i for i, s in enumerate(found) for t in s.tensors},
         outputs,
         trace.held_until.tolist(),
@@ -148,6 +156,18 @@ def results_of(problem: Problem) -> Results:
     # what would take an op of another device or of a group to recompute is not recomputed
     found[:] = [replace(s, recomputes=s.recomputes and _alone(results, s)) for s in found]
     return results
+
+
+def _inputs(index: TraceIndex) -> list[int]:
+    """Inputs of the iteration that one device's forward and backward read."""
+    found, trace = [], index.trace
+    lasting = (trace.producer >= 0) | (trace.replaced_by >= 0)
+    for t in np.flatnonzero(~lasting & (trace.tensor_columns.role == ROLE_CODE["input"])).tolist():
+        phases = [index.phase[op] for op in trace.readers(t)]
+        alone = len({index.device[op] for op in trace.readers(t)}) == 1
+        if alone and FORWARD in phases and BACKWARD in phases and t not in trace.outputs:
+            found.append(t)
+    return found
 
 
 def _alone(results: Results, saved: Saved) -> bool:

@@ -40,12 +40,15 @@ class Timeline:
     ns: the time of all steps, stalls included. stall_ns: those for a copy back, and for space.
     excess: the most bytes above the budget, 0 where all fits.
     fetch: (place in the schedule before which a copy back is asked for, place in `Results.saved`), in order.
+    used: per step the bytes in use while it runs. late: ns for which a copy back made the device wait, by place.
     """
 
     ns: int
     stall_ns: int
     excess: int
     fetch: Sequence[tuple[int, int]]
+    used: Sequence[int]
+    late: Mapping[int, int]
 
 
 def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Sequence[int], device: int) -> Steps:
@@ -82,7 +85,9 @@ def timeline(results: Results, steps: Steps, budget: int) -> Timeline:
     ends: dict[int, int] = {}  # of each copy out
     arrives: dict[int, int] = {}
     fetch: list[tuple[int, int]] = []
-    now = stall = excess = pending = out_free = back_free = asked = came = retry = 0
+    used: list[int] = []
+    late: dict[int, int] = {}
+    now = stall = pending = out_free = back_free = asked = came = retry = 0
     for step, ns in enumerate(steps.ns):
         while leaving and leaving[0][0] <= now:
             pending -= leaving.popleft()[1]
@@ -107,18 +112,21 @@ def timeline(results: Results, steps: Steps, budget: int) -> Timeline:
             asked += 1
         begin = now
         while came < len(steps.back) and steps.back[came][0] == step:
-            now = max(now, arrives[steps.back[came][1]])
+            i = steps.back[came][1]
+            if arrives[i] > now:
+                late[i] = arrives[i] - now
+                now = arrives[i]
             came += 1
         use = int(future[step])
         while leaving and (leaving[0][0] <= now or use + pending > budget):
             end, size, _ = leaving.popleft()
             now = max(now, end)
             pending -= size
-        excess = max(excess, use + pending - budget)
+        used.append(use + pending)
         stall += now - begin
         now += ns
         for i in steps.left.get(step, ()):
             out_free = ends[i] = max(now, out_free) + saved[i].out_ns
             leaving.append((out_free, saved[i].bytes, i))
             pending += saved[i].bytes
-    return Timeline(now, stall, excess, fetch)
+    return Timeline(now, stall, max(0, max(used, default=0) - budget), fetch, used, late)
