@@ -8,10 +8,11 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from sim.errors import Infeasible
+from sim.errors import Infeasible, OutOfMemory
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.hybrid.drafts import Drafts, Replayed, replayed
+from sim.policies.offload.swap_all import SwapAll
 from sim.units import format_bytes
 
 SEARCHES = 3
@@ -31,7 +32,8 @@ class Hybrid(Policy):
     link in each direction, copies back as early as memory allows) times the draft and shows what the
     program did not know: transient results of recomputation, when an input is needed for it, copies that are late.
     The next round's program takes that into account; one that offloads everything is tried, too, and the best one is
-    improved by changing single choices. The fastest drafts are replayed, the fastest replay is the plan.
+    improved by changing single choices. The fastest drafts are replayed, and
+    `swap_all` where they take longer than unlimited memory; the fastest is the plan.
     In a composition the replays show what other parts hold and move, and the search goes on with that.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
     resident or comes back for it. Nothing is recomputed from within what has been recomputed and dropped once more.
@@ -45,7 +47,8 @@ class Hybrid(Policy):
     Departs: no paper's design is claimed.
 
     rounds: linear programs at most; fewer, down to two, on traces of more than some 4,000 ops.
-    Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time.
+    Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
+        none where the plan is `swap_all`'s.
     Raises Infeasible, with the smallest budget of any draft, where none fits.
     """
 
@@ -81,6 +84,8 @@ class Hybrid(Policy):
                 f"{format_bytes(floor, digits=None)} would do",
                 floor_bytes=floor,
             )
+        if best.ns > plain.draft.ns and problem.platform.host is not None:
+            return _faster(problem, best, SwapAll().plan(problem))
         return best.plan
 
     def _search(self, problem: Problem, drafts: Drafts) -> tuple[Replayed | None, Replayed]:
@@ -94,3 +99,11 @@ class Hybrid(Policy):
                 seen.add(tuple(draft.choice))
                 runs.append(replayed(problem, drafts, draft))
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
+
+
+def _faster(problem: Problem, best: Replayed, other: Plan) -> Plan:
+    """The other plan if its replay fits and ends earlier."""
+    try:
+        return other if problem.evaluate(other).end < best.ns else best.plan
+    except OutOfMemory:
+        return best.plan

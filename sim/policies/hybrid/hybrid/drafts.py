@@ -19,6 +19,8 @@ from sim.policies.hybrid.hybrid.timeline import Steps, Timeline, steps_of, timel
 from sim.solvers.cascade import cascade
 from sim.solvers.schedule import Schedule, schedule_of
 
+SPARED = 3
+"""How often what came back late is kept instead."""
 WORK = 20_000
 """Steps of all drafts: of those of the rounds (two are always made), and of those tried to improve on the best."""
 
@@ -116,6 +118,16 @@ class Drafts:
         """Everything is offloaded that can be."""
         return self.draft([OFFLOAD if s.offloads else KEEP for s in self.results.saved])
 
+    def spared(self, draft: Draft) -> list[Draft]:
+        """A draft, and others that keep what the device had to wait for in the one before."""
+        found = [draft]
+        for _ in range(SPARED):
+            late = {i for line in found[-1].lines for i in line.late}
+            if not late:
+                break
+            found.append(self.draft([KEEP if i in late else way for i, way in enumerate(found[-1].choice)]))
+        return found
+
     def by_program(self, before: Draft, targets: Sequence[int]) -> Draft:
         """What the linear program chooses for these bytes per device, given the schedule of an earlier draft."""
         results, choice = self.results, [KEEP] * len(self.results.saved)
@@ -182,7 +194,7 @@ class Drafts:
     def search(self, rounds: int) -> list[Draft]:
         """Drafts as the program chooses, with less room after each miss, and the best of them polished."""
         kept = now = self.kept()
-        found, seen = [kept, self.away()], set[tuple[int, ...]]()
+        found, seen = [kept, *self.spared(self.away())], set[tuple[int, ...]]()
         targets = list(self.capacity)
         for i in range(max(2, min(rounds, WORK // len(self._ns)))):
             now = self.by_program(now, targets)
@@ -195,6 +207,7 @@ class Drafts:
             if tuple(now.choice) in seen:  # copies take longer to leave or to return than windows show
                 targets = [target - target // 200 * i for target in targets]
             seen.add(tuple(now.choice))
+        found += self.spared(min(found, key=attrgetter("rank")))
         return [*found, self.polished(min(found, key=attrgetter("rank")), WORK)]
 
     def polished(self, draft: Draft, work: int, key: Callable[[Draft], Any] = attrgetter("rank")) -> Draft:
