@@ -96,6 +96,44 @@ def test_a_read_whose_copy_is_given_up_is_fetched_at_once_though_another_is_stil
     assert spans(log, "npu@0") == [("use", 300, 310)]
 
 
+def test_all_that_a_recomputation_reads_is_fetched_at_once():
+    """a comes from the host, c from the other device, over links of their own: both from 0, and again from 40."""
+    b = TraceBuilder()
+    a, c = b.tensor("a", 20, "input"), b.tensor("c", 30, "input")
+    y = b.tensor("y", 10)
+    b.op("make", reads=[a, c], writes=[y], duration=10)
+    b.op("use", reads=[y], duration=10)
+    drops = [Drop(tensor, tier="hbm@0", after="make") for tensor in (a, c, y)]
+    log = lawful(Plan(b.build(outputs=[], carry=()), drops, place={a: "host", c: "hbm@1"}), machine(devices=2)).log
+    assert spans(log, "h2d@0") == [("a", 0, 20), ("a", 40, 60)]
+    assert spans(log, "b2a") == [("c", 0, 30), ("c", 40, 70)]
+    assert spans(log, "npu@0") == [("make", 30, 40), ("make", 70, 80), ("use", 80, 90)]
+
+
+def test_a_read_takes_back_a_move_elsewhere_that_has_no_space_yet():
+    """w fills the other device for good, so the move of x there would never begin."""
+    b = TraceBuilder()
+    x, w = b.tensor("x", 50, "input"), b.tensor("w", 80, "input")
+    b.op("use", reads=[x], duration=10)
+    plan = Plan(b.build(outputs=[], carry=()), [Move(x, "hbm@1", before="use")], place={x: "host", w: "hbm@1"})
+    log = lawful(plan, machine(devices=2, hbm=100)).log
+    assert spans(log, "h2d@0") == [("x", 0, 50)]
+    assert spans(log, "npu@0") == [("use", 50, 60)]
+    assert log.counters["moves_without_space"] == 1
+
+
+def test_a_copy_of_what_the_first_tensor_of_a_trace_overwrites_is_freed_like_any_other():
+    """The new value stands before the old one in the trace; `step` waits for the copy and runs from 10 to 20."""
+    b = TraceBuilder()
+    new, w = b.tensor("w2", 10, "weight"), b.tensor("w", 10, "weight")
+    b.take_over(new, w)
+    b.op("step", "optimizer", reads=[w], writes=[new], duration=10, phase="update")
+    log = lawful(Plan(b.build(outputs=[new], carry=()), [Move(w, "host", keep=True, before="step")]), machine()).log
+    rows = log.memory.query("tensor == 'w' and tier == 'host'")
+    there = zip(rows.time_ns, rows.delta_bytes, rows.cause, strict=True)
+    assert list(there) == [(0, 10, "moved in"), (20, -10, "freed")]
+
+
 def test_each_member_of_a_group_has_a_device_of_its_own():
     b = TraceBuilder()
     got = [b.tensor(f"g{i}", 10, "gradient") for i in range(2)]
@@ -185,6 +223,26 @@ def test_an_op_waits_for_a_hole_though_the_free_bytes_would_do():
     log = replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
     assert spans(log, "d2h") == [("t1", 20, 50)]
     assert spans(log, "npu")[2:] == [("large", 50, 60), ("late", 90, 100)]
+
+
+def test_space_is_asked_for_a_result_and_for_workspace_each_for_what_it_is():
+    """In 100 B: w at 0, v at 50; w leaves for big, which is the first tensor of the trace, and v for workspace."""
+    asked = []
+
+    class Notes(Online):
+        def on_pressure(self, need, memory):
+            asked.append((memory.now, need.bytes, need.reason))
+            return [Move(w if memory.where(w) == ("hbm",) else v, "host")]
+
+    near = machine()
+    pool = Tier("hbm", 100, 100, GB, device=0, allocator=Allocator("pool", (("rounding", 1),)))
+    b = TraceBuilder()
+    big, w, v = b.tensor("big", 40), b.tensor("w", 50, "input"), b.tensor("v", 30, "input")
+    b.op("large", writes=[big], workspace=40, duration=10)
+    plan = Plan(b.build(outputs=[big], carry=()), online=Notes)
+    log = replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
+    assert asked == [(0, 40, "its results"), (50, 40, "its workspace")]
+    assert spans(log, "npu") == [("large", 80, 90)]
 
 
 def test_a_copy_that_arrives_has_an_address_of_its_own():

@@ -222,8 +222,12 @@ def test_an_op_reads_in_place_what_is_on_its_way_home():
     assert spans(lawful(plan, platform).log, "npu") == [("use", 0, 10)]
 
 
-def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once():
-    """Both wait for the 75 B that leave until 85; the op comes first, and then nothing is left to copy."""
+@pytest.mark.parametrize(("keep", "gone"), [(False, 115), (True, 125)])
+def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once(keep, gone):
+    """Both wait until 105 for the 75 B that leave; the op comes first, and then nothing is left to copy.
+
+    If it was to be moved its copy on the host goes when the op has made it; if copied, after its last reader.
+    """
     b = TraceBuilder()
     x, _ = b.tensor("x", 10, "input"), b.tensor("z", 75, "input")
     y, t, end = (b.tensor(name, 10) for name in ("y", "t", "end"))
@@ -231,10 +235,11 @@ def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once():
     b.op("fill", writes=[t], duration=10)
     b.op("late", reads=[y, t], writes=[end], duration=10)
     actions = [Move("y", "host", after="make"), Wait("y", after="make"), Move("z", "host", before="late")]
-    actions += [Move("y", "hbm", before="late"), Recompute("make", before="late")]
+    actions += [Move("y", "hbm", keep=keep, before="late"), Recompute("make", before="late")]
     log = lawful(Plan(b.build(outputs=[end], carry=()), actions), machine(hbm=95)).log
     assert spans(log, "npu")[2:] == [("make", 105, 115), ("late", 115, 125)]
     assert [row[0] for row in spans(log, "h2d")] == []
+    assert list(log.memory.query("tensor == 'y' and tier == 'host' and delta_bytes < 0").time_ns) == [gone]
 
 
 def test_a_write_in_place_waits_for_a_rerun_that_makes_the_old_value_and_goes_on():
