@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from sim.errors import WorkloadError, near
-from workloads.precision import PRECISIONS, Precision
-from workloads.primitives import add, dropout, linear, scale
+from workloads.precision import PRECISIONS, QUANTISED, Precision
+from workloads.primitives import add, copy, dropout, linear, scale
 from workloads.tape import Tape, Value
 
 DEFAULT_TARGETS = {"gpt2": ("attn.qkv",), "bert": ("attn.q", "attn.v")}
@@ -42,7 +42,7 @@ PEFT_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """What Hugging Face's models call the linear layers of each family, and how their names end here."""
 
-FROZEN_DTYPES = tuple(dict.fromkeys(p.weight for p in PRECISIONS.values()))
+FROZEN_DTYPES = (*dict.fromkeys(p.weight for p in PRECISIONS.values()), *QUANTISED)
 """The types in which frozen weights can be stored."""
 
 
@@ -51,7 +51,7 @@ class Tuning:
     """What is trained of a model.
 
     frozen: patterns of the weights that are not, see `matches`.
-    dtype: in which frozen weights are stored.
+    dtype: in which frozen weights are stored, "" as the trained ones.
     rank: of LoRA's adapters, 0 for none.
     targets: the linear layers that have adapters: names as they were given, and how the names of the layers end for
         which each stands.
@@ -68,6 +68,12 @@ class Tuning:
         """Whether the weight of that name is not trained."""
         return any(matches(weight, pattern) for pattern in self.frozen)
 
+    def stored(self, precision: Precision, *, of_linear: bool) -> str:
+        """In which type a frozen weight is stored. Of quantised ones only the matrices of linear layers are."""
+        if self.dtype in QUANTISED:
+            return self.dtype if of_linear else precision.compute
+        return self.dtype or precision.weight
+
     def adapts(self, layer: str) -> bool:
         """Whether the linear layer of that name has an adapter."""
         return any(_ends(layer, end) for ends in self.targets.values() for end in ends)
@@ -79,7 +85,6 @@ EVERYTHING = Tuning()
 
 def tuning_of(
     family: str,
-    precision: Precision,
     *,
     frozen: str | Sequence[str] | None,
     frozen_dtype: str | None,
@@ -106,7 +111,7 @@ def tuning_of(
     elif lora_rank:
         names = DEFAULT_TARGETS.get(family, DEFAULT_TARGETS["bert"])
     targets = {name: _peft_names(family).get(name, (name,)) for name in names}
-    return Tuning(patterns, frozen_dtype or precision.weight, lora_rank, targets, lora_dropout)
+    return Tuning(patterns, frozen_dtype or "", lora_rank, targets, lora_dropout)
 
 
 def matches(weight: str, pattern: str) -> bool:
@@ -139,15 +144,27 @@ def check_names(tuning: Tuning, family: str, weights: Iterable[str], layers: Col
 
 
 def linear_layer(tape: Tape, weights: Mapping[str, Value], name: str, x: Value, tuning: Tuning = EVERYTHING) -> Value:
-    """The linear layer of that name, with its bias and its adapter where it has them."""
-    out = linear(tape, name, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    """The linear layer of that name, with its bias and its adapter where it has them.
+
+    Beside a quantised weight PEFT clones the result before it adds, casts what it adds instead of the sum, and leaves
+    types to autocast where that is on (`peft.tuners.lora.bnb.Linear4bit`).
+    """
+    weight = weights[f"{name}.weight"]
+    out = linear(tape, name, x, weight, weights.get(f"{name}.bias"))
     if not tuning.adapts(name):
         return out
+    quantised = weight.dtype in QUANTISED
+    if quantised:
+        out = copy(tape, f"{name}.lora.clone", out, *out.shape, backward=False)
     down, up = weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]
-    y = dropout(tape, f"{name}.lora_dropout", tape.cast(x, down.dtype, f"{name}.lora.cast"), tuning.dropout)
+    y = x if quantised and tape.precision.autocast else tape.cast(x, down.dtype, f"{name}.lora.cast")
+    y = dropout(tape, f"{name}.lora_dropout", y, tuning.dropout)
     y = linear(tape, f"{name}.lora_B", linear(tape, f"{name}.lora_A", y, down), up)
-    total = add(tape, f"{name}.lora.add", out, scale(tape, f"{name}.lora.scale", y))
-    return tape.cast(total, out.dtype, f"{name}.lora.down")
+    y = scale(tape, f"{name}.lora.scale", y)
+    if quantised and not tape.precision.autocast:
+        y = tape.cast(y, out.dtype, f"{name}.lora.down")
+    total = add(tape, f"{name}.lora.add", out, y)
+    return total if quantised else tape.cast(total, out.dtype, f"{name}.lora.down")
 
 
 def _peft_names(family: str) -> Mapping[str, tuple[str, ...]]:

@@ -24,12 +24,16 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> V
     tape.save(x, "input of a norm")
     tape.save(mean, "mean of each row")
     tape.save(rstd, "1 / deviation of each row")
+    copies = [v for v in (weight, bias) if not v.parameter]  # of 16-bit weights, in fp32
+    for value in copies:
+        tape.save(value, "copy of the weight or bias of a norm")
 
     def rule(g: Value) -> Gradients:
         gradients = [tape.gradient(v) if tape.needs_gradient(v) else None for v in (x, weight, bias)]
         summed = tape.needs_gradient(weight, bias)
         flops = element_flops("layer_norm_backward" if summed else "layer_norm_backward_input", x.elements)
-        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], [v for v in gradients if v], flops=flops)
+        reads = [g, x, mean, rstd, weight, *copies[1:]]
+        tape.op(f"{name}.bwd", "norm", reads, [v for v in gradients if v], flops=flops)
         return gradients
 
     tape.record([x, weight, bias], [out], rule)

@@ -42,11 +42,12 @@ class _Weights:
 
     # ---- parts -------------------------------------------------------------------------------
 
-    def weight(self, name: str, *shape: int) -> None:
-        self.by_name[name] = self._tape.parameter(name, *shape, frozen=self._tuning.is_frozen(name))
+    def weight(self, name: str, *shape: int, of_linear: bool = False) -> None:
+        stored = self._tuning.stored(self._tape.precision, of_linear=of_linear)
+        self.by_name[name] = self._tape.parameter(name, *shape, frozen=stored if self._tuning.is_frozen(name) else "")
 
     def linear(self, name: str, inner: int, columns: int, *, bias: bool = True) -> None:
-        self.weight(f"{name}.weight", inner, columns)
+        self.weight(f"{name}.weight", inner, columns, of_linear=True)
         if bias:
             self.weight(f"{name}.bias", columns)
         self.layers.append(name)

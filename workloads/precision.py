@@ -9,6 +9,23 @@ from sim.errors import WorkloadError, near
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 """Bytes of one element of each type."""
 
+QUANTISED = ("nf4", "nf4_double")
+"""Types in which bitsandbytes stores frozen weights: 4 bits each and an fp32 scale per 64 of them; with double
+quantisation a scale of 8 bits, and an fp32 scale per 256 of those (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+
+def stored_bytes(elements: int, dtype: str) -> int:
+    """Bytes of a tensor with its scales; the tables of the 16 and 256 codes are not counted.
+
+    >>> stored_bytes(4096 * 4096, "nf4") / 4096**2, round(stored_bytes(4096 * 4096, "nf4_double") / 4096**2, 4)
+    (0.5625, 0.5159)
+    """
+    if dtype not in QUANTISED:
+        return elements * BYTES[dtype]
+    blocks = -(-elements // 64)
+    scales = blocks + 4 * -(-blocks // 256) if dtype == "nf4_double" else 4 * blocks
+    return -(-elements // 2) + scales
+
 
 @dataclass(frozen=True)
 class Precision:

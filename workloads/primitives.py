@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from sim.errors import WorkloadError
 from workloads.costs import element_flops, embedding_bytes, matmul_flops
-from workloads.precision import BYTES, promoted
+from workloads.precision import BYTES, QUANTISED, promoted
 from workloads.tape import Tape, Value
 
 Gradients = Sequence[Value | None]
@@ -173,13 +173,16 @@ def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = 
     """x @ weight + bias over the last axis of x; the weight is (inner, columns) or its transpose.
 
     Saves the operands of the product in the type of the computation: the input for the gradient of the weight, so not
-    beside a frozen one; the weight for the gradient of the input.
+    beside a frozen one; the weight for the gradient of the input. A quantised weight is converted to the type of the
+    computation for each product, forward and backward, and no copy is saved; the result has the type of x.
 
     Raises WorkloadError where their types differ, which PyTorch refuses.
     """
     columns = bias.shape[0] if bias else weight.elements // x.shape[-1]
-    w = tape.to_compute(weight, f"{name}.weight.cast")
-    a = tape.to_compute(x, f"{name}.input.cast")
+    quantised = weight.dtype in QUANTISED
+    a = tape.to_compute(x, f"{name}.input.cast") if quantised else x
+    w = dequantised(tape, name, weight, a.dtype) if quantised else tape.to_compute(weight, f"{name}.weight.cast")
+    a = tape.to_compute(a, f"{name}.input.cast")
     b = tape.to_compute(bias, f"{name}.bias.cast") if bias else None
     if a.dtype != w.dtype:
         raise WorkloadError(
@@ -191,15 +194,17 @@ def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = 
     flops = matmul_flops(rows, inner, columns)
     tape.op(name, "matmul", [a, w, *([b] if b else [])], [out], flops=flops)
     tape.save(a, "operand of a matrix product: the weight's gradient", w)
-    tape.save(w, "copy of the weight that was multiplied", a)
+    if not quantised:
+        tape.save(w, "copy of the weight that was multiplied", a)
 
     def rule(g: Value) -> Gradients:
         gradients: dict[str, Value] = {}
         # addmm differentiates its input first, mm its weight
         for operand in ("input", "weight") if b else ("weight", "input"):
             if operand == "input" and tape.needs_gradient(a):
+                factor = dequantised(tape, f"{name}.bwd", weight, a.dtype) if quantised else w
                 gradients[operand] = tape.gradient(a)
-                tape.op(f"{name}.bwd", "matmul", [g, w], [gradients[operand]], flops=flops)
+                tape.op(f"{name}.bwd", "matmul", [g, factor], [gradients[operand]], flops=flops)
             elif operand == "weight" and tape.needs_gradient(w):
                 gradients[operand] = tape.gradient(w)
                 tape.op(f"{name}.bwd.weight", "matmul", [a, g], [gradients[operand]], flops=flops)
@@ -209,7 +214,14 @@ def linear(tape: Tape, name: str, x: Value, weight: Value, bias: Value | None = 
         return [gradients.get(operand) for operand in ("input", "weight", *(("bias",) if b else ()))]
 
     tape.record([a, w, *([b] if b else [])], [out], rule)
-    return out
+    return tape.cast(out, x.dtype, f"{name}.down") if quantised else out
+
+
+def dequantised(tape: Tape, name: str, weight: Value, dtype: str) -> Value:
+    """A quantised weight in another type, for one product."""
+    make = tape.constant if tape.phase == "forward" else tape.temporary
+    out = make(f"{name}.dequantise.out", weight.shape, dtype)
+    return elementwise(tape, f"{name}.dequantise", "mul", [weight], out)
 
 
 def batched_matmul(tape: Tape, name: str, a: Value, b: Value, shape: tuple[int, ...], inner: int) -> Value:

@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from sim.trace.builder import TraceBuilder
-from workloads.precision import BYTES, Precision
+from workloads.precision import BYTES, Precision, stored_bytes
 
 FLOATS = frozenset(("fp32", "bf16", "fp16"))
 
@@ -88,7 +88,6 @@ class Tape:
         self.phase = "forward"
         self.prefix = ""
         self.nodes: list[Node] = []
-        self.frozen_dtype = precision.weight  # in which frozen weights are stored
         self.parameters: list[tuple[Value, int]] = []  # with their layer
         self.left: dict[int, int] = {}  # uses of each slot: gradients that backward still waits for
         self.shared: set[int] = set()  # slots whose gradient is an incomplete sum
@@ -110,10 +109,13 @@ class Tape:
 
     # ---- tensors -----------------------------------------------------------------------------
 
-    def parameter(self, name: str, *shape: int, frozen: bool = False) -> Value:
-        """A weight of the current layer, in the type of the weights; a frozen one, without a gradient, in its own."""
-        dtype = self.frozen_dtype if frozen else self.precision.weight
-        size = prod(shape) * BYTES[dtype]
+    def parameter(self, name: str, *shape: int, frozen: str = "") -> Value:
+        """A weight of the current layer, in the type of the weights.
+
+        frozen: the type of a frozen weight, which has no gradient; "" for one that is trained.
+        """
+        dtype = frozen or self.precision.weight
+        size = stored_bytes(prod(shape), dtype)
         tensor = self.builder.tensor(name, size, "weight", layer=self.layer, shape=shape, dtype=dtype)
         value = Value(tensor, shape, dtype, -1 if frozen else self.new_slot(), name, True)
         if not frozen:

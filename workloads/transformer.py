@@ -70,7 +70,9 @@ def transformer(
     frozen: weights that are not trained: names of weights or of parts of the model (`h0`, `h0.attn`, `wte.weight`), or
         patterns of these (`h[0-5]`, `*.weight`), as a list or with commas. By default none; with adapters all others.
     frozen_dtype: in which type frozen weights are stored; by default as the trained ones. `bf16` with `amp_bf16` is a
-        16-bit model with fp32 adapters under autocast.
+        16-bit model with fp32 adapters under autocast. `nf4` and `nf4_double` (QLoRA, without and with double
+        quantisation) store the matrices of linear layers but the head in 4 bits, and all else in the type of matrix
+        products; each use of a matrix, forward and backward, first converts it to that type.
     lora_rank: rank of LoRA's adapters (PEFT: r); by default there are none.
     lora_targets: the linear layers that have adapters: names (`attn.q`), PEFT's (`q_proj`), or `all-linear`, as a list
         or with commas; by default PEFT's for the family, which are queries and values.
@@ -106,7 +108,6 @@ def transformer(
         c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
     tuning = tuning_of(
         c.family,
-        PRECISIONS[precision],
         frozen=frozen,
         frozen_dtype=frozen_dtype,
         lora_rank=0 if lora_rank is None else _count("lora_rank", lora_rank),
@@ -155,7 +156,6 @@ def _build(
 ) -> Trace:
     builder = TraceBuilder()
     tape = Tape(builder, precision)
-    tape.frozen_dtype = tuning.dtype or precision.weight
     weights = make_parameters(tape, c, tuning)
     trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]
     samples = batch // micro_batches
@@ -206,7 +206,7 @@ def _build(
         builder.meta |= {
             "trainable_parameters": sum(value.elements for value, _ in trained),
             "frozen": list(tuning.frozen),
-            "frozen_dtype": tape.frozen_dtype,
+            "frozen_dtype": tuning.stored(precision, of_linear=True),
         }
     if tuning.rank:
         adapters = {"lora_rank": tuning.rank, "lora_targets": list(tuning.targets), "lora_dropout": tuning.dropout}

@@ -7,7 +7,7 @@ kernels.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -77,6 +77,65 @@ class Adapted(nn.Module):
         return (result + added).to(result.dtype)
 
 
+@torch.library.custom_op("adapters::dequantise", mutates_args=())
+def dequantise(packed: torch.Tensor, scales: torch.Tensor, columns: int, inner: int, half: bool) -> torch.Tensor:
+    """A matrix from 4 bits each and a scale per 64: one kernel."""
+    raise NotImplementedError("only its shape is asked for")
+
+
+@dequantise.register_fake
+def _(packed, scales, columns, inner, half):
+    return packed.new_empty((columns, inner), dtype=torch.bfloat16 if half else torch.float32)
+
+
+class Quantised(torch.autograd.Function):
+    """A product with a quantised matrix, which is converted for each use: nothing but the packed matrix is kept."""
+
+    @staticmethod
+    def forward(ctx, x, packed, scales, bias, columns):
+        ctx.given = packed, scales, columns, x.shape[-1], x.dtype == torch.bfloat16
+        return torch.nn.functional.linear(x, dequantise(*ctx.given), bias)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ dequantise(*ctx.given), None, None, None, None
+
+
+class FourBit(nn.Module):
+    """A linear layer with a frozen matrix in 4 bits, in the way of bitsandbytes."""
+
+    def __init__(self, base, half):
+        super().__init__()
+        inner, self.columns = base.weight.shape if not isinstance(base, nn.Linear) else reversed(base.weight.shape)
+        elements = inner * self.columns
+        self.packed = nn.Parameter(torch.empty(elements // 2, dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(-(-elements // 64)), requires_grad=False)
+        self.bias, self.compute = base.bias, torch.bfloat16 if half else torch.float32
+        self.inner = inner
+
+    def forward(self, x):
+        y = Quantised.apply(x.to(self.compute), self.packed, self.scales, self.bias, self.columns)
+        return y.to(x.dtype)
+
+
+class AdaptedFourBit(nn.Module):
+    """LoRA beside it, as PEFT has it there: a copy of the result, and no casts under autocast."""
+
+    def __init__(self, base, rank, dtype, probability, casts):
+        super().__init__()
+        self.base, self.dropout = base, nn.Dropout(probability) if probability else nn.Identity()
+        self.casts = casts
+        self.down, self.up = nn.Linear(base.inner, rank, bias=False), nn.Linear(rank, base.columns, bias=False)
+        self.down.to(dtype), self.up.to(dtype)
+
+    def forward(self, x):
+        result = self.base(x).clone()
+        if self.casts:
+            x = x.to(self.down.weight.dtype)
+        added = self.up(self.down(self.dropout(x))) * 0.5
+        return result + (added.to(result.dtype) if self.casts else added)
+
+
 class Step(nn.Module):
     """The loss of a model whose weights are frozen and adapted as the arguments of `transformer` say."""
 
@@ -91,8 +150,14 @@ class Step(nn.Module):
         if lora or frozen is not None:
             patterns = ["*"] if frozen is None else frozen.split(",") if isinstance(frozen, str) else frozen
             self.freeze(model, patterns, family)
+        if frozen_dtype == "nf4":
+            if precision != "fp32":
+                model.to(torch.bfloat16)
+            for layer in model.layers:
+                for part in NAMES[family]:
+                    setattr(layer, part, FourBit(getattr(layer, part), precision != "fp32"))
         if lora:
-            self.adapt(model, NAMES[family], family, trained, **lora)
+            self.adapt(model, NAMES[family], family, trained, precision == "amp_bf16", **lora)
         self.model = model
         self.amp = precision == "amp_bf16"
 
@@ -111,7 +176,7 @@ class Step(nn.Module):
             weight.requires_grad_(not is_frozen)
 
     @staticmethod
-    def adapt(model, names, family, dtype, lora_rank, lora_targets=None, lora_dropout=0.0):
+    def adapt(model, names, family, dtype, amp, lora_rank, lora_targets=None, lora_dropout=0.0):
         wanted = {
             None: ["qkv"] if family == "gpt2" else ["q", "v"],
             "all-linear": list(names),
@@ -119,7 +184,9 @@ class Step(nn.Module):
         }.get(lora_targets if isinstance(lora_targets, str | None) else "", ["up", "down"])
         for layer in model.layers:
             for part in wanted:
-                setattr(layer, part, Adapted(getattr(layer, part), lora_rank, dtype, lora_dropout))
+                base = getattr(layer, part)
+                kind = partial(AdaptedFourBit, casts=not amp) if isinstance(base, FourBit) else Adapted
+                setattr(layer, part, kind(base, lora_rank, dtype, lora_dropout))
 
     def forward(self, ids, labels):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.amp):
@@ -229,6 +296,44 @@ def test_a_captured_step_has_the_same_products_bytes_and_peak(case, kind):
     assert 0 <= saved_bytes(trace) - saved_bytes(seen) <= rows
     # a Python frame may hold an input of the head (fp32, and its copy) that nothing saves
     assert peak(trace) == pytest.approx(peak(seen), abs=2 * 4 * BATCH * SEQUENCE * 64 + 16)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("gpt2 lora", ("eager", "amp_bf16")),
+        ("llama lora everywhere", ("eager", "amp_bf16")),
+        ("llama lora", ("sdpa", "bf16")),
+        ("llama lora of the mlp", ("eager", "fp32")),
+    ],
+)
+def test_quantised_weights_are_converted_for_each_use_and_leave_nothing(case, kind):
+    seen = captured(case, *kind, frozen_dtype="nf4")
+    trace = built(case, attention=kind[0], precision=kind[1], frozen_dtype="nf4")
+    for phase in ("forward", "backward"):
+        assert products(trace, phase) == products(seen, phase)
+        uses = [sum("dequantise" in op.name and op.phase == phase for op in t.ops) for t in (trace, seen)]
+        assert uses[0] == uses[1] > 0
+    for role in ("weight", "optimizer_state"):
+        assert bytes_of(trace, role) == bytes_of(seen, role)
+    assert saved_bytes(trace) == saved_bytes(seen)
+    assert peak(trace) == pytest.approx(peak(seen), abs=16)
+
+
+def test_bytes_of_a_quantised_llama():
+    """Matrices in 4 bits with an fp32 scale per 64; embedding, norms and head in 16 bits."""
+    single, double = (
+        transformer("llama2-7b", batch=1, sequence=64, precision="bf16", lora_rank=8, frozen_dtype=dtype)
+        for dtype in ("nf4", "nf4_double")
+    )
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    rest = 2 * 32000 * 4096 + (2 * 32 + 1) * 4096
+    adapters = 32 * 2 * 8 * 2 * 4096
+    assert bytes_of(single, "weight") == matrices // 2 + 4 * matrices // 64 + 2 * (rest + adapters)
+    assert bytes_of(double, "weight") == matrices // 2 + matrices // 64 + 4 * matrices // 64 // 256 + 2 * (
+        rest + adapters
+    )
+    assert single.meta["model_flops"] == double.meta["model_flops"]
 
 
 def test_dropout_before_an_adapter_saves_a_byte_per_element():
@@ -358,6 +463,7 @@ def test_a_frozen_head_has_no_gradient_under_any_loss(loss):
         (LLAMA, {"frozen": "*"}, "frozen: the loss depends on no trained weight: nothing is left to train"),
         (LLAMA, {"frozen_dtype": "bf16"}, "frozen_dtype: nothing is frozen: give frozen or lora_rank, too"),
         (LLAMA, {"lora_rank": 4, "frozen_dtype": "bf61"}, "frozen_dtype 'bf61' is unknown (did you mean 'bf16'?)"),
+        (LLAMA, {"lora_rank": 4, "frozen_dtype": "nf3"}, "frozen_dtype 'nf3' is unknown (did you mean 'nf4'?)"),
         (
             LLAMA,
             {"frozen": "h0", "frozen_dtype": "bf16"},
