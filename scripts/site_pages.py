@@ -29,7 +29,7 @@ REFERENCE = {
     "sim": ("sim",),
     "Workloads": ("workloads",),
     "Machines": ("sim.hardware",),
-    "Traces": ("sim.trace", "sim.trace.chain", "sim.rewrites.rewrite"),
+    "Traces": ("sim.trace", "sim.trace.columns", "sim.trace.chain", "sim.rewrites.rewrite"),
     "Importers": (
         *("workloads.importers.any_format", "workloads.importers.chrome", "workloads.importers.execution_trace"),
         *("workloads.importers.chakra", "workloads.importers.optrace", "workloads.importers.dtr"),
