@@ -109,7 +109,7 @@ later op reads is resident at the moment, or its producer is recomputed later; w
 recomputed, too; what is resident fits the budget; and what is resident at one moment was so at the one before, or was
 produced or recomputed in between. Every plan that only drops and recomputes on one device keeps these conditions,
 however often it recomputes, online or not, so the least time of recomputation under them is a lower bound for all of
-them (`sim/policies/recompute/relax_and_fix/moments.py`). It is near where each op has to be recomputed once at most.
+them (`sim/solvers/moments.py`). It is near where each op has to be recomputed once at most.
 Close to the least memory it is low, because parts of a tensor may be kept in it, and because it does not count what
 has to be resident while something is recomputed. It assumes that weight gradients stay once they are made, and that
 nothing is offloaded; an input may be dropped after its last read. The exact solvers look at whole stages here, so
