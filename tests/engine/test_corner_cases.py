@@ -38,6 +38,28 @@ def test_an_action_stands_before_or_after_one_op(action):
         replay(Plan(three().build(), [action]), machine())
 
 
+@pytest.mark.parametrize("name", [0, "x"])
+@pytest.mark.parametrize(("to", "wire", "why"), [("hsot", None, "no tier 'hsot'"), ("host", -1, "wire is negative")])
+def test_a_move_by_id_is_refused_like_one_by_name(name, to, wire, why):
+    with pytest.raises(IllegalPlan, match=why):
+        replay(Plan(three().build(), [Move(name, to, wire=wire, before=0)]), machine())
+
+
+@pytest.mark.parametrize("answer", [Recompute("make"), Wait("y")])
+def test_only_drops_and_moves_answer_pressure(answer):
+    class Answers(Online):
+        def on_pressure(self, need, memory):
+            return [answer]
+
+    b = TraceBuilder()
+    y, z = b.tensor("y", 60), b.tensor("z", 60)
+    b.op("make", writes=[y], duration=10)
+    b.op("more", writes=[z], duration=10)
+    plan = Plan(b.build(outputs=[y, z], carry=()), online=Answers)
+    with pytest.raises(IllegalPlan, match="only Drop and Move can answer pressure"):
+        replay(plan, machine(hbm=100))
+
+
 @pytest.mark.parametrize(
     ("action", "why"),
     [
