@@ -1,0 +1,50 @@
+"""docs/hybrid.md: its table is what the cells say, and its sentences hold in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The script that writes the page."""
+    spec = importlib.util.spec_from_file_location("make_hybrid", ROOT / "scripts" / "make_hybrid.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return json.loads((ROOT / "benchmarks" / "hybrid.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_what_the_cells_say(tool):
+    assert tool.page() == tool.PAGE.read_text(encoding="utf-8"), "run python scripts/make_hybrid.py"
+
+
+def test_an_altered_cell_alters_the_page(tool, rows):
+    row = dict(rows[0], overhead=dict(rows[0]["overhead"], hybrid=0.5))
+    assert "**50.0**" in tool.grid([row, *rows[1:]])
+    assert "points slower than the best other policy" in tool.said([row, *rows[1:]])
+
+
+def test_the_sentences_hold(rows):
+    by_cell = {(row["share"], row["model"], row["rate"], row["bandwidth"]): row["overhead"] for row in rows}
+    others = {cell: [v for k, v in found.items() if k != "hybrid" and v is not None] for cell, found in by_cell.items()}
+    for cell, found in by_cell.items():
+        if cell[2] >= 20:
+            assert min(others[cell]) < 0.005
+            assert found["hybrid"] < 0.0005
+        if cell[0] == 0.9:
+            assert min(others[cell]) < 0.015
+    slow = [
+        found for (share, model, rate, _), found in by_cell.items() if (share, model, rate) == (0.1, "gpt2-small", 5)
+    ]
+    assert [round(100 * found["hybrid"], 1) for found in slow] == [5.2, 8.4, 11.8]
