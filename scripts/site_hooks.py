@@ -133,7 +133,8 @@ def _nav(written: dict[str, str], made: dict[str, str | bytes]) -> list[Any]:
     how_to = there(*(f"how-to/{name}.md" for name in HOW_TO), "sweeps.md", *(f"how-to/{name}.md" for name in READING))
     how_to += sorted(page for page in written if page.startswith("how-to/") and page not in how_to)
     placed = {"guide.md", *how_to}
-    about = there("model.md", "coverage.md", "validation.md", "recompute.md", "hybrid.md", "mt3000_layered.md", "demo.md")
+    pages = ("model", "coverage", "validation", "recompute", "hybrid", "mt3000_layered", "demo")
+    about = there(*(f"{name}.md" for name in pages))
     about += sorted(page for page in written if page not in placed and page not in about)
     by_family: dict[str, list[str]] = {}
     for name in names():

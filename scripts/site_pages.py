@@ -18,12 +18,12 @@ Pages = dict[str, str | bytes]
 
 FAMILY_TITLES = {
     "baseline": "Baseline",
-    "recompute": "Compute again",
-    "offload": "Move",
+    "recompute": "Recomputation",
+    "offload": "Offload",
     "state": "Model state",
-    "hybrid": "Both",
-    "compression": "Compress",
-    "parallel": "Spread over devices",
+    "hybrid": "Hybrid",
+    "compression": "Compression",
+    "parallel": "Parallel",
 }
 REFERENCE = {
     "sim": ("sim",),

@@ -78,7 +78,8 @@ def found_in(path: Path, text: str) -> list[str]:
     for line, prose in prose_of(path, text):
         plain = " ".join(re.sub(r"\n\s*#?", "\n", CODE.sub("`code`", prose)).split())
         for pattern, instead in DIALECT.items():
-            hits += [f"{path.name}:{line}: {match[0]!r}: {instead}" for match in re.finditer(pattern, plain)]
+            found = re.finditer(pattern, plain, re.IGNORECASE)
+            hits += [f"{path.name}:{line}: {match[0]!r}: {instead}" for match in found]
     return hits
 
 
@@ -103,6 +104,7 @@ PLANTED = (
     ("there from the start", "there from the start"),
     ("the old value is gone", "is gone"),
     ("it is computed again", "computed again"),
+    ("Compute again", "Compute again"),
     ("a tensor that has no room", "no room"),
     ("unfreeing a schedule", "unfreeing"),
     ("it is no chain", "is no chain"),

@@ -151,7 +151,7 @@ class Tso(RecomputationPlanner):
 
     @property
     def _captures(self) -> int:
-        """Nanoseconds an iteration for the two graphs of a segment."""
+        """Nanoseconds per iteration for the two graphs of a segment."""
         return 2 * -(-self.capture // self.replays)
 
     def _runs(self, problem: Problem, line: Chain, segments: Sequence[Segment], saved_launch: Ints) -> Schedule:
