@@ -428,7 +428,10 @@ def _more(rows: Sequence[Row]) -> str:
     for case, by_phase in cases.items():
         first = next(iter(by_phase.values()))
         name = case.replace(f"_{first['policy']}", "", 1)
-        errors = (percent(error(by_phase[p]["ours"]["total"], by_phase[p]["truth"]["total"])) for p in PHASES)
+        errors = (
+            percent(error(by_phase[p]["ours"]["total"], by_phase[p]["truth"]["total"])) if p in by_phase else "–"
+            for p in PHASES
+        )
         shown.append([f"`{name}`", first["policy"], first["stands"], *errors])
     return note + table(head, shown)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_values_of_their_type_are_taken():
 @pytest.mark.parametrize("name", policy_names())
 def test_every_default_of_a_shipped_policy_is_of_its_type(name):
     policy = load_policy(name)
-    assert load_policy(name, **vars(policy)) == policy
+    assert load_policy(name, **{field.name: getattr(policy, field.name) for field in fields(policy)}) == policy
 
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if family(name) in FAMILIES])

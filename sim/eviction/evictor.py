@@ -250,7 +250,7 @@ class Evictor(Online):
 
     def _free_the_dead(self, memory: Memory) -> list[Action]:
         answer: list[Action] = []
-        due, self._due = self._due, []
+        due, self._due = dict.fromkeys(self._due), []  # one that died in flight is due twice
         for tensor in due:
             if not self._produced[tensor] or memory.is_locked(tensor):
                 self._due.append(tensor)  # an op beside the device has not ended

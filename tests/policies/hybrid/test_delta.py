@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import OutOfMemory, PolicyError
@@ -254,6 +254,9 @@ def test_the_other_filter_weighs_cost_and_free_space_beside():
     host=st.sampled_from([2000, 1 << 40]),
     filter=st.sampled_from(["stale_size", "cost_adjacent"]),
     watermark=st.sampled_from([0.0, 0.1, 0.5]),
+)
+@example(  # tensor 32 dies on its way to the host, and its last reader ends at the same op
+    seed=783167, rate=10**8, percent=89, prefetch="fifo", host=1 << 40, filter="stale_size", watermark=0.5
 )
 def test_any_graph_runs_to_the_end_within_the_budget(seed, rate, percent, prefetch, host, filter, watermark):
     trace = random_dag(12, seed, weights=0.3, max_bytes=1000)

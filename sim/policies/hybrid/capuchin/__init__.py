@@ -67,6 +67,7 @@ class Capuchin(Policy):
     recomputes = True
     moves = True
     needs = frozenset({"host"})
+    fidelity = "reconstruction"
     rarely = "it recomputes only where a swap cannot be hidden and costs more"
     other_values = by_parameter(guided=0, hidden="queued", feedback=0.5)
 

@@ -55,6 +55,7 @@ class Hybrid(Policy):
     recomputes = True
     moves = True
     solver = "lp"
+    fidelity = "reconstruction"
     rarely = "nothing is offloaded or recomputed where all fits"
     other_values = by_parameter(rounds=1)
 

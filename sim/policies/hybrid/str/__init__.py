@@ -62,6 +62,7 @@ class Str(Policy):
     moves = True
     solver = "milp"
     slow = True
+    fidelity = "reconstruction"
     rarely = "the fastest plan that fits seldom has to recompute or move anything on nets this small"
     other_values = by_parameter(method="milp")
     unseen = by_parameter(
