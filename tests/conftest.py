@@ -45,6 +45,25 @@ QUICK = {
 }
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
+LONG = (
+    *(f"policies/recompute/test_{name}.py" for name in ("checkmate", "megtaichi", "mimose", "moccasin", "moments")),
+    *(f"policies/recompute/test_{name}.py" for name in ("relax_and_fix", "rockmate", "tso", "twremat")),
+    "policies/test_conformance.py::test_policy_keeps_every_law",
+    "policies/composition/test_composition.py::test_compositions_keep_every_law",
+    "policies/hybrid/test_joint_optimal.py::test_no_plan_of_small_graphs",
+    "solvers/test_ordering.py",
+    "solvers/test_rounding.py",
+    "test_documents.py::test_a_notebook_runs",
+    "test_documents.py::test_the_demos_table",
+    "test_scaffold.py::test_a_new_policy",
+    "test_scaffold.py::test_what_is_written_in_the_tree",
+    "test_scale.py",
+    "test_site.py::test_what_a_guide_tells_to_type_works",
+    "workloads/test_adapters.py",
+    "workloads/test_import_fuzz.py",
+)
+"""Tests that a plain `pytest` leaves to `.ci/run`, which runs them too: with them it takes twice as long."""
+
 
 def pytest_configure(config):
     """The process that was started by hand makes the folder; the workers of pytest-xdist inherit its name."""
@@ -62,13 +81,15 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    """The one place where a test becomes quick."""
+    """The one place where a test becomes quick, or long."""
     quick = tuple(test for tests in QUICK.values() for test in tests)
     for item in items:
         if item.path.is_relative_to(TESTS):
             name = item.path.relative_to(TESTS).as_posix() + "::" + item.nodeid.partition("::")[2]
             if name.startswith(quick):
                 item.add_marker(pytest.mark.quick)
+            if name.startswith(LONG):
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
