@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from dataclasses import replace
 
@@ -165,11 +166,26 @@ def test_lanes_have_the_colours_of_all_figures(visit, drawn):
     assert {WHY_COLOURS[why] for why in ("run", "recompute", "move")} <= set(colours)
 
 
+LIMIT = 30
+UNIT = """() => {
+  const canvas = document.createElement('canvas');
+  canvas.width = canvas.height = 300;
+  const context = canvas.getContext('2d');
+  const marks = [];
+  for (let i = 0; i < 40000; i++) marks.push({at: (i * 7919) % 40009, text: `mark ${i}`});
+  marks.sort((a, b) => a.at - b.at);
+  for (const {at, text} of marks) context.fillRect(at % 300, text.length, 1, 1);
+  return context.getImageData(0, 0, 1, 1).data[3];
+}"""
+
+
 @pytest.fixture
 def measured(browser):
-    """Opens a file; then `spent()` says how many seconds the page's own thread has computed since it last did.
+    """Opens a file; then `spent()` says how long the page's own thread has computed since it last did.
 
-    On an idle machine that is what people wait; what else a busy one does is not counted.
+    On an idle machine that is what people wait; what else a busy one does is not counted. The unit is a piece of work
+    of the same kind (objects made, sorted and drawn), timed in the same page, so that a slow machine changes little.
+    15 units took a second where this was written; `LIMIT` leaves as much again for noise.
     """
     context = browser.new_context(viewport=DESKTOP, offline=True)
     page = context.new_page()
@@ -178,7 +194,7 @@ def measured(browser):
     meter.send("Performance.enable", {"timeDomain": "threadTicks"})
     last = 0.0
 
-    def spent():
+    def computed():
         nonlocal last
         metrics = meter.send("Performance.getMetrics")["metrics"]
         now = next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
@@ -186,9 +202,20 @@ def measured(browser):
         return now - before
 
     def go(path):
-        spent()
+        computed()
         page.goto(path.as_uri())
         page.wait_for_selector("main[aria-busy=false]")
+        first = computed()
+        units = []
+        for _ in range(5):
+            page.evaluate(UNIT)
+            units.append(computed())
+        unit = statistics.median(units)
+        waiting = [first]  # what opening took, which the first call tells
+
+        def spent():
+            return (waiting.pop() if waiting else computed()) / unit
+
         return page, spent
 
     yield go
@@ -196,27 +223,27 @@ def measured(browser):
 
 
 @pytest.mark.alone
-def test_the_first_drawing_and_a_zoom_of_100_000_events_take_a_second_at_most(measured, make_log, folder):
+def test_the_first_drawing_and_a_zoom_of_100_000_events_take_about_a_second(measured, make_log, folder):
     log = make_log(34_000)
     assert len(log.intervals) > 100_000
     page, spent = measured(write_run_page(view_of(log), folder / "long.html"))
-    assert 0 < spent() < 1.0
+    assert 0 < spent() < LIMIT
     box = page.locator(".area").bounding_box()
     for start, end in ((0.2, 0.9), (0.4, 0.6), (0.45, 0.55)):
         after_drawing(page, lambda: drag(page, box, start, end))  # noqa: B023
-        assert 0 < spent() < 1.0
+        assert 0 < spent() < LIMIT
 
 
 @pytest.mark.alone
-def test_a_table_of_10_000_runs_is_drawn_and_sorted_within_a_second(measured, folder):
+def test_a_table_of_10_000_runs_is_drawn_and_sorted_in_about_a_second(measured, folder):
     rows = []
     for i in range(10_000):
         row = {"id": str(i), "policy": f"policy_{i % 5}", "batch": i // 5, "fits": True, "devices": 1}
         rows.append({**row, "peak_bytes": 10**9 + i * 7919 % 10_007, "makespan_ns": 10**9 + i * 104_729 % 10_009})
     page, spent = measured(write_table_page(TableView("long", ("policy", "batch"), rows), folder / "table.html"))
-    assert 0 < spent() < 1.0
+    assert 0 < spent() < LIMIT
     page.get_by_role("button", name="time", exact=True).click()
-    assert 0 < spent() < 1.0
+    assert 0 < spent() < LIMIT
     assert len(column(page, "time")) == 100
 
 
