@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, get_args
@@ -25,11 +25,13 @@ __all__ = [
     "TRAITS",
     "Beside",
     "Fidelity",
+    "Join",
     "Managed",
     "Needed",
     "Policy",
     "by_parameter",
     "default_of",
+    "joins",
     "label",
     "own_name",
 ]
@@ -50,6 +52,23 @@ class Beside:
 def by_parameter(**said: Any) -> Mapping[str, Any]:
     """Something for each of a policy's parameters, by name."""
     return MappingProxyType(said)
+
+
+Join = Callable[[Sequence["Policy"], str], "Policy"]
+"""One policy that combines several. The text is a selector that narrows what each of them owns, "" for none."""
+
+_join: Join
+
+
+def joins(join: Join) -> Join:
+    """Declare, as a decorator, which function combines policies: it is what `a + b` and `a.on(selector)` return.
+
+    What it returns is a policy, so its module imports this one, and this one does not import it. The function is
+    `sim.policies.composition.joined`; the package `sim.policies` imports it, hence whoever imports any policy.
+    """
+    global _join
+    _join = join
+    return join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +149,11 @@ class Policy:
 
     def __add__(self, other: Policy) -> Policy:
         """Both on one job, each for the tensors that it manages; see `sim.policies.composition`."""
-        from sim.policies.composition import joined
-
-        return joined(self, other)
+        return _join((self, other), "")
 
     def on(self, selector: str) -> Policy:
         """This policy for the tensors alone that a selector names, such as "layers 0-7" or "*.attn"."""
-        from sim.policies.composition import joined
-
-        return joined(self, selector=selector)
+        return _join((self,), selector)
 
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""

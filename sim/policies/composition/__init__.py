@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.log import EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Run
-from sim.policies.base import FIDELITIES, Policy, label
+from sim.policies.base import FIDELITIES, Policy, joins, label
 from sim.policies.composition import selectors
 from sim.policies.composition.merging import by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
@@ -267,7 +267,8 @@ class Composition(Policy):
         )
 
 
-def joined(*policies: Policy, selector: str = "") -> Composition:
+@joins
+def joined(policies: Sequence[Policy], selector: str = "") -> Policy:
     """Policies as one, those that are compositions by their parts. selector: narrows what each of them owns."""
     parts: list[Part] = []
     for policy in policies:

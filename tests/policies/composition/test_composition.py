@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -70,7 +72,7 @@ def test_a_single_part_gives_the_log_of_the_policy_itself(name, data):
         alone = logs_of(example.trace, example.platform, policy)
     except PolicyError:
         return
-    assert logs_of(example.trace, example.platform, joined(policy)) == alone
+    assert logs_of(example.trace, example.platform, joined([policy])) == alone
 
 
 @pytest.mark.parametrize("name", ["full_recompute", "swap_all", "dtr", "lru_tiering", "save_on_cpu", "rotor"])
@@ -79,6 +81,13 @@ def test_a_selector_that_names_everything_changes_nothing(name, gpt2):
     alone = logs_of(gpt2, platform, load(name))
     assert logs_of(gpt2, platform, load(f"*: {name}")) == alone
     assert logs_of(gpt2, platform, load(f"rest: {name}")) == alone
+
+
+def test_the_operators_work_where_only_one_policy_was_imported():
+    lines = ("from sim.policies.recompute.every_k import EveryK", "from sim.policies.base import label")
+    code = "; ".join([*lines, "print(label((EveryK(k=3) + EveryK()).on('layers 0')))"])
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "layers 0: every_k(k=3) + every_k\n"
 
 
 # ---- together ----------------------------------------------------------------------------------
