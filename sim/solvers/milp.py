@@ -1,4 +1,4 @@
-"""Which values to keep and which nodes to recompute, as a mixed-integer program; HiGHS solves it through SciPy.
+"""Which values to keep and which nodes to recompute, as a mixed-integer program.
 
 The stages are Checkmate's (Jain et al., MLSys 2020): in stage t run[t, i] says that node i is recomputed, keep[t, v]
 that value v is resident when the stage starts. Where Checkmate frees a value with a binary FREE[t, (i, k)] and a
@@ -13,17 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from sim.solvers.linear import INFEASIBLE, LinearProgram, Terms
 from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import Answer
 
-Terms = list[tuple[int, float]]
 Residency = list[tuple[int, Terms]]
 """After which nodes of a stage (-1: its start) how much of a value is resident."""
-INF = math.inf
 WIDE = 10_000  # sizes and costs of up to so many units stay whole numbers
 TIES = 0.01
 
@@ -69,6 +68,7 @@ class Program:
         costs, so that a more expensive plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     saved: (stage, bytes): at most so many bytes may be resident at the start of that stage.
     elsewhere: what else can be done with values; costs stay exact then, since the part adds times of its own to them.
+    column, row: add variables and conditions, for what else the program is to decide.
     found: the value of each column in the last answer.
     """
 
@@ -85,13 +85,8 @@ class Program:
         self.elsewhere = elsewhere
         self.run: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
-        self._cost: list[float] = []
-        self._low: list[float] = []
-        self._high: list[float] = []
-        self._whole: list[int] = []
-        self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
-        self._least: list[float] = []
-        self._most: list[float] = []
+        self._rows = LinearProgram()
+        self.column, self.row = self._rows.column, self._rows.row
         self.found: Sequence[float] = ()
         unit = math.gcd(*(value.size for value in nodes.values), *nodes.run_bytes, *nodes.rerun_bytes) or 1
         largest = sum(value.size for value in nodes.values) + max(nodes.run_bytes, default=0) if room is None else room
@@ -123,24 +118,6 @@ class Program:
                       most=at_most / self.price_unit)  # fmt: skip
 
     # ---- building ----------------------------------------------------------------------------
-
-    def column(self, low: float = 0.0, high: float = 1.0, cost: float = 0.0, *, whole: bool = False) -> int:
-        """A new variable; its number."""
-        self._cost.append(cost)
-        self._low.append(low)
-        self._high.append(high)
-        self._whole.append(int(whole))
-        return len(self._cost) - 1
-
-    def row(self, terms: Terms, least: float = -INF, most: float = INF) -> None:
-        """A new condition: the sum of (column, factor) is at least and at most so much."""
-        rows, columns, factors = self._cells
-        for column, factor in terms:
-            rows.append(len(self._least))
-            columns.append(column)
-            factors.append(factor)
-        self._least.append(least)
-        self._most.append(most)
 
     def _columns(self, again: Sequence[Sequence[int]], there: Sequence[Sequence[int]], weight: float) -> None:
         n, count = self.nodes, len(self.nodes)
@@ -239,21 +216,6 @@ class Program:
 
     # ---- solving -----------------------------------------------------------------------------
 
-    def _solve(self, *, relaxed: bool, **limits: Any) -> Any:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        rows, columns, factors = self._cells
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self._least), len(self._cost)))
-        options: Any = {"mip_rel_gap": 0.0, **limits}
-        return milp(
-            np.array(self._cost),
-            integrality=None if relaxed else np.array(self._whole),
-            bounds=Bounds(np.array(self._low), np.array(self._high)),
-            constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
-            options=options,
-        )
-
     def _bound(self, objective: float) -> int:
         """The least ns that a solver's bound allows, without what was added to tell equals apart."""
         units = objective / (1 + self.ties)
@@ -265,7 +227,7 @@ class Program:
         """The linear relaxation, None where it has no solution. Its time is limited by nothing."""
         if self.room < 0:
             return None
-        solution = self._solve(relaxed=True)
+        solution = self._rows.solve(relaxed=True, mip_rel_gap=0.0)
         if solution.x is None:
             return None
         self.found = solution.x
@@ -278,8 +240,8 @@ class Program:
         """Branch and bound, up to a number of nodes and of seconds. A limited answer is never `optimal`."""
         if self.room < 0:
             return Answer("infeasible")
-        solution = self._solve(relaxed=False, node_limit=node_limit, time_limit=time_limit)
-        if solution.status == 2:
+        solution = self._rows.solve(mip_rel_gap=0.0, node_limit=node_limit, time_limit=time_limit)
+        if solution.status == INFEASIBLE:
             return Answer("infeasible")
         limit = "" if solution.status == 0 else "time" if solution.status == 1 else "nodes"
         low = solution.mip_dual_bound

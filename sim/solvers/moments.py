@@ -16,8 +16,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from sim.solvers.linear import LinearProgram, Terms
 from sim.solvers.schedule import TraceIndex
 from sim.trace.tensor import ROLE_CODE
 
@@ -80,46 +79,34 @@ class Program:
         self, index: TraceIndex, cost: Sequence[int], moments: Sequence[Moment], held: Collection[int] | None = None
     ) -> None:
         self.index, self.moments, self.held = index, moments, held
-        self.price: list[float] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self.most: list[float] = []
-        self.cells: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self.rows = LinearProgram()
         self.resident: list[dict[int, int]] = []
         self.reruns: list[dict[int, int]] = []  # between this moment and the next
         self.after: list[dict[int, int]] = []  # ever after this moment
         for k, moment in enumerate(moments):
             fixed = held if k == 0 else None
-            self.resident.append({t: self._column(*_limits(moment, t, fixed)) for t in moment.tensors})
-            self.reruns.append({op: self._column(0.0, 1.0, cost[op] / MICROSECOND) for op in moment.reruns})
+            self.resident.append({t: self.rows.column(*_limits(moment, t, fixed)) for t in moment.tensors})
+            self.reruns.append({op: self.rows.column(cost=cost[op] / MICROSECOND) for op in moment.reruns})
         for k, moment in enumerate(moments):
             last = k == len(moments) - 1
-            self.after.append(self.reruns[k] if last else {op: self._column(0.0, 1.0) for op in moment.reruns})
+            self.after.append(self.reruns[k] if last else {op: self.rows.column() for op in moment.reruns})
         for k in range(len(moments)):
             self._between(k)
             if held is None and k < len(moments) - 1:
                 self._ever_after(k)
-        self.limits = [self._row(self._bytes(k), 0.0) for k in range(len(moments))]
+        self.limits = [self.rows.row(self._bytes(k), most=0.0) for k in range(len(moments))]
 
     def relax(self, rooms: Sequence[int]) -> Relaxed | None:
         """The answer for so many bytes at each moment; None where nothing fits."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
         for k, (row, moment) in enumerate(zip(self.limits, self.moments, strict=True)):
             open_ended = k == 0 and self.held is not None
-            self.most[row] = math.inf if open_ended else (rooms[k] - moment.pinned) / MEGABYTE
-            if self.most[row] < 0:
+            most = math.inf if open_ended else (rooms[k] - moment.pinned) / MEGABYTE
+            if most < 0:
                 return None
-        if not self.price:
+            self.rows.limit(row, most)
+        if not self.rows.columns:
             return Relaxed(0, [{} for _ in self.moments])
-        rows, columns, factors = self.cells
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self.most), len(self.price)))
-        found = milp(
-            np.array(self.price),
-            bounds=Bounds(np.array(self.low), np.array(self.high)),
-            constraints=LinearConstraint(matrix, -np.inf, np.array(self.most)),
-        )
+        found = self.rows.solve()
         if found.x is None:
             return None
         keep = [{t: float(found.x[c]) for t, c in part.items() if found.x[c] > TOLERANCE} for part in self.resident]
@@ -129,25 +116,10 @@ class Program:
 
     # ---- building ----------------------------------------------------------------------------
 
-    def _column(self, low: float, high: float, price: float = 0.0) -> int:
-        self.price.append(price)
-        self.low.append(low)
-        self.high.append(high)
-        return len(self.price) - 1
-
-    def _row(self, terms: Sequence[tuple[int, float]], most: float) -> int:
-        rows, columns, factors = self.cells
-        for column, factor in terms:
-            rows.append(len(self.most))
-            columns.append(column)
-            factors.append(factor)
-        self.most.append(most)
-        return len(self.most) - 1
-
-    def _bytes(self, k: int) -> list[tuple[int, float]]:
+    def _bytes(self, k: int) -> Terms:
         return [(column, self.index.size[t] / MEGABYTE) for t, column in self.resident[k].items()]
 
-    def _has(self, k: int, tensor: int, reruns: Mapping[int, int]) -> list[tuple[int, float]]:
+    def _has(self, k: int, tensor: int, reruns: Mapping[int, int]) -> Terms:
         """That a tensor is resident at a moment or its producer is recomputed: less than or equal to minus that."""
         terms = [(self.resident[k][tensor], -1.0)]
         column = reruns.get(self.index.producer[tensor])
@@ -161,14 +133,14 @@ class Program:
         """What is read from a moment to the next, and what is resident there, was resident or is recomputed."""
         moment, reruns = self.moments[k], self.reruns[k]
         for t in sorted(wanted_until(self.index, moment, self._next(k))):
-            self._row(self._has(k, t, reruns), -1.0)
+            self.rows.row(self._has(k, t, reruns), most=-1.0)
         for op, column in reruns.items():
             for t in self._needs(k, op):
-                self._row([*self._has(k, t, reruns), (column, 1.0)], 0.0)
+                self.rows.row([*self._has(k, t, reruns), (column, 1.0)], most=0.0)
         if k + 1 < len(self.moments):
             for t, column in self.resident[k + 1].items():
                 if t in self.resident[k]:
-                    self._row([*self._has(k, t, reruns), (column, 1.0)], 0.0)
+                    self.rows.row([*self._has(k, t, reruns), (column, 1.0)], most=0.0)
 
     def _ever_after(self, k: int) -> None:
         """The conditions of one moment alone, over all that is recomputed after it."""
@@ -176,11 +148,11 @@ class Program:
         for op, column in after.items():
             follows = self.after[k + 1].get(op)
             less = [] if follows is None else [(follows, -1.0)]
-            self._row([(column, 1.0), (self.reruns[k][op], -1.0), *less], 0.0)
+            self.rows.row([(column, 1.0), (self.reruns[k][op], -1.0), *less], most=0.0)
             for t in self._needs(k, op):
-                self._row([*self._has(k, t, after), (column, 1.0)], 0.0)
+                self.rows.row([*self._has(k, t, after), (column, 1.0)], most=0.0)
         for t in sorted(moment.wanted):
-            self._row(self._has(k, t, after), -1.0)
+            self.rows.row(self._has(k, t, after), most=-1.0)
 
     def _next(self, k: int) -> int | None:
         return self.moments[k + 1].at if k + 1 < len(self.moments) else None

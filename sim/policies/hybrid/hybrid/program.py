@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results
+from sim.solvers.linear import INF, LinearProgram
 
 WINDOWS = 256
 MS, MB = 1e-6, 1e-6
@@ -40,43 +40,6 @@ class Profile:
     late: Mapping[int, int]
 
 
-class _Rows:
-    """A sparse linear program under construction."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.high: list[float] = []
-        self.cells: tuple[list[int], list[int], list[float]] = ([], [], [])
-        self.least: list[float] = []
-        self.most: list[float] = []
-
-    def column(self, cost: float = 0.0, high: float = math.inf) -> int:
-        self.cost.append(cost)
-        self.high.append(high)
-        return len(self.cost) - 1
-
-    def row(self, terms: Sequence[tuple[int, float]], least: float, most: float) -> None:
-        for column, factor in terms:
-            self.cells[0].append(len(self.least))
-            self.cells[1].append(column)
-            self.cells[2].append(factor)
-        self.least.append(least)
-        self.most.append(most)
-
-    def solve(self) -> Floats:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        rows, columns, factors = self.cells
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self.least), len(self.cost)))
-        found = milp(
-            np.array(self.cost),
-            constraints=LinearConstraint(matrix, self.least, self.most),
-            bounds=Bounds(0, np.array(self.high)),
-        )
-        return np.asarray(found.x, np.float64)
-
-
 def shares(results: Results, places: Sequence[int], profile: Profile, budget: int, host: int) -> Mapping[int, Floats]:
     """Per choice (a place in `Results.saved`) the shares kept, offloaded and recomputed that take the least time.
 
@@ -86,7 +49,7 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
     time as the window has, stalls and recomputation in it included. Bytes resident at the op of a window that needs
     most: the base, what is kept, what waits to be copied out, what has been copied back early.
     """
-    saved, rows = results.saved, _Rows()
+    saved, rows = results.saved, LinearProgram()
     count, place = len(profile.ops), {op: p for p, op in enumerate(profile.ops)}
     starts = _starts(profile.base)
     number = len(starts)
@@ -98,9 +61,9 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
 
     # per window, in link time: what is copied out and back, stalls, what waits, what is early; bytes kept
     out, back, stall, waits, early, kept = (
-        [rows.column(price) for _ in range(number)] for price in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+        [rows.column(high=INF, cost=price) for _ in range(number)] for price in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     )
-    over = rows.column(OVER)
+    over = rows.column(high=INF, cost=OVER)
     times: list[list[tuple[int, float]]] = [[] for _ in range(number)]
     leave: list[list[tuple[int, float]]] = [[] for _ in range(number)]
     come: list[list[tuple[int, float]]] = [[] for _ in range(number)]
@@ -127,7 +90,7 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
     for w, (start, end) in enumerate(pairwise([*starts, count])):
         lasts = (passed[end] - passed[start]) * MS
         for link in (out, back):
-            rows.row([(link[w], 1.0), (stall[w], -1.0), *times[w]], -math.inf, lasts)
+            rows.row([(link[w], 1.0), (stall[w], -1.0), *times[w]], most=lasts)
         now = [(waits[w], 1.0), (out[w], 1.0), *leave[w]], [(early[w], 1.0), (back[w], -1.0), *come[w]]
         use = [(kept[w], 1.0), (over, -1.0), *at[w]]
         if w:
@@ -137,13 +100,13 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
         for terms in now:
             rows.row(terms, 0.0, 0.0)
         rows.row([(kept[w], 1.0), *([(kept[w - 1], -1.0)] if w else []), *stays[w]], more[w], more[w])
-        rows.row(use, -math.inf, (budget - profile.base[start]) * MB)
-    x = np.clip(rows.solve(), 0.0, 1.0)
+        rows.row(use, most=(budget - profile.base[start]) * MB)
+    x = np.clip(np.asarray(rows.solve().x, np.float64), 0.0, 1.0)
     return {i: _share(x[off[i]], x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0) for i in places}
 
 
 def _choices(
-    rows: _Rows, results: Results, profile: Profile, needs: Mapping[int, int], host: int
+    rows: LinearProgram, results: Results, profile: Profile, needs: Mapping[int, int], host: int
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """The columns of what is chosen, and what holds for them whatever the windows.
 
@@ -160,18 +123,18 @@ def _choices(
         if s.recomputes:
             for op in (s.op, *results.behind(s.op, s.need)):
                 if op not in rerun:
-                    rerun[op] = rows.column(profile.ns[place[op]] * MS, 1.0)
+                    rerun[op] = rows.column(cost=profile.ns[place[op]] * MS)
                 when[op] = min(when.get(op, len(place)), needed)
         copies = s.out_ns + s.back_ns
         late = profile.late.get(i, 0) + max(copies - passed[needed] + passed[place[s.last] + 1], 0)
-        off[i] = rows.column((TRAFFIC * copies + late) * MS, float(s.offloads))
+        off[i] = rows.column(high=float(s.offloads), cost=(TRAFFIC * copies + late) * MS)
         if s.op in rerun:
             rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)
     for op, column in rerun.items():
         for t in results.index.reads[op]:
             producer = results.index.producer[t]
             if producer in rerun and producer != op and results.is_lost(t, profile.ops[when[op]]):
-                rows.row([(rerun[producer], 1.0), (column, -1.0)], 0.0, math.inf)
+                rows.row([(rerun[producer], 1.0), (column, -1.0)], least=0.0)
     rows.row([(off[i], saved[i].bytes * MB) for i in needs], 0.0, host * MB)
     return rerun, when, off
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from sim.errors import PolicyError
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Problem
-from sim.solvers.milp import Program, Residency, Terms
+from sim.solvers.linear import Terms
+from sim.solvers.milp import Program, Residency
 from sim.solvers.nodes import Nodes
 
 

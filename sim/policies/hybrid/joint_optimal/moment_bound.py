@@ -18,14 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.policies.hybrid.joint_optimal.copies import Trip
+from sim.solvers.linear import INF, INFEASIBLE, LinearProgram, Terms
 from sim.solvers.moments import MEGABYTE, MICROSECOND, SLACK, TOLERANCE, Moment, wanted_until
 from sim.solvers.schedule import TraceIndex
-
-Terms = list[tuple[int, float]]
-
-
-INFEASIBLE = 2
-"""What SciPy calls a program without a solution."""
 
 
 class NothingFits(Exception):
@@ -72,28 +67,24 @@ class MomentBound:
         self._small = small
         self._moments = [Moment(index, op, index.recomputable_until) for op in ops]
         self._marks = list(marks)
-        self._price: list[float] = []
-        self._high: list[float] = []
-        self._low: list[float] = []
-        self._most: list[float] = []
-        self._cells: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._rows = LinearProgram()
         count = len(self._moments)
         before = [0, *np.cumsum(cost).tolist()]
         ends = [*marks[1:], ops[0]] if marks else []
         self._early = [(before[b] - before[a]) / MICROSECOND for a, b in zip(marks, ends, strict=True)]
         stops = [*ops[1:], len(cost)]
         self._length = [(before[b] - before[a]) / MICROSECOND for a, b in zip(ops, stops, strict=True)]
-        self._stall = [self._column(cost=1.0) for _ in range(len(self._early) + count)]
+        self._stall = [self._rows.column(high=INF, cost=1.0) for _ in range(len(self._early) + count)]
         self._tensors = [[t for t in moment.tensors if index.size[t] >= small] for moment in self._moments]
         self._s: list[dict[int, int]] = []
         self._r: list[dict[int, int]] = []
         self._i: list[dict[int, int]] = []
         for k, moment in enumerate(self._moments):
             here = set(self._tensors[k])
-            self._s.append({t: self._column(low=float(t in moment.reads), high=1.0) for t in self._tensors[k]})
+            self._s.append({t: self._rows.column(low=float(t in moment.reads)) for t in self._tensors[k]})
             useful = [op for op in moment.reruns if not here.isdisjoint(index.writes[op])]
-            self._r.append({op: self._column(high=1.0, cost=cost[op] / MICROSECOND) for op in useful})
-            self._i.append({t: self._column(high=1.0) for t in self._tensors[k] if t in trips})
+            self._r.append({op: self._rows.column(cost=cost[op] / MICROSECOND) for op in useful})
+            self._i.append({t: self._rows.column() for t in self._tensors[k] if t in trips})
         for k in range(count):
             self._between(k)
         self._copied: list[dict[int, Terms]] = [{} for _ in self._moments]
@@ -103,21 +94,6 @@ class MomentBound:
             self._ever_after(k)
 
     # ---- rows --------------------------------------------------------------------------------
-
-    def _column(self, low: float = 0.0, high: float = math.inf, cost: float = 0.0) -> int:
-        self._price.append(cost)
-        self._low.append(low)
-        self._high.append(high)
-        return len(self._price) - 1
-
-    def _row(self, terms: Sequence[tuple[int, float]], most: float) -> int:
-        rows, columns, factors = self._cells
-        for column, factor in terms:
-            rows.append(len(self._most))
-            columns.append(column)
-            factors.append(factor)
-        self._most.append(most)
-        return len(self._most) - 1
 
     def _has(self, k: int, tensor: int) -> Terms:
         """That a tensor is resident at a moment or restored before the next: at most minus that."""
@@ -132,21 +108,21 @@ class MomentBound:
         moment, following = self._moments[k], self._moments[k + 1].at if k + 1 < len(self._moments) else None
         for t in sorted(wanted_until(self.index, moment, following)):
             if t in self._s[k]:
-                self._row(self._has(k, t), -1.0)
+                self._rows.row(self._has(k, t), most=-1.0)
         for op, column in self._r[k].items():
             for t in self.index.reads[op]:
                 if t in self._s[k]:
-                    self._row([*self._has(k, t), (column, 1.0)], 0.0)
+                    self._rows.row([*self._has(k, t), (column, 1.0)], most=0.0)
         if k + 1 < len(self._moments):
             for t, column in self._s[k + 1].items():
                 if t in self._s[k]:
-                    self._row([*self._has(k, t), (column, 1.0)], 0.0)
+                    self._rows.row([*self._has(k, t), (column, 1.0)], most=0.0)
 
     def _ever_after(self, k: int) -> None:
         """The conditions of one moment alone, over all that is recomputed after it, however often."""
-        ever = {op: self._column(high=1.0) for op in self._r[k]}
+        ever = {op: self._rows.column() for op in self._r[k]}
         for op, column in ever.items():
-            self._row([(column, 1.0), *((part[op], -1.0) for part in self._r[k:] if op in part)], 0.0)
+            self._rows.row([(column, 1.0), *((part[op], -1.0) for part in self._r[k:] if op in part)], most=0.0)
 
         def has(tensor: int) -> Terms:
             again = ever.get(self.index.producer[tensor])
@@ -155,10 +131,10 @@ class MomentBound:
         for op, column in ever.items():
             for t in self.index.reads[op]:
                 if t in self._s[k]:
-                    self._row([*has(t), (column, 1.0)], 0.0)
+                    self._rows.row([*has(t), (column, 1.0)], most=0.0)
         for t in sorted(self._moments[k].wanted):
             if t in self._s[k]:
-                self._row(has(t), -1.0)
+                self._rows.row(has(t), most=-1.0)
 
     def _kept(self, k: int, tensor: int) -> Terms:
         """That a tensor is resident at a moment, or has been copied to the host: at most minus that."""
@@ -176,17 +152,17 @@ class MomentBound:
         """Per moment the column of copies back under way, in microseconds of the link."""
         progress = []
         waiting: Terms = [(self._stall[i], -1.0) for i in range(len(self._early))]
-        under_way = self._column()
-        self._row([(under_way, 1.0), *waiting], sum(self._early))
+        under_way = self._rows.column(high=INF)
+        self._rows.row([(under_way, 1.0), *waiting], most=sum(self._early))
         for k, columns in enumerate(self._i):
             progress.append(under_way)
-            work, after = self._column(), self._column()
+            work, after = self._rows.column(high=INF), self._rows.column(high=INF)
             terms, length = self._time(len(self._early) + k)
-            self._row([(work, 1.0), *terms], length)
+            self._rows.row([(work, 1.0), *terms], most=length)
             landed = [(c, self.trips[t].back / MICROSECOND) for t, c in columns.items()]
             for sign in (1.0, -1.0):
                 flow = [(after, 1.0), (under_way, -1.0), (work, -1.0), *landed]
-                self._row([(c, sign * f) for c, f in flow], 0.0)
+                self._rows.row([(c, sign * f) for c, f in flow], most=0.0)
             under_way = after
         return progress
 
@@ -207,47 +183,35 @@ class MomentBound:
                     self._copied[k][t] = state
                     copied[k] += [(c, self.trips[t].back / MICROSECOND) for c, _ in state]
                     # what is resident at the moment, or recomputed after it, need not return before the next
-                    self._row([(self._i[k][t], 1.0), *((c, -f) for c, f in state)], 0.0)
+                    self._rows.row([(self._i[k][t], 1.0), *((c, -f) for c, f in state)], most=0.0)
                 elif k > k0:
                     break  # nothing reads it any more
-                share = self._column(high=1.0)
+                share = self._rows.column()
                 work[interval].append((share, out))
                 if k >= 0 and t in self._s[k]:
-                    self._row([(share, 1.0), *self._has(k, t)], 0.0)
-                total = self._column(high=1.0)
+                    self._rows.row([(share, 1.0), *self._has(k, t)], most=0.0)
+                total = self._rows.column()
                 for sign in (1.0, -1.0):
                     flow = [(total, 1.0), (share, -1.0), *((c, -f) for c, f in state)]
-                    self._row([(c, sign * f) for c, f in flow], 0.0)
+                    self._rows.row([(c, sign * f) for c, f in flow], most=0.0)
                 state = [(total, 1.0)]
         for k, terms in enumerate(copied):  # what is under way back has been copied, and is not resident
-            self._row([(self._progress[k], 1.0), *((c, -f) for c, f in terms)], 0.0)
+            self._rows.row([(self._progress[k], 1.0), *((c, -f) for c, f in terms)], most=0.0)
         for interval, terms in enumerate(work):
             if terms:
                 waiting, length = self._time(interval)
-                self._row([*terms, *waiting], length)
+                self._rows.row([*terms, *waiting], most=length)
 
     # ---- solving -----------------------------------------------------------------------------
 
     def relax(self, budget: int, time_limit: float) -> Shares | None:
         """The answer for a budget; None where the time is up. Raises NothingFits where no plan fits."""
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
-
         density = min((self.index.size[t] / max(trip.back, 1) for t, trip in self.trips.items()), default=0.0)
         density *= MICROSECOND / MEGABYTE
         for k, moment in enumerate(self._moments):
             resident = [(c, self.index.size[t] / MEGABYTE) for t, c in self._s[k].items()]
-            self._row([*resident, (self._progress[k], density)], (budget - moment.pinned) / MEGABYTE)
-        rows, columns, factors = self._cells
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self._most), len(self._price)))
-        found = linprog(
-            np.array(self._price),
-            A_ub=matrix,
-            b_ub=np.array(self._most),
-            bounds=np.column_stack((self._low, self._high)),
-            method="highs",
-            options={"time_limit": time_limit},
-        )
+            self._rows.row([*resident, (self._progress[k], density)], most=(budget - moment.pinned) / MEGABYTE)
+        found = self._rows.solve(time_limit=time_limit)
         if found.status == INFEASIBLE:
             raise NothingFits
         if found.status != 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sim.policies.hybrid.joint_optimal.copies import Trip
-from sim.solvers.milp import Program, Residency, Terms
+from sim.solvers.linear import Terms
+from sim.solvers.milp import Program, Residency
 from sim.solvers.nodes import Nodes
 
 
