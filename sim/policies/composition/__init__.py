@@ -14,6 +14,7 @@ from sim.log import EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Run
 from sim.policies.base import FIDELITIES, Policy, joins, label
 from sim.policies.composition import selectors
+from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
 from sim.policies.composition.selectors import CHECKPOINTS, REST, Mask
@@ -44,7 +45,8 @@ class Composition(Policy):
 
     A part owns what it manages (`zero_offload + full_recompute`: state, and activations), or of that what its selector
     names (`layers 0-7: full_recompute; rest: swap_all`). `rest` is what no other part owns; `checkpoints` are
-    activations that the other parts leave resident from forward to backward. A tensor has one owner.
+    activations that the other parts leave resident from forward to backward, for backward ops or for recomputation. A
+    tensor has one owner.
 
     Parts plan in the order given, each on the trace that those before it have rewritten, and know nothing of each
     other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
@@ -210,28 +212,28 @@ class Composition(Policy):
         trace, made = problem.trace, list[_Made]()
         for i, part in enumerate(self.parts):
             asked = self._asked(problem, trace, budget, made, i)
-            plan = part.policy.plan(asked)
-            actions = [by_ids(action, plan.trace) for action in plan.actions]
-            made = [each.over(trace, plan.trace, part.label) for each in made]
-            made.append(_Made(part, plan, actions, given=trace, rewrites=_differ(plan.trace, trace)))
+            plan = _on(trace, part.policy.plan(asked), asked.trace)
+            made = _with(made, part, plan, trace)
             trace = plan.trace
         return self._joined(made, trace, problem)
 
     def _asked(self, problem: Problem, trace: Trace, budget: int, made: Sequence[_Made], i: int) -> Problem:
         """The problem as part i sees it."""
 
+        part, seen = self.parts[i], trace
+        if CHECKPOINTS in selectors.terms(part.selector) and not part.policy.online:
+            seen = _as_it_runs(trace, made)
+
         def evaluate(plan: Plan) -> EventLog:
-            now = [each.over(trace, plan.trace, self.parts[i].label) for each in made]
-            actions = [by_ids(action, plan.trace) for action in plan.actions]
-            now.append(_Made(self.parts[i], plan, actions, given=trace, rewrites=_differ(plan.trace, trace)))
-            return problem.evaluate(self._joined(now, plan.trace, problem))
+            plan = _on(trace, plan, seen)
+            return problem.evaluate(self._joined(_with(made, part, plan, trace), plan.trace, problem))
 
         platform = problem.platform.with_budget(budget)
         return replace(
             problem,
-            trace=trace,
+            trace=seen,
             platform=platform,
-            cost=problem.cost.over(trace, platform),
+            cost=problem.cost.over(seen, platform),
             evaluate=evaluate,
             history=_history(problem.history, i),
         )
@@ -303,6 +305,25 @@ class _Made(NamedTuple):
         return self._replace(actions=carried_over(self.actions, old, new, self.part.label, rewriter))
 
 
+def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace) -> list[_Made]:
+    """What is planned with one more part, over its trace. given: the trace that the part was given."""
+    actions = [by_ids(action, plan.trace) for action in plan.actions]
+    last = _Made(part, plan, actions, given=given, rewrites=_differ(plan.trace, given))
+    return [*(each.over(given, plan.trace, part.label) for each in made), last]
+
+
+def _on(trace: Trace, plan: Plan, seen: Trace) -> Plan:
+    """A plan for the trace as a part has seen it as one for the trace itself; they have the same ops and tensors."""
+    return replace(plan, trace=trace) if plan.trace is seen else plan
+
+
+def _as_it_runs(trace: Trace, made: Sequence[_Made]) -> Trace:
+    """The trace as a part for checkpoints sees it: read by the recomputations of the parts before it, too."""
+    owned = owners([each.part for each in made], [each.actions for each in made], trace)
+    actions = [action for each, own in zip(made, owned, strict=True) for action in restricted(each.actions, trace, own)]
+    return with_recomputation(trace, actions, _taken_away(actions, trace))
+
+
 def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozenset[int]:
     """What stays without further readers: of the parts that drop the dead themselves, what they own."""
     found: set[int] = set()
@@ -331,7 +352,7 @@ class _Fitting:
         return True
 
 
-def owners(parts: Sequence[Part], actions: Sequence[Iterable[Action]], trace: Trace) -> list[frozenset[int]]:
+def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Trace) -> list[frozenset[int]]:
     """The tensors that each part owns. Raises PolicyError naming one that two own.
 
     actions: what each part has planned, for `checkpoints`.
@@ -357,7 +378,13 @@ def owners(parts: Sequence[Part], actions: Sequence[Iterable[Action]], trace: Tr
             taken[masks[i]] = i
     left = [i for i in relative if CHECKPOINTS in relative[i]]
     if left:
-        resident = ~_released([(actions[i], masks[i]) for i in relative if i not in left], trace)
+        others = [
+            action
+            for i in relative
+            if i not in left
+            for action in restricted(actions[i], trace, np.flatnonzero(masks[i]).tolist())
+        ]
+        resident = _resident(others, trace)
         found = np.full(len(taken), -1)
         for i in left:
             masks[i] &= resident
@@ -385,17 +412,18 @@ def _is_narrowed(made: _Made, own: frozenset[int]) -> bool:
     return len(own) < int(selectors.roles(made.plan.trace, made.part.policy.manages).sum())
 
 
-def _released(parts: Sequence[tuple[Iterable[Action], Mask]], trace: Trace) -> Mask:
-    """Per tensor whether the part that owns it drops or moves it, or no backward op reads it.
+def _resident(actions: Sequence[Action], trace: Trace) -> Mask:
+    """Per tensor whether it stays from forward to backward, for a backward op or for a recomputation there."""
+    gone = _taken_away(actions, trace)
+    found = np.zeros(len(gone), np.bool_)
+    found[saved_tensors(with_recomputation(trace, actions, gone))] = True
+    return found & ~gone
 
-    parts: what each has planned, and what it owns.
-    """
-    found = np.ones(len(trace.tensor_columns.name), np.bool_)
-    found[saved_tensors(trace)] = False
-    for actions, owned in parts:
-        for action in actions:
-            if isinstance(action, Drop | Move) and owned[tensor := trace.tensor_id(action.tensor)]:
-                found[tensor] = True
+
+def _taken_away(actions: Iterable[Action], trace: Trace) -> Mask:
+    """Per tensor whether an action drops or moves it."""
+    found = np.zeros(len(trace.tensor_columns.name), np.bool_)
+    found[[trace.tensor_id(action.tensor) for action in actions if isinstance(action, Drop | Move)]] = True
     return found
 
 

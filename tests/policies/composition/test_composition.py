@@ -129,6 +129,20 @@ def test_checkpoints_are_what_recomputation_leaves(gpt2):
     assert len(stays) >= 11  # the borders of 12 layers
 
 
+def test_a_checkpoint_that_recomputation_alone_reads_moves_too():
+    # a norm in bf16 saves an fp32 copy of its input, so no backward op reads the input of a layer itself
+    config = {
+        "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    trace = transformer(config, batch=4, sequence=1024, precision="bf16")
+    by_name = {tensor.name: tensor.id for tensor in trace.tensors}
+    moved, _ = touched(simulate(trace, "a100_80_sxm", "full_recompute; checkpoints: swap_all").log)
+    borders = {f"h{i}.mlp.add.out" for i in range(4)}  # those of the last two are needed again at once
+    assert not any(trace.ops[op].phase == "backward" for name in borders for op in trace.readers(by_name[name]))
+    assert borders <= moved
+
+
 def test_two_mechanisms_fit_what_neither_fits_alone():
     trace = transformer("gpt2-xl", batch=1, sequence=1024, precision="mixed_bf16")
     for name in ("zero_offload", "full_recompute"):

@@ -1,0 +1,63 @@
+"""What recomputation needs from the forward pass, as a trace on which a part for `checkpoints` can plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sim.plan import Action, Recompute
+from sim.policies.composition.merging import anchor
+from sim.policies.composition.selectors import Mask
+from sim.trace.graph import Trace
+from sim.trace.op import PHASE_CODE
+
+FORWARD, BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
+
+
+def with_recomputation(trace: Trace, actions: Sequence[Action], released: Mask) -> Trace:
+    """The trace with what recomputations read as read by the ops before which they run.
+
+    A checkpoint need not be read by any backward op: where a norm saves an fp32 copy of its 16-bit input, the input of
+    a block is needed by recomputation alone. Ops, tensors and their times stay; only reads are added, for results of
+    forward that a backward op's recomputations read and nobody overwrites.
+
+    actions: what is planned for the trace, with ids.
+    released: the tensors that those actions take away themselves; they do not count.
+    """
+    c, columns = trace.op_columns, trace.tensor_columns
+    phase, producer = c.phase, trace.producer
+    found: set[tuple[int, int]] = set()
+    for action in actions:
+        if not isinstance(action, Recompute):
+            continue
+        op, after = anchor(action, trace)
+        at = op + after
+        if at >= len(phase) or phase[at] != BACKWARD:
+            continue
+        held = set(trace.reads(at))
+        for t in trace.reads(action.op):  # type: ignore[arg-type]
+            made = producer[t] >= 0 and phase[producer[t]] == FORWARD
+            if made and not released[t] and trace.replaced_by[t] < 0 and t not in held:
+                found.add((at, t))
+    if not found:
+        return trace
+    ops, tensors = np.array(sorted(found), np.int64).T
+    counts = np.diff(c.read_start) + np.bincount(ops, minlength=len(phase))
+    late = {t for at, t in found}
+    releases = {op: tuple(t for t in gone if t not in late) for op, gone in c.releases.items()}
+    return Trace(
+        columns,
+        replace(
+            c,
+            bytes=trace.touched,
+            read_start=np.concatenate([[0], np.cumsum(counts)]),
+            read_ids=np.insert(c.read_ids, c.read_start[ops + 1], tensors).astype(c.read_ids.dtype),
+            releases={op: gone for op, gone in releases.items() if gone},
+        ),
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta=trace.meta,
+        origin=trace.origin,
+    )
