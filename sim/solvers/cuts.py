@@ -16,7 +16,7 @@ from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
-from sim.trace.layers import has_layers
+from sim.trace.layers import has_layers, op_layers
 from sim.trace.tensor import ROLE_CODE
 
 REGIONS = ("graph", "layer")
@@ -109,7 +109,7 @@ class Cuts:
         parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(problem.trace)]
         if regions == "layer":
             parts = layer_regions(index, policy)
-            layer = problem.trace.op_columns.layer
+            layer = op_layers(problem.trace)
             unread = [unread_of(problem.trace, int(layer[one.forward[0]])) for one in parts]
         self.graphs = [
             joint_graph(index, set(one.forward), set(one.backward), price, idle)

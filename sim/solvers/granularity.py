@@ -9,6 +9,7 @@ from sim.plan import Problem
 from sim.solvers.nodes import Nodes, body, nodes_of
 from sim.solvers.regions import chain_of
 from sim.solvers.schedule import TraceIndex
+from sim.trace.layers import op_layers
 
 GRANULARITIES = ("op", "stage")
 
@@ -38,7 +39,7 @@ def _stages(problem: Problem, policy: str, count: int) -> list[int]:
     try:
         line = chain_of(problem, policy)
     except PolicyError:
-        layer: list[int] = problem.trace.op_columns.layer.tolist()
+        layer: list[int] = op_layers(problem.trace).tolist()
         return [index + 1 for index in layer[:count]]
     return [line.stage_of.get(op, 0) for op in range(count)]
 

@@ -11,6 +11,7 @@ from sim.errors import PolicyError, TraceError
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
+from sim.trace.layers import layer_runs, op_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +30,23 @@ def layer_regions(index: TraceIndex, policy: str, every: int = 1) -> list[Region
 
     Raises PolicyError where no forward op has a layer.
     """
-    c = index.trace.op_columns
-    layer, phase = c.layer.tolist(), c.phase.tolist()
-    backward: dict[int, set[int]] = {}
-    for op in np.flatnonzero((c.phase == BACKWARD) & (c.layer >= 0)).tolist():
-        backward.setdefault(layer[op] // every, set()).add(op)
-    found: list[Region] = []
-    for device in range(index.trace.devices):
-        run: list[int] = []
-        for op in np.flatnonzero((c.device == device) & (c.phase <= BACKWARD)).tolist():
-            if phase[op] == BACKWARD or layer[op] < 0:
-                if phase[op] == BACKWARD or every == 1:
-                    found += _regions_of(index, run, backward, layer, every)
-                    run = []
-                continue
-            if run and (layer[op] // every != layer[run[-1]] // every or layer[op] < layer[run[-1]]):
-                found += _regions_of(index, run, backward, layer, every)
-                run = []
-            run.append(op)
-        found += _regions_of(index, run, backward, layer, every)
+    trace, c, layer = index.trace, index.trace.op_columns, op_layers(index.trace)
+    undoing: dict[int, set[int]] = {}
+    for op in np.flatnonzero((c.phase == BACKWARD) & (layer >= 0)).tolist():
+        undoing.setdefault(layer[op] // every, set()).add(op)
+    # an op of no layer ends a layer; between the layers of a group it takes no part
+    inside = (c.phase == BACKWARD) | (c.phase == FORWARD) & ((layer >= 0) | (every == 1))
+    found = [
+        Region(tuple(part), undoing.get(layer[run[0]] // every, set()))
+        for run in layer_runs(trace, np.flatnonzero(inside).tolist(), every)
+        if c.phase[run[0]] == FORWARD and layer[run[0]] >= 0
+        for part in _separate(index, run)
+    ]
     if not found:
         forward = np.flatnonzero(c.phase == FORWARD)
         what = f"{c.name[int(forward[0])]!r} and all others have none" if len(forward) else "there is no such op"
         raise PolicyError(f"policy {policy!r} needs forward ops with a layer; {what}")
     return sorted(found, key=lambda region: region.forward[0])
-
-
-def _regions_of(
-    index: TraceIndex, run: list[int], backward: dict[int, set[int]], layer: list[int], every: int
-) -> list[Region]:
-    if not run:
-        return []
-    undoing = backward.get(layer[run[0]] // every, set())
-    return [Region(tuple(part), undoing) for part in _separate(index, run)]
 
 
 def _separate(index: TraceIndex, ops: list[int]) -> list[list[int]]:

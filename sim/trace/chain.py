@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.layers import Block, blocks
+from sim.trace.layers import Block, blocks, op_layers
 from sim.trace.liveness import LiveSet
 from sim.trace.phases import BACKWARD, FORWARD, backward_ops, before_update, forward_ops, saved_tensors
 from sim.trace.tensor import ROLE_CODE
@@ -194,9 +194,9 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
     ops = backward_ops(trace)
     count, top = len(ops), len(borders)
     low, high = np.zeros(count, np.int64), np.full(count, top, np.int64)
-    layers: dict[int, tuple[int, int]] = {}
+    layer_of, layers = op_layers(trace).tolist(), dict[int, tuple[int, int]]()
     for op in forward_ops(trace).tolist():
-        layer, stage = int(trace.op_columns.layer[op]), int(stage_of[op])
+        layer, stage = layer_of[op], int(stage_of[op])
         a, b = layers.get(layer, (stage, stage))
         layers[layer] = min(a, stage), max(b, stage)
     layers.pop(-1, None)
@@ -218,7 +218,7 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
             else:
                 continue
             low[k], high[k] = max(low[k], span[0]), min(high[k], span[1])
-        a, b = layers.get(int(trace.op_columns.layer[op]), (0, top))
+        a, b = layers.get(layer_of[op], (0, top))
         if a <= high[k] and b >= low[k]:
             low[k], high[k] = max(low[k], a), min(high[k], b)
     _label(trace, ops, stage_of, low, high, borders)

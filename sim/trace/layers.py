@@ -1,26 +1,59 @@
 """The layers of a trace, as it states them: of ops, of tensors, and what crosses their borders.
 
-A *layer* is the number that an op or a tensor has, -1 for none. A *block* is the ops of one layer with the tensors at
-its border. Where a trace states no layers, a *stage* may take their place: a part of its chain, between two positions
-at which a single activation is live (`sim.trace.chain`). What recomputes layer by layer takes *regions*, made of
-either (`sim.solvers.regions`).
+A *layer* is the number that an op or a tensor has, -1 for none; which one an op has, only `op_layers` says. Consecutive
+ops of one layer are a *run* (`layer_runs`), all ops of a layer with the tensors at its border a *block*. Where a trace
+states no layers, a *stage* may take their place: a part of its chain, between two positions at which a single
+activation is live (`sim.trace.chain`). What recomputes layer by layer takes *regions*, made of either
+(`sim.solvers.regions`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.phases import BACKWARD, FORWARD, backward_ops, forward_ops
+from sim.trace.phases import BACKWARD, FORWARD, Ints, backward_ops, forward_ops
+
+
+def op_layers(trace: Trace) -> Ints:
+    """Per op its layer: its own, or the highest of the tensors that it produces where it has none; -1 for no layer."""
+    c = trace.op_columns
+    highest = np.full(len(c.name), -1, np.int64)
+    writers = np.repeat(np.arange(len(c.name)), np.diff(c.write_start))
+    np.maximum.at(highest, writers, trace.tensor_columns.layer[c.write_ids])
+    return np.where(c.layer >= 0, c.layer, highest)
 
 
 def has_layers(trace: Trace) -> bool:
     """Whether some forward op has a layer."""
-    c = trace.op_columns
-    return bool(((c.phase == FORWARD) & (c.layer >= 0)).any())
+    return bool(((trace.op_columns.phase == FORWARD) & (op_layers(trace) >= 0)).any())
+
+
+def layer_runs(trace: Trace, ops: Iterable[int], every: int = 1) -> list[list[int]]:
+    """Ops, per device in the order given, divided where another phase or layer begins. Those of no layer make runs too.
+
+    every: so many layers count as one; a run ends where they begin again, as they do for the next microbatch.
+    """
+    columns = op_layers(trace), trace.op_columns.phase, trace.op_columns.device
+    layer, phase, device = (column.tolist() for column in columns)
+    found: list[list[int]] = []
+    last: dict[int, list[int]] = {}  # per device its last run
+    for op in ops:
+        run = last.get(device[op])
+        if (
+            run is None
+            or phase[op] != phase[run[-1]]
+            or layer[op] // every != layer[run[-1]] // every
+            or layer[op] < layer[run[-1]]
+        ):
+            run = last[device[op]] = []
+            found.append(run)
+        run.append(op)
+    return found
 
 
 def tensor_layers(trace: Trace) -> NDArray[np.int32]:
@@ -56,8 +89,7 @@ def blocks(trace: Trace) -> tuple[Block, ...]:
     Backward ops of no layer belong to the sequence whose results or weights they read, else to the block of the
     preceding op.
     """
-    c = trace.op_columns
-    layer = c.layer.tolist()
+    layer = op_layers(trace).tolist()
     block_of: dict[int, int] = {}
     by_layer: dict[int, int] = {}
     members: list[list[int]] = []
@@ -84,7 +116,7 @@ def blocks(trace: Trace) -> tuple[Block, ...]:
             current = _block_without_layer(trace, op, block_of, layer, current)
         if members:
             backward[current].append(op)
-    return tuple(_block(trace, k, members[k], backward[k], block_of) for k in range(len(members)))
+    return tuple(_block(trace, k, layer[members[k][0]], members[k], backward[k], block_of) for k in range(len(members)))
 
 
 def _block_without_layer(trace: Trace, op: int, block_of: dict[int, int], layer: list[int], default: int) -> int:
@@ -97,7 +129,9 @@ def _block_without_layer(trace: Trace, op: int, block_of: dict[int, int], layer:
     return default
 
 
-def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_of: dict[int, int]) -> Block:
+def _block(
+    trace: Trace, k: int, layer: int, forward: list[int], backward: list[int], block_of: dict[int, int]
+) -> Block:
     role, producer, phase = trace.tensor_columns.role, trace.producer, trace.op_columns.phase
     kept = set(trace.outputs)
     inputs: dict[int, None] = {}
@@ -112,5 +146,4 @@ def _block(trace: Trace, k: int, forward: list[int], backward: list[int], block_
                 outputs.append(t)
             if any(phase[r] == BACKWARD for r in readers):
                 saved.append(t)
-    first = trace.op_columns.layer[forward[0]]
-    return Block(int(first), tuple(forward), tuple(backward), tuple(inputs), tuple(outputs), tuple(saved))
+    return Block(layer, tuple(forward), tuple(backward), tuple(inputs), tuple(outputs), tuple(saved))

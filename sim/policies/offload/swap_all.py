@@ -13,6 +13,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
+from sim.trace.layers import has_layers, layer_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +84,12 @@ def _places(trace: Trace) -> dict[int, int]:
 
 def _prefetch_points(trace: Trace, ahead: int, by_op: bool) -> dict[int, int]:
     """Per backward op the op before which a prefetch for it starts: the first of the unit `ahead` units back."""
-    layer, device = trace.op_columns.layer.tolist(), trace.op_columns.device.tolist()
-    layered = not by_op and any(at >= 0 for at in layer)
+    ops, device = backward_ops(trace).tolist(), trace.op_columns.device
+    units = [[op] for op in ops] if by_op or not has_layers(trace) else layer_runs(trace, ops)
     starts: dict[int, list[int]] = {}
-    before: dict[int, int] = {}
     points = {}
-    for op in backward_ops(trace).tolist():
-        here = starts.setdefault(device[op], [])
-        if not here or not layered or layer[before[device[op]]] != layer[op]:
-            here.append(op)
-        before[device[op]] = op
-        points[op] = here[max(len(here) - 1 - ahead, 0)]
+    for unit in units:
+        here = starts.setdefault(int(device[unit[0]]), [])
+        here.append(unit[0])
+        points.update(dict.fromkeys(unit, here[max(len(here) - 1 - ahead, 0)]))
     return points

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sim.rewrites.fuse import fuse
 from sim.trace.graph import Trace
+from sim.trace.layers import op_layers
 from sim.trace.op import KIND_CODE
 from sim.trace.tensor import ROLE_CODE
 
@@ -36,14 +37,14 @@ def _tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
             op = root[op]
         return op
 
-    layer = {op: max(trace.tensor_columns.layer[list(trace.writes(op))].tolist(), default=-1) for op in ops}
-    layered = any(at >= 0 for at in layer.values())
+    layer = op_layers(trace)
+    layered = any(layer[op] >= 0 for op in ops)
     first: dict[tuple[int, int], int] = {}
     for op in ops:
         over = trace.tensor_columns.replaces[list(trace.writes(op))].tolist()
         joined = {int(trace.producer[t]) for t in (*trace.reads(op), *over) if t >= 0}
         if layered:
-            joined.add(first.setdefault((int(device[op]), layer[op]), op))
+            joined.add(first.setdefault((int(device[op]), int(layer[op])), op))
         for other in joined & kept:
             if device[other] == device[op]:
                 root[max(find(op), find(other))] = min(find(op), find(other))
