@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,11 +52,16 @@ def part(module):
     return ".".join(names[:2]) if names[0] == "sim" else names[0]
 
 
+@cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(path):
     """(line, part) of each import of a file, those inside functions included."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     own = part(module)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
@@ -111,31 +116,71 @@ def test_the_time_of_a_transfer_has_one_home():
     assert {path for path in found if not path.startswith("sim/conformance/")} == {"sim/hardware/transfer_time.py"}
 
 
+def served(root):
+    """Per module of `sim.solvers` and `sim.eviction` the policies that it serves, as packages or files.
+
+    A policy is served by what it imports itself, and by what that imports in turn: a solver that only another solver
+    imports serves those whom that one serves, and what a base of policies imports serves all of its policies. What
+    another policy imports counts for that one alone.
+    """
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((root / "sim").rglob("*.py"))
+    }
+    needs = {name: modules(path) & files.keys() for name, path in files.items()}
+
+    def policy_of(name):
+        return name.split(".")[3] if name.startswith("sim.policies.") and name.count(".") >= 3 else ""
+
+    found = {name: set() for name in files if name.startswith(("sim.solvers.", "sim.eviction."))}
+    for policy in sorted({policy_of(name) for name in files} - {""}):
+        stack, seen = [name for name in files if policy_of(name) == policy], set()
+        while stack:
+            name = stack.pop()
+            if name not in seen and policy_of(name) in ("", policy):
+                seen.add(name)
+                stack += needs[name]
+        for name in seen & found.keys():
+            found[name].add(policy)
+    return found
+
+
 def test_solvers_serve_two_policies_or_more():
-    """What one policy alone needs stands beside it: the policy is a package then. One that reaches a module through
-    another solver or a base counts as well."""
-    needs = {path: modules(path) for path in sources("sim")}
-    by_name = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in needs}
-
-    def reached(name, found):
-        for module in needs[by_name[name]] & by_name.keys() - found:
-            found.add(module)
-            reached(module, found)
-        return found
-
-    policies = [name for name in by_name if name.startswith("sim.policies.") and name.count(".") >= 3]
-    users = Counter()
-    for policy in {".".join(name.split(".")[:4]) for name in policies}:
-        own = [name for name in policies if f"{name}.".startswith(f"{policy}.")]
-        users.update(set().union(*(reached(name, set()) for name in own)))
-    lonely = {name for name in by_name if name.startswith("sim.solvers.") and users[name] < 2}
+    """What one policy alone needs is in its package."""
+    lonely = {name: policies for name, policies in served(ROOT).items() if len(policies) < 2}
     assert not lonely
+
+
+def test_what_serves_one_policy_alone_is_seen(tmp_path):
+    files = {
+        "sim/solvers/shared.py": "from sim.solvers.inner import x",
+        "sim/solvers/inner.py": "",
+        "sim/solvers/alone.py": "from sim.solvers.behind import x",
+        "sim/solvers/behind.py": "",
+        "sim/solvers/of_all.py": "",
+        "sim/policies/based.py": "from sim.solvers.of_all import x",
+        "sim/policies/hybrid/__init__.py": "",
+        "sim/policies/hybrid/one.py": "from sim.solvers import shared\nfrom sim.policies.based import x",
+        "sim/policies/hybrid/two/__init__.py": "from sim.policies.hybrid.two.part import x",
+        "sim/policies/hybrid/two/part.py": "import sim.solvers.shared\nimport sim.solvers.alone",
+        "sim/policies/offload/three.py": "from sim.policies.hybrid.two import x\nfrom sim.policies.based import x",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert served(tmp_path) == {
+        "sim.solvers.shared": {"one", "two"},
+        "sim.solvers.inner": {"one", "two"},
+        "sim.solvers.alone": {"two"},
+        "sim.solvers.behind": {"two"},
+        "sim.solvers.of_all": {"one", "three"},
+    }
 
 
 def modules(path):
     """Modules of sim that a file imports, those inside functions included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
