@@ -16,7 +16,9 @@ from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.hardware.profile import load_profile
+from sim.plan import Move
 from sim.policies.hybrid.hybrid.drafts import Drafts
+from sim.policies.hybrid.hybrid.results import OFFLOAD, RECOMPUTE
 from sim.rewrites.pipeline import pipeline
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
@@ -37,15 +39,23 @@ def machine(budget: int, rate: int | None = GB) -> Platform:
     return Platform("toy", tiers, (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**12}),), links)
 
 
-def random_chain(seed: int) -> tuple[Trace, int]:
-    """A net of two to five layers with backward and a link's rate, both drawn."""
+def random_chain(seed: int, *, between: bool = False) -> tuple[Trace, int]:
+    """A net of two to four layers with backward and a link's rate, both drawn.
+
+    between: whether a layer's last op reads what forward alone reads, and the second reads that of the first, too.
+    """
     draw = random.Random(seed)
     b = TraceBuilder()
     before = b.tensor("x", MB, "input")
-    layers = []
-    for i in range(draw.randint(2, 4)):
+    layers, inner = [], []
+    for i in range(2 if between else draw.randint(2, 4)):
         result = b.tensor(f"y{i}", draw.randint(1, 6) * MB)
-        b.op(f"f{i}", reads=[before], writes=[result], duration=draw.randint(1, 9) * MS, layer=i)
+        entering = [before]
+        if between:
+            inner.append(b.tensor(f"m{i}", draw.randint(1, 6) * MB))
+            b.op(f"m{i}", reads=entering, writes=[inner[i]], duration=draw.randint(1, 9) * MS, layer=i)
+            entering = [*inner]
+        b.op(f"f{i}", reads=entering, writes=[result], duration=draw.randint(1, 9) * MS, layer=i)
         layers.append((before, result))
         before = result
     gradient = b.tensor("gl", MB, "temporary")
@@ -94,13 +104,54 @@ def test_the_cheaper_way_is_taken(rate, way, ms):
     assert (result.log.end, result.plan.notes[f"{way}_bytes"]) == (ms * MS, 4 * MB)
 
 
+def shared_source(size: int) -> Trace:
+    """`a` takes 10 ms, forward alone reads it: for `p` and `q`, 4 MB and 1 ms each, which backward reads one by one."""
+    b = TraceBuilder()
+    x, a, p, q = b.tensor("x", 0, "input"), b.tensor("a", size * MB), b.tensor("p", 4 * MB), b.tensor("q", 4 * MB)
+    b.op("fa", reads=[x], writes=[a], duration=10 * MS)
+    b.op("fp", reads=[a], writes=[p], duration=MS)
+    b.op("fq", reads=[a], writes=[q], duration=MS)
+    before = b.tensor("g0", MB, "gradient")
+    b.op("loss", reads=[x], writes=[before], duration=5 * MS, workspace=10 * MB)
+    for name, read in (("bq", q), ("idle", x), ("bp", p)):
+        after = b.tensor(f"{name}.out", MB, "gradient")
+        b.op(name, reads=[before, read], writes=[after], duration=3 * MS, phase="backward")
+        before = after
+    return b.build(outputs=[before], carry=())
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (1, 1 + 1),  # `a` stays beside the loss in the place of `p` and `q`
+        (4, 10 + 1 + 1),  # it does not: it is recomputed once for both
+    ],
+)
+def test_what_forward_alone_reads_is_kept_or_recomputed_once(size, more):
+    trace = shared_source(size)
+    result = simulate(trace, machine(12 * MB, None), "hybrid")
+    assert result.log.end == (26 + more) * MS
+
+
+def test_what_forward_alone_reads_is_offloaded_only_where_something_is_recomputed_from_it():
+    trace = shared_source(1)
+    drafts = Drafts(problem_for(trace, machine(PLENTY, GB)))
+    ways = {s.tensors[0]: way for s, way in zip(drafts.results.saved, drafts.away().choice, strict=True)}
+    moved = {action.tensor for action in drafts.plan(drafts.away()).actions if isinstance(action, Move)}
+    assert (ways, moved) == ({1: OFFLOAD, 2: OFFLOAD, 3: OFFLOAD}, {2, 3})
+    from_it = drafts.draft([OFFLOAD, RECOMPUTE, RECOMPUTE])
+    plan = drafts.plan(from_it)
+    assert {action.tensor for action in plan.actions if isinstance(action, Move)} == {1}
+    assert problem_for(trace, machine(PLENTY, GB)).evaluate(plan).end == from_it.ns
+
+
 # ---- brute force -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.55, 0.7, 0.85])
-@pytest.mark.parametrize("seed", [0, 1, 3, 4, 7])
-def test_no_whole_choice_is_faster_on_small_nets(seed, share):
-    trace, rate = random_chain(seed)
+@pytest.mark.parametrize(("seed", "between"), [*((s, False) for s in (0, 1, 3, 4, 7)), *((s, True) for s in range(5))])
+def test_no_whole_choice_is_faster_on_small_nets(seed, between, share):
+    trace, rate = random_chain(seed, between=between)
     budget = int(home_peak(plain(trace, machine(1, rate)).log) * share)
     problem = problem_for(trace, machine(budget, rate))
     drafts = Drafts(problem)
@@ -122,9 +173,10 @@ def test_no_whole_choice_is_faster_on_small_nets(seed, share):
 # ---- the model ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_model_times_a_draft_as_the_engine_does(seed):
-    trace, rate = random_chain(seed)
+def test_the_model_times_a_draft_as_the_engine_does(seed, between):
+    trace, rate = random_chain(seed, between=between)
     problem = problem_for(trace, machine(PLENTY, rate))
     drafts = Drafts(problem)
     for choice in itertools.product(*(drafts.results.ways(i) for i in range(len(drafts.results.saved)))):

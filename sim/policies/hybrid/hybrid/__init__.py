@@ -36,13 +36,14 @@ class Hybrid(Policy):
     `swap_all` where they take longer than unlimited memory; the fastest is the plan.
     In a composition the replays show what other parts hold and move, and the search goes on with that.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
-    resident or comes back for it. Nothing is recomputed from within what has been recomputed and dropped once more.
+    resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
+    recomputed from; so an expensive op need not run again for the cheap ones behind it.
 
     Source: our own. The choice between three ways and its relaxation follow Beaumont et al., "Efficient Combination of
         Rematerialization and Offloading for Training DNNs", NeurIPS 2021; windows of link time: Huang et al.,
         "SwapAdvisor", and Peng et al., "Capuchin", both ASPLOS 2020; recomputing the cheap: Korthikanti et al., MLSys
         2023.
-    Bounds: `rounds` programs of about 4 columns per op and 6 per window, each with a schedule in O(ops); at
+    Bounds: `rounds` programs of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
         most three replays per search, and one search but in compositions or where no replay fits.
     Departs: no paper's design is claimed.
 

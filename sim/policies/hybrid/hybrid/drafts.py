@@ -13,8 +13,9 @@ import numpy as np
 from sim.errors import OutOfMemory
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Recompute
+from sim.policies.hybrid.hybrid.candidates import results_of
 from sim.policies.hybrid.hybrid.program import Profile, rounded, shares
-from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results, results_of
+from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results
 from sim.policies.hybrid.hybrid.timeline import Steps, Timeline, steps_of, timeline
 from sim.solvers.cascade import cascade
 from sim.solvers.schedule import Schedule, schedule_of
@@ -269,9 +270,11 @@ class Drafts:
             else:
                 actions += [Drop(t, after=op) for t in dropped]
             actions += [Move(t, host, after=op) for i in leave.get(at, ()) for t in saved[i].tensors]
+        again = {t for op, anchor in draft.schedule.steps if anchor >= 0 for t in self.results.index.reads[op]}
         bytes = np.zeros(3, np.int64)
         for s, what in zip(saved, draft.choice, strict=True):
-            bytes[what] += s.bytes
+            if not s.forward_only or not again.isdisjoint(s.tensors):
+                bytes[what] += s.bytes
         notes = {
             "kept_bytes": int(bytes[KEEP]),
             "offloaded_bytes": int(bytes[OFFLOAD]),

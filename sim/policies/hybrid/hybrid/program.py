@@ -57,7 +57,7 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
 
     passed = _passed(profile)
     needs = {i: place[profile.need[i]] for i in places}
-    rerun, when, off = _choices(rows, results, profile, needs, host)
+    rerun, when, off, keep = _choices(rows, results, profile, needs, host)
 
     # per window, in link time: what is copied out and back, stalls, what waits, what is early; bytes kept
     out, back, stall, waits, early, kept = (
@@ -80,7 +80,9 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
         end = window[needs[i] - 1] + 1  # the first window that begins when it is back
         if first < end:
             for w, sign in ((first, 1.0), (end, -1.0)):
-                if w < number:
+                if w < number and i in keep:
+                    stays[w].append((keep[i], -sign * size))
+                elif w < number:
                     more[w] += sign * size
                     stays[w] += [(off[i], sign * size), *([(rerun[s.op], sign * size)] if s.op in rerun else [])]
         if needs[i] in starts:
@@ -102,22 +104,25 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
         rows.row([(kept[w], 1.0), *([(kept[w - 1], -1.0)] if w else []), *stays[w]], more[w], more[w])
         rows.row(use, most=(budget - profile.base[start]) * MB)
     x = np.clip(np.asarray(rows.solve().x, np.float64), 0.0, 1.0)
-    return {i: _share(x[off[i]], x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0) for i in places}
+    found = {i: _share(x[off[i]], x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0) for i in places}
+    return found | {i: _share(x[off[i]], 1.0 - x[off[i]] - x[column]) for i, column in keep.items()}
 
 
 def _choices(
     rows: LinearProgram, results: Results, profile: Profile, needs: Mapping[int, int], host: int
-) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+) -> tuple[dict[int, int], dict[int, int], dict[int, int], dict[int, int]]:
     """The columns of what is chosen, and what holds for them whatever the windows.
 
     needs: per choice the position of the op that needs it. Returns per op that may be recomputed, for itself or because
-    that needs it, its column and the first position for which it is; and per choice the column of its offload.
+    that needs it, its column and the first position for which it is; per choice the column of its offload; and of what
+    forward alone reads the column of keeping it.
     """
     saved, place = results.saved, {op: p for p, op in enumerate(profile.ops)}
     passed = _passed(profile)
     rerun: dict[int, int] = {}
     when: dict[int, int] = {}
     off: dict[int, int] = {}
+    keep: dict[int, int] = {}
     for i, needed in needs.items():
         s = saved[i]
         if s.recomputes:
@@ -128,15 +133,20 @@ def _choices(
         copies = s.out_ns + s.back_ns
         late = profile.late.get(i, 0) + max(copies - passed[needed] + passed[place[s.last] + 1], 0)
         off[i] = rows.column(high=float(s.offloads), cost=(TRAFFIC * copies + late) * MS)
-        if s.op in rerun:
-            rows.row([(off[i], 1.0), (rerun[s.op], 1.0)], 0.0, 1.0)
+        if s.forward_only:
+            keep[i] = rows.column(high=1.0)
+        taken = [off[i], *([keep[i]] if i in keep else []), *([rerun[s.op]] if s.op in rerun else [])]
+        rows.row([(column, 1.0) for column in taken], 0.0, 1.0)
     for op, column in rerun.items():
         for t in results.index.reads[op]:
-            producer = results.index.producer[t]
-            if producer in rerun and producer != op and results.is_lost(t, profile.ops[when[op]]):
-                rows.row([(rerun[producer], 1.0), (column, -1.0)], least=0.0)
+            producer, i = results.index.producer[t], results.of.get(t, -1)
+            again = [(rerun[producer], 1.0)] if producer in rerun and producer != op else []
+            if i in keep:
+                rows.row([*again, (keep[i], 1.0), (off[i], 1.0), (column, -1.0)], least=0.0)
+            elif again and results.is_lost(t, profile.ops[when[op]]):
+                rows.row([*again, (column, -1.0)], least=0.0)
     rows.row([(off[i], saved[i].bytes * MB) for i in needs], 0.0, host * MB)
-    return rerun, when, off
+    return rerun, when, off, keep
 
 
 def _passed(profile: Profile) -> list[int]:
@@ -161,12 +171,17 @@ def _starts(base: Sequence[int]) -> list[int]:
 
 
 def rounded(results: Results, found: Mapping[int, Floats]) -> dict[int, int]:
-    """Whole choices, in program order: what is rounded up in one result is rounded down in those that follow."""
+    """Whole choices, in program order: what is rounded up in one result is rounded down in those that follow.
+
+    What forward alone reads is rounded on its own: it frees nothing that the others need.
+    """
     choice: dict[int, int] = {}
-    owed = np.zeros(3)
+    owed = {False: np.zeros(3), True: np.zeros(3)}
     for i in sorted(found):
-        owed += found[i] * results.saved[i].bytes
+        s = results.saved[i]
+        due = owed[s.forward_only]
+        due += found[i] * s.bytes
         allowed = [what for what in (KEEP, OFFLOAD, RECOMPUTE) if found[i][what] > 1e-6]
-        choice[i] = max(allowed, key=lambda what: (owed[what], -what))
-        owed[choice[i]] -= results.saved[i].bytes
+        choice[i] = max(allowed, key=lambda what: (due[what], -what))
+        due[choice[i]] -= s.bytes
     return choice

@@ -1,21 +1,14 @@
-"""What is chosen for: forward ops with results that backward reads, and what it costs to do without them."""
+"""What is chosen for: forward results that backward or recomputation reads; and what a choice recomputes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
-from sim.trace.chain import BACKWARD, FORWARD, saved_tensors
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.chain import FORWARD
 
 KEEP, OFFLOAD, RECOMPUTE = range(3)
-
-SMALL = 1000
-"""The smallest results, together less than one in so many saved bytes, stay: each copy has a fixed time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +16,16 @@ class Saved:
     """The results of one forward op that backward reads; they are kept, offloaded or recomputed together.
 
     An input of the iteration that backward reads, too, is like a result of an op that cannot be recomputed.
+    So are results that forward alone reads, if something can be recomputed from them: kept or offloaded they save
+    the recomputation of their own op. They are released in forward where nothing is recomputed from them.
 
     op: the op, -1 for an input. device: where it runs, or is read.
     tensors, bytes: its results that backward reads, and their size.
     last: the last op before backward that reads or produces one of them.
-    need: the first backward op that reads one.
+    need: the first backward op that reads one, or before which something may be recomputed from it.
     out_ns, back_ns: time of their copies to the host and back.
     offloads, recomputes: whether they may be offloaded, and the op recomputed.
+    forward_only: whether backward itself reads none.
     """
 
     op: int
@@ -42,6 +38,7 @@ class Saved:
     back_ns: int
     offloads: bool
     recomputes: bool
+    forward_only: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,86 +114,3 @@ class Results:
             if here:
                 found[op] = sorted(here)
         return found
-
-
-def results_of(problem: Problem) -> Results:
-    """The choices of a trace on a platform."""
-    trace, index = problem.trace, TraceIndex(problem.trace)
-    c, storages = trace.op_columns, set(trace.view_of.values())
-    outputs = frozenset(trace.outputs)
-    groups: dict[int, list[int]] = {}
-    for t in saved_tensors(trace).tolist():
-        if index.size[t] and index.droppable[t] and t not in storages:
-            groups.setdefault(index.producer[t], []).append(t)
-    sizes = {op: sum(index.size[t] for t in tensors) for op, tensors in groups.items()}
-    stays = _small(sizes)
-    inputs = [t for t in _inputs(index) if index.size[t] * SMALL > sum(sizes.values())]
-    found: list[Saved] = []
-    for op, tensors in (*((-1, [t]) for t in inputs), *sorted(groups.items())):
-        uses = [*([op] if op >= 0 else []), *(r for t in tensors for r in trace.readers(t))]
-        need = min(r for r in uses if index.phase[r] == BACKWARD)
-        last = max(r for r in uses if r < need)
-        if op in stays or last + 1 >= need:
-            continue
-        device = index.device[op if op >= 0 else last]
-        out, back = _copies(problem, [index.size[t] for t in tensors], device)
-        sends = out > 0 and last not in c.engine and last not in c.group and index.device[last] == device
-        found.append(
-            Saved(op, device, tuple(tensors), sum(index.size[t] for t in tensors), last, need, out, back,
-                  offloads=sends, recomputes=op >= 0 and index.recomputable_until[op] >= need)
-        )  # fmt: skip
-    results = Results(
-        index,
-        found,
-        {s.op: i for i, s in enumerate(found) if s.op >= 0},
-        {t: i for i, s in enumerate(found) for t in s.tensors},
-        outputs,
-        trace.held_until.tolist(),
-    )
-    # what would take an op of another device or of a group to recompute is not recomputed
-    found[:] = [replace(s, recomputes=s.recomputes and _alone(results, s)) for s in found]
-    return results
-
-
-def _inputs(index: TraceIndex) -> list[int]:
-    """Inputs of the iteration that one device's forward and backward read."""
-    found, trace = [], index.trace
-    lasting = (trace.producer >= 0) | (trace.replaced_by >= 0)
-    for t in np.flatnonzero(~lasting & (trace.tensor_columns.role == ROLE_CODE["input"])).tolist():
-        phases = [index.phase[op] for op in trace.readers(t)]
-        alone = len({index.device[op] for op in trace.readers(t)}) == 1
-        if alone and FORWARD in phases and BACKWARD in phases and t not in trace.outputs:
-            found.append(t)
-    return found
-
-
-def _alone(results: Results, saved: Saved) -> bool:
-    index, c = results.index, results.index.trace.op_columns
-    return all(
-        index.device[op] == saved.device and op not in c.group and op not in c.engine
-        for op in (saved.op, *results.behind(saved.op, saved.need))
-    )
-
-
-def _small(size: Mapping[int, int]) -> set[int]:
-    """The ops with the smallest results, together less than `SMALL` says."""
-    found, left = set(), sum(size.values()) // SMALL
-    for op in sorted(size, key=lambda op: (size[op], op)):
-        left -= size[op]
-        if left < 0:
-            break
-        found.add(op)
-    return found
-
-
-def _copies(problem: Problem, sizes: Sequence[int], device: int) -> tuple[int, int]:
-    """Nanoseconds to copy tensors from a device to the host and back, (0, 0) where there is no way."""
-    platform, home = problem.platform, problem.platform.home(device).name
-    if (
-        platform.host is None
-        or not platform.route(home, platform.host.name)
-        or not platform.route(platform.host.name, home)
-    ):
-        return 0, 0
-    host = platform.host.name
-    return sum(platform.move_ns(b, home, host) for b in sizes), sum(platform.move_ns(b, host, home) for b in sizes)

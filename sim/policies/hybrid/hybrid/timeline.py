@@ -75,6 +75,7 @@ def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Se
         if schedule.steps[at[step]][1] < 0 and op in leaves:
             left[step] = leaves[op]
             since.update(dict.fromkeys(leaves[op], step))
+    left = {step: [i for i in places if i not in since] for step, places in left.items()}  # what nothing reads is freed
     return Steps(at, ops, [ns[op] for op in ops], held, left, back)
 
 

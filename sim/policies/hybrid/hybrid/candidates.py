@@ -1,0 +1,122 @@
+"""Which results there is a choice for, and what their copies and their recomputation take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sim.plan import Problem
+from sim.policies.hybrid.hybrid.results import Results, Saved
+from sim.solvers.schedule import TraceIndex
+from sim.trace.chain import BACKWARD, FORWARD, saved_tensors
+from sim.trace.tensor import ROLE_CODE
+
+SMALL = 1000
+"""The smallest results, together less than one in so many saved bytes, stay: each copy has a fixed time."""
+
+
+def results_of(problem: Problem) -> Results:
+    """The choices of a trace on a platform."""
+    trace, index = problem.trace, TraceIndex(problem.trace)
+    storages = set(trace.view_of.values())
+    groups: dict[int, list[int]] = {}
+    for t in saved_tensors(trace).tolist():
+        if index.size[t] and index.droppable[t] and t not in storages:
+            groups.setdefault(index.producer[t], []).append(t)
+    sizes = {op: sum(index.size[t] for t in tensors) for op, tensors in groups.items()}
+    total, stays = sum(sizes.values()), _small(sizes)
+    inputs = [(-1, (t,)) for t in _inputs(index) if index.size[t] * SMALL > total]
+    found = []
+    for op, tensors in (*inputs, *((op, tuple(groups[op])) for op in sorted(groups) if op not in stays)):
+        need = min(r for t in tensors for r in trace.readers(t) if index.phase[r] == BACKWARD)
+        found.append(_saved(problem, index, op, tensors, need))
+    backward = _results(index, found)
+    needs = _forward_only(backward)
+    for op, need in needs.items():
+        lost = (t for t in index.writes[op] if backward.is_lost(t, need) and index.droppable[t] and t not in storages)
+        found.append(_saved(problem, index, op, tuple(lost), need, forward_only=True))
+    results = _results(index, found)
+    # what would take an op of another device or of a group to recompute is not recomputed
+    return _results(index, [replace(s, recomputes=s.recomputes and _alone(results, s)) for s in results.saved])
+
+
+def _results(index: TraceIndex, saved: Sequence[Saved]) -> Results:
+    """These in program order, except for those that are read at once."""
+    ordered = sorted((s for s in saved if s.bytes and s.last + 1 < s.need), key=lambda s: s.op)
+    return Results(
+        index,
+        ordered,
+        {s.op: i for i, s in enumerate(ordered) if s.op >= 0},
+        {t: i for i, s in enumerate(ordered) for t in s.tensors},
+        frozenset(index.trace.outputs),
+        index.trace.held_until.tolist(),
+    )
+
+
+def _saved(
+    problem: Problem, index: TraceIndex, op: int, tensors: tuple[int, ...], need: int, *, forward_only: bool = False
+) -> Saved:
+    """Results of an op, or an input, with what their ways cost."""
+    c, size = index.trace.op_columns, [index.size[t] for t in tensors]
+    last = max([op, *(r for t in tensors for r in index.trace.readers(t) if r < need)])
+    device = index.device[op if op >= 0 else last]
+    out, back = _copies(problem, size, device)
+    sends = out > 0 and last not in c.engine and last not in c.group and index.device[last] == device
+    recomputes = op >= 0 and index.recomputable_until[op] >= need
+    return Saved(op, device, tensors, sum(size), last, need, out, back, sends, recomputes, forward_only)
+
+
+def _forward_only(results: Results) -> dict[int, int]:
+    """Per op of which backward reads nothing, but recomputation might, the first op of backward at which."""
+    needs: dict[int, int] = {}
+    for s in results.saved:
+        for op in results.behind(s.op, s.need) if s.recomputes else ():
+            if op not in results.by_op:
+                needs[op] = min(needs.get(op, s.need), s.need)
+    return needs
+
+
+def _inputs(index: TraceIndex) -> list[int]:
+    """Inputs of the iteration that one device's forward and backward read."""
+    found, trace = [], index.trace
+    lasting = (trace.producer >= 0) | (trace.replaced_by >= 0)
+    for t in np.flatnonzero(~lasting & (trace.tensor_columns.role == ROLE_CODE["input"])).tolist():
+        phases = [index.phase[op] for op in trace.readers(t)]
+        alone = len({index.device[op] for op in trace.readers(t)}) == 1
+        if alone and FORWARD in phases and BACKWARD in phases and t not in trace.outputs:
+            found.append(t)
+    return found
+
+
+def _alone(results: Results, saved: Saved) -> bool:
+    index, c = results.index, results.index.trace.op_columns
+    return all(
+        index.device[op] == saved.device and op not in c.group and op not in c.engine
+        for op in (saved.op, *results.behind(saved.op, saved.need))
+    )
+
+
+def _small(size: Mapping[int, int]) -> set[int]:
+    """The ops with the smallest results, together less than `SMALL` says."""
+    found, left = set(), sum(size.values()) // SMALL
+    for op in sorted(size, key=lambda op: (size[op], op)):
+        left -= size[op]
+        if left < 0:
+            break
+        found.add(op)
+    return found
+
+
+def _copies(problem: Problem, sizes: Sequence[int], device: int) -> tuple[int, int]:
+    """Nanoseconds to copy tensors from a device to the host and back, (0, 0) where there is no way."""
+    platform, home = problem.platform, problem.platform.home(device).name
+    if (
+        platform.host is None
+        or not platform.route(home, platform.host.name)
+        or not platform.route(platform.host.name, home)
+    ):
+        return 0, 0
+    host = platform.host.name
+    return sum(platform.move_ns(b, home, host) for b in sizes), sum(platform.move_ns(b, host, home) for b in sizes)
