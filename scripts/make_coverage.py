@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sim.hardware import load_profile, profile_names
 from sim.policies import names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +37,9 @@ published system; a profile's page (`tiersim profiles NAME`) says where each fig
 
 
 def load_table() -> dict[str, Any]:
-    """The table as read; policies that no item names are the last group's, each with the first line of its file."""
+    """The table as read; policies and profiles that no item names are the last group's, with what they say they are."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    table["group"][-1]["items"] += unnamed(table)
+    table["group"][-1]["items"] += [*unnamed(table), *unnamed_profiles(table)]
     return table
 
 
@@ -56,6 +57,17 @@ def unnamed(table: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for name, path in files.items()
         if path is not None
+    ]
+
+
+def unnamed_profiles(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An item for each profile of the tree that the table does not name."""
+    named = {path for item in items(table) for path in item.get("files", ())}
+    files = {name: f"hardware_profiles/{name}.toml" for name in profile_names()}
+    return [
+        {"item": load_profile(name).description, "source": "not named", "files": [path]}
+        for name, path in files.items()
+        if path not in named
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sim.hardware import load_profile, profile_names
 from sim.policies import FAMILIES, family, names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,12 +58,17 @@ def test_a_policy_that_no_item_names_stands_there_by_itself():
     assert coverage.status_of(found) == "done"
 
 
-def test_every_profile_of_the_tree_stands_in_the_table_or_is_a_composite():
-    named = {
-        Path(path).stem for item in ITEMS for path in item.get("files", ()) if path.startswith("hardware_profiles")
-    }
-    there = {path.stem for path in (ROOT / "hardware_profiles").glob("*.toml")}
-    assert there - named <= {"h200", "pcie_domestic_low"}
+def test_every_profile_of_the_tree_stands_in_the_table():
+    named = {path for item in ITEMS for path in item.get("files", ())}
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hardware_profiles").glob("*.toml")}
+    assert there - named == set()
+
+
+def test_a_profile_that_no_item_names_stands_there_by_itself():
+    files = [f"hardware_profiles/{name}.toml" for name in profile_names() if name != "p100"]
+    (found,) = coverage.unnamed_profiles({"group": [{"items": [{"files": files}]}]})
+    assert (found["files"], found["source"]) == (["hardware_profiles/p100.toml"], "not named")
+    assert found["item"] == load_profile("p100").description
 
 
 def test_every_source_is_one_of_the_three():

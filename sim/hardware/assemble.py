@@ -14,7 +14,7 @@ from typing import Any
 
 from sim.errors import ProfileError
 from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Platform, Pool, Tier
-from sim.hardware.schema import BITS, EnginePart, LinkPart, PoolPart, ProfileFile
+from sim.hardware.schema import BITS, EnginePart, LinkPart, PoolPart, ProfileFile, TierPart
 from sim.trace.op import KINDS
 
 
@@ -88,13 +88,10 @@ class _Assembly:
             for device in self._owners(part.per_device):
                 yield Tier(
                     name=self._at(name, device),
-                    capacity=part.capacity.value.number,
-                    nominal=part.nominal.value.number,
-                    bandwidth=part.bandwidth.value.number,
-                    latency=part.latency.value.number if part.latency else 0,
                     kind=part.kind,
                     device=device,
                     allocator=Allocator(part.allocator.name, part.allocator.options),
+                    **_given(part, Tier),
                 )
 
     def _engines(self) -> Iterator[Engine]:
@@ -252,7 +249,7 @@ def _efficiency(part: EnginePart) -> dict[str, float]:
     return table
 
 
-def _given(part: LinkPart, kind: type[Link]) -> dict[str, Any]:
+def _given(part: TierPart | LinkPart, kind: type[Tier] | type[Link]) -> dict[str, Any]:
     """The numbers of a part's figures that what is built of it has fields for, by name."""
     names = {field.name for field in fields(kind)}
     return {key: figure.value.number for key, figure in part.figures() if key in names}

@@ -1,7 +1,8 @@
 """The schema of a hardware profile: the TOML file as pydantic models, one class per part.
 
-`hardware_profiles/README.md` states the same for readers. A figure is written "2039 GB/s", or as a table with `value`,
-`source` and `standing`. A part, or a table of figures in it, gives the default `source` and `standing` of its figures.
+What a class says of its keys, `scripts/make_profiles.py` copies into `hardware_profiles/README.md`. A figure is written
+"2039 GB/s", or as a table with `value`, `source` and `standing`. A part, or a table of figures in it, gives the default
+`source` and `standing` of its figures.
 References to other parts are checked against the file, so that one pass finds every mistake. `sim.hardware.profile`
 turns the result into a `Platform`.
 """
@@ -263,7 +264,17 @@ def _named(value: Any) -> Any:
 
 
 class TierPart(Sourced):
-    """A memory."""
+    """A memory.
+
+    kind: `hbm`, `ddr`, `lpddr5`, `nvme`, `pooled`, `zone`, …
+    per_device: `true` where each device has its own (default `false`: shared by all)
+    nominal: size as sold
+    capacity: what programs can use of it
+    bandwidth: the rate to which engines' shares refer; usually the nominal one
+    latency: time per access, charged for operands read in place from another tier (default 0)
+    allocator: `"exact"` (default), `"caching"`, `"pool"`, `"planned"`, or a table:
+        `{ name = "caching", expandable_segments = true }`
+    """
 
     kind: str
     per_device: StrictBool = False
@@ -277,10 +288,22 @@ class TierPart(Sourced):
 class EnginePart(Sourced):
     """A unit that runs ops.
 
-    bandwidth: what it alone can draw from its home tier, by default all of it.
-    cores, clock, vector, units: how many cores with how many multiply-add units each, by type, and how wide their
-        vectors are; the peak of those types follows.
-    runs: by kind of op the unit that runs it; `vector` where it is not said.
+    home: the tier where its results are allocated
+    reaches: other tiers that it reads and writes in place; a shared engine reaches those of all devices
+    main: `true` (default) for the one engine that runs a device's ops unless they name another; `false` for a host CPU
+    peak: by type: `bf16 fp16 tf32 fp32 fp64 fp8 int8`; a missing type uses the peak of the next wider one, or of the
+        other of `bf16` and `fp16`. Required, unless `units` gives it
+    efficiency: by kind of op: fraction of the peak that is reached, above 0 and up to 1
+    bandwidth_share: by kind of op: fraction of the home tier's bandwidth; above 1 where caches help
+    launch: fixed time per op
+    bandwidth: what this engine alone can draw from its home tier; shares then refer to it (default: the tier's)
+    power: power while it runs ops, for energy
+    cores: cores of the unit, from which with the next three the peak of the types in `units` follows (see below)
+    clock: such as `"1.2 GHz"`
+    vector: bits of a vector, such as `"512 bit"`
+    units: by type: the multiply-add units of a core
+    runs: by kind of op: what runs it, `vector` (default), `scalar` (one element at a time) or `none`: this engine
+        cannot
     """
 
     home: TierName
@@ -336,7 +359,17 @@ class EnginePart(Sourced):
 
 
 class LinkPart(Sourced):
-    """One direction between two tiers, or with `peer` from each device's tier to that of each other device."""
+    """One direction between two tiers, or with `peer` from each device's tier to that of each other device.
+
+    from: a tier
+    to: a tier
+    peer: `true`: from each device's tier to every other device's (appears when `devices` > 1)
+    rate: time of a copy alone = `fixed` + bytes / `rate`
+    fixed: time per copy
+    copy_engines: how many copies run at once; further ones queue (default 1)
+    egress: peer links only: what one device can send, and what it can receive, over all of them together
+    energy: energy of a byte copied
+    """
 
     start: Annotated[TierName, Field(alias="from")]
     end: Annotated[TierName, Field(alias="to")]
@@ -349,7 +382,14 @@ class LinkPart(Sourced):
 
 
 class PoolPart(Sourced):
-    """Bandwidth that links and engines share."""
+    """Bandwidth that links and engines share.
+
+    per_device: `true` where each device has its own such pool
+    duplex: `"factors"` (default): as given; `"half"`: one direction at a time, rates from the links; `"full"`: no pool
+    rate: charged bytes per second; without it the pool only has factors
+    charges: by link or engine: bytes that it charges the pool per byte of payload
+    factors: by link or engine: fraction of its own rate that remains while another member is active
+    """
 
     per_device: StrictBool = False
     duplex: Duplex = "factors"
@@ -367,14 +407,28 @@ class PoolPart(Sourced):
 
 
 class FitPart(Sourced):
-    """Mean relative errors of the time model against measurements."""
+    """Mean relative errors of the time model against measurements, or `"no measurement"`.
+
+    op_time: of ops
+    transfer_time: of copies
+    """
 
     op_time: Residual
     transfer_time: Residual
 
 
 class ProfileFile(Model):
-    """A whole file."""
+    """A whole file.
+
+    description: one line: what machine it is
+    notes: list of text: what to know when reading results
+    devices: whole number (default 1)
+    tiers: memories, see below
+    engines: what runs ops
+    links: what copies
+    pools: what links and engines share
+    fit: how far times are from measurements
+    """
 
     description: Annotated[str, Field(min_length=1)]
     notes: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sim.errors import ProfileError
 from sim.hardware import Allocator, fit_error, load_profile, profile_names, profile_table, profile_text
-from sim.hardware.schema import PARTS, ProfileFile, keys
 
 BAD = Path(__file__).parents[1] / "bad_profiles"
 
@@ -454,10 +453,3 @@ def test_a_profile_loads_in_thirty_milliseconds(name):
         return time.process_time() - start
 
     assert min(once() for _ in range(5)) < 0.030
-
-
-def test_the_readme_names_every_key_of_the_schema():
-    readme = (Path(load_profile.__code__.co_filename).parents[2] / "hardware_profiles" / "README.md").read_text("utf-8")
-    for model in (ProfileFile, *PARTS.values()):
-        for key in keys(model):
-            assert f"`{key}`" in readme or f"[{key}." in readme or f"[{key}]" in readme, key

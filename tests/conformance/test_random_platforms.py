@@ -1,0 +1,36 @@
+"""The platforms on which the law is checked have every key that changes a run, or it is said why not."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+
+from sim.conformance.random_platforms import Document, random_platforms
+from tests.hardware.test_keys import CHANGES
+
+NOT_DRAWN = {
+    **dict.fromkeys(
+        ("engines.efficiency", "engines.bandwidth_share", "engines.bandwidth"),
+        "factors of the time of an op, which the law takes from `op_times`; its closed form is in test_cost.py",
+    ),
+    **dict.fromkeys(
+        ("engines.cores", "engines.clock", "engines.vector", "engines.units", "engines.runs"),
+        "another way to write a peak and efficiencies: test_mapping.py",
+    ),
+    **dict.fromkeys(("engines.power", "links.energy"), "energy changes no time and no byte"),
+    "links.egress": "becomes a pool of its own, and pools are drawn",
+}
+"""Keys that change a run and are not drawn, with the reason."""
+
+
+def test_every_key_that_changes_a_run_is_drawn():
+    drawn = set[str]()
+
+    @settings(max_examples=300, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(random_platforms(devices=2, cpu=True))
+    def note(document: Document) -> None:
+        drawn.update(document)
+        for group in ("tiers", "engines", "links", "pools"):
+            drawn.update(f"{group}.{key}" for part in document[group].values() for key in part)
+
+    note()
+    assert set(CHANGES) - drawn == set(NOT_DRAWN)
