@@ -3,7 +3,7 @@
 Matrix products and attention count 2 FLOPs per multiply-add, like `torch.utils.flop_counter`, so that sums can be
 compared with it; as there, a causal mask does not halve them. The elementwise figures count arithmetic instructions of
 a plain implementation. They matter little, because such ops are memory-bound. Bytes are the sum of an op's operands
-unless a rule below says otherwise.
+unless a rule below says otherwise. What an optimizer's kernels cost stands beside them in `workloads/optimizers.py`.
 """
 
 from __future__ import annotations
@@ -63,21 +63,3 @@ def attention_backward_flops(batch_heads: int, sequence: int, head: int) -> int:
 def embedding_bytes(rows: int, width_bytes: int) -> int:
     """Bytes of a lookup: it reads only the rows that it needs, not the table, and writes as many."""
     return 2 * rows * width_bytes
-
-
-# How often the optimizers' kernels access arrays of the size of the parameters.
-FOREACH_MOMENTS = 8  # lerp_(m, g): 3; mul_(v): 2; addcmul_(v, g, g): 3
-FOREACH_SQRT = 2  # sqrt(v): 2
-FOREACH_STEP = 10  # mul_(p) for the weight decay: 2; div_, add_ on the denominator: 4; addcdiv_(p, m, d): 4
-FUSED_ADAM = 7  # reads p, g, m, v; writes p, m, v: 28 bytes per parameter in fp32
-ADAFACTOR = (
-    17  # norm(p): 1; two norms of g: 2; product of the factors: 1; div_, clamp_, rsqrt_ on it: 6; mul_(u, g): 3;
-)
-# norm(u): 1; add_(p, u): 3; all that has one value per row or column is left out
-SGD = 3  # add_(p, g)
-SGD_MOMENTUM = SGD + 5  # and before it mul_(b): 2; add_(b, g): 3
-ADAM_FLOPS = 14  # decay 1; two moments 2 + 3; root, division, sum 3; quotient, step 3; corrections 2
-ADAM_8BIT_FLOPS = ADAM_FLOPS + 2 * 11  # per moment: times the scale, over the new one, 8 comparisons, 1 for the maximum
-ADAFACTOR_FLOPS = 15  # norms of p, g twice and u 2 each; product, quotient, maximum, root, times g 1 each; step 2
-SGD_FLOPS = 2  # the step
-SGD_MOMENTUM_FLOPS = SGD_FLOPS + 2  # and the decayed momentum

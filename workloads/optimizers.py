@@ -8,12 +8,15 @@ holds. `adafactor` does likewise, with the second moment of a matrix as one valu
 first moment (Shazeer, Stern, "Adafactor", ICML 2018, as `torch.optim.Adafactor` computes it). `adamw_8bit` keeps both
 moments in blocks of 256 values of one byte, each block with an fp32 scale, and is one kernel (Dettmers et al., "8-bit
 Optimizers via Block-wise Quantization", ICLR 2022, and their bitsandbytes: parameters of less than 4,096 elements keep
-fp32 moments). Its two code tables of 1 KB are left out. `sgd` and `sgd_momentum` update in place.
+fp32 moments). Its two code tables of 1 KB are left out. `lion` keeps a momentum alone and steps by the sign of its
+interpolation with the gradient (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023,
+arXiv:2302.06675, program 1), here in one kernel that touches each operand once. `sgd` and `sgd_momentum` update in
+place.
 
 The foreach and fused kernels for one layer's parameters are one op here, so that each layer's update is visible;
 PyTorch launches them in pieces, too. Gradients live until zero_grad: the last op of their layer holds them. With fp32
-masters of 16-bit weights the gradients are first copied to fp32, except by the fused kernel, and the new weight is
-copied back.
+masters of 16-bit weights the gradients are first copied to fp32, except by `adamw_fused`, `adamw_8bit` and `lion`, and
+the new weight is copied back.
 """
 
 from __future__ import annotations
@@ -25,9 +28,27 @@ from typing import NamedTuple
 
 from sim.errors import WorkloadError, near
 from sim.trace.builder import TraceBuilder
-from workloads import costs
 from workloads.precision import BYTES, Precision
 from workloads.tape import Value
+
+# How often the optimizers' kernels access arrays of the size of the parameters.
+FOREACH_MOMENTS = 8  # lerp_(m, g): 3; mul_(v): 2; addcmul_(v, g, g): 3
+FOREACH_SQRT = 2  # sqrt(v): 2
+FOREACH_STEP = 10  # mul_(p) for the weight decay: 2; div_, add_ on the denominator: 4; addcdiv_(p, m, d): 4
+FUSED_ADAM = 7  # reads p, g, m, v; writes p, m, v: 28 bytes per parameter in fp32
+ADAFACTOR = (
+    17  # norm(p): 1; two norms of g: 2; product of the factors: 1; div_, clamp_, rsqrt_ on it: 6; mul_(u, g): 3;
+)
+# norm(u): 1; add_(p, u): 3; all that has one value per row or column is left out
+LION = 5  # reads p, g, m; writes p, m: 20 bytes per parameter in fp32
+SGD = 3  # add_(p, g)
+SGD_MOMENTUM = SGD + 5  # and before it mul_(b): 2; add_(b, g): 3
+ADAM_FLOPS = 14  # decay 1; two moments 2 + 3; root, division, sum 3; quotient, step 3; corrections 2
+ADAM_8BIT_FLOPS = ADAM_FLOPS + 2 * 11  # per moment: times the scale, over the new one, 8 comparisons, 1 for the maximum
+ADAFACTOR_FLOPS = 15  # norms of p, g twice and u 2 each; product, quotient, maximum, root, times g 1 each; step 2
+LION_FLOPS = 10  # interpolation 3, its sign 1; decay 1 and step 2; momentum 3
+SGD_FLOPS = 2  # the step
+SGD_MOMENTUM_FLOPS = SGD_FLOPS + 2  # and the decayed momentum
 
 
 class State(NamedTuple):
@@ -145,40 +166,30 @@ class Step:
         reads = [t for s in slots for t in (s.gradient, s.state["m"], s.state["v"])]
         size = sum(s.bytes for s in slots)
         writes = [t for s in slots for t in self.update_states(s, ("m", "v"))]
-        self.op(name, reads, writes, costs.FOREACH_MOMENTS * size, 8 * _elements(slots))
+        self.op(name, reads, writes, FOREACH_MOMENTS * size, 8 * _elements(slots))
 
     def _sqrt(self, name: str, slots: list[Slot]) -> None:
         for slot in slots:
             slot.state["denominator"] = self.temporary(slot, "denominator")
         writes = [s.state["denominator"] for s in slots]
-        touched = costs.FOREACH_SQRT * sum(s.bytes for s in slots)
+        touched = FOREACH_SQRT * sum(s.bytes for s in slots)
         self.op(name, [s.state["v"] for s in slots], writes, touched, _elements(slots))
 
     def _finish(self, name: str, slots: list[Slot]) -> None:
         reads = [t for s in slots for t in (s.state["m"], s.state["denominator"], s.update, *_held(s))]
         writes = [t for s in slots for t in self.new_weight(s)]
-        touched = costs.FOREACH_STEP * sum(s.bytes for s in slots)
+        touched = FOREACH_STEP * sum(s.bytes for s in slots)
         self.op(name, reads, writes, touched, 5 * _elements(slots))
-
-    def adamw_fused(self) -> None:
-        """One kernel for everything."""
-        self.by_layer("step", self._fused)
-
-    def _fused(self, name: str, slots: list[Slot]) -> None:
-        reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
-        writes = [t for s in slots for t in (*self.update_states(s, ("m", "v", "step")), *self.new_weight(s))]
-        size = sum(s.bytes for s in slots)
-        self.op(name, reads, writes, costs.FUSED_ADAM * size, costs.ADAM_FLOPS * _elements(slots))
 
     def adamw_loop(self) -> None:
         """One parameter after another."""
         before = 0
-        accesses = costs.FOREACH_MOMENTS + costs.FOREACH_SQRT + costs.FOREACH_STEP
+        accesses = FOREACH_MOMENTS + FOREACH_SQRT + FOREACH_STEP
 
         def one(slot: Slot, reads: list[int], writes: list[int]) -> int:
             nonlocal before
             scratch, before = before + 2 * slot.bytes, slot.bytes
-            flops = costs.ADAM_FLOPS * slot.weight.elements
+            flops = ADAM_FLOPS * slot.weight.elements
             return self.op(f"optimizer.{slot.weight.name}", reads, writes, accesses * slot.bytes, flops, scratch)
 
         self.one_by_one(one)
@@ -212,7 +223,7 @@ class Step:
         states = sum(self.builder.bytes_of(t) for s in slots for t in s.state.values())
         writes = [t for s in slots for t in (*self.update_states(s, tuple(s.state)), *self.new_weight(s))]
         parameters = sum(2 * s.bytes + self.builder.bytes_of(s.gradient) for s in slots)
-        self.op(name, reads, writes, parameters + 2 * states, costs.ADAM_8BIT_FLOPS * _elements(slots))
+        self.op(name, reads, writes, parameters + 2 * states, ADAM_8BIT_FLOPS * _elements(slots))
 
     def adafactor(self) -> None:
         """One parameter after another; what its local variables held last stays until they are assigned again."""
@@ -222,24 +233,45 @@ class Step:
             scratch = _most_held(held, _factored(slot))
             size, elements = slot.bytes, slot.weight.elements
             name = f"optimizer.{slot.weight.name}"
-            return self.op(name, reads, writes, costs.ADAFACTOR * size, costs.ADAFACTOR_FLOPS * elements, scratch)
+            return self.op(name, reads, writes, ADAFACTOR * size, ADAFACTOR_FLOPS * elements, scratch)
 
         self.one_by_one(one)
 
-    # ---- SGD ---------------------------------------------------------------------------------
+    # ---- in one kernel -----------------------------------------------------------------------
+
+    def in_one_kernel(self, accesses: int, flops: int) -> None:
+        """Everything at once, in place: reads gradients, weights and states, and writes weights and states.
+
+        accesses: to arrays of the size of the parameters. flops: per parameter.
+        """
+
+        def step(name: str, slots: list[Slot]) -> None:
+            reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
+            writes = [t for s in slots for t in (*self.update_states(s, tuple(s.state)), *self.new_weight(s))]
+            self.op(name, reads, writes, accesses * sum(s.bytes for s in slots), flops * _elements(slots))
+
+        self.by_layer("step", step)
+
+    def adamw_fused(self) -> None:
+        """One kernel, which counts its steps on the device."""
+        self.in_one_kernel(FUSED_ADAM, ADAM_FLOPS)
+
+    def lion(self) -> None:
+        """One kernel, which reads the momentum before it replaces it."""
+        self.in_one_kernel(LION, LION_FLOPS)
 
     def sgd(self) -> None:
-        """Foreach, with or without momentum, without weight decay: everything in place."""
+        """Foreach, without momentum and weight decay."""
+        self._sgd(SGD, SGD_FLOPS)
+
+    def sgd_momentum(self) -> None:
+        """Foreach, without weight decay."""
+        self._sgd(SGD_MOMENTUM, SGD_MOMENTUM_FLOPS)
+
+    def _sgd(self, accesses: int, flops: int) -> None:
         if self.precision.master:
             self.by_layer("cast", self._cast)
-        self.by_layer("step", self._sgd)
-
-    def _sgd(self, name: str, slots: list[Slot]) -> None:
-        reads = [t for s in slots for t in (s.gradient, s.update, *s.state.values(), *_held(s))]
-        writes = [t for s in slots for t in (*self.update_states(s, tuple(s.state)), *self.new_weight(s))]
-        momentum = any(s.state for s in slots)
-        accesses, flops = (costs.SGD_MOMENTUM, costs.SGD_MOMENTUM_FLOPS) if momentum else (costs.SGD, costs.SGD_FLOPS)
-        self.op(name, reads, writes, accesses * sum(s.bytes for s in slots), flops * _elements(slots))
+        self.in_one_kernel(accesses, flops)
 
 
 def _elements(slots: list[Slot]) -> int:
@@ -286,8 +318,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[Step], None], tuple[str, ...]]] = {
     "adamw_loop": (Step.adamw_loop, ("m", "v")),
     "adamw_8bit": (Step.adamw_8bit, ("m.8bit", "m.scale", "v.8bit", "v.scale")),
     "adafactor": (Step.adafactor, ("row_var", "col_var", "variance")),
+    "lion": (Step.lion, ("m",)),
     "sgd": (Step.sgd, ()),
-    "sgd_momentum": (Step.sgd, ("m",)),
+    "sgd_momentum": (Step.sgd_momentum, ("m",)),
 }
 """The optimizers, and the states that they keep per parameter: see `STATES`."""
 

@@ -86,8 +86,12 @@ def refuse_misspelt(values: Mapping[str, Any], read: Iterable[str], where: str, 
     for key in values:
         if key in known or key in HARMLESS or not isinstance(key, str):
             continue
-        if own or any(SequenceMatcher(None, key, each).ratio() >= ALIKE for each in known):
-            raise WorkloadError(f"{where}: there is no key {key!r}{near(key, known)}")
+        is_alike = any(SequenceMatcher(None, key, each).ratio() >= ALIKE for each in known)
+        if is_alike or own:
+            hint = (
+                near(key, known) if is_alike else f" among those that change what is built: {', '.join(sorted(read))}"
+            )
+            raise WorkloadError(f"{where}: there is no key {key!r}{hint}")
 
 
 def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where: str) -> None:

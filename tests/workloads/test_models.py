@@ -45,6 +45,7 @@ def test_parameters_are_those_published(name):
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("mistral-7b", 7_241_732_096),
+        ("tinyllama-1.1b", 1_100_048_384),
         ("qwen2-7b", 7_615_616_512),
         ("mixtral-8x7b", 46_702_792_704),
         ("deepseek-moe-16b", 16_375_728_128),
@@ -340,7 +341,10 @@ def test_a_table_of_the_package_has_no_keys_but_those_that_are_read(monkeypatch)
         read_config(name)
     tables = {"mine": {"model_type": "llama", **LLAMA, "rope_theta": 1e4}}
     monkeypatch.setattr(models, "_tables", lambda: tables)
-    with pytest.raises(WorkloadError, match="mine: there is no key 'rope_theta'"):
+    with pytest.raises(WorkloadError, match=r"mine: .* 'rope_theta' among those .*: activation_function, "):
+        read_config("mine")
+    tables["mine"] = {"model_type": "llama", **LLAMA, "hidden_sizes": 64}
+    with pytest.raises(WorkloadError, match=r"mine: there is no key 'hidden_sizes' \(did you mean 'hidden_size'\?\)"):
         read_config("mine")
 
 

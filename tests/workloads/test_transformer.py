@@ -295,63 +295,6 @@ def test_bytes_a_parameter(precision, weight, gradient, state):
     assert sum(t.bytes for t in whole) == gradient * n
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state", "extra"),
-    [("adamw_foreach", 8, 0), ("adamw_fused", 8, 4), ("adamw_loop", 8, 0), ("sgd_momentum", 4, 0), ("sgd", 0, 0)],
-)
-def test_optimizer_state(optimizer, state, extra):
-    trace = tiny("gpt2", optimizer=optimizer)
-    count = sum(t.role == "weight" and t.replaces is None for t in trace.tensors)
-    start = sum(t.bytes for t in trace.tensors if t.role == "optimizer_state" and t.replaces is None)
-    assert start == state * trace.meta["parameters"] + extra * count
-
-
-def test_adafactor_keeps_a_value_per_row_and_per_column():
-    trace = tiny("gpt2", optimizer="adafactor")
-    weights = [t for t in trace.tensors if t.role == "weight" and t.replaces is None]
-    values = sum(sum(t.shape) if len(t.shape) == 2 else t.shape[0] for t in weights)
-    assert sum(t.bytes for t in trace.tensors if t.role == "optimizer_state" and t.replaces is None) == 4 * values
-
-
-def test_8_bit_adam_takes_a_byte_and_a_share_of_a_scale_per_moment_where_a_parameter_is_large():
-    trace = tiny("gpt2", optimizer="adamw_8bit")
-    state = {t.name: t for t in trace.tensors if t.role == "optimizer_state" and t.replaces is None}
-    for weight in (t for t in trace.tensors if t.role == "weight" and t.replaces is None):
-        count = weight.bytes // 4
-        moments = [state[f"{weight.name}.{moment}.8bit"] for moment in "mv"]
-        scales = [state[name] for moment in "mv" if (name := f"{weight.name}.{moment}.scale") in state]
-        assert [t.bytes for t in moments] == [count if count >= 4096 else 4 * count] * 2
-        assert [t.bytes for t in scales] == ([4 * -(-count // 256)] * 2 if count >= 4096 else [])
-    large = transformer("gpt2", batch=1, sequence=16, optimizer="adamw_8bit", precision="bf16")
-    total = sum(t.bytes for t in large.tensors if t.role == "optimizer_state" and t.replaces is None)
-    assert total / large.meta["parameters"] == pytest.approx(2 + 8 / 256, rel=4e-3)
-
-
-def test_a_loop_holds_the_gradients_of_a_layer_without_reading_them():
-    for optimizer in ("adamw_loop", "adafactor"):
-        trace = tiny("gpt2", optimizer=optimizer)
-        for op in trace.ops:
-            if op.kind == "optimizer":
-                assert sum(trace.tensors[t].role == "gradient" for t in op.reads) == 1
-        held = {t for op in trace.ops for t in op.releases}
-        assert held
-        assert {trace.tensors[t].role for t in held} == {"gradient"}
-
-
-def test_foreach_makes_all_denominators_before_it_uses_one():
-    trace = tiny("llama")
-    made = [o.id for o in trace.ops if o.name.endswith(".sqrt") and o.phase == "update"]
-    used = [o.id for o in trace.ops if o.name.endswith(".step")]
-    assert max(made) < min(used)
-    size = sum(t.bytes for t in trace.tensors if t.name.endswith(".denominator"))
-    assert size == 4 * trace.meta["parameters"]
-
-
-def test_fused_adam_touches_28_bytes_a_parameter_in_fp32():
-    trace = tiny("gpt2", optimizer="adamw_fused")
-    assert sum(o.bytes for o in trace.ops if o.phase == "update") == 28 * trace.meta["parameters"]
-
-
 def test_autocast_copies_a_weight_once_and_an_activation_for_each_product():
     trace = tiny("llama", precision="amp_bf16")
     copies = [
