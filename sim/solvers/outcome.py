@@ -15,8 +15,8 @@ from sim.units import format_bytes
 
 STAGED = (
     "keep weights, inputs, outputs, weight gradients and what is still to be overwritten in place, move nothing, and "
-    "before each op that precedes the update recompute earlier ones in program order, each at most once there, and "
-    "what was overwritten in place once more for each op"
+    "before each op that precedes the update recompute earlier ones that produce no weight gradient, in program order, "
+    "each at most once there, and what was overwritten in place once more for each op"
 )
 """The plans that Checkmate's program and Moccasin's model choose from, and that a proof of theirs is about."""
 

@@ -13,19 +13,27 @@ from sim.plan import Action, Drop, Move, Plan, Recompute
 from sim.trace import Trace, TraceBuilder
 
 
-def small_graph(seed: int, forward: int = 3) -> Trace:
-    """A forward of a few ops and a backward that reads its results in reverse, with odd sizes, times and workspace."""
+def small_graph(seed: int, forward: int = 3, *, in_place: bool = False) -> Trace:
+    """A forward of a few ops and a backward that reads its results in reverse, with odd sizes, times and workspace.
+
+    in_place: whether every other forward op writes its result into the storage of what the one before has written.
+    """
     draw = random.Random(seed)
     b = TraceBuilder({"model": "small", "seed": seed})
     results: list[int] = []
     for i in range(forward):
+        if in_place and i % 2:
+            old = results.pop()
+            results.append(b.tensor(f"f{i}.out", b.bytes_of(old), replaces=old))
+            b.op(f"f{i}", reads=[old], writes=results[-1:], duration=draw.randint(1, 12))
+            continue
         reads = results[-1:] + draw.sample(results[:-1], min(len(results[:-1]), draw.randint(0, 1)))
         out = [b.tensor(f"f{i}.out{k}", draw.randint(1, 9)) for k in range(1 + (draw.random() < 0.2))]
         b.op(f"f{i}", reads=reads, writes=out, duration=draw.randint(1, 12), workspace=draw.choice((0, 0, 3)))
         results.append(draw.choice(out))
     gradient: list[int] = []
     for i in reversed(range(forward)):
-        saved = {results[max(i - 1, 0)]} | set(draw.sample(results, int(draw.random() < 0.4)))
+        saved = {results[min(max(i - 1, 0), len(results) - 1)]} | set(draw.sample(results, int(draw.random() < 0.4)))
         out = [b.tensor(f"b{i}.out", draw.randint(1, 4), "temporary")]
         b.op(f"b{i}", phase="backward", reads=[*gradient, *sorted(saved)], writes=out, duration=draw.randint(1, 16))
         gradient = out
@@ -57,7 +65,7 @@ def plans(trace: Trace, moves: int, reruns: int) -> Iterator[tuple[Action, ...]]
             [Move(t, "hbm", before=back) if side else Move(t, "hbm", after=back)],
         )
         for t in range(len(trace.tensor_columns.name))
-        if t not in trace.outputs and trace.producer[t] >= 0
+        if t not in trace.outputs and trace.producer[t] >= 0 and trace.replaced_by[t] < 0
         for out in range(int(trace.producer[t]), int(trace.last_use[t]))
         for back in range(out + 1, int(trace.last_use[t]) + 1)
         for side in (0, 1)

@@ -92,6 +92,29 @@ def test_the_link_is_waited_for_where_it_is_faster_than_recomputation(expensive,
     assert bool(does(result, Recompute)) == (expensive == 1)
 
 
+def rectified_in_place():
+    """`y` takes over the storage of `a`, and leaves for the time of `big`."""
+    b = TraceBuilder({"model": "hand"})
+    x, a, z, big = b.tensor("x", 1, "input"), b.tensor("a", 100), b.tensor("z", 1), b.tensor("big", 100)
+    y = b.tensor("y", 100, replaces=a)
+    b.op("conv", reads=[x], writes=[a], duration=1000)
+    b.op("relu_", reads=[a], writes=[y], duration=1000)
+    b.op("after", reads=[y], writes=[z], duration=500)
+    b.op("wide", reads=[z], writes=[big], duration=500)
+    n, m = b.tensor("n", 1, "temporary"), b.tensor("m", 1, "temporary")
+    b.op("narrow", phase="backward", reads=[big], writes=[n], duration=500)
+    b.op("idle", phase="backward", reads=[n], writes=[m], duration=500)
+    b.op("last", phase="backward", reads=[m, y], writes=[b.tensor("o", 1, "temporary")], duration=500)
+    return b.build(outputs=[], carry=())
+
+
+@pytest.mark.parametrize("parameters", [{}, {"max_ops": 2}])
+def test_what_was_written_in_place_may_leave(parameters):
+    result = told(rectified_in_place(), machine(105, host=1000, rate=10**9), **parameters)
+    assert result.log.end <= 4600
+    assert {move.tensor for move in does(result, Move)} == {4}
+
+
 def overlapped():
     """`a` and `b` leave during one long op each, and return during one each."""
     b = TraceBuilder({"model": "hand"})
@@ -146,9 +169,11 @@ def test_without_the_space_of_copies_the_bound_is_too_low(monkeypatch):
 # ---- brute force -------------------------------------------------------------------------------
 
 
-def beside_brute_force(seed: int, moves: int, reruns: int, forward: int, **parameters) -> str:
+def beside_brute_force(
+    seed: int, moves: int, reruns: int, forward: int, *, in_place: bool = False, **parameters
+) -> str:
     draw = random.Random(seed)
-    trace = small_graph(seed, forward)
+    trace = small_graph(seed, forward, in_place=in_place)
     peak = home_peak(simulate(trace, machine()).log)
     budget = peak - draw.randint(1, max(1, peak // 4))
     rate = draw.choice((10**8, 3 * 10**8, 10**9, 2 * 10**9, 5 * 10**9))
@@ -177,6 +202,13 @@ def test_no_plan_of_small_graphs_is_faster_than_the_bound_at_moments():
     seen = Counter(beside_brute_force(seed, 1, 1, 4, max_ops=2, moments=1 + seed % 8) for seed in range(24))
     assert seen["wrong"] == 0
     assert seen["proven"] + seen["best"] + seen["worse"] >= 8, seen
+
+
+@pytest.mark.parametrize("parameters", [{}, {"max_ops": 2, "moments": 3}])
+def test_no_plan_is_faster_than_the_bound_where_ops_write_in_place(parameters):
+    seen = Counter(beside_brute_force(seed, 1, 1, 4, in_place=True, **parameters) for seed in range(24))
+    assert seen["wrong"] == 0
+    assert seen["proven"] + seen["best"] + seen["worse"] >= 6, seen
 
 
 @pytest.mark.parametrize("host", [0, 1000])

@@ -23,8 +23,8 @@ from sim.solvers.schedule import TraceIndex, schedule_of
 
 PLANS = (
     "keep weights, inputs, outputs, weight gradients and what is overwritten in place, copy anything else to the host "
-    "and back, before each op that precedes the update recompute earlier ones in program order, each at most "
-    "once there, and bring nothing back there that is resident or recomputed there"
+    "and back, before each op that precedes the update recompute earlier ones that produce no weight gradient, in "
+    "program order, each at most once there, and bring nothing back there that is resident or recomputed there"
 )
 """The plans that the program chooses from, and that its bound is about."""
 

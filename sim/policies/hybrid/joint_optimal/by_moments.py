@@ -92,6 +92,6 @@ def _bound(problem: Problem, index: TraceIndex, host: str, moments: int) -> Mome
     trips = {
         t: trip(problem, host, size)
         for t, size in enumerate(index.size)
-        if host and size > small and index.droppable[t] and index.role[t] != gradient and index.replaces[t] < 0
+        if host and size > small and index.droppable[t] and index.role[t] != gradient
     }
     return MomentBound(index, [problem.cost.op_ns(op) for op in range(len(index.reads))], ops, marks, trips, small)

@@ -210,6 +210,6 @@ def movable(nodes: Nodes) -> list[int]:
     return [
         v
         for v, value in enumerate(nodes.values)
-        if value.held_until < 0 and not value.end and value.fresh and value.overwritten_at == len(nodes)
+        if value.held_until < 0 and not value.end and value.overwritten_at == len(nodes)
         if value.size and value.readers
     ]

@@ -35,9 +35,10 @@ class Checkmate(RecomputationPlanner):
         two-phase rounding of its linear relaxation.
     Bounds: relaxation <= optimum <= rounding. The optimum is over plans on one device that keep weights, inputs,
         weight gradients and values still to be overwritten in place, and before each op that precedes the update
-        recompute earlier ones in program order, each at most once there, and what was overwritten in place once more
-        for each op. Another order, or an input dropped after its last read, may need less. The program has O(n^2)
-        binaries for n ops and O(n (n + edges)) rows; 61 ops take seconds, the relaxation a tenth of that.
+        recompute earlier ones that produce no weight gradient, in program order, each at most once there, and what was
+        overwritten in place once more for each op. Another order, or an input dropped after its last read, may need
+        less. The program has O(n^2) binaries for n ops and O(n (n + edges)) rows; 61 ops take seconds, the relaxation a
+        tenth of that.
     Departs: other rows than the paper's say what is freed when, with the same integer solutions and a
         higher bound (see `sim.solvers.milp`). A result is freed right after its last read, as in the
         paper; the public code keeps it until the stage ends. Several results of an op, workspace and in-place
