@@ -48,16 +48,15 @@ def unnamed(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     named = {name for item in items(table) for name in item.get("policies", ())}
     files = {name: policy_file(name) for name in names() if name not in named}
     return [
-        {
-            "item": (ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) or name)
-            .split("\n", 1)[0]
-            .rstrip("."),
-            "source": "not named",
-            "policies": [name],
-        }
+        {"item": f"`{name}`: {_first_line(path)}", "source": "not named", "policies": [name]}
         for name, path in files.items()
         if path is not None
     ]
+
+
+def _first_line(path: str) -> str:
+    """What a file says of itself, in a line."""
+    return (ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) or "").split("\n", 1)[0].rstrip(".")
 
 
 def unnamed_profiles(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,6 +124,8 @@ def problems(table: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: no status is called {status_of(item)!r}")
         if "status" in item and not item.get("note"):
             found.append(f"{name}: a status needs a note")
+        if item.get("status") in ("not yet", "left out") and item.get("policies") and not carriers(item)[1]:
+            found.append(f"{name}: {item['status']!r}, but its policies are there: remove the status, and a note of it")
         if "status" not in item and not any(item.get(key) for key in ("policies", "awaits", "files")):
             found.append(f"{name}: names neither a file nor a status")
         for path in item.get("files", ()):

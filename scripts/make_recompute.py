@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "recompute.json"
 PAGE = ROOT / "docs" / "recompute.md"
 FIGURE = ROOT / "docs" / "recompute.png"
+OPTIONS = ("--check", "--measure", "--missing", "--help")
 
 
 def load() -> dict[str, Any]:
@@ -43,12 +44,31 @@ def page(figures: Mapping[str, Any]) -> str:
     return page_text(figures)
 
 
+def misspelt(arguments: Sequence[str], only: Sequence[str]) -> str:
+    """What is wrong with the words of the command line, "" for nothing."""
+    from scripts.recompute_page.cases import entries
+    from sim.errors import near
+
+    rows = {word for entry in entries() for word in (entry.policy, entry.label)}
+    for word in arguments:
+        if word.startswith("-") and word not in OPTIONS:
+            return f"no option is called {word!r}{near(word, OPTIONS)}"
+    if only and "--measure" not in arguments:
+        return "a row is named after --measure"
+    return next((f"no row is called {word!r}{near(word, rows)}" for word in only if word not in rows), "")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write, or with --check compare."""
+    only = [word for word in arguments if not word.startswith("-")]
+    if "--help" in arguments:
+        print(__doc__)
+        return 0
+    if wrong := misspelt(arguments, only):
+        print(wrong, file=sys.stderr)
+        return 2
     if "--measure" in arguments:
         from scripts.recompute_page.measure import measure
-
-        only = [word for word in arguments if not word.startswith("-")]
 
         def save(found: Mapping[str, Any]) -> None:
             DATA.write_text(dump(found), encoding="utf-8")

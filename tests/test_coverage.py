@@ -54,7 +54,8 @@ def test_every_policy_of_the_tree_stands_in_the_table():
 def test_a_policy_that_no_item_names_stands_there_by_itself():
     (found,) = coverage.unnamed({"group": [{"items": [{"policies": [name for name in names() if name != "vlad"]}]}]})
     assert (found["policies"], found["source"]) == (["vlad"], "not named")
-    assert found["item"]
+    assert found["item"].startswith("`vlad`: ")
+    assert len(found["item"]) > len("`vlad`: ")
     assert coverage.status_of(found) == "done"
 
 
@@ -91,6 +92,13 @@ def test_an_item_without_status_or_file_is_a_problem():
     assert problem_of(files=[]) == ["x: names neither a file nor a status"]
     assert problem_of(files=[], status="left out") == ["x: a status needs a note"]
     assert problem_of(status="maybe", note="?") == ["x: no status is called 'maybe'"]
+
+
+def test_a_planned_policy_that_is_there_is_no_longer_not_yet():
+    (problem,) = problem_of(policies=["keep_all"], status="not yet", note="planned")
+    assert problem.startswith("x: 'not yet', but its policies are there")
+    assert problem_of(policies=["keep_all"], status="partly", note="half of it") == []
+    assert problem_of(policies=["no_such_policy"], status="not yet", note="planned") == []
 
 
 def test_a_policy_that_is_missing_makes_its_item_not_yet():

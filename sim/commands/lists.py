@@ -33,6 +33,12 @@ def policies(
     kind: Annotated[
         str, typer.Option(help="with --new: recompute, offload, or online, which evicts under pressure")
     ] = "recompute",
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="with --new: its family, by default the kind's; an online policy of recompute drops, not moves"
+        ),
+    ] = None,
     in_tree: Annotated[
         bool, typer.Option("--in-tree", help="with --new: in the folders of a checkout, with its row of coverage")
     ] = False,
@@ -41,12 +47,12 @@ def policies(
     """List the policies, print what one does and its parameters, or start one's own."""
     from sim.report.listings import policy_listing, policy_page
 
-    if new is None and (in_tree or kind != "recompute"):
-        raise typer.BadParameter("--kind and --in-tree go with --new NAME")
+    if new is None and (in_tree or family or kind != "recompute"):
+        raise typer.BadParameter("--kind, --family and --in-tree go with --new NAME")
     if new is not None:
         from sim.scaffold import write_policy
 
-        for path in write_policy(new, kind=kind, in_tree=in_tree):
+        for path in write_policy(new, kind=kind, family=family, in_tree=in_tree):
             print(path)
     else:
         print(policy_page(name, json) if name else policy_listing(json))

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import keyword
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 from sim.errors import PolicyError, near
-from sim.policies import names
+from sim.policies import FAMILIES, names
 
 KINDS = {"recompute": "recompute", "offload": "offload", "online": "offload"}
-"""The kinds of policy to start from, and the family of each in the tree."""
+"""The kinds of policy to start from, and the family of each unless another is asked for."""
 
 LAW = """
 
@@ -27,15 +26,24 @@ def test_it_keeps_the_law_of_all_policies() -> None:
 """
 
 
-def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute", in_tree: bool = False) -> list[Path]:
+def write_policy(
+    name: str,
+    folder: str | Path = ".",
+    *,
+    kind: str = "recompute",
+    family: str | None = None,
+    in_tree: bool = False,
+) -> list[Path]:
     """Write a policy and its test. Returns the paths of the files written; existing files are left alone.
 
     name: of the policy, written like a Python module.
     folder: for NAME.py and test_NAME.py; with `in_tree` the root of a checkout.
     kind: one of `KINDS`.
-    in_tree: write to the folders of the kind's family, and add the policy to the table of coverage and its page.
+    family: the folder that it belongs to in the tree, by default the kind's. An online policy of the family `recompute`
+        drops what it evicts, any other moves it to the host.
+    in_tree: write to the folders of the family, and regenerate the page of coverage.
 
-    Raises PolicyError for a name that is invalid or taken, an unknown kind, or a folder that is not a checkout.
+    Raises PolicyError for a name that is invalid or taken, an unknown kind or family, or a folder that is no checkout.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name.startswith("_"):
         raise PolicyError(
@@ -43,7 +51,10 @@ def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute"
         )
     if kind not in KINDS:
         raise PolicyError(f"no kind of policy is called {kind!r}{near(kind, KINDS)}")
-    root, family = Path(folder), KINDS[kind]
+    family = KINDS[kind] if family is None else family
+    if family not in FAMILIES:
+        raise PolicyError(f"no family of policies is called {family!r}{near(family, FAMILIES)}")
+    root, start = Path(folder), "online_recompute" if (kind, family) == ("online", "recompute") else kind
     policy, test = root / f"{name}.py", root / f"test_{name}.py"
     if in_tree:
         if name in names():
@@ -55,9 +66,10 @@ def write_policy(name: str, folder: str | Path = ".", *, kind: str = "recompute"
     for path in (policy, test):
         if path.exists():
             raise PolicyError(f"{path} already exists; nothing was written")
-    policy.write_text(_renamed(f"{kind}.py", kind, name), encoding="utf-8")
-    test.write_text(_test(kind, name, in_tree), encoding="utf-8")
-    return [policy, test, *(_cover(root, name, family) if in_tree else ())]
+        path.parent.mkdir(parents=True, exist_ok=True)
+    policy.write_text(_renamed(f"{start}.py", start, name), encoding="utf-8")
+    test.write_text(_test(start, name, in_tree), encoding="utf-8")
+    return [policy, test, *([_covered(root, name)] if in_tree else ())]
 
 
 def class_name(name: str) -> str:
@@ -65,14 +77,14 @@ def class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def _renamed(file: str, kind: str, name: str) -> str:
+def _renamed(file: str, start: str, name: str) -> str:
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-    own = f"scaffold_{kind}"
+    own = f"scaffold_{start}"
     return text.replace(own, name).replace(class_name(own), class_name(name))
 
 
-def _test(kind: str, name: str, in_tree: bool) -> str:
-    text = _renamed(f"{kind}_test.py", kind, name)
+def _test(start: str, name: str, in_tree: bool) -> str:
+    text = _renamed(f"{start}_test.py", start, name)
     if in_tree:
         return text
     beside = f"POLICY = f\"{{Path(__file__).with_name('{name}.py')}}:{class_name(name)}\""
@@ -82,16 +94,8 @@ def _test(kind: str, name: str, in_tree: bool) -> str:
     return text.replace("load_profile,", "check_policy, load_policy, load_profile,", 1) + LAW
 
 
-def _cover(root: Path, name: str, family: str) -> list[Path]:
-    """Add the policy to the table of coverage, last in its family's group, and regenerate the page."""
-    table = root / "docs" / "coverage.toml"
-    title = {"recompute": "Systems: recomputation", "offload": "Systems: offload"}[family]
-    row = f'  {{ item = "{name}", source = "not named", policies = ["{name}"] }},\n'
-    group = re.compile(rf'(title = "{re.escape(title)}"\nitems = \[\n(?:  .*\n)*)')
-    text, count = group.subn(lambda found: found[1] + row, table.read_text(encoding="utf-8"))
-    if count != 1:
-        raise PolicyError(f"{table}: no group is titled {title!r}: write the row of {name!r} by hand")
-    table.write_text(text, encoding="utf-8")
+def _covered(root: Path, name: str) -> Path:
+    """Regenerate the page of coverage, which finds the policy: in the item that names it, else as one of its own."""
     ours = {**os.environ, "PYTHONPATH": str(root.resolve())}  # it lists the policies of this checkout
     script = [sys.executable, "scripts/make_coverage.py"]
     made = subprocess.run(script, cwd=root, env=ours, capture_output=True, text=True)
@@ -100,4 +104,4 @@ def _cover(root: Path, name: str, family: str) -> list[Path]:
         raise PolicyError(
             f"{name!r} was written, but not its row in docs/coverage.md: scripts/make_coverage.py: {said}"
         )
-    return [table, root / "docs" / "coverage.md"]
+    return root / "docs" / "coverage.md"

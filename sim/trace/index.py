@@ -97,6 +97,20 @@ class TraceIndex:
         return last
 
     @cached_property
+    def recomputable_from_inputs(self) -> list[int]:
+        """Per op the op from which on one device can't recompute it from what has no producer; 0 for never.
+
+        What was received or reduced is no such input: once freed, only other devices could bring it back. So a tensor
+        whose producer can still be recomputed at its last use may be dropped at any time before.
+        """
+        own: set[int] = set()
+        for op, reads in enumerate(self.reads):
+            if op not in self.communicating and all(self.producer[t] < 0 or self.producer[t] in own for t in reads):
+                own.add(op)
+        last = self.recomputable_among(sorted(own))
+        return [last.get(op, 0) for op in range(len(self.reads))]
+
+    @cached_property
     def stays_until(self) -> list[int]:
         """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
 

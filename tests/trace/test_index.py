@@ -77,3 +77,37 @@ def test_an_evictor_may_have_recomputed_what_a_planner_may(trace):
     kept = {op for op, view in enumerate(trace.ops) if view.phase == "update" or view.group}
     possible = index.recomputable_among(op for op in range(len(trace.ops)) if op not in kept)
     assert [op >= 0 and possible.get(op, 0) > op for op in line.producer] == line.counts
+
+
+def received_and_reduced() -> Trace:
+    """Device 1 receives r and computes a, then b from it; c from x; d from c and from what all devices reduced."""
+    b = TraceBuilder()
+    s, r, x = b.tensor("s", 1), b.tensor("r", 1), b.tensor("x", 1, "input")
+    own, summed, other = b.tensor("own", 1), b.tensor("summed", 1), b.tensor("other", 1)
+    made = {name: b.tensor(name, 1) for name in "abcde"}
+    b.op("source", writes=[s], duration=1, device=0)
+    b.op("send", "send", reads=[s], group="p2p", device=0)
+    b.op("recv", "recv", writes=[r], group="p2p", device=1)
+    b.op("f.a", reads=[r], writes=[made["a"]], duration=1, device=1)
+    b.op("f.b", reads=[made["a"], x], writes=[made["b"]], duration=1, device=1)
+    b.op("f.c", reads=[x], writes=[made["c"]], duration=1, device=1)
+    b.op("sum0", "collective", reads=[s], writes=[other], group="sum", device=0)
+    b.op("sum1", "collective", reads=[made["c"]], writes=[summed], group="sum", device=1)
+    b.op("f.d", reads=[made["c"], summed], writes=[made["d"]], duration=1, device=1)
+    b.op("f.e", reads=[made["c"]], writes=[own], duration=1, device=1)
+    return b.build(outputs=(), carry=())
+
+
+def test_what_was_received_or_reduced_is_no_input_to_recompute_from():
+    trace = received_and_reduced()
+    index = TraceIndex(trace)
+    alone = {trace.ops[op].name for op, until in enumerate(index.recomputable_from_inputs) if until}
+    assert alone == {"source", "f.c", "f.e"}
+    together = {trace.ops[op].name for op, until in enumerate(index.recomputable_until) if until}
+    assert together - alone >= {"f.a", "f.b", "f.d"}  # as long as r and the sum are kept
+
+
+@pytest.mark.parametrize("trace", traces(), ids=repr)
+def test_on_one_device_everything_is_recomputed_from_inputs(trace):
+    index = TraceIndex(trace)
+    assert index.recomputable_from_inputs == index.recomputable_until

@@ -14,6 +14,7 @@ class KeepAll(Policy):
 
     Source: the default of PyTorch and every other framework; the baseline of every paper here.
     Bounds: the least time on one device, and the most memory that any of these policies needs.
+    Departs: from nothing; a framework's allocator may hold more (the tier's `allocator` says).
     """
 
     manages = ()
