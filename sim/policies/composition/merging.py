@@ -59,11 +59,8 @@ def restricted(actions: Sequence[Action], trace: Trace, owned: Collection[int]) 
         elif isinstance(action, Drop) and not _read_later(trace, trace.tensor_id(action.tensor), at):
             kept.append(action)  # kept for now: it releases what a recomputation before it produces, if one does
     kept.reverse()
-    return [
-        action
-        for action in kept
-        if isinstance(action, Recompute) or trace.tensor_id(action.tensor) in {*owned, *passing}
-    ]
+    own = {*owned, *passing}
+    return [action for action in kept if isinstance(action, Recompute) or trace.tensor_id(action.tensor) in own]
 
 
 def _read_later(trace: Trace, tensor: int, at: At) -> bool:
