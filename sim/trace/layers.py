@@ -1,6 +1,6 @@
 """The layers of a trace, as it states them: of ops, of tensors, and what crosses their borders.
 
-A *layer* is the number that an op or a tensor has, -1 for none; which one an op has, only `op_layers` says. Consecutive
+A *layer* is the number that an op or a tensor has, -1 for none; only `op_layers` says which an op has. Consecutive
 ops of one layer are a *run* (`layer_runs`), all ops of a layer with the tensors at its border a *block*. Where a trace
 states no layers, a *stage* may take their place: a part of its chain, between two positions at which a single
 activation is live (`sim.trace.chain`). What recomputes layer by layer takes *regions*, made of either

@@ -18,8 +18,7 @@ from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, replayed, run_policy
 from sim.conformance.suite import breaks
 from sim.engine.event_path.lifetimes import Lifetimes
-from sim.engine.event_path.outputs import Outputs
-from sim.engine.event_path.restore import Restore
+from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.replay import replay
 from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate

@@ -1,10 +1,11 @@
 """A replay event by event: devices walk their ops, copies run beside them, one SimPy clock orders all.
 
-Three files tell what happens in a run: `device` (an op after the other, and `perform` where one has to wait),
-`settling` (what is granted at the end of an instant) and `lifetimes` (what is freed when).
+Three files tell what happens: `run` (how a run starts, what is granted at the end of an instant, how it ends),
+`device` (one op after the other) and `lifetimes` (what is freed when). A part's fields are written by that part alone.
 
-    what is known   residency: where copies are          space: bytes per tier        record: rows and counters
-    what runs       device, fast_path, perform           engines, groups: beside it   transfers: copies
-    how one waits   waits, space_queue: for space        links, flows, fairness: for bandwidth
-    from end to end run: start and refusal               closing: the end             parts: how all is tied together
+    what is known          state: clock, record, residency and transfers, space, lifetimes, ops under way
+    what a device does     device; where an op has to wait: perform, operands, waits
+    what runs beside it    engines, groups: ops     transfers: copies     links, flows, fairness: bandwidth
+    what the plan says     decisions: its actions, its online part
+    what ties it together  parts: which part works with which     refusals: why a run ends early
 """

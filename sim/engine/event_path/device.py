@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from sim.engine.event_path.clock import AFTERS, ENDS, FREES, STARTS, Event
-from sim.engine.event_path.fast_path import FastPath
 from sim.engine.event_path.parts import Parts
 from sim.engine.event_path.perform import Perform
+from sim.engine.event_path.record import Columns
+from sim.engine.event_path.residency import LEAVING
+from sim.engine.event_path.space import PRODUCED, WORKSPACE
 from sim.engine.event_path.waits import Steps, Waits
 from sim.engine.prepare import Plain
-from sim.plan import Online
+from sim.log import WHY
+
+RUN = WHY["run"]
 
 
 class Device:
@@ -25,31 +29,32 @@ class Device:
         self.perform = Perform(parts, self.waits)
         self.finished = self.waits.wake_up()
         self._parts = parts
-        self._clock = parts.clock
-        self._lane = parts.prepared.main[index]
-        self._home = parts.prepared.home[self._lane]
-        self._reach = parts.prepared.reach[self._lane]
+        self._state = parts.state
+        self._clock = parts.state.clock
+        self._lane = parts.state.prepared.main[index]
+        self._home = parts.state.prepared.home[self._lane]
+        self._reach = parts.state.prepared.reach[self._lane]
         self._fast = FastPath(parts, index)
 
     def walk(self, fast: bool) -> Steps:
         """All ops in order; then `finished` fires. fast: take the fast path where it can be taken."""
-        parts, path, perform, queue = self._parts, self._fast, self.perform, self._clock.queue
-        resolved, clock, apply = parts.resolved, self._clock, parts.actions.apply
-        plain = self._plain() if fast else [None] * len(parts.prepared.plain)
+        parts, state, path, perform = self._parts, self._state, self._fast, self.perform
+        resolved, clock, apply, queue = parts.resolved, self._clock, parts.decisions.apply, self._clock.queue
+        plain = self._plain() if fast else [None] * len(state.prepared.plain)
         before, after = resolved.before, resolved.after
         slow_before, slow_after = resolved.slow_before, resolved.slow_after
         device, starts = self.index, STARTS + self.index
-        free_after, space, home = parts.lifetimes.free_after, parts.space, self._home
-        asks = parts.online is not None and type(parts.online).before is not Online.before
+        free_after, space, home = state.lifetimes.free_after, state.space, self._home
+        asks = parts.decisions.asks_before
         yield from self.waits.turn(starts)
-        for op in parts.prepared.order[self.index]:
+        for op in state.prepared.order[self.index]:
             if op in before:
                 if op in slow_before:
                     yield from perform.actions(before[op], op)
                 else:
                     apply(before[op], device, op)
             if asks:
-                yield from self._asked(op)
+                yield from perform.actions(parts.decisions.before(op, device), op, online=True)
             entry = plain[op]
             if entry is None:
                 yield from perform.op(op)
@@ -87,19 +92,12 @@ class Device:
 
     def _plain(self) -> list[Plain | None]:
         """Of the ops that may take the fast path what is known of them; those that the plan places may not."""
-        plain, special = self._parts.prepared.plain, self._parts.resolved.special
+        plain, special = self._state.prepared.plain, self._parts.resolved.special
         return [None if op in special else entry for op, entry in enumerate(plain)] if special else plain
-
-    def _asked(self, op: int) -> Steps:
-        """Ask the online part what to do before an op, and do it."""
-        parts = self._parts
-        if parts.online is not None:
-            acts = parts.resolved.answer(parts.online.before(op, parts.view), self.index)
-            yield from self.perform.actions(acts, op, online=True)
 
     def _run_beside(self, op: int, end: int) -> Generator[Event, None, bool]:
         """Let an op run while others act; whether any acts at its end, too."""
-        clock, lifetimes, engines = self._clock, self._parts.lifetimes, self._parts.engines
+        clock, lifetimes, engines = self._clock, self._state.lifetimes, self._parts.engines
         lifetimes.pin_operands(op)
         engines.occupy(self._lane)
         yield clock.at(end, ENDS + op)
@@ -110,7 +108,7 @@ class Device:
 
     def _until_there(self, plain: Plain, op: int) -> Steps:
         """Wait for the reads that are on their way home, or till one is on its way no more."""
-        residency, lifetimes = self._parts.residency, self._parts.lifetimes
+        residency, lifetimes = self._state.residency, self._state.lifetimes
         lifetimes.pin(plain.reads)
         for tensor in plain.reads:
             while not residency.copies[tensor] & self._reach and tensor in residency.in_flight:
@@ -118,3 +116,92 @@ class Device:
             if not residency.copies[tensor] & self._reach:
                 break
         lifetimes.unpin(plain.reads)
+
+
+class FastPath:
+    """Starts and ends plain ops (`Prepared.plain`) of one device, for a plan without an online part.
+
+    All that such an op reads is at home, and there is space. It writes the rows that the general path would write, by
+    the same rules, without its generators, and works on the lists of the run's parts directly: one call per op and part
+    would cost more than the op itself.
+    """
+
+    def __init__(self, parts: Parts, device: int) -> None:
+        state, prepared = parts.state, parts.state.prepared
+        self._device = device
+        self._lane = prepared.main[device]
+        self._home = prepared.home[self._lane]
+        self._reach = prepared.reach[self._lane]
+        self._bit = 1 << self._home
+        self._clock, self._space, self._record = state.clock, state.space, state.record
+        self._residency = state.residency
+        self._copies, self._produced = state.residency.copies, state.residency.produced
+        self._waiters, self._in_flight = state.residency.waiters, state.residency.in_flight
+        self._used, self._capacity = state.space.used, state.space.capacity[self._home]
+        self._changes, self._intervals = state.record.changes.rows, state.record.intervals.rows
+        self._guests = parts.engines.guests
+        self._uses, self._releases = state.lifetimes.uses, prepared.releases
+
+    def begin(self, op: int, plain: Plain, *, fetched: bool = False) -> int:
+        """Take space for an op and say when it ends; -1 if it has to take the general path.
+
+        fetched: its reads have been waited for; what was asked to leave meanwhile is read first.
+        """
+        reads, writes, out, workspace, ns = plain
+        copies, bit, home = self._copies, self._bit, self._home
+        mask = bit if fetched else bit | LEAVING
+        for tensor in reads:
+            if copies[tensor] & mask != bit:
+                return -1
+        total = self._used[home] + out + workspace
+        if total > self._capacity or self._space.waiting or self._guests[self._lane]:
+            return -1
+        now, changes = self._clock.now, self._changes
+        for tensor, bytes in writes:
+            changes += (now, home, bytes, tensor, op, PRODUCED)
+        if workspace:
+            changes += (now, home, workspace, -1, op, WORKSPACE)
+        self._used[home] = total
+        if self._clock.wanted and ns:
+            self._clock.flush()
+        return now + ns
+
+    def are_coming(self, plain: Plain) -> bool:
+        """Whether some reads are on their way home, and all others at home to stay."""
+        coming = False
+        for tensor in plain.reads:
+            copies = self._copies[tensor]
+            if copies & self._bit:
+                if copies & LEAVING:
+                    return False
+            elif copies & self._reach:
+                return False  # the engine reads it where it is
+            else:
+                transfer = self._in_flight.get(tensor)
+                if transfer is None or transfer.target != self._home or transfer.waits:
+                    return False
+                coming = True
+        return coming
+
+    def end(self, op: int, plain: Plain, start: int, end: int) -> None:
+        """An op has run: its results are there, its reads have been."""
+        writes, workspace, home = plain.writes, plain.workspace, self._home
+        self._clock.now = end
+        self._intervals += (start, end, self._device, self._lane, RUN, op, -1, 0, 0)
+        if workspace:
+            self._used[home] -= workspace
+            self._changes += (end, home, -workspace, -1, op, WORKSPACE)
+        copies, produced, bit = self._copies, self._produced, self._bit
+        for tensor, _ in writes:
+            copies[tensor] |= bit
+            produced[tensor] = True
+        if self._waiters:
+            for tensor, _ in writes:
+                self._residency.wake_waiters(tensor)
+        uses = self._uses
+        for tensor in plain.reads:
+            uses[tensor] -= 1
+        for tensor in self._releases.get(op, ()) if self._releases else ():
+            uses[tensor] -= 1
+        if len(self._changes) > Columns.PACK:
+            self._record.pack()

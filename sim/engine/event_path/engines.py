@@ -1,23 +1,82 @@
-"""Engines beside the devices' main ones: queues of ops, and what one run takes."""
+"""How ops run: what a run takes, the queues of engines beside the devices' main ones, and what an op's end brings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 
-from sim.engine.event_path.clock import ENDS, Clock, Wake
+from sim.engine.event_path.clock import AFTERS, ENDS, FREES, Wake
+from sim.engine.event_path.decisions import Decisions
 from sim.engine.event_path.flows import Flow, Flows
 from sim.engine.event_path.links import Links
-from sim.engine.event_path.op_end import OpEnd
-from sim.engine.event_path.ops_under_way import OpsUnderWay
-from sim.engine.event_path.record import Record
-from sim.engine.event_path.residency import Residency
-from sim.engine.event_path.work import Work
-from sim.engine.prepare import Prepared
+from sim.engine.event_path.space import WORKSPACE
+from sim.engine.event_path.state import State, Work
 from sim.hardware.cost import slow_operand_ns
-from sim.hardware.platform import Platform
 from sim.trace.op import KINDS
+
+
+class OpEnd:
+    """The end of an op, on whatever engine: results arrive, actions after it, what nobody needs any more is freed.
+
+    A device takes the three steps one by one; `together` takes them for ops that no device stands by.
+    """
+
+    def __init__(self, state: State, decisions: Decisions) -> None:
+        self._clock = state.clock
+        self._record = state.record
+        self._residency = state.residency
+        self._space = state.space
+        self._lifetimes = state.lifetimes
+        self._ops = state.ops
+        self._decisions = decisions
+
+    def deliver(self, work: Work) -> None:
+        """Give workspace back, let results arrive, and unpin what the op used."""
+        op, residency, lifetimes = work.op, self._residency, self._lifetimes
+        for tier, bytes, handle in work.workspace:
+            self._space.give(-1, tier, bytes, op, WORKSPACE, handle)
+        for old, new, tier in work.takeovers:
+            residency.end_overwriting(old)
+            if new < 0:
+                lifetimes.release_overwritten(old, tier, op)
+            else:
+                lifetimes.take_over(old, new, tier, op)
+                residency.deliver(new, tier)
+        for tensor, tier in work.fresh:
+            residency.deliver(tensor, tier)
+        if work.counted:
+            lifetimes.note_reads(op, first=work.why == "run")
+        lifetimes.unpin_operands(op)
+
+    def free(self, work: Work) -> None:
+        """Free what no op still to run and no planned recomputation reads, and the program does not hold."""
+        self._lifetimes.free_after(work.op)
+        for old, _, _ in work.takeovers:
+            self._lifetimes.free_if_dead(old, work.op)
+
+    def together(self, ended: Sequence[Work], cause: str) -> None:
+        """All steps for ops that end together. cause: of the stall of whoever waits for them."""
+        clock = self._clock
+        self._ops.end(cause, len(ended))
+        self._record.ended(clock.now)
+        for work in ended:
+            self.deliver(work)
+        if clock.is_next(FREES + ended[-1].op):
+            for work in ended:
+                self._after(work)
+            for work in ended:
+                self.free(work)
+        else:
+            for work in ended:
+                clock.later(AFTERS + work.op, partial(self._after, work))
+                clock.later(FREES + work.op, partial(self.free, work))
+        self._ops.note_idle()
+        clock.poke()
+
+    def _after(self, work: Work) -> None:
+        if work.why == "run":
+            self._decisions.after(work.op, work.device)
 
 
 class Engines:
@@ -26,32 +85,21 @@ class Engines:
     busy: per engine whether it runs an op. guests: per main engine the ops that other devices recompute there.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        prepared: Prepared,
-        clock: Clock,
-        record: Record,
-        residency: Residency,
-        links: Links,
-        flows: Flows,
-        ops: OpsUnderWay,
-        op_end: OpEnd,
-    ) -> None:
-        self._platform = platform
-        self._prepared = prepared
-        self._clock = clock
-        self._record = record
-        self._residency = residency
+    def __init__(self, state: State, links: Links, flows: Flows, op_end: OpEnd) -> None:
+        self._platform = state.platform
+        self._prepared = state.prepared
+        self._clock = state.clock
+        self._record = state.record
+        self._residency = state.residency
+        self._ops = state.ops
         self._links = links
         self._flows = flows
-        self._ops = ops
         self._op_end = op_end
-        self._tiers = [tier.name for tier in platform.tiers]
-        self._queues: list[list[tuple[tuple[int, ...], Work]]] = [[] for _ in platform.engines]
+        self._tiers = state.space.names
+        self._queues: list[list[tuple[tuple[int, ...], Work]]] = [[] for _ in state.platform.engines]
         self.stale = False
-        self.busy = [False] * len(platform.engines)
-        self.guests = [0] * len(platform.engines)
+        self.busy = [False] * len(state.platform.engines)
+        self.guests = [0] * len(state.platform.engines)
         self._hosts: dict[int, list[Wake]] = {}  # per main engine who waits for its guests
 
     # ---- time --------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ a flow's progress in whole nanoseconds is exact; its end rounds up to the nanose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 from sim.engine.event_path.clock import ENDS, Clock
 from sim.engine.event_path.fairness import Users, fair_rates
+from sim.hardware.platform import Platform
 
 NANO = 10**9
 
@@ -52,11 +53,11 @@ class Flow:
 class Flows:
     """All flows now under way, with the pools that they share."""
 
-    def __init__(self, pool_rates: Sequence[int | None], first_link: int, clock: Clock) -> None:
-        """pool_rates: bytes/s of each pool, and from `first_link` on of each link, which is a pool of its own."""
+    def __init__(self, platform: Platform, clock: Clock) -> None:
         self._clock = clock
-        self._pool_rates = pool_rates
-        self._first_link = first_link
+        # bytes/s of each pool, then of each link, which is a pool of its own
+        self._pool_rates = [pool.rate for pool in platform.pools] + [link.rate for link in platform.links]
+        self._first_link = len(platform.pools)
         self._active: list[Flow] = []
         self._alarm = 0
         self._known: dict[tuple[Users, ...], list[Fraction]] = {}

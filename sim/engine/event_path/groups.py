@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from sim.engine.event_path.clock import ENDS, Clock
+from collections.abc import Callable
+
+from sim.engine.event_path.clock import ENDS
+from sim.engine.event_path.engines import OpEnd
 from sim.engine.event_path.links import Job, Links
-from sim.engine.event_path.op_end import OpEnd
-from sim.engine.event_path.ops_under_way import OpsUnderWay
-from sim.engine.event_path.record import Record
-from sim.engine.event_path.residency import Residency
-from sim.engine.event_path.work import Work
-from sim.engine.prepare import Prepared
+from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
-from sim.hardware.platform import Platform
 
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
@@ -21,27 +18,16 @@ partition that ByteScheduler ships with."""
 class Groups:
     """Has the members of each group meet, and moves what they exchange."""
 
-    def __init__(
-        self,
-        platform: Platform,
-        prepared: Prepared,
-        clock: Clock,
-        record: Record,
-        residency: Residency,
-        links: Links,
-        ops: OpsUnderWay,
-        op_end: OpEnd,
-    ) -> None:
-        self._platform = platform
-        self._prepared = prepared
-        self._clock = clock
-        self._record = record
-        self._residency = residency
+    def __init__(self, state: State, links: Links, op_end: OpEnd) -> None:
+        self._platform = state.platform
+        self._prepared = state.prepared
+        self._clock = state.clock
+        self._record = state.record
+        self._residency = state.residency
+        self._ops = state.ops
         self._links = links
-        self._ops = ops
         self._op_end = op_end
-        self._tiers = [tier.name for tier in platform.tiers]
-        self._first_link = len(platform.engines)
+        self._tiers = state.space.names
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
 
@@ -77,7 +63,7 @@ class Groups:
             chunk = COLLECTIVE_CHUNK
         route = self._route(hops, ops[0].name)
         if route:
-            job = GroupJob(self, members, route, payload, chunk)
+            job = GroupJob(self._end, members, route, payload, chunk)
             self._links.submit(job, min(op.priority for op in ops), members[0].device)
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
@@ -124,25 +110,31 @@ class Groups:
         self._op_end.together(members, "peer")
         self._clock.flush()
 
-    def end(self, job: GroupJob, now: int) -> None:
+    def _end(self, job: GroupJob, now: int) -> None:
         """The bytes of a group have arrived: all its members end."""
         first, last = job.members[0], job.members[-1]
-        for link in job.route:
-            self._record.moved(job.began, now, first.device, self._first_link + link, last.op, -1, job.payload)
+        self._record.moved(job.began, now, first.device, job.route, last.op, -1, job.payload)
         self._op_end.together(job.members, "peer")
 
 
 class GroupJob(Job):
-    """The bytes that the members of a group exchange."""
+    """The bytes that the members of a group exchange. then: called with it and the time when they have arrived."""
 
-    __slots__ = ("members", "owner", "payload")
+    __slots__ = ("members", "payload", "then")
 
-    def __init__(self, owner: Groups, members: list[Work], route: tuple[int, ...], payload: int, chunk: int) -> None:
+    def __init__(
+        self,
+        then: Callable[[GroupJob, int], None],
+        members: list[Work],
+        route: tuple[int, ...],
+        payload: int,
+        chunk: int,
+    ) -> None:
         super().__init__(route, payload, ENDS + members[0].op, chunk)
-        self.owner = owner
+        self.then = then
         self.members = members
         self.payload = payload
 
     def done(self, now: int) -> None:
         """All members end."""
-        self.owner.end(self, now)
+        self.then(self, now)

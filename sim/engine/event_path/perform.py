@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.engine.event_path.clock import AFTERS, ENDS, FREES, STARTS
-from sim.engine.event_path.outputs import Outputs
+from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.event_path.parts import Parts
-from sim.engine.event_path.restore import Restore
+from sim.engine.event_path.state import Work
 from sim.engine.event_path.waits import Steps, Waits
-from sim.engine.event_path.work import Work
 from sim.engine.resolve import Act
 from sim.errors import IllegalPlan
 
@@ -20,10 +19,11 @@ class Perform:
     def __init__(self, parts: Parts, waits: Waits) -> None:
         self._parts = parts
         self._waits = waits
-        self._prepared = parts.prepared
-        self._clock = parts.clock
-        self._lane = parts.prepared.main[waits.index]
-        self._home = parts.prepared.home[self._lane]
+        self._state = parts.state
+        self._prepared = parts.state.prepared
+        self._clock = parts.state.clock
+        self._lane = self._prepared.main[waits.index]
+        self._home = self._prepared.home[self._lane]
         self.restore = Restore(parts, waits)
         self._outputs = Outputs(parts, waits)
 
@@ -31,15 +31,14 @@ class Perform:
 
     def actions(self, acts: Sequence[Act], op: int, *, online: bool = False) -> Steps:
         """Carry out actions at an op, in order. online: they answer a question."""
-        parts = self._parts
         for act in acts:
             if act.kind == "wait":
-                while act.target in parts.residency.in_flight:
+                while act.target in self._state.residency.in_flight:
                     yield from self._waits.transfer_of(act.target, "wait", op)
             elif act.kind == "recompute":
                 yield from self.op(act.target, why="recompute", counted=not online)
             else:
-                parts.actions.apply((act,), self._waits.index, op, online=online)
+                self._parts.decisions.apply((act,), self._waits.index, op, online=online)
 
     # ---- one op ------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ class Perform:
 
         fetched: what it reads has been sent for, and waited for, before.
         """
-        produced, writes = self._parts.residency.produced, self._prepared.writes
+        produced, writes = self._state.residency.produced, self._prepared.writes
         if why == "recompute" and writes[op] and not any(produced[tensor] for tensor in writes[op]):
             yield from self._first_end(op)
         stack = [self._open(op, why, counted)]
@@ -57,7 +56,7 @@ class Perform:
             producer = yield from self.restore.reads(work.op, fetched=fetched)
             fetched = False
             if producer >= 0:
-                self._parts.record.count("implicit_recomputes")
+                self._state.record.count("implicit_recomputes")
                 stack.append(self._open(producer, "recompute", False))
                 continue
             yield from self._execute(work)
@@ -66,19 +65,19 @@ class Perform:
     def _first_end(self, op: int) -> Steps:
         """Wait for the first run of an op that has been handed to another engine and has not ended."""
         result = self._prepared.writes[op][0]
-        awaited = self._parts.residency.awaited
+        awaited = self._state.residency.awaited
         if result not in awaited:
             raise IllegalPlan(f"op {self._prepared.trace.op_columns.name[op]!r}: Recompute before it has run")
         yield from self._waits.arrival(result, awaited[result], op)
 
     def _open(self, op: int, why: str, counted: bool) -> Work:
         """An op is reached: what it reads is pinned until it has ended."""
-        parts, reads = self._parts, self._prepared.reads[op]
+        state, reads = self._state, self._prepared.reads[op]
         if why == "recompute":
-            parts.recompute_limit.spend(op)
-        parts.lifetimes.pin(reads)
+            self._parts.recompute_limit.spend(op)
+        state.lifetimes.pin(reads)
         for tensor in reads:
-            parts.residency.read(tensor, self._home)
+            state.residency.read(tensor, self._home)
         return Work(op, self._waits.index, why, counted)
 
     def _execute(self, work: Work) -> Steps:
@@ -86,7 +85,7 @@ class Perform:
         parts, prepared, op = self._parts, self._prepared, work.op
         engine = prepared.engine[op]
         yield from self._outputs.overwritable(op)
-        parts.lifetimes.pin(prepared.writes[op])
+        self._state.lifetimes.pin(prepared.writes[op])
         yield from self._outputs.take_space(work, engine)
         if op in prepared.group_of:
             parts.groups.join(work)
@@ -102,11 +101,11 @@ class Perform:
         while engines.guests[self._lane]:  # another device has an op recomputed here, and was first
             wake = waits.wake_up()
             engines.wait_for_guests(self._lane, wake)
-            yield from waits.stall(wake, "engine", op, -1, f"engine {parts.platform.engines[self._lane].name!r}")
+            yield from waits.stall(wake, "engine", op, -1, f"engine {self._state.platform.engines[self._lane].name!r}")
         engines.occupy(self._lane)
         start = clock.now
         yield from self._compute(work)
-        parts.record.ran(start, clock.now, waits.index, self._lane, self._prepared.logged(op, work.why), op)
+        self._state.record.ran(start, clock.now, waits.index, self._lane, self._prepared.logged(op, work.why), op)
         engines.vacate(self._lane)
         op_end.deliver(work)
         if work.why == "run" and op in after:

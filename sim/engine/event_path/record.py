@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,8 @@ class Columns:
 class Record:
     """What has happened so far. end: when the last op or copy ended, in ns."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: Platform) -> None:
+        self._first_link = len(platform.engines)  # lanes are engines, then links
         self.changes = Columns(6)
         self.intervals = Columns(9)
         self.reserved = Columns(3)
@@ -66,9 +69,10 @@ class Record:
         """A run of an op. why: a position in `WHYS`."""
         self.intervals.rows.extend((start, end, device, lane, why, op, -1, 0, 0))
 
-    def moved(self, start: int, end: int, device: int, lane: int, op: int, tensor: int, bytes: int) -> None:
-        """A copy on one link."""
-        self.intervals.rows.extend((start, end, device, lane, MOVE, op, tensor, 0, bytes))
+    def moved(self, start: int, end: int, device: int, route: Iterable[int], op: int, tensor: int, bytes: int) -> None:
+        """A copy on all links of a route."""
+        for link in route:
+            self.intervals.rows.extend((start, end, device, self._first_link + link, MOVE, op, tensor, 0, bytes))
 
     def stalled(self, start: int, end: int, device: int, lane: int, op: int, tensor: int, cause: str) -> None:
         """A wait of a device."""

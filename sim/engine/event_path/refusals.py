@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.engine.event_path.residency import Residency
-from sim.engine.event_path.space import Space
+from sim.engine.event_path.state import State
 from sim.engine.prepare import Prepared
 from sim.errors import OutOfMemory, Thrashing
-from sim.hardware.platform import Platform
 from sim.units import format_time
+
+Asked = tuple[int, int, int, str]
+"""A request for space: tier, bytes, the op that asks (-1 for none), and what for."""
 
 HOLDERS = 10
 """How many of the largest residents an error names; its text three."""
@@ -37,17 +38,12 @@ class RecomputeLimit:
             )
 
 
-def out_of_memory(
-    prepared: Prepared,
-    platform: Platform,
-    space: Space,
-    residency: Residency,
-    request: tuple[int, int, int, str],
-) -> OutOfMemory:
-    """The error of a request (tier, bytes, op or -1, reason) that cannot be met, with the table of holders."""
+def out_of_memory(state: State, request: Asked) -> OutOfMemory:
+    """The error of a request that cannot be met, with the table of holders."""
     tier, bytes, op, reason = request
+    platform, prepared, space = state.platform, state.prepared, state.space
     name = space.names[tier]
-    holders = _holders(prepared, space, residency, tier)
+    holders = _holders(state, tier)
     what = f"op {prepared.trace.op_columns.name[op]!r}" if op >= 0 else "the start"
     top = ", ".join(f"{holder} ({size:,} B)" for holder, size, _ in holders[:3])
     full = [i for i, other in enumerate(platform.tiers) if i != tier and other.device < 0 and space.free(i) < bytes]
@@ -66,8 +62,9 @@ def out_of_memory(
     )
 
 
-def _holders(prepared: Prepared, space: Space, residency: Residency, tier: int) -> tuple[tuple[str, int, str], ...]:
+def _holders(state: State, tier: int) -> tuple[tuple[str, int, str], ...]:
     """Name, bytes and role of the largest tensors of a tier."""
+    prepared, space, residency = state.prepared, state.space, state.residency
     held = [
         (-space.size_in(tensor, tier), tensor)
         for tensor in range(len(prepared.size))
@@ -77,19 +74,19 @@ def _holders(prepared: Prepared, space: Space, residency: Residency, tier: int) 
     return tuple((tensors[t].name, -size, tensors[t].role) for size, t in sorted(held)[:HOLDERS])
 
 
-def waiting_transfers(prepared: Prepared, space: Space, residency: Residency) -> Sequence[str]:
+def waiting_transfers(state: State) -> Sequence[str]:
     """The transfers under way, for a deadlock's list of waiters."""
-    names = prepared.trace.tensor_columns.name
+    names = state.prepared.trace.tensor_columns.name
     return [
-        f"the copy of {names[tensor]!r} to {space.names[transfer.target]!r} {transfer.stage}"
-        for tensor, transfer in sorted(residency.in_flight.items())
+        f"the copy of {names[tensor]!r} to {state.space.names[transfer.target]!r} {transfer.stage}"
+        for tensor, transfer in sorted(state.residency.in_flight.items())
     ]
 
 
-def stuck_transfer(prepared: Prepared, space: Space, residency: Residency) -> tuple[int, int, int, str] | None:
+def stuck_transfer(state: State) -> Asked | None:
     """The request of a transfer that waits for space to the end, if there is one."""
-    for tensor, transfer in sorted(residency.in_flight.items()):
-        if transfer.waits and not space.fits(transfer.target, transfer.size):
-            name = prepared.trace.tensor_columns.name[tensor]
+    for tensor, transfer in sorted(state.residency.in_flight.items()):
+        if transfer.waits and not state.space.fits(transfer.target, transfer.size):
+            name = state.prepared.trace.tensor_columns.name[tensor]
             return transfer.target, transfer.size, transfer.op, f"the copy of {name!r}, which waits to the end"
     return None

@@ -9,52 +9,31 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from sim.engine.event_path.clock import FOLLOWS, Clock
-from sim.engine.event_path.lifetimes import MOVED_OUT, Lifetimes
-from sim.engine.event_path.links import Links
-from sim.engine.event_path.ops_under_way import OpsUnderWay
-from sim.engine.event_path.record import Record
-from sim.engine.event_path.residency import LEAVING, Residency
-from sim.engine.event_path.routes import Routes
-from sim.engine.event_path.space import Space
-from sim.engine.event_path.space_queue import SpaceQueue
-from sim.engine.event_path.transfer import Transfer
-from sim.engine.prepare import Prepared
-from sim.hardware.platform import Platform
+from sim.engine.event_path.clock import FOLLOWS
+from sim.engine.event_path.lifetimes import MOVED_OUT
+from sim.engine.event_path.links import Links, Routes
+from sim.engine.event_path.residency import LEAVING, Transfer
+from sim.engine.event_path.state import State
 from sim.plan import Move
 
 
 class Transfers:
     """Carries out `Move`s, and fetches what an op reads."""
 
-    def __init__(
-        self,
-        platform: Platform,
-        prepared: Prepared,
-        clock: Clock,
-        record: Record,
-        residency: Residency,
-        space: Space,
-        space_queue: SpaceQueue,
-        lifetimes: Lifetimes,
-        links: Links,
-        routes: Routes,
-        ops: OpsUnderWay,
-    ) -> None:
-        self._tier_ids = platform.tier_ids
-        self._size = prepared.size
-        self._first_link = len(platform.engines)
-        self._clock = clock
-        self._record = record
-        self._residency = residency
-        self._in_flight = residency.in_flight
-        self._space = space
-        self._space_queues = space_queue.queues
-        self._lifetimes = lifetimes
+    def __init__(self, state: State, links: Links, routes: Routes) -> None:
+        self._tier_ids = state.platform.tier_ids
+        self._size = state.prepared.size
+        self._clock = state.clock
+        self._record = state.record
+        self._residency = state.residency
+        self._in_flight = state.residency.in_flight
+        self._space = state.space
+        self._space_queues = state.space_queue.queues
+        self._lifetimes = state.lifetimes
+        self._ops = state.ops
         self._links = links
         self._routes = routes
-        self._ops = ops
-        self._outside: list[deque[Transfer]] = [deque() for _ in platform.tiers]
+        self._outside: list[deque[Transfer]] = [deque() for _ in state.space.names]
 
     # ---- asking ------------------------------------------------------------------------------
 
@@ -106,7 +85,7 @@ class Transfers:
         size = self._size[tensor]
         wire = space.size_in(tensor, source) if space.compressed else size
         sizes = (size, wire) if move.wire is None else (move.wire, move.wire)
-        transfer = Transfer(self, tensor, (source, target), route, move, sizes, device, op)
+        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
         self._in_flight[tensor] = transfer
         if self._outside[target] or self._space_queues[target] or not space.fits(target, transfer.size):
             self._outside[target].append(transfer)
@@ -122,7 +101,7 @@ class Transfers:
         source, route = self._routes.source(tensor, held, target)
         move = Move(tensor, self._space.names[target], keep=True)
         sizes = (self._size[tensor], self._space.size_in(tensor, source))
-        transfer = Transfer(self, tensor, (source, target), route, move, sizes, device, op)
+        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
         self._in_flight[tensor] = transfer
         self._admit(transfer, op)
 
@@ -156,14 +135,12 @@ class Transfers:
             self._space.begin_leaving(transfer.tensor, transfer.source)
         self._links.submit(transfer, transfer.priority, transfer.device)
 
-    def end(self, transfer: Transfer, now: int) -> None:
+    def _end(self, transfer: Transfer, now: int) -> None:
         """A copy is complete: release its source, wake who waits, begin what follows."""
         residency, space = self._residency, self._space
         tensor, source, target, op = transfer.tensor, transfer.source, transfer.target, transfer.op
         self._record.ended(now)
-        for link in transfer.route:
-            lane = self._first_link + link
-            self._record.moved(transfer.began, now, transfer.device, lane, op, tensor, transfer.wire)
+        self._record.moved(transfer.began, now, transfer.device, transfer.route, op, tensor, transfer.wire)
         del self._in_flight[tensor]
         space.end_arrival(tensor, target, transfer.size)
         if not transfer.keep:

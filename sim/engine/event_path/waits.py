@@ -6,9 +6,9 @@ from collections.abc import Generator
 
 from sim.engine.event_path.clock import STARTS, Event, Wake
 from sim.engine.event_path.parts import Parts
-from sim.engine.event_path.space_queue import Request
-from sim.engine.event_path.transfer import Transfer
-from sim.plan import Need
+from sim.engine.event_path.refusals import Asked
+from sim.engine.event_path.residency import Transfer
+from sim.engine.event_path.space import Request
 
 Steps = Generator[Event, None, None]
 
@@ -23,12 +23,14 @@ class Waits:
     def __init__(self, index: int, parts: Parts) -> None:
         self.index = index
         self.reason = ""
-        self.request: tuple[int, int, int, str] | None = None
-        self._parts = parts
-        self._clock = parts.clock
-        self._lane = parts.prepared.main[index]
-        names = parts.prepared.trace
-        self._op_names, self._tensor_names = names.op_columns.name, names.tensor_columns.name
+        self.request: Asked | None = None
+        state = self._state = parts.state
+        self._clock = state.clock
+        self._transfers = parts.transfers
+        self._decisions = parts.decisions
+        self._lane = state.prepared.main[index]
+        trace = state.prepared.trace
+        self._op_names, self._tensor_names = trace.op_columns.name, trace.tensor_columns.name
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -69,31 +71,31 @@ class Waits:
         clock.catch_up()
         self.reason = ""
         if clock.now > start:
-            self._parts.record.stalled(start, clock.now, self.index, self._lane, op, tensor, cause)
+            self._state.record.stalled(start, clock.now, self.index, self._lane, op, tensor, cause)
 
     # ---- tensors -----------------------------------------------------------------------------
 
     def arrival(self, tensor: int, cause: str, op: int) -> Steps:
         """Until a copy of a tensor arrives, or its transfer is given up."""
         wake = self.wake_up()
-        self._parts.residency.wait_for(tensor, wake)
+        self._state.residency.wait_for(tensor, wake)
         yield from self.stall(wake, cause, op, tensor)
 
     def transfer_of(self, tensor: int, cause: str, op: int) -> Steps:
         """Until the transfer of a tensor has ended; where it has no space yet, see to that first."""
-        waiting = self._parts.residency.waiting_for_space(tensor)
+        waiting = self._state.residency.waiting_for_space(tensor)
         if waiting is not None:
             yield from self.demand(waiting, op)
             return
         wake = self.wake_up()
-        self._parts.residency.in_flight[tensor].wake_at_end(wake)
+        self._state.residency.in_flight[tensor].wake_at_end(wake)
         yield from self.stall(wake, cause, op, tensor)
 
     def demand(self, transfer: Transfer, op: int) -> Steps:
         """A transfer that a device waits for gets space as an op would."""
         yield from self.space(transfer.target, transfer.size, op, self.reading(transfer.tensor))
-        if self._parts.residency.waiting_for_space(transfer.tensor) is transfer:
-            self._parts.transfers.adopt(transfer, op)
+        if self._state.residency.waiting_for_space(transfer.tensor) is transfer:
+            self._transfers.adopt(transfer, op)
 
     def reading(self, tensor: int) -> str:
         """The reason of a request for the space of a tensor that an op reads."""
@@ -102,19 +104,19 @@ class Waits:
     def idle(self, op: int) -> Steps:
         """Until nothing is under way: for ops first, then for copies."""
         while True:
-            pending = self._parts.ops.pending()
+            pending = self._state.ops.pending()
             if pending is None:
                 return
             cause, what = pending
             wake = self.wake_up()
-            self._parts.ops.wait_for_end(wake)
+            self._state.ops.wait_for_end(wake)
             yield from self.stall(wake, cause, op, -1, what)
 
     # ---- space -------------------------------------------------------------------------------
 
     def space(self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None) -> Steps:
         """Return once a request fits and no device came before; ask the policy, then wait."""
-        space, queue = self._parts.space, self._parts.space_queue
+        space, queue = self._state.space, self._state.space_queue
         place = -1
         while True:
             # first come, first served; `SpaceQueue.wake_waiters` says who may pass
@@ -125,7 +127,7 @@ class Waits:
             if (
                 not space.fits_later(tier, bytes, offset)
                 and not space.fits(tier, bytes, offset)
-                and self._relieve(tier, bytes, op, reason)
+                and self._decisions.relieve(tier, bytes, self.index, op, reason)
             ):
                 continue
             request = Request(bytes, offset, self.wake_up())
@@ -135,18 +137,3 @@ class Waits:
             yield from self.stall(request.wake, "space", op, -1, what)
             self.request = None
             place = queue.leave(tier, request)
-
-    def _relieve(self, tier: int, bytes: int, op: int, reason: str) -> bool:
-        """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""
-        parts = self._parts
-        if parts.online is None:
-            return bool(parts.lazy) and parts.lifetimes.free_longest_dead(tier)
-        space, changes = parts.space, parts.record.changes.rows
-        deficit = bytes - space.free(tier) - space.leaving[tier]
-        need = Need(space.names[tier], bytes, max(1, deficit), op, reason)
-        parts.record.count("pressure_calls")
-        # where the plan keeps dead tensors, they are the online part's to drop
-        answer = parts.resolved.answer(parts.online.on_pressure(need, parts.view), self.index, pressure=True)
-        before = space.leaving[tier], len(changes)
-        parts.actions.apply(answer, self.index, op, online=True)
-        return before != (space.leaving[tier], len(changes))

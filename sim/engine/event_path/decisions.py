@@ -1,0 +1,160 @@
+"""What a plan decides: its drops and moves carried out, its online part asked, and what that sees of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sim.engine.event_path.lifetimes import DROPPED, FREED
+from sim.engine.event_path.links import Links
+from sim.engine.event_path.state import State
+from sim.engine.event_path.transfers import Transfers
+from sim.engine.resolve import Act, Resolved
+from sim.errors import IllegalPlan
+from sim.plan import Need, Online
+
+
+class Decisions:
+    """Does what takes no time of a device: a Recompute and a Wait are the device's own.
+
+    asks_before: whether the online part is asked before each op.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        resolved: Resolved,
+        transfers: Transfers,
+        links: Links,
+        online: Online | None,
+        lazy: bool | frozenset[int],
+    ) -> None:
+        """lazy: dead tensors, all or these, stay until memory is short."""
+        self._trace = state.prepared.trace
+        self._record = state.record
+        self._residency = state.residency
+        self._space = state.space
+        self._lifetimes = state.lifetimes
+        self._resolved = resolved
+        self._transfers = transfers
+        self._online = online
+        self._lazy = lazy
+        self._view = View(state, links)
+        self.asks_before = online is not None and type(online).before is not Online.before
+
+    # ---- planned -----------------------------------------------------------------------------
+
+    def after(self, op: int, device: int) -> None:
+        """The actions after an op that no device stands by."""
+        self.apply(self._resolved.after.get(op, ()), device, op)
+
+    def apply(self, acts: Iterable[Act], device: int, op: int, *, online: bool = False) -> None:
+        """Drops and moves at an op. online: they answer a question, and must leave pinned tensors alone."""
+        residency, lifetimes = self._residency, self._lifetimes
+        produced = residency.produced
+        for act in acts:
+            _, tensor, tier, move = act
+            if not produced[tensor]:
+                raise self._illegal(act, op, "it has not been produced yet")
+            if online and lifetimes.pins[tensor]:
+                raise self._illegal(act, op, "it is pinned by an op under way")
+            if move is not None:
+                self._transfers.move(tensor, move, tier, device, op)
+            elif residency.has_copy(tensor, tier):
+                # where the plan keeps dead tensors, dropping one is what frees it
+                cause = FREED if lifetimes.is_dead(tensor) else DROPPED
+                lifetimes.release(tensor, tier, op, cause)
+            else:
+                self._record.count("ignored_actions")
+
+    def _illegal(self, act: Act, op: int, why: str) -> IllegalPlan:
+        trace = self._trace
+        tensor, name = trace.tensor_columns.name[act.target], trace.op_columns.name[op]
+        return IllegalPlan(f"{act.kind.capitalize()} of tensor {tensor!r} at op {name!r}: {why}")
+
+    # ---- online ------------------------------------------------------------------------------
+
+    def before(self, op: int, device: int) -> list[Act]:
+        """What the online part wants before an op that a device has reached."""
+        if self._online is None:
+            return []
+        return self._resolved.answer(self._online.before(op, self._view), device)
+
+    def relieve(self, tier: int, bytes: int, device: int, op: int, reason: str) -> bool:
+        """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""
+        space, record = self._space, self._record
+        if self._online is None:
+            return bool(self._lazy) and self._lifetimes.free_longest_dead(tier)
+        changes = record.changes.rows
+        deficit = bytes - space.free(tier) - space.leaving[tier]
+        need = Need(space.names[tier], bytes, max(1, deficit), op, reason)
+        record.count("pressure_calls")
+        # where the plan keeps dead tensors, they are the online part's to drop
+        answer = self._resolved.answer(self._online.on_pressure(need, self._view), device, pressure=True)
+        before = space.leaving[tier], len(changes)
+        self.apply(answer, device, op, online=True)
+        return before != (space.leaving[tier], len(changes))
+
+
+class View:
+    """The run's state, read-only; see `sim.plan.Memory`."""
+
+    def __init__(self, state: State, links: Links) -> None:
+        self._platform = state.platform
+        self._clock = state.clock
+        self._space = state.space
+        self._residency = state.residency
+        self._lifetimes = state.lifetimes
+        self._links = links
+        self._ids = state.platform.tier_ids
+
+    @property
+    def now(self) -> int:
+        """The present time."""
+        return self._clock.now
+
+    def free(self, tier: str) -> int:
+        """Bytes not taken."""
+        return self._space.free(self._ids[tier])
+
+    def leaving(self, tier: str) -> int:
+        """Bytes that copies under way will release."""
+        return self._space.leaving[self._ids[tier]]
+
+    def arriving(self, tier: str) -> int:
+        """Bytes taken by copies that have not ended."""
+        return self._space.arriving[self._ids[tier]]
+
+    def largest_hole(self, tier: str) -> int:
+        """The largest contiguous free range."""
+        return self._space.largest_free_block(self._ids[tier])
+
+    def where(self, tensor: int) -> tuple[str, ...]:
+        """The tiers that hold a complete copy."""
+        copies = self._residency.copies[tensor]
+        return tuple(name for i, name in enumerate(self._space.names) if copies & 1 << i)
+
+    def in_flight(self, tensor: int) -> str | None:
+        """The tier that a copy of it is on its way to."""
+        transfer = self._residency.in_flight.get(tensor)
+        return None if transfer is None else self._space.names[transfer.target]
+
+    def is_locked(self, tensor: int) -> bool:
+        """Whether something that runs, or is being restored, needs it where it is."""
+        return self._lifetimes.pins[tensor] > 0
+
+    def last_read(self, tensor: int) -> int:
+        """When an op that reads it was last reached; -1 for never."""
+        return self._residency.last_read[tensor]
+
+    def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:
+        """Free bytes just below and just above it."""
+        return self._space.neighbours(tensor, self._ids[tier])
+
+    def link_free_at(self, source: str, target: str) -> int:
+        """When what is queued on that route now will have ended."""
+        return self._links.free_at(self._platform.route(source, target), self._clock.now)
+
+    def residents(self, tier: str) -> Iterator[int]:
+        """The tensors with a complete copy in a tier, by id."""
+        bit = 1 << self._ids[tier]
+        return (t for t, copies in enumerate(self._residency.copies) if copies & bit)
