@@ -3,7 +3,7 @@
 Matrix products and attention count 2 FLOPs per multiply-add, like `torch.utils.flop_counter`, so that sums can be
 compared with it; as there, a causal mask does not halve them. The elementwise figures count arithmetic instructions of
 a plain implementation. They matter little, because such ops are memory-bound. Bytes are the sum of an op's operands
-unless a rule below says otherwise. What an optimizer's kernels cost stands beside them in `workloads/optimizers.py`.
+unless a rule below says otherwise. What an optimizer's kernels cost is stated with them, in `workloads/optimizers.py`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Hybrid(Policy):
     In a composition the replays show what other parts hold and move, and the search goes on with that.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
-    recomputed from; so an expensive op need not run again for the cheap ones behind it.
+    recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
 
     Source: our own. The choice between three ways and its relaxation follow Beaumont et al., "Efficient Combination of
         Rematerialization and Offloading for Training DNNs", NeurIPS 2021; windows of link time: Huang et al.,
