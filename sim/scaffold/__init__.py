@@ -43,7 +43,7 @@ def write_policy(
         drops what it evicts, any other moves it to the host.
     in_tree: write to the folders of the family, and regenerate the page of coverage.
 
-    Raises PolicyError for a name that is invalid or taken, an unknown kind or family, or a folder that is no checkout.
+    Raises PolicyError for a name that is invalid or taken, an unknown kind or family, or a folder without a checkout.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name.startswith("_"):
         raise PolicyError(
