@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from sim.analysis.figures import figures
 from tests.test_cli import tiersim
 
 SUMMARY = (
@@ -41,6 +42,12 @@ JOB = ("--profile", "a100_40_pcie", "--model", "gpt2", "--batch", "1", "--seq", 
 
 def answer(*words, capsys):
     return json.loads(tiersim(*words, "--json", capsys=capsys)[1])
+
+
+def test_every_figure_of_a_summary_is_pinned():
+    new = [key for key in figures() if key not in SUMMARY]
+    assert not new, f"a new figure: put {', '.join(new)} at the end of SUMMARY here, and into CHANGELOG.md"
+    assert tuple(figures()) == SUMMARY
 
 
 def test_run(capsys):

@@ -1,4 +1,7 @@
-"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table."""
+"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table.
+
+Made by `scripts/make_figures.py`: the public names of the files of this folder.
+"""
 
 from sim.analysis.bounds import Bounds, bounds
 from sim.analysis.bubbles import Bubbles, bubbles
@@ -6,10 +9,19 @@ from sim.analysis.fragmentation import Fragmentation, fragmentation
 from sim.analysis.lifetimes import lifetimes
 from sim.analysis.overlap import Overlap, overlap
 from sim.analysis.pareto import pareto, pareto_front
-from sim.analysis.peak_memory import Holder, Peak, memory_over_time, peak_bytes, peak_memory, roles_over_time
+from sim.analysis.peak_memory import (
+    Holder,
+    Peak,
+    home_peak,
+    mean_bytes,
+    memory_over_time,
+    peak_bytes,
+    peak_memory,
+    roles_over_time,
+)
 from sim.analysis.residence import residence
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
-from sim.analysis.summary import Summary, summarize
+from sim.analysis.summary import Reference, Summary, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
 
 __all__ = [
@@ -20,12 +32,15 @@ __all__ = [
     "LinkTraffic",
     "Overlap",
     "Peak",
+    "Reference",
     "Stalls",
     "Summary",
     "bounds",
     "bubbles",
     "fragmentation",
+    "home_peak",
     "lifetimes",
+    "mean_bytes",
     "memory_over_time",
     "overlap",
     "pareto",

@@ -17,6 +17,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from sim.analysis.figure import LAST, Figure, Unit
 from sim.analysis.registry import declared_figures
 from sim.analysis.summary import Summary
+from sim.errors import TiersimError, near
 
 __all__ = ["BESIDE", "LAST", "UNITS", "Figure", "Unit", "columns", "figures", "figures_markdown", "known"]
 
@@ -54,8 +55,13 @@ def figures() -> Mapping[str, Figure]:
     hints = get_type_hints(Summary, include_extras=True)
     found = {key: get_args(said)[1] for key, said in hints.items() if get_origin(said) is Annotated}
     for module, key, each in declared_figures():
+        where = f"sim/analysis/{module.__name__.rpartition('.')[2]}.py: figure {key!r}"
         if key in found or key in BESIDE:
-            raise ValueError(f"{module.__name__}: figure {key!r} is declared already")
+            raise TiersimError(f"{where} is declared already")
+        if each.unit not in UNITS:
+            raise TiersimError(f"{where}: no unit is called {each.unit!r}{near(each.unit, UNITS)}")
+        if each.of is None:
+            raise TiersimError(f"{where} needs `of`, the function of a log and a reference that computes it")
         found[key] = each
     return found
 

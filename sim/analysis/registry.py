@@ -42,22 +42,38 @@ def declared_figures() -> Iterator[tuple[ModuleType, str, Figure]]:
 @cache
 def analyses() -> Mapping[str, Analysis]:
     """The analyses by name: functions whose only required argument is a log."""
-    found: dict[str, Analysis] = {}
-    for module in modules():
-        for name, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_":
-                taken = list(inspect.signature(value).parameters.values())
-                needed = [parameter for parameter in taken if parameter.default is parameter.empty]
-                if needed == taken[:1] and needed and needed[0].annotation == "EventLog":
-                    found[name] = value
-    return found
+    return {name: of for module in modules() for name, of in own_functions(module).items() if _takes_a_log(of)}
+
+
+def own_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The public functions that a file defines, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    }
+
+
+def _takes_a_log(function: Callable[..., Any]) -> bool:
+    """Whether the first parameter, and no other required one, is declared as an event log, however that is written."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    if [each for each in parameters if each.default is each.empty] != parameters[:1] or not parameters:
+        return False
+    declared = getattr(parameters[0].annotation, "__name__", parameters[0].annotation)
+    return str(declared).strip("'\"").rpartition(".")[2] == "EventLog"
 
 
 def analysis(name: str) -> Analysis:
-    """The analysis of that name. Raises TiersimError with the nearest one."""
-    if name not in analyses():
-        raise TiersimError(f"no analysis is called {name!r}{near(name, analyses())}")
-    return analyses()[name]
+    """The analysis of that name. Raises TiersimError with the nearest one, or with why a function is none."""
+    if name in analyses():
+        return analyses()[name]
+    for module in modules():
+        file = f"sim/analysis/{module.__name__.rpartition('.')[2]}.py"
+        if name in own_functions(module):
+            raise TiersimError(f"{file}: {name} is no analysis: its one required parameter has to be `log: EventLog`")
+        if file == f"sim/analysis/{name}.py":
+            raise TiersimError(f"{file} has no function {name!r}{near(name, own_functions(module))}")
+    raise TiersimError(f"no analysis is called {name!r}{near(name, analyses())}")
 
 
 def meaning(name: str) -> str:

@@ -13,6 +13,7 @@ from sim.analysis import figures as declared
 from sim.analysis import registry
 from sim.analysis.figures import BESIDE, Figure, columns, figures, known
 from sim.analysis.registry import analyses, as_records
+from sim.errors import TiersimError
 from sim.log import EventLog
 from sim.pages import run_view
 from sim.report.page.run import run_data
@@ -96,8 +97,24 @@ def test_a_key_is_declared_once(made_up, monkeypatch):
     module = registry.modules()[-1]
     monkeypatch.setitem(module.FIGURES, "peak_bytes", Figure("bytes", "peak", "again"))
     figures.cache_clear()
-    with pytest.raises(ValueError, match="'peak_bytes' is declared already"):
+    with pytest.raises(TiersimError, match=r"^sim/analysis/longest\.py: figure 'peak_bytes' is declared already$"):
         figures()
+
+
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [
+        (Figure("ns", "x", "y", of=lambda log, reference: 1), "no unit is called 'ns' (valid: 'bytes', "),
+        (Figure("bits", "x", "y", of=lambda log, reference: 1), "no unit is called 'bits' (did you mean 'bytes'?)"),
+        (Figure("time", "x", "y"), "needs `of`"),
+    ],
+)
+def test_a_figure_that_cannot_be_shown_is_refused_with_its_file(made_up, monkeypatch, figure, said):
+    monkeypatch.setitem(registry.modules()[-1].FIGURES, "mine", figure)
+    figures.cache_clear()
+    with pytest.raises(TiersimError) as caught:
+        figures()
+    assert str(caught.value).startswith(f"sim/analysis/longest.py: figure 'mine'{':' if figure.of else ''} {said}")
 
 
 # ---- what is declared ------------------------------------------------------------------------------

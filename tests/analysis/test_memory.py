@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from sim.analysis import (
     Holder,
     fragmentation,
+    home_peak,
     lifetimes,
+    mean_bytes,
     memory_over_time,
     peak_bytes,
     peak_memory,
+    residence,
     roles_over_time,
 )
 from sim.errors import ProfileError
@@ -33,6 +36,31 @@ def test_the_peak_names_its_moment_its_op_and_what_was_alive(step):
     assert len(peak_memory(step, largest=1).largest) == 1
     assert peak.workspace_bytes == 0
     assert peak.reserved_bytes is None
+
+
+def test_the_mean_weighs_each_level_by_how_long_it_lasts(step):
+    levels = ((350, 100), (340, 200), (310, 250), (340, 100), (310, 10), (410, 100), (200, 10))
+    assert mean_bytes(step) == sum(held * lasts for held, lasts in levels) // 770 == 338
+    assert mean_bytes(step, "host") == 200 * 400 // 770
+
+
+def test_the_home_peak_is_that_of_the_fullest_device():
+    b = TraceBuilder()
+    y, z = b.tensor("y", 10), b.tensor("z", 30)
+    b.op("f", writes=[y], duration=5, device=0)
+    b.op("g", writes=[z], duration=5, device=1)
+    rows = [(0, 0, 10, y, 0, "made"), (0, 1, 30, z, 1, "made"), (5, 2, 99, y, 0, "moved in")]
+    log = log_of(b.build(outputs=(), carry=()), machine(2), [], rows)
+    assert home_peak(log) == 30
+    assert peak_bytes(log) == {"hbm": 10, "hbm1": 30, "host": 99}
+
+
+def test_residence_is_where_all_of_a_tensor_is_at_the_end(step):
+    names = {step.trace.tensors[t].name: tiers for t, tiers in residence(step).items()}
+    assert names == {"w2": ("hbm",)}
+    during_the_copy = replace(step, changes=step.changes[:7])
+    names = {step.trace.tensors[t].name: tiers for t, tiers in residence(during_the_copy).items()}
+    assert names == {"w": ("hbm",), "a": ("hbm", "host"), "y": ("hbm",)}
 
 
 def test_each_phase_has_a_peak_of_its_own(step):
