@@ -57,11 +57,13 @@ def cases(trace: Trace) -> dict[str, Callable[[], object]]:
     machine = platform()
     prepare(trace, machine)  # flat lists, made once a trace and shared by all runs, as in a sweep
     peak = peak_bytes(replay(Plan(trace), machine))["hbm"]
+    recompute = load("full_recompute").plan(problem_for(trace, machine))
     swap = load("swap_all").plan(problem_for(trace, machine))
     prepare(swap.trace, machine)
     tight = int(0.6 * peak)
     return {
         "keep_all": lambda: replay(Plan(trace), machine),
+        "full_recompute": lambda: replay(recompute, machine),
         "swap_all": lambda: replay(swap, machine),
         "dtr_eq at 0.6": lambda: simulate(trace, machine, "dtr", heuristic="dtr_eq", budget=tight),
         "dtr at 0.6": lambda: simulate(trace, machine, "dtr", heuristic="dtr", budget=tight),

@@ -11,7 +11,7 @@ SPEC = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1]
 speed = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(speed)
 
-LIMITS = {"keep_all": 6, "swap_all": 15, "dtr_eq at 0.6": 96, "dtr at 0.6": 500}
+LIMITS = {"keep_all": 0.8, "full_recompute": 1.4, "swap_all": 15, "dtr_eq at 0.6": 96, "dtr at 0.6": 500}
 MARGIN = 1.3
 
 

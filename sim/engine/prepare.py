@@ -1,4 +1,4 @@
-"""What a replay needs of a trace on a platform, as flat lists made once and shared by all runs."""
+"""What a replay needs of a trace on a platform, made once and shared by all runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from sim.engine.columns import TraceColumns
 from sim.errors import ProfileError, TraceError
-from sim.hardware.cost import op_times
+from sim.hardware.cost import OpTimes, op_times
 from sim.hardware.platform import Engine, Platform
-from sim.log import WHY
+from sim.log import WHY, Ints
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import KINDS
@@ -41,87 +43,231 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Flat lists, one entry per op or tensor; ids of engines and tiers are positions in the platform.
+    """A trace on a platform: ids of engines and tiers are positions in the platform.
 
-    plain: per op, of one that takes a fixed time on its device's main engine, produces every result in new space, is
-        in no group and no codec; None for others.
-    operands: per op what it reads and writes.
-    touched: per op its operands, and what the program lets go at its end.
-    uses: per tensor what keeps it from being freed: its readers, and the program while it holds it.
-    releases: per op what the program lets go.
-    freeable: per tensor whether it may be freed once nobody reads it: it has a producer and is not an output.
-    permanent: per tensor whether it is never freed, since nothing overwrites it either.
-    why: per op what the log calls its first run.
+    The event path works on flat lists, one entry per op or tensor; each is made when it is first asked for, since the
+    array path needs none.
+
+    times: the times of all ops, as columns.
+    main: per device its main engine.
+    reach_order: per engine the tiers that it reads and writes in place, its home first.
+    charges: see `Charges`, by the name of a link or engine.
+    flowing: per op whether part of its time depends on bandwidth that it shares.
+    groups: per group its members.
     plans: of plans that have run, by id: a weak reference, and their actions by anchor.
     """
 
     trace: Trace
-    order: tuple[tuple[int, ...], ...]
-    plain: list[Plain | None]
-    reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
-    operands: list[tuple[int, ...]]
-    touched: list[tuple[int, ...]]
-    engine: list[int]
-    device: list[int]
-    fixed: list[int]
-    flow_bytes: list[int]
-    flow_rate: list[int]
-    total: list[int]
-    workspace: list[int]
+    times: OpTimes
     main: tuple[int, ...]
-    home: list[int]
-    reach: list[int]
     reach_order: list[tuple[int, ...]]
     charges: Mapping[str, Charges]
-    size: list[int]
-    producer: list[int]
-    replaces: list[int]
-    replaced_by: list[int]
-    uses: list[int]
-    releases: Mapping[int, tuple[int, ...]]
-    freeable: list[bool]
-    permanent: list[bool]
+    flowing: NDArray[np.bool_]
     groups: Mapping[str, tuple[int, ...]]
-    group_of: Mapping[int, str]
-    why: list[int]
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    # ---- engines and time --------------------------------------------------------------------
+
+    @cached_property
+    def home(self) -> list[int]:
+        """Per engine its home tier."""
+        return [tiers[0] for tiers in self.reach_order]
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """Per engine the tiers within its reach, as bits."""
+        return [sum(1 << tier for tier in tiers) for tiers in self.reach_order]
+
+    @cached_property
+    def engine(self) -> list[int]:
+        """Per op the engine that runs it."""
+        return _listed(self.times.engine)
+
+    @cached_property
+    def total(self) -> list[int]:
+        """Per op its time in ns when nothing shares its bandwidth."""
+        return _listed(self.times.total)
+
+    @cached_property
+    def fixed(self) -> list[int]:
+        """Per op the part of it that depends on nothing else."""
+        return _listed(np.where(self.flowing, self.times.fixed, self.times.total))
+
+    @cached_property
+    def flow_bytes(self) -> list[int]:
+        """Per op the bytes that flow through pools."""
+        return _listed(np.where(self.flowing, self.times.bytes, 0))
+
+    @cached_property
+    def flow_rate(self) -> list[int]:
+        """Per op the most bytes/s at which they do."""
+        return _listed(self.times.rate)
+
+    @cached_property
+    def ideal_ns(self) -> int:
+        """Every op run once, one after the other; an op of no time counts a nanosecond."""
+        return int(np.maximum(self.times.total, 1).sum())
+
+    @cached_property
+    def is_sequence(self) -> bool:
+        """Whether the ops run one after the other: on one engine of one device, whose time nothing else changes."""
+        alone = self.trace.devices == 1 and not self.groups and not self.flowing.any()
+        return alone and bool((self.times.engine == self.main[0]).all())
+
+    # ---- ops ---------------------------------------------------------------------------------
+
+    @cached_property
+    def device(self) -> list[int]:
+        """Per op its device."""
+        return _listed(self.trace.op_columns.device)
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """Per device its ops."""
+        device = self.trace.op_columns.device
+        return tuple(tuple(_listed(np.flatnonzero(device == own))) for own in range(self.trace.devices))
+
+    @cached_property
+    def reads(self) -> list[tuple[int, ...]]:
+        """Per op what it reads, each once."""
+        c = self.trace.op_columns
+        return _rows(c.read_start.tolist(), c.read_ids.tolist(), unique=True)
+
+    @cached_property
+    def writes(self) -> list[tuple[int, ...]]:
+        """Per op what it writes."""
+        c = self.trace.op_columns
+        return _rows(c.write_start.tolist(), c.write_ids.tolist())
+
+    @cached_property
+    def operands(self) -> list[tuple[int, ...]]:
+        """Per op what it reads and writes."""
+        return [(*read, *written) for read, written in zip(self.reads, self.writes, strict=True)]
+
+    @cached_property
+    def touched(self) -> list[tuple[int, ...]]:
+        """Per op its operands, and what the program lets go at its end."""
+        releases = self.releases
+        return [(*pair, *releases[i]) if i in releases else pair for i, pair in enumerate(self.operands)]
+
+    @cached_property
+    def workspace(self) -> list[int]:
+        """Per op its workspace in bytes."""
+        return _listed(self.trace.op_columns.workspace)
+
+    @cached_property
+    def plain(self) -> list[Plain | None]:
+        """Per op what there is of one that takes a fixed time on its device's main engine, produces every result in new
+        space, is in no group and no codec; None for others."""
+        c, replaces = self.trace.op_columns, self.replaces
+        beside = self.flowing | (self.times.engine != np.array(self.main)[c.device]) | self._is_codec
+        beside[list(c.group)] = True
+        size, total, plain = self.size, self.total, list[Plain | None]()
+        for i, (special, written) in enumerate(zip(beside.tolist(), self.writes, strict=True)):
+            if special or any(replaces[w] >= 0 for w in written):
+                plain.append(None)
+            else:
+                sizes = tuple((w, size[w]) for w in written)
+                plain.append(Plain(self.reads[i], sizes, sum(s for _, s in sizes), self.workspace[i], total[i]))
+        return plain
+
+    @cached_property
+    def why(self) -> list[int]:
+        """Per op what the log calls its first run."""
+        return _listed(self.first_run)
+
+    @cached_property
+    def first_run(self) -> Ints:
+        """The same as a column."""
+        return np.where(self._is_codec, WHY["codec"], WHY["run"])
+
+    @cached_property
+    def _is_codec(self) -> NDArray[np.bool_]:
+        is_codec: NDArray[np.bool_] = self.trace.op_columns.kind == KINDS.index("codec")
+        return is_codec
+
+    @cached_property
+    def group_of(self) -> Mapping[int, str]:
+        """The group of each op that is in one."""
+        return self.trace.op_columns.group
 
     def logged(self, op: int, why: str) -> int:
         """What the log calls a run of an op: an encoding or decoding is `codec`, recomputed it is `recompute`."""
         return self.why[op] if why == "run" else WHY[why]
 
+    # ---- tensors -----------------------------------------------------------------------------
+
     @cached_property
-    def ideal_ns(self) -> int:
-        """Every op run once, one after the other; an op of no time counts a nanosecond."""
-        return sum(max(1, ns) for ns in self.total)
+    def size(self) -> list[int]:
+        """Per tensor its bytes."""
+        return _listed(self.trace.tensor_columns.bytes)
+
+    @cached_property
+    def producer(self) -> list[int]:
+        """Per tensor the op that produces it, -1 for none."""
+        return _listed(self.trace.producer)
+
+    @cached_property
+    def replaces(self) -> list[int]:
+        """Per tensor the value that it overwrites, -1 for none."""
+        return _listed(self.trace.tensor_columns.replaces)
+
+    @cached_property
+    def replaced_by(self) -> list[int]:
+        """Per tensor the value that overwrites it, -1 for none."""
+        return _listed(self.trace.replaced_by)
+
+    @cached_property
+    def uses(self) -> list[int]:
+        """Per tensor what keeps it from being freed: its readers, and the program while it holds it."""
+        return _listed(uses(self.trace))
+
+    @cached_property
+    def releases(self) -> Mapping[int, tuple[int, ...]]:
+        """Per op what the program lets go."""
+        return self.trace.op_columns.releases
+
+    @cached_property
+    def columns(self) -> TraceColumns:
+        """The columns of the array path."""
+        return TraceColumns(self.trace)
+
+    @cached_property
+    def freeable(self) -> list[bool]:
+        """Per tensor whether it may be freed once nobody reads it: it has a producer and is not an output."""
+        return _listed(freeable(self.trace))
+
+    @cached_property
+    def permanent(self) -> list[bool]:
+        """Per tensor whether it is never freed, since nothing overwrites it either."""
+        return _listed(~freeable(self.trace) & (self.trace.replaced_by < 0))
 
     @cached_property
     def first_tier(self) -> list[int]:
         """Per tensor the home tier of the engine that first makes or uses it; device 0's for an idle one."""
         c = self.trace.op_columns
-        homes = np.array([self.home[engine] for engine in self.engine] or [0], np.int64)
-        first = np.full(len(self.size), self.home[self.main[0]], np.int64)
+        homes = np.array(self.home, np.int64)[self.times.engine]
+        first = np.full(len(self.trace.producer), self.home[self.main[0]], np.int64)
         for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
             op = np.repeat(np.arange(len(c.name)), np.diff(start))
             tensors, at = np.unique(ids, return_index=True)
             unmade = np.ones(len(tensors), bool) if ids is c.write_ids else self.trace.producer[tensors] < 0
             first[tensors[unmade]] = homes[op[at[unmade]]]
-        return first.tolist()
+        return _listed(first)
 
 
 _KEPT = 4
 
 
 def prepare(trace: Trace, platform: Platform) -> Prepared:
-    """Prepared lists; the same object for the same trace on platforms that differ in capacities only.
+    """What is prepared; the same object for the same trace on platforms that differ in capacities only.
 
     Raises TraceError on a group without its other members, ProfileError where a device, an engine or a
     type is missing.
     """
     timing = replace(platform, tiers=tuple(replace(t, capacity=0) for t in platform.tiers), budget=None, facts=())
     key = timing.content_hash
-    # kept on the trace and freed with it: a table outside would keep the lists alive, and they the trace
+    # kept on the trace and freed with it: a table outside would keep what is prepared alive, and they the trace
     known: OrderedDict[str, Prepared] = vars(trace).setdefault("_prepared", OrderedDict())
     if key not in known:
         known[key] = _prepare(trace, platform)
@@ -133,68 +279,28 @@ def prepare(trace: Trace, platform: Platform) -> Prepared:
 def _prepare(trace: Trace, platform: Platform) -> Prepared:
     if trace.devices > platform.devices:
         raise ProfileError(f"{platform.name} has {platform.devices} device(s); the trace needs {trace.devices}")
-    c, t = trace.op_columns, trace.tensor_columns
     times = op_times(trace, platform)
-    engine = times.engine.tolist()
     charges = _charges(platform)
-    pooled = {i for i, unit in enumerate(platform.engines) if unit.name in charges}
-    main = tuple(platform.engine_for(d) for d in range(trace.devices))
-    reads = _rows(c.read_start.tolist(), c.read_ids.tolist(), unique=True)
-    writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
-    operands = [(*read, *written) for read, written in zip(reads, writes, strict=True)]
-    device = c.device.tolist()
-    size = t.bytes.tolist()
-    total, workspace = times.total.tolist(), c.workspace.tolist()
-    flow_bytes, flow_rate, fixed = times.bytes.tolist(), times.rate.tolist(), times.fixed.tolist()
-    for i in range(len(writes)):
-        if engine[i] not in pooled:
-            fixed[i], flow_bytes[i] = total[i], 0
-    replaces, codes = t.replaces.tolist(), (c.kind == KINDS.index("codec")).tolist()
-    plain: list[Plain | None] = [None] * len(writes)
-    for i, written in enumerate(writes):
-        beside = flow_bytes[i] > 0 or engine[i] != main[device[i]] or i in c.group or codes[i]
-        if not beside and all(replaces[w] < 0 for w in written):
-            sizes = tuple((w, size[w]) for w in written)
-            plain[i] = Plain(reads[i], sizes, sum(s for _, s in sizes), workspace[i], total[i])
-    may_free = freeable(trace)
-    reaches = [_reach_order(unit, platform) for unit in platform.engines]
+    pooled = np.array([unit.name in charges for unit in platform.engines])
     return Prepared(
         trace=trace,
-        order=tuple(tuple(i for i, d in enumerate(device) if d == own) for own in range(trace.devices)),
-        plain=plain,
-        reads=reads,
-        writes=writes,
-        operands=operands,
-        touched=[(*pair, *c.releases[i]) if i in c.releases else pair for i, pair in enumerate(operands)],
-        engine=engine,
-        device=device,
-        fixed=fixed,
-        flow_bytes=flow_bytes,
-        flow_rate=flow_rate,
-        total=total,
-        workspace=workspace,
-        main=main,
-        home=[tiers[0] for tiers in reaches],
-        reach=[sum(1 << tier for tier in tiers) for tiers in reaches],
-        reach_order=reaches,
+        times=times,
+        main=tuple(platform.engine_for(d) for d in range(trace.devices)),
+        reach_order=[_reach_order(unit, platform) for unit in platform.engines],
         charges=charges,
-        size=size,
-        producer=trace.producer.tolist(),
-        replaces=replaces,
-        replaced_by=trace.replaced_by.tolist(),
-        uses=uses(trace).tolist(),
-        releases=c.releases,
-        freeable=may_free.tolist(),
-        permanent=(~may_free & (trace.replaced_by < 0)).tolist(),
+        flowing=pooled[times.engine] & (times.bytes > 0),
         groups=_groups(trace),
-        group_of=dict(c.group),
-        why=[WHY["codec"] if is_codec else WHY["run"] for is_codec in codes],
     )
 
 
 def _reach_order(unit: Engine, platform: Platform) -> tuple[int, ...]:
     """The tiers that an engine reads and writes in place, its home first."""
     return tuple(platform.tier_ids[name] for name in dict.fromkeys((unit.home, *unit.reaches)))
+
+
+def _listed(column: NDArray[Any]) -> list[Any]:
+    values: list[Any] = column.tolist()
+    return values
 
 
 def _rows(start: list[int], ids: list[int], unique: bool = False) -> list[tuple[int, ...]]:

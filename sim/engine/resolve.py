@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 from weakref import ref
+
+import numpy as np
 
 from sim.engine.prepare import Prepared
 from sim.errors import IllegalPlan, TraceError, near
 from sim.hardware.platform import Platform
+from sim.log import Ints
 from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
 
 
@@ -25,12 +30,61 @@ class Act(NamedTuple):
     move: Move | None = None
 
 
-class Resolved:
-    """All that a plan asks for: actions by anchor, and where tensors are to be produced.
+class ActionColumns(NamedTuple):
+    """The drops and recomputations of a plan that does nothing else, in the order of their anchors.
+
+    recomputed, before: ops to recompute, and the op that anchors each.
+    dropped, tier, anchor: tensors to drop, from which tier, and the op that anchors each.
+    passed: per drop how many of these recomputations come before it.
+    after: per drop whether it is after its anchor.
+    """
+
+    recomputed: Ints
+    before: Ints
+    dropped: Ints
+    tier: Ints
+    anchor: Ints
+    passed: Ints
+    after: Ints
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """Actions by anchor.
 
     before, after: per op the actions anchored there.
     slow_before, slow_after: ops where some of them take the device's time.
-    recomputed: the ops of its Recomputes.
+    recomputed: the ops of all Recomputes.
+    """
+
+    before: dict[int, list[Act]] = field(default_factory=dict)
+    after: dict[int, list[Act]] = field(default_factory=dict)
+    slow_before: set[int] = field(default_factory=set)
+    slow_after: set[int] = field(default_factory=set)
+    recomputed: list[int] = field(default_factory=list)
+
+    @cached_property
+    def columns(self) -> ActionColumns | None:
+        """The actions as columns; None if some move or wait, or recompute after an op."""
+        recomputed: list[tuple[int, int]] = []
+        dropped: list[tuple[int, int, int, int, int]] = []
+        for after, side in enumerate((self.before, self.after)):
+            for anchor in sorted(side):
+                for kind, target, tier, _ in side[anchor]:
+                    if kind == "drop":
+                        dropped.append((target, tier, anchor, len(recomputed), after))
+                    elif kind == "recompute" and not after:
+                        recomputed.append((target, anchor))
+                    else:
+                        return None
+        drops = np.array(dropped, np.int64).reshape(-1, 5).T
+        return ActionColumns(*np.array(recomputed, np.int64).reshape(-1, 2).T, *drops)
+
+
+class Resolved:
+    """All that a plan asks for: actions by anchor, and where tensors are to be produced.
+
+    anchored: its actions; before, after, slow_before, slow_after, recomputed: those of `anchored`.
     born: per tensor that it places, tier and offset.
     special: the producers of those.
     """
@@ -41,21 +95,18 @@ class Resolved:
         self._prepared = prepared
         self._tier_ids: Mapping[str, int] = platform.tier_ids
         self._ops, self._tensors = len(prepared.reads), len(prepared.size)
-        self.before: dict[int, list[Act]] = {}
-        self.after: dict[int, list[Act]] = {}
-        self.slow_before: set[int] = set()
-        self.slow_after: set[int] = set()
-        self.recomputed: list[int] = []
         known = prepared.plans.get(id(plan))
-        if known is not None and known[0]() is plan:  # a plan that has run before on this machine
-            self.before, self.after, self.slow_before, self.slow_after, self.recomputed = known[1]
-        else:
+        is_known = known is not None and known[0]() is plan  # a plan that has run before on this machine
+        self.anchored: Anchored = known[1] if known is not None and is_known else Anchored()
+        self.before, self.after = self.anchored.before, self.anchored.after
+        self.slow_before, self.slow_after = self.anchored.slow_before, self.anchored.slow_after
+        self.recomputed = self.anchored.recomputed
+        if not is_known:
             for action in plan.actions:
                 if not (type(action) is Move and self._plain_move(action)):
                     self._anchor(action)
-            resolved = (self.before, self.after, self.slow_before, self.slow_after, self.recomputed)
             plans, key = prepared.plans, id(plan)
-            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), resolved)
+            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), self.anchored)
         self.born: dict[int, tuple[int, int | None]] = {}
         for tensor, where in plan.place.items():
             name, offset = (where, None) if isinstance(where, str) else where

@@ -1,0 +1,289 @@
+"""The array path: the log of a run that is a straight sequence, as array arithmetic.
+
+A plan that moves nothing and asks nothing, on one engine whose time is its own, leaves nothing to wait for: the order
+of its steps is known before it runs. Step 0 places what exists from the start; each later step runs an op, in its own
+place or recomputed. The rows of `changes` follow in eight phases per step, each by the event path's rule:
+
+    phase          what happens                                       it makes a row where             cause of the row
+    DROP           drops of the plan before the op                    the tensor is resident          dropped
+    TAKE           space for each result, then workspace              it takes over no storage        made, workspace
+    GIVE           workspace is released                              as taken                        workspace
+    ARRIVE         results arrive; what they overwrite is lost        the old value is resident       overwritten, made
+    DROP_AFTER     drops of the plan after the op                     the tensor is resident          dropped
+    FREE_READ      of what the op read, what nothing uses any more    it is resident                  freed
+    FREE_WRITTEN   of what it wrote, the same                         it is resident                  freed
+    FREE_RELEASED  of what the program releases here, the same        it is resident                  freed
+
+A result that is still resident when it is recomputed takes workspace instead. Whether a tensor is resident follows
+from what happened to it last: it is where that was an arrival. So all that happens is sorted by tensor and phase, and
+each row looks at its predecessor.
+
+What cannot go on like this is left to the event path, which says what is wrong: a read that is not resident, a peak
+above the capacity, too much recomputation, an action before its time, an output that has been dropped.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.engine.columns import FREE_READ, FREE_WRITTEN, TraceColumns
+from sim.engine.event_path.record import COUNTERS
+from sim.engine.prepare import Prepared
+from sim.engine.resolve import ActionColumns, Resolved
+from sim.hardware.platform import Allocator, Platform
+from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, WHY, EventLog, Ints
+from sim.plan import Plan
+
+DROP, TAKE, GIVE, ARRIVE, DROP_AFTER = range(5)  # and FREE_READ, FREE_WRITTEN, FREE_RELEASED
+BITS = 3  # of a key that tell the phase; the others tell the step
+PHASES = 1 << BITS
+PLACED, MADE, FREED, DROPPED, WORKSPACE, OVERWRITTEN = (
+    CAUSE[name] for name in ("placed", "made", "freed", "dropped", "workspace", "overwritten")
+)
+Mask = NDArray[np.bool_]
+Pairs = tuple[Ints, Ints]
+
+
+def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
+    """Whether a plan's run is a straight sequence on this platform, unless something is wrong with it."""
+    home, actions = prepared.home[prepared.main[0]], resolved.anchored.columns
+    return (
+        plan.online is None
+        and not plan.keep_dead
+        and prepared.is_sequence
+        and all(tier.allocator == Allocator() for tier in platform.tiers)
+        and all(where == (home, None) for where in resolved.born.values())
+        and actions is not None
+        and bool((actions.tier == home).all())
+    )
+
+
+def run(platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None) -> EventLog | None:
+    """The log of a run that is covered; None if the event path has to say what is wrong with it."""
+    actions = resolved.anchored.columns
+    if actions is None or _recomputes_too_much(prepared, actions, recompute_limit):
+        return None
+    steps = _steps(prepared, actions)
+    events = _events(prepared.columns, steps, actions)
+    if not _is_legal(prepared, steps, actions, events):
+        return None
+    changes = _changes(prepared, steps, events)
+    home = prepared.home[prepared.main[0]]
+    if int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0)) > platform.tiers[home].capacity:
+        return None
+    intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
+    for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
+        intervals[:, INTERVAL_COLUMNS.index(name)] = column[1:]
+    intervals[:, INTERVAL_COLUMNS.index("lane")] = prepared.main[0]
+    intervals[:, INTERVAL_COLUMNS.index("tensor")] = -1
+    ignored = len(actions.dropped) - int(events.dropped.resident.sum())
+    return EventLog(
+        trace=prepared.trace,
+        platform=platform,
+        intervals=intervals,
+        changes=changes,
+        reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
+        end=int(steps.end[-1]),
+        counters=dict.fromkeys(COUNTERS, 0) | {"ignored_actions": ignored},
+    )
+
+
+def _recomputes_too_much(prepared: Prepared, actions: ActionColumns, limit: float | None) -> bool:
+    spent = int(np.maximum(prepared.times.total[actions.recomputed], 1).sum())
+    return limit is not None and spent > limit * prepared.ideal_ns
+
+
+# ---- what runs ---------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What runs, in order; step 0 is the start.
+
+    op, why: per step its op, -1 at the start, and what the log calls the run.
+    anchor: per step the op in whose place it runs.
+    start, end: per step, in ns.
+    own: per op the step of its first run; 0 for the op -1.
+    again: the steps that recompute an op.
+    """
+
+    op: Ints
+    why: Ints
+    anchor: Ints
+    start: Ints
+    end: Ints
+    own: Ints
+    again: Ints
+
+
+def _steps(prepared: Prepared, actions: ActionColumns) -> Steps:
+    ops = np.arange(len(prepared.times.total))
+    own = ops + 1 + np.searchsorted(actions.before, ops, "right")
+    again = actions.before + 1 + np.arange(len(actions.before))
+    op = np.full(len(own) + len(again) + 1, -1, np.int64)
+    op[own], op[again] = ops, actions.recomputed
+    why, anchor = np.full(len(op), WHY["recompute"], np.int64), op.copy()
+    why[own], anchor[again] = prepared.first_run, actions.before
+    ns = np.append(prepared.times.total, 0)[op]
+    end = np.cumsum(ns)
+    return Steps(op, why, anchor, end - ns, end, np.append(own, 0), again)
+
+
+# ---- what happens to tensors -------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """Events of one kind: of each its key (step and phase), the tensor, and whether that was resident just before."""
+
+    key: Ints
+    tensor: Ints
+    resident: Mask
+
+
+class Events(NamedTuple):
+    """All arrivals and departures of tensors.
+
+    placed, written, overwritten, dropped, freed: by kind.
+    in_place: which of `written` overwrite those of `overwritten`.
+    loose: per tensor whether it may come or go more than once; only their events are in the next two.
+    moments: tensor and key in one number, sorted.
+    arrived: per moment whether it is an arrival.
+    """
+
+    placed: Kind
+    written: Kind
+    overwritten: Kind
+    dropped: Kind
+    freed: Kind
+    in_place: Ints
+    loose: Mask
+    moments: Ints
+    arrived: Mask
+
+
+def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Events:
+    rewritten_at, rewritten = columns.written.of(actions.recomputed, steps.again)
+    written = np.concatenate((columns.written.tensor, rewritten))
+    arrivals = np.concatenate((steps.own[columns.written.op], rewritten_at)) * PHASES + ARRIVE
+    old = columns.replaces[written]
+    in_place = np.flatnonzero(old >= 0)
+    drop_before = (actions.anchor + 1 + actions.passed) * PHASES + DROP
+    drop_after = steps.own[actions.anchor] * PHASES + DROP_AFTER
+    kinds = (
+        (np.full(len(columns.placed), ARRIVE), columns.placed),
+        (arrivals, written),
+        (arrivals[in_place], old[in_place]),
+        (np.where(actions.after, drop_after, drop_before), actions.dropped),
+        _frees(columns, steps, actions),
+    )
+    key, tensor = (np.concatenate(column) for column in zip(*kinds, strict=True))
+    ends = np.cumsum([0, *(len(kind[0]) for kind in kinds)]).tolist()
+    loose = np.zeros(len(columns.size), np.bool_)
+    for some in (old[in_place], actions.dropped, rewritten):
+        loose[some] = True
+    resident = np.arange(len(key)) >= ends[4]  # but for loose ones: never when they arrive, always when they are freed
+    which = np.flatnonzero(loose[tensor])
+    moments = tensor[which] * (len(steps.op) * PHASES) + key[which]
+    order = np.argsort(moments)
+    which = which[order]
+    whose, arrived = tensor[which], which < ends[2]
+    resident[which[:1]], resident[which[1:]] = False, arrived[:-1] & (whose[1:] == whose[:-1])
+    placed, made, overwritten, dropped, freed = (Kind(key[a:b], tensor[a:b], resident[a:b]) for a, b in pairwise(ends))
+    return Events(placed, made, overwritten, dropped, freed, in_place, loose, moments[order], arrived)
+
+
+def _frees(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Pairs:
+    """(key, tensor) of what a step touches when nothing uses it any more; it may not be resident."""
+    step, freed = steps.own[columns.free_op], columns.freed
+    key = step * PHASES + columns.free_phase
+    if not len(steps.again):
+        return key, freed
+    read, written = (each.of(actions.recomputed, steps.again) for each in (columns.read, columns.written))
+    last = steps.own[columns.last_use]
+    np.maximum.at(last, read[1], read[0])
+    still = np.flatnonzero(step >= last[freed])
+    keys, tensors = [key[still]], [freed[still]]
+    for phase, (step, tensor) in ((FREE_READ, read), (FREE_WRITTEN, written)):
+        dead = np.flatnonzero((step >= last[tensor]) & columns.may_free[tensor])
+        keys.append(step[dead] * PHASES + phase)
+        tensors.append(tensor[dead])
+    return np.concatenate(keys), np.concatenate(tensors)
+
+
+def _is_legal(prepared: Prepared, steps: Steps, actions: ActionColumns, events: Events) -> bool:
+    """Whether every action and read comes when its tensor is there, and all outputs are at the end.
+
+    Without actions that is so: the trace has been checked. With some, what is not loose is there from its production
+    to its last use.
+    """
+    trace, columns, span = prepared.trace, prepared.columns, len(steps.op) * PHASES
+    if not len(actions.recomputed) + len(actions.dropped):
+        return True
+    if (actions.recomputed >= actions.before).any():
+        return False
+    if (events.dropped.key < steps.own[trace.producer[actions.dropped]] * PHASES + ARRIVE).any():
+        return False
+    again, outputs = columns.read.of(actions.recomputed, steps.again), np.array(trace.outputs, np.int64)
+    tensor = np.concatenate((columns.read.tensor, again[1], outputs))
+    at_end = np.full(len(outputs), len(steps.op) - 1)
+    step = np.concatenate((steps.own[columns.read.op], again[0], at_end))
+    which = np.flatnonzero(events.loose[tensor])
+    phase = np.where(which < len(tensor) - len(outputs), TAKE, PHASES)
+    first = tensor[which] * span
+    before = np.searchsorted(events.moments, first + step[which] * PHASES + phase) - 1
+    return bool((events.arrived[before] & (events.moments[before] >= first)).all())
+
+
+# ---- the rows ----------------------------------------------------------------------------------
+
+
+def _changes(prepared: Prepared, steps: Steps, events: Events) -> Ints:
+    """The rows of `changes`, sorted by key; those of one key stay in the order of these parts, and within a part."""
+    size, (placed, written, old, dropped, freed, *_) = prepared.columns.size, events
+    takes = np.ones(len(written.key), np.bool_)
+    takes[events.in_place] = ~old.resident
+    take, taken, again = written.key[takes] - ARRIVE, written.tensor[takes], written.resident[takes]
+    workspace = np.append(prepared.trace.op_columns.workspace, 0)[steps.op]
+    busy = np.flatnonzero(workspace)
+    parts: tuple[tuple[Ints, Ints | int, Ints, Ints | int], ...] = (
+        (placed.key, placed.tensor, size[placed.tensor], PLACED),
+        _left(dropped, size, DROPPED),
+        (take + TAKE, np.where(again, -1, taken), size[taken], np.where(again, WORKSPACE, MADE)),
+        (busy * PHASES + TAKE, -1, workspace[busy], WORKSPACE),
+        (take[again] + GIVE, -1, -size[taken[again]], WORKSPACE),
+        (busy * PHASES + GIVE, -1, -workspace[busy], WORKSPACE),
+        _handed_over(events, size),
+        _left(freed, size, FREED),
+    )
+    key = np.concatenate([part[0] for part in parts])
+    step, phase = key >> BITS, key & (PHASES - 1)
+    rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
+    rows[:, 0] = np.where(phase <= TAKE, steps.start[step], steps.end[step])
+    rows[:, 1] = prepared.home[prepared.main[0]]
+    rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
+    first = 0
+    for part, tensor, delta, cause in parts:
+        own = rows[first : first + len(part)]
+        own[:, 2], own[:, 3], own[:, 5] = delta, tensor, cause
+        first += len(part)
+    return rows.take(np.argsort(key, kind="stable"), axis=0)
+
+
+def _left(kind: Kind, size: Ints, cause: int) -> tuple[Ints, Ints, Ints, int]:
+    """Rows of what is dropped or freed, where it is resident."""
+    tensor = kind.tensor[kind.resident]
+    return kind.key[kind.resident], tensor, -size[tensor], cause
+
+
+def _handed_over(events: Events, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rows of storage that an op overwrites: the old value out, the new one in, unless that is resident already."""
+    over = np.flatnonzero(events.overwritten.resident)
+    new = events.in_place[over]
+    tensor = np.column_stack((events.overwritten.tensor[over], events.written.tensor[new])).ravel()
+    is_new = np.arange(len(tensor)) % 2 == 1
+    rows = np.flatnonzero(~is_new | ~np.repeat(events.written.resident[new], 2))
+    key, cause = np.repeat(events.overwritten.key[over], 2), np.where(is_new, MADE, OVERWRITTEN)
+    return key[rows], tensor[rows], np.where(is_new, size[tensor], -size[tensor])[rows], cause[rows]

@@ -1,0 +1,77 @@
+"""The columns of a trace that the array path works with, made once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.log import Ints
+from sim.trace.graph import Trace
+from sim.trace.liveness import freeable
+
+FREE_READ, FREE_WRITTEN, FREE_RELEASED = 5, 6, 7
+"""Phases in which a step frees what nothing uses any more: what its op reads, what it writes, what is released."""
+
+
+class Operands(NamedTuple):
+    """What each op reads, or what it writes: op and tensor of each entry, in order; each tensor once per op.
+
+    start: per op its first entry, and their number.
+    """
+
+    op: Ints
+    tensor: Ints
+    start: Ints
+
+    def of(self, ops: Ints, steps: Ints) -> tuple[Ints, Ints]:
+        """The operands of some runs, given by op and step: (step, tensor) of each entry."""
+        count = np.diff(self.start)[ops]
+        skip = self.start[ops] - (np.cumsum(count) - count)
+        return np.repeat(steps, count), self.tensor[np.arange(int(count.sum())) + np.repeat(skip, count)]
+
+
+class TraceColumns:
+    """Facts of a trace that no plan changes.
+
+    size, replaces: per tensor its bytes, and the value that it overwrites, -1 for none.
+    may_free: per tensor whether it may be freed once nothing uses it.
+    placed: the tensors without a producer.
+    read, written: the operands of all ops.
+    last_use: per tensor the last op that reads it, or at whose end it is released; -1 for none.
+    free_op, free_phase, freed: where tensors are freed if no op is recomputed.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        c, t = trace.op_columns, trace.tensor_columns
+        self.size, self.replaces = t.bytes, t.replaces.astype(np.int64)
+        self.may_free = freeable(trace)
+        self.placed = np.flatnonzero(trace.producer < 0)
+        self.read, self.written = _operands(c.read_start, c.read_ids), _operands(c.write_start, c.write_ids)
+        pairs = [(op, tensor) for op in sorted(c.releases) for tensor in c.releases[op]]
+        release_op, released = np.array(pairs, np.int64).reshape(-1, 2).T
+        last_read = np.full(len(t.name), -1, np.int64)
+        last_read[self.read.tensor] = self.read.op  # they are in order, and the last one stays
+        self.last_use = last_read.copy()
+        np.maximum.at(self.last_use, released, release_op)
+        last, free = self.last_use, self.may_free
+        reads = np.flatnonzero((self.read.op == last[self.read.tensor]) & free[self.read.tensor])
+        writes = np.flatnonzero((self.written.op >= last[self.written.tensor]) & free[self.written.tensor])
+        touched = np.maximum(last_read, trace.producer)[
+            released
+        ]  # by an op that reads or writes it, it is freed as such
+        releases = np.flatnonzero((release_op > touched) & free[released])
+        self.free_op = np.concatenate((self.read.op[reads], self.written.op[writes], release_op[releases]))
+        self.freed = np.concatenate((self.read.tensor[reads], self.written.tensor[writes], released[releases]))
+        kinds = (FREE_READ, FREE_WRITTEN, FREE_RELEASED)
+        self.free_phase = np.repeat(kinds, [len(reads), len(writes), len(releases)])
+
+
+def _operands(start: Ints, ids: NDArray[np.int32]) -> Operands:
+    op, tensor = np.repeat(np.arange(len(start) - 1), np.diff(start)), ids.astype(np.int64)
+    _, first = np.unique(op * (int(tensor.max(initial=0)) + 1) + tensor, return_index=True)
+    if len(first) < len(op):  # an op that reads a tensor twice reads it once
+        first.sort()
+        op, tensor = op[first], tensor[first]
+    return Operands(op, tensor, np.searchsorted(op, np.arange(len(start))))
