@@ -12,6 +12,8 @@ from typing import Any
 from site_docstrings import as_markdown
 from site_notebooks import page_of
 
+from workloads.importers.any_format import FORMATS
+
 ROOT = Path(__file__).resolve().parent.parent
 Pages = dict[str, str | bytes]
 """Path in the site -> Markdown, or the bytes of a picture."""
@@ -31,8 +33,8 @@ REFERENCE = {
     "Machines": ("sim.hardware",),
     "Traces": ("sim.trace", "sim.trace.columns", "sim.trace.chain", "sim.rewrites.rewrite"),
     "Importers": (
-        *("workloads.importers.any_format", "workloads.importers.chrome", "workloads.importers.execution_trace"),
-        *("workloads.importers.chakra", "workloads.importers.optrace", "workloads.importers.dtr"),
+        "workloads.importers.any_format",
+        *(module for module in FORMATS.values() if module.startswith("workloads.")),
         "workloads.exporters.chakra",
     ),
     "Analyses": ("sim.analysis",),

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ DOCUMENTS = {
     ],
 }
 BY_LINE = ("dtr", "own")
+DOCUMENTS |= {path.stem: json.loads(path.read_bytes()) for path in sorted(DATA.glob("*.json"))}
+"""By a name a small trace of each format in JSON; files that are not packed take part by themselves."""
 
 
 def content(name: str, document: Any) -> bytes:
@@ -188,7 +191,7 @@ def mutate(data: st.DataObject, document: Any) -> Any:
         holder, key = spots[data.draw(st.integers(0, len(spots) - 1))]
         how = data.draw(st.sampled_from(["replace", "delete", "copy", "swap", "double"]))
         if how == "replace":
-            holder[key] = data.draw(ODD)
+            holder[key] = deepcopy(data.draw(ODD))  # a later change must not reach the values that are drawn from
         elif how == "delete":
             del holder[key]
         elif how == "double" and isinstance(holder, list):

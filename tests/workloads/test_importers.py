@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 from sim import load_profile, save_trace, simulate
 from sim.errors import TraceError
 from sim.trace import Trace, TraceBuilder
+from tests.workloads.test_import_fuzz import DOCUMENTS, content
 from workloads import load_trace, uniform_chain
+from workloads.importers.any_format import FORMATS
 from workloads.importers.aten import flops_of
 from workloads.importers.chrome import read_chrome
 from workloads.importers.dtr import read_dtr
 from workloads.importers.execution_trace import read_execution_trace
 
 DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[2]
 OPTRACES = ("resnet-50", "gpt2-small")
 
 
@@ -482,6 +486,36 @@ def test_what_is_no_trace_is_refused_in_one_line(content: bytes, tmp_path: Path)
 def test_the_error_for_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"accepted: tiersim JSON lines; op-trace-1 JSON; .*Chakra.*DTR"):
         load_trace(write(tmp_path, "f.json", {"some": "thing"}))
+
+
+def test_the_error_for_a_format_that_is_named_and_unknown_names_it_and_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"whose format is 'op-trace-2' \(did you mean 'op-trace-1'\?\)\); accepted"):
+        load_trace(write(tmp_path, "f.json", {"format": "op-trace-2", "ops": []}))
+    with pytest.raises(TraceError, match=r"a JSON object with the keys 'format', 'ops'"):
+        load_trace(write(tmp_path, "f.json", {"format": ["op-trace-1"], "ops": []}))
+
+
+def test_a_profile_with_a_key_named_format_is_still_a_profile(tmp_path: Path) -> None:
+    document = {"format": "kineto", **raw("smallcnn.chrome.json.gz")}
+    assert load_trace(write(tmp_path, "f.json", document)).meta["format"] == "chrome"
+
+
+def test_every_format_says_what_it_carries_in_its_module_and_in_the_how_to() -> None:
+    table = (ROOT / "docs" / "how-to" / "import-a-trace.md").read_text(encoding="utf-8")
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")}
+    own, *foreign = FORMATS
+    assert own not in rows
+    assert {name.partition(" (")[0] for name in foreign} == rows - {"format", "---"}
+    for module in FORMATS.values():
+        assert len((import_module(module).__doc__ or "").splitlines()) > 1
+
+
+def test_a_document_of_every_format_is_mutated_by_the_fuzz_tests(tmp_path: Path) -> None:
+    formats = set()
+    for name, document in DOCUMENTS.items():
+        (tmp_path / "f").write_bytes(content(name, document))
+        formats.add(load_trace(tmp_path / "f").meta.get("format", ""))
+    assert len(formats) == len(FORMATS), f"one document of each, named in the trace's meta: {formats}"
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

@@ -9,26 +9,30 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sim.errors import TraceError
+from sim.errors import TraceError, near
 from sim.trace.graph import Trace
 from sim.trace.io import load
 from workloads.importers.chakra import build_chakra, rank_files, read_chakra
 from workloads.importers.chrome import build_chrome
 from workloads.importers.dtr import read_dtr
 from workloads.importers.execution_trace import build_execution_trace
-from workloads.importers.optrace import FORMAT, read_optrace
+from workloads.importers.optrace import FORMAT as OPTRACE
+from workloads.importers.optrace import read_optrace
 from workloads.importers.reading import MAX_BYTES, check_memory, read_bytes, read_packed, read_start
 from workloads.importers.streaming import Document, open_document
 
-FORMATS = (
-    "tiersim JSON lines",
-    "op-trace-1 JSON",
-    "PyTorch profiler Chrome JSON",
-    "PyTorch execution trace JSON",
-    "Chakra .et (protobuf or JSON; a file, or the prefix of all ranks)",
-    "DTR operator log",
-)
-"""The formats that `load_trace` reads, each plain or gzipped."""
+FORMATS = {
+    "tiersim JSON lines": "sim.trace.io",
+    "op-trace-1 JSON": "workloads.importers.optrace",
+    "PyTorch profiler Chrome JSON": "workloads.importers.chrome",
+    "PyTorch execution trace JSON": "workloads.importers.execution_trace",
+    "Chakra .et (protobuf or JSON; a file, or the prefix of all ranks)": "workloads.importers.chakra",
+    "DTR operator log": "workloads.importers.dtr",
+}
+"""The formats that `load_trace` reads, each plain or gzipped, and the module that says what each carries."""
+
+NAMED = {OPTRACE: read_optrace}
+"""Readers of JSON objects that name their format under the key `format`, by that name."""
 
 START = 4096
 
@@ -90,8 +94,8 @@ def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step:
             raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps; this is {kind}")
         if kind == "execution trace":
             return build_execution_trace(rows, document.about, str(path))
-    if kind == FORMAT:
-        return read_optrace(path, max_bytes=max_bytes)
+    if kind in NAMED:
+        return NAMED[kind](path, max_bytes=max_bytes)
     if kind == "chakra":
         data = read_bytes(path, max_bytes)
         check_memory(data, str(path), max_bytes)
@@ -117,8 +121,10 @@ def _kind(document: Document) -> tuple[str, Iterable[Any]]:
         if name == "nodes":
             first, rows = _first(document.rows(name), document)
             return ("chakra", _exhausted(rows)) if _is_chakra(first) else ("execution trace", rows)
-        if document.about[name] == FORMAT:
-            return FORMAT, ()
+        if (given := document.about[name]) in list(NAMED):
+            return given, ()
+    if isinstance(given := document.about.get("format"), str):
+        return f"a JSON object whose format is {given[:100]!r}{near(given[:100], NAMED)}", ()
     return f"a JSON object with the keys {', '.join(map(repr, list(document.about)[:6]))[:200]}", ()
 
 
