@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sim.engine.columns import TraceColumns
 from sim.errors import ProfileError, TraceError
-from sim.hardware.cost import OpTimes, op_times
+from sim.hardware.cost import OpTimes, first_engines, op_times
 from sim.hardware.platform import Engine, Platform
 from sim.log import WHY, Ints
 from sim.trace.graph import Trace
@@ -245,15 +245,8 @@ class Prepared:
     @cached_property
     def first_tier(self) -> list[int]:
         """Per tensor the home tier of the engine that first makes or uses it; device 0's for an idle one."""
-        c = self.trace.op_columns
-        homes = np.array(self.home, np.int64)[self.times.engine]
-        first = np.full(len(self.trace.producer), self.home[self.main[0]], np.int64)
-        for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
-            op = np.repeat(np.arange(len(c.name)), np.diff(start))
-            tensors, at = np.unique(ids, return_index=True)
-            unmade = np.ones(len(tensors), bool) if ids is c.write_ids else self.trace.producer[tensors] < 0
-            first[tensors[unmade]] = homes[op[at[unmade]]]
-        return _listed(first)
+        engines = first_engines(self.trace, self.times.engine, self.main[0])
+        return _listed(np.array(self.home, np.int64)[engines])
 
 
 _KEPT = 4

@@ -124,6 +124,22 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     return OpTimes(engine, whole, touched, rate, total)
 
 
+def first_engines(trace: Trace, engine: NDArray[np.int32], idle: int) -> NDArray[np.int64]:
+    """Per tensor the engine that first makes or uses it, in whose home tier it begins. Shape (tensors,).
+
+    engine: per op the one that runs it, as `op_times` says.
+    idle: that of a tensor which no op uses.
+    """
+    c = trace.op_columns
+    first = np.full(len(trace.tensor_columns.name), idle, np.int64)
+    for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
+        op = np.repeat(np.arange(len(c.name)), np.diff(start))
+        tensors, at = np.unique(ids, return_index=True)
+        unmade = np.ones(len(tensors), bool) if ids is c.write_ids else trace.producer[tensors] < 0
+        first[tensors[unmade]] = engine[op[at[unmade]]]
+    return first
+
+
 def ns_on(trace: Trace, ops: NDArray[np.int64], platform: Platform, engine: int) -> NDArray[np.int64]:
     """Nanoseconds that ops of one kind and type take on an engine, their operands in its home tier. Shape (ops,).
 

@@ -11,6 +11,7 @@ from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.joint_graph import joint_graph
 from sim.solvers.knapsack import PICKERS
+from sim.solvers.located import index_of
 from sim.solvers.partition import Bans, Partitioner
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex
@@ -101,7 +102,7 @@ class Cuts:
     ) -> None:
         if problem.trace.devices > 1:
             raise PolicyError(f"policy {policy!r} needs a trace on one device; this one has {problem.trace.devices}")
-        self.index = index = TraceIndex(problem.trace)
+        self.index = index = index_of(problem)
         self.joint = joint = Joint(index)
         if not joint.wanted:
             raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")

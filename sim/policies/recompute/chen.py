@@ -13,8 +13,9 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.checkpoints import rerun_regions
+from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, stage_regions
-from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.schedule import schedule_of
 from sim.trace.chain import Chain
 
 GRID = 6
@@ -66,7 +67,7 @@ class Chen(RecomputationPlanner):
             ends = threshold_segments(line, self.threshold)[0]
         else:
             ends = searched_segments(line)
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         reruns = rerun_regions(index, stage_regions(line, ends), skip_last=True)
         found = self.finished(problem, schedule_of(index, reruns))
         return Plan(problem.trace, found.actions(), notes={"segment_ends": tuple(ends)})

@@ -10,9 +10,10 @@ from annotated_types import Ge
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import binomial_reversal, reruns_of
-from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
+from sim.solvers.schedule import Schedule, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Revolve(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations; notes: the number of slots."""
         line = chain_of(problem, "revolve")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         anchors = first_backward(line, "revolve")
         forward = [stage.forward for stage in line.stages]
 

@@ -15,6 +15,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
+from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import reruns_of
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
@@ -68,7 +69,7 @@ class Rotor(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations of the best schedule; notes: its time by the model, ns."""
         line = chain_of(problem, "rotor")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         anchors = first_backward(line, "rotor")
         forward = [stage.forward for stage in line.stages]
         costs = costs_of(problem, index, line)
@@ -168,7 +169,7 @@ def gradients_of(index: TraceIndex, line: Chain) -> tuple[list[int], list[int]]:
     """Bytes of weight gradients just before each stage's backward, and what they add to its peak."""
     bare = TraceIndex(index.trace)
     made = (index.trace.tensor_columns.role == ROLE_CODE["gradient"]) & (index.trace.producer >= 0)
-    bare.size = np.where(made, 0, bare.size).tolist()
+    bare.size = np.where(made, 0, index.size).tolist()
     full, less = (schedule_of(one, {}).peaks() for one in (index, bare))  # entry k is of op k - 1
     there, grown, lying = [], [], 0
     for stage in reversed(line.stages):
@@ -188,6 +189,7 @@ def room_of(problem: Problem, line: Chain) -> int:
 
 
 def held_outside(problem: Problem, line: Chain) -> int:
-    """Bytes of weights, optimizer states, other inputs than the first stage's, and weight gradients."""
-    size = problem.trace.tensor_columns.bytes
-    return int(size[problem.trace.producer < 0].sum()) - line.x[0] + line.gradients
+    """Bytes of weights, optimizer states, other inputs than the first stage's, and weight gradients, on the device."""
+    index = index_of(problem)
+    there = sum(size for size, producer in zip(index.size, index.producer, strict=True) if producer < 0)
+    return there - line.x[0] + line.gradients

@@ -11,6 +11,7 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.solvers.located import index_of
 from sim.solvers.reversal import ReversalSchedule, binomial_reversal, bisection_reversal, reruns_of
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import backward_ops, forward_ops
@@ -53,7 +54,7 @@ class Vlad(RecomputationPlanner):
         trace = problem.trace
         if trace.devices > 1:
             raise PolicyError(f"policy 'vlad' needs a trace on one device; this one has {trace.devices}")
-        index = TraceIndex(trace)
+        index = index_of(problem)
         steps = forward_ops(trace).tolist()
         anchors = self._anchors(index, steps)
         if max(anchors, default=-1) < 0:

@@ -15,11 +15,12 @@ from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments
 from sim.policies.hybrid.joint_optimal.copies import Copies, host_of, trip
 from sim.policies.hybrid.joint_optimal.trips import Replays, choice_of, movable
 from sim.solvers.granularity import by_op
+from sim.solvers.located import index_of
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import Answer, in_stages, once_ns, refused
 from sim.solvers.rounding import tightest
-from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.schedule import schedule_of
 
 PLANS = (
     "keep weights, inputs, outputs, weight gradients and what is overwritten in place, copy anything else to the host "
@@ -88,7 +89,7 @@ class JointOptimal(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves."""
-        ops, index = body(problem, "joint_optimal"), TraceIndex(problem.trace)
+        ops, index = body(problem, "joint_optimal"), index_of(problem)
         host = host_of(problem)
         once = once_ns(problem)
         if schedule_of(index, {}).peak() <= problem.budget:

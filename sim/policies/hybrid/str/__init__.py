@@ -17,11 +17,12 @@ from sim.policies.hybrid.joint_optimal.trips import Choice, Replays, movable
 from sim.policies.hybrid.str.tracing import Tracing
 from sim.policies.hybrid.str.windows import Windows
 from sim.solvers.granularity import by_op
+from sim.solvers.located import index_of
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body
 from sim.solvers.outcome import refused
 from sim.solvers.rounding import tightest
-from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.schedule import schedule_of
 
 ATTEMPTS = 6
 STEP = 25
@@ -76,7 +77,7 @@ class Str(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves; notes: `rerun_ns`, `limit`, `time_limited`."""
-        ops, index = body(problem, "str"), TraceIndex(problem.trace)
+        ops, index = body(problem, "str"), index_of(problem)
         if schedule_of(index, {}).peak() <= problem.budget:
             return Plan(problem.trace, notes={"rerun_ns": 0, "limit": "", "time_limited": False})
         if ops > self.max_ops:

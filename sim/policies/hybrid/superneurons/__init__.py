@@ -25,6 +25,7 @@ from sim.policies.hybrid.superneurons.segments import (
     speed_centric,
 )
 from sim.solvers.cascade import cascade
+from sim.solvers.located import index_of
 from sim.solvers.schedule import Reruns, schedule_of
 from sim.trace.chain import BACKWARD
 from sim.trace.graph import Trace
@@ -90,7 +91,7 @@ class SuperNeurons(Policy):
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"superneurons: {platform.name} has no host tier to offload to")
-        index = TraceIndex(trace)
+        index = index_of(problem)
         present = {KINDS[kind] for kind in set(trace.op_columns.kind.tolist())}
         heavy = self.heavy or (("conv",) if "conv" in present else ("matmul", "attention"))
         segments, checkpoints = segments_of(index, {*heavy, *EXPENSIVE})

@@ -16,6 +16,7 @@ from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.checkmate.segments import segmented
 from sim.solvers.granularity import GRANULARITIES, by_op, by_stage
+from sim.solvers.located import index_of
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, Answer, in_stages, planned, refused, rerun_ns
@@ -98,7 +99,7 @@ class Checkmate(RecomputationPlanner):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0)

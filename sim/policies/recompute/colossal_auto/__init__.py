@@ -17,6 +17,7 @@ from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.colossal_auto.weight_offload import Pager, offloaded, units_of
 from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
 from sim.solvers.chain_dp import INF, solve
+from sim.solvers.located import index_of
 from sim.solvers.outcome import rerun_ns
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import reruns_of
@@ -76,7 +77,7 @@ class ColossalAuto(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and copies of weights."""
         line = chain_of(problem, "colossal_auto")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         first_backward(line, "colossal_auto")
         plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:

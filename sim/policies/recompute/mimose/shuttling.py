@@ -13,6 +13,7 @@ from sim.log import CAUSE
 from sim.plan import Problem
 from sim.plan import Run as Iteration
 from sim.solvers.checkpoints import cached_casts, rerun_regions
+from sim.solvers.located import index_of
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import FORWARD
@@ -91,7 +92,7 @@ def blocks_of(problem: Problem, policy: str) -> Blocks:
         raise PolicyError(f"policy {policy!r} plans for one device; this trace has {trace.devices}")
     if not (trace.op_columns.phase == 1).any():
         raise PolicyError(f"policy {policy!r} needs a trace with a backward phase")
-    index = TraceIndex(trace)
+    index = index_of(problem)
     regions = layer_regions(index, policy)
     return Blocks(index, regions, cached_casts(index, regions))
 

@@ -15,6 +15,7 @@ from sim.policies.base import Beside, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.moccasin.retention import Retention, cp_sat
 from sim.solvers.granularity import GRANULARITIES, by_op, by_stage
+from sim.solvers.located import index_of
 from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import STAGED, in_stages, planned, refused, rerun_ns
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
@@ -81,7 +82,7 @@ class Moccasin(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         cp_sat("moccasin")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0, plans=self._class)

@@ -13,9 +13,10 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.relax_and_fix.least_bytes import least_bytes
 from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
+from sim.solvers.located import index_of
 from sim.solvers.nodes import body
 from sim.solvers.outcome import planned, refused, rerun_ns
-from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
+from sim.solvers.schedule import Schedule, schedule_of
 
 PLANS = "drop and recompute on one device, move nothing, and keep weight gradients"
 """The plans that the bound is about."""
@@ -63,7 +64,7 @@ class RelaxAndFix(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         body(problem, "relax_and_fix")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0, plans=PLANS)

@@ -16,9 +16,10 @@ from sim.policies.recompute.rockmate.option_dp import Line, OptionTable, Step
 from sim.policies.recompute.rockmate.options import Menu
 from sim.policies.recompute.rotor import Attempt, costs_of, fastest_fitting, room_of
 from sim.solvers.chain_dp import INF
+from sim.solvers.located import index_of
 from sim.solvers.outcome import planned, rerun_ns
 from sim.solvers.regions import chain_of, first_backward
-from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.schedule import schedule_of
 from sim.trace.chain import Chain
 from sim.units import format_bytes
 
@@ -67,7 +68,7 @@ class Rockmate(RecomputationPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
         chain = chain_of(problem, "rockmate")
-        index = TraceIndex(problem.trace)
+        index = index_of(problem)
         anchors = first_backward(chain, "rockmate")
         plain = schedule_of(index, {})
         if plain.peak() <= problem.budget:

@@ -19,6 +19,7 @@ from sim.policies.recompute.tso.captured import Part, captured, saved_launches
 from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, tightest, total_ns
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
 from sim.solvers.checkpoints import rerun_regions
+from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, first_backward, stage_regions
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import Chain
@@ -85,7 +86,7 @@ class Tso(RecomputationPlanner):
         line = chain_of(problem, "tso")
         first_backward(line, "tso")
         saved_launch = saved_launches(problem, self.launch)
-        turn = costs_of(problem, TraceIndex(problem.trace), line).turn
+        turn = costs_of(problem, index_of(problem), line).turn
         figures = figures_of(line, problem.trace, turn, saved_launch, self._captures)
         prices = [prices_of(figures, MODES[mode]) for mode in self.modes]
         outside = held_outside(problem, line) + line.x[0]

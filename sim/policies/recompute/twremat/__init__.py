@@ -13,6 +13,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.twremat.separator_schedule import Needs, separator_schedule
 from sim.policies.recompute.twremat.tree_decomposition import ORDERS, decompose, separators
+from sim.solvers.located import index_of
 from sim.solvers.outcome import refused, rerun_ns
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import FORWARD, before_update
@@ -61,7 +62,7 @@ class Twremat(RecomputationPlanner):
         trace, budget = problem.trace, problem.budget
         if trace.devices > 1:
             raise PolicyError(f"policy 'twremat' needs a trace on one device; this one has {trace.devices}")
-        index = TraceIndex(trace)
+        index = index_of(problem)
         needs = _needs(index)
         decomposition = decompose(needs.graph(), self.order)
         tree = separators(decomposition)
