@@ -229,7 +229,7 @@ def _owned(trace: Trace, tensor: int) -> bool:
 
 
 def floor_bytes(trace: Trace) -> int:
-    """No plan without moves runs in less: what is there from the start, and the neediest op beside it."""
+    """No plan without moves runs in less: what exists from the start, and the neediest op beside it."""
     size, producer, replaces = trace.tensor_columns.bytes, trace.producer, trace.tensor_columns.replaces
     there = int(size[producer < 0].sum())
     need = [

@@ -162,7 +162,7 @@ MISTAKES = {
     "unknown policy in a list": (["compare", "--profile", "h100", *JOB, "--policies", "keep_al"], "keep_all"),
     "unknown parameter": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "heuristc=lru"], "heuristic"),
     "parameter of another type": (["run", "--profile", "h100", *JOB, "--policy", "every_k", "-p", "k=two"], "int"),
-    "parameter that is no bool": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "by_size=yes"], "bool"),
+    "parameter of no bool": (["run", "--profile", "h100", *JOB, "--policy", "dtr", "-p", "by_size=yes"], "bool"),
     "no examples": (["check", "keep_all", "--examples", "0"], "examples"),
     "unknown precision": (["run", "--profile", "h100", *JOB, "--precision", "amp_bf61"], "amp_bf16"),
     "unknown option": (["run", "--profil", "h100"], "--profile"),

@@ -38,7 +38,7 @@ class Prefetch(Policy):
 def test_an_offline_plan_that_prefetches_is_not_monotone_and_what_is_found_fits_and_is_a_boundary():
     trace, platform = step(49), machine(hbm=1000)
     fitting = {budget for budget in range(60, 160) if fits(trace, platform, Prefetch(), budget=budget)}
-    assert fitting == {*range(80, 105), *range(120, 160)}  # from 105 on the prefetch finds room, and op2 then does not
+    assert fitting == {*range(80, 105), *range(120, 160)}  # from 105 on the prefetch fits, and op2 then does not
     found = smallest_budget(trace, platform, Prefetch(), tolerance=0.0)
     assert found == 80  # what op2 needs at least, which is tried by itself
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PLACES = (
     *sorted({path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("sim/*/__init__.py")}),
-    *("sim", "workloads", "hardware_profiles", "docs", "scripts", "."),
+    *("sim", "workloads", "hardware_profiles", "docs", "scripts", "tests", "."),
 )
 """Packages, with all that is in them, and the folders whose own files count: `sim`, `docs` and the root."""
 
@@ -55,9 +55,13 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def files_of(place: str) -> list[Path]:
-    """The Python and Markdown files of a package, with those of the folders in it, or of a folder alone."""
+    """The Python and Markdown files of a package, with those of the folders in it, or of a folder alone.
+
+    This file is not among them: it has the words themselves.
+    """
     pattern = "*" if place in OWN_FILES_ONLY else "**/*"
-    return sorted(path for path in (ROOT / place).glob(pattern) if path.suffix in (".py", ".md"))
+    found = (path for path in (ROOT / place).glob(pattern) if path.suffix in (".py", ".md"))
+    return sorted(path for path in found if path != Path(__file__).resolve())
 
 
 def prose_of(path: Path, text: str) -> Iterator[tuple[int, str]]:

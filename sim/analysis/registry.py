@@ -70,7 +70,9 @@ def analysis(name: str) -> Analysis:
     for module in modules():
         file = f"sim/analysis/{module.__name__.rpartition('.')[2]}.py"
         if name in own_functions(module):
-            raise TiersimError(f"{file}: {name} is no analysis: its one required parameter has to be `log: EventLog`")
+            raise TiersimError(
+                f"{file}: {name} is not an analysis: its one required parameter has to be `log: EventLog`"
+            )
         if file == f"sim/analysis/{name}.py":
             raise TiersimError(f"{file} has no function {name!r}{near(name, own_functions(module))}")
     raise TiersimError(f"no analysis is called {name!r}{near(name, analyses())}")

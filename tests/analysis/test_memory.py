@@ -122,7 +122,7 @@ def test_lifetimes_say_when_each_tensor_was_needed(step):
     assert (y.idle_ns, y.idle_from_ns, y.idle_until_ns) == (350, 300, 650)
     w = table.loc["w"]
     assert (w.made_ns, w.idle_ns, w.idle_from_ns, w.idle_until_ns, w.recompute_ns) == (0, 660, 100, 760, -1)
-    assert table.loc["w2"].gone_ns == 770  # still there at the end
+    assert table.loc["w2"].gone_ns == 770  # resident to the end
     assert table.loc["w2"].last_read_ns == -1
     assert lifetimes(step).tensor[0] == "w"  # 100 bytes for 660 ns
     assert lifetimes(step).byte_seconds.is_monotonic_decreasing
@@ -208,7 +208,7 @@ def test_peaks_of_random_changes_agree_with_a_loop(steps):
     )
 )
 def test_idle_times_of_random_traces_agree_with_a_loop(data):
-    """Ops on two engines that may overlap, over five tensors that are there from the start."""
+    """Ops on two engines that may overlap, over five tensors that exist from the start."""
     b = TraceBuilder()
     for t in range(5):
         b.tensor(f"t{t}", t + 1, "input")

@@ -99,9 +99,9 @@ def test_a_log_is_recognised_however_its_type_is_written(mine, function):
     [
         (
             "unnamed",
-            "sim/analysis/mine.py: unnamed is no analysis: its one required parameter has to be `log: EventLog`",
+            "sim/analysis/mine.py: unnamed is not an analysis: its one required parameter has to be `log: EventLog`",
         ),
-        ("two", "sim/analysis/mine.py: two is no analysis: its one required parameter has to be `log: EventLog`"),
+        ("two", "sim/analysis/mine.py: two is not an analysis: its one required parameter has to be `log: EventLog`"),
         ("mine", "sim/analysis/mine.py has no function 'mine'"),
         ("trafic", "no analysis is called 'trafic' (did you mean 'traffic'?)"),
     ],

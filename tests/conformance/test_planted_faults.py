@@ -241,7 +241,7 @@ def test_copying_a_value_while_it_is_overwritten_breaks_values(monkeypatch):
 
 
 def rectified() -> tuple[Trace, tuple[Action, ...]]:
-    """`relu_` writes over what `conv` makes; both run again for `late`."""
+    """`relu_` overwrites what `conv` produces; both are recomputed for `late`."""
     b = TraceBuilder()
     x, a, c = b.tensor("x", 10, "input"), b.tensor("a", 50), b.tensor("c", 10)
     over, end = b.tensor("b", 50, replaces=a), b.tensor("end", 10)
@@ -666,7 +666,7 @@ class Peeks(Honest):
 
 
 def pressed() -> Trace:
-    """Six results, read again in another order; room for four."""
+    """Six results, read again in another order; four fit."""
     b = TraceBuilder()
     made = [b.tensor(f"y{i}", 10) for i in range(6)]
     for i in range(6):

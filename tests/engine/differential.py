@@ -119,7 +119,7 @@ def _changes(log: EventLog) -> list[tuple]:
 
 
 def _joined(rows: Iterable[tuple]) -> list[tuple]:
-    """Stalls that follow each other for one reason are one; how often a device looked again is no result."""
+    """Stalls that follow each other for one reason are one; how often a device looked again does not count."""
     out, open_at = [], {}
     for row in sorted(rows):
         start, end, device, lane, why, op, tensor, cause, _ = row

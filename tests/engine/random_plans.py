@@ -56,7 +56,7 @@ def surely_made(trace: Trace, op: int, device: int) -> bool:
 
 
 def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: bool) -> Plan:
-    """`count` actions at random; a gentle plan drops only copies that can be fetched or made again."""
+    """`count` actions at random; a gentle plan drops only copies that can be fetched or recomputed."""
     draw = Random(seed)
     tiers = [tier.name for tier in platform.tiers]
     actions: list[Action] = []

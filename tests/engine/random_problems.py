@@ -224,7 +224,7 @@ class _Growing:
         )
 
     def collective(self) -> None:
-        """All devices, or some; in place, anew or of nothing."""
+        """All devices, or some; in place, into new space or of nothing."""
         draw = self.draw
         members = sorted(draw.sample(range(self.devices), draw.randint(2, self.devices)))
         self.count += 1
@@ -322,7 +322,7 @@ def _action(draw: Random, trace: Trace, platform: Platform, tiers: list[str]) ->
 
 
 def can_run_again(trace: Trace, op: int) -> bool:
-    """Whether one device alone can run it again."""
+    """Whether one device alone can recompute it."""
     return op not in trace.op_columns.group
 
 

@@ -299,7 +299,7 @@ class NaiveCaching:
 
 
 class NaiveExpandable:
-    """Per pool a set of mapped steps and the live ranges; everything else is worked out anew."""
+    """Per pool a set of mapped steps and the live ranges; everything else is worked out from these each time."""
 
     END = (20 * MIB) << 30
 

@@ -89,7 +89,7 @@ def test_a_copy_that_comes_back_compressed_gives_back_what_it_took():
 
 
 def test_what_is_run_again_is_made_at_home_though_a_copy_lies_elsewhere():
-    """y is on the host only; its producer runs again just before c, which finds y at home."""
+    """y is on the host only; its producer is recomputed just before c, which finds y at home."""
     b = three()
     log = lawful(Plan(b.build(), [Move("y", "host", after="b"), Wait("y", after="b"), Recompute("a", before="c")]),
                  machine()).log  # fmt: skip
@@ -174,7 +174,7 @@ def test_a_long_log_is_packed_as_it_grows_and_stays_the_same(monkeypatch):
 
 
 def test_free_neighbours_are_those_of_the_copy_in_that_tier():
-    """In 100 B: x at 0, y (freed after b) at 10, z at 30, then nothing; on the host and for what is gone: none."""
+    """In 100 B: x at 0, y (freed after b) at 10, z at 30, then nothing; none on the host and for what is freed."""
     seen = []
 
     class Looks(Online):

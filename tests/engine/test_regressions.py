@@ -50,7 +50,7 @@ def test_a_copy_and_a_send_that_queue_at_one_instant_are_put_in_order():
 
 
 def test_an_op_run_again_for_another_device_takes_its_turn_on_the_engine():
-    """Device 0 reads y, which device 1 made and dropped; it is run again where it was made, between two ops."""
+    """Device 0 reads y, which device 1 made and dropped; it is recomputed where it was produced, between two ops."""
     b = TraceBuilder()
     y = b.tensor("y", 10)
     b.op("make", writes=[y], duration=10, device=1)
@@ -177,7 +177,7 @@ def test_a_wait_demands_space_for_a_copy_that_replaced_the_first():
 
 
 class DropsOutputs(Online):
-    """Makes room by dropping outputs, which can be made again."""
+    """Releases bytes by dropping outputs, which can be recomputed."""
 
     def on_pressure(self, need, memory):
         here = [t for t in memory.residents(need.tier) if not memory.is_locked(t) and t in (1, 2)]
@@ -243,7 +243,7 @@ def test_a_result_made_again_while_its_copy_waits_for_space_is_there_once(keep, 
 
 
 def test_a_write_in_place_waits_for_a_rerun_that_makes_the_old_value_and_goes_on():
-    """t is made again on the second engine just before it is overwritten; nobody woke the writer."""
+    """t is recomputed on the second engine just before it is overwritten; nobody woke the writer."""
     near = machine(cpu="hbm")
     b = TraceBuilder()
     x, t = b.tensor("x", 10, "input"), b.tensor("t", 10)
@@ -384,7 +384,7 @@ def test_two_copies_at_once_share_what_a_duplex_factor_leaves_of_their_link():
 
 
 def test_a_value_is_not_read_where_it_is_being_overwritten():
-    """The second engine overwrites w in place when `use` is to run again on w."""
+    """The second engine overwrites w in place when `use` is to be recomputed on w."""
     b = TraceBuilder()
     w, y = b.tensor("w", 10, "weight"), b.tensor("y", 10)
     new, end = b.tensor("w2", 10, "weight", replaces=w), b.tensor("end", 10)

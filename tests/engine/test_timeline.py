@@ -48,7 +48,7 @@ def stalls(log):
 
 
 def weights(*sizes: int, op_ns: int = 1000) -> TraceBuilder:
-    """One long op that reads nothing, and tensors that are there from the start."""
+    """One long op that reads nothing, and tensors that exist from the start."""
     b = TraceBuilder()
     for i, size in enumerate(sizes):
         b.tensor(f"w{i}", size, "input")
@@ -380,7 +380,7 @@ def test_who_needs_the_overwritten_value_again_has_it_made_once_more():
     b.op("next", reads=[over], duration=20)
     b.op("late", reads=[over, y], duration=1)
     actions = [Drop("b", after="next"), Drop("y", after="next")]
-    # b comes back first, over a; y needs a, which has gone again
+    # b comes back first, over a; y needs a, which has been evicted once more
     log = replay(Plan(b.build(), actions), machine())
     again = [name for _, name, _, _ in spans(log, "recompute")]
     assert again == ["conv", "relu_", "conv", "look"]
@@ -582,7 +582,7 @@ def test_what_comes_back_is_held_again_and_after_the_release_goes_with_its_last_
         plan = Plan(holding(until=until), [Drop("a.out", after="b"), Recompute("a", before="c")])
         log = replay(plan, machine())
         assert freed(log, "a.out")[2:] == [(20, 10, "made"), (gone, -10, "freed")]
-    # made again once the program has let go: nobody wants it
+    # recomputed once the program has let go: nobody reads it
     plan = Plan(holding(), [Drop("a.out", after="b"), Recompute("a", before="d")])
     assert freed(replay(plan, machine()), "a.out")[2:] == [(30, 10, "made"), (40, -10, "freed")]
 
@@ -618,7 +618,7 @@ def test_a_plan_that_keeps_the_dead_has_what_is_held_among_the_living(until, cau
 
 @pytest.mark.parametrize("engine", ["", "cpu"])
 def test_an_encoding_is_logged_as_codec_and_run_again_as_recompute(engine):
-    """act 0-10, enc 10-15, dec 15-22; what dec made is dropped and made again before late."""
+    """act 0-10, enc 10-15, dec 15-22; what dec produced is dropped and recomputed before late."""
     b = TraceBuilder()
     act, code, back = (b.tensor(name, size) for name, size in (("act", 20), ("code", 5), ("back", 20)))
     b.op("make", writes=[act], duration=10)

@@ -55,7 +55,7 @@ def machine(engine: str, folder: Path):
 
 
 @pytest.mark.parametrize(("engine", "peaks"), [
-    # A64FX at 2 GHz as its maker states it: two 512-bit SVE pipes per core
+    # A64FX at 2 GHz as its manufacturer states it: two 512-bit SVE pipes per core
     (SVE, {"fp64": 3.072e12, "fp32": 6.144e12, "fp16": 12.288e12}),
     # A100: 108 multiprocessors of 64 FP32 units, as one vector of 64 lanes; 19.5 TFLOP/s on its sheet
     ('cores = 108\nclock = "1410 MHz"\nvector = "2048 bit"\nunits = { fp32 = 1 }', {"fp32": 19.49e12}),

@@ -198,7 +198,7 @@ class Problems:
 
 
 def _forget(*packages: str) -> None:
-    """Have these imported anew."""
+    """Have these imported once more."""
     for name in list(sys.modules):
         if any(name == package or name.startswith(f"{package}.") for package in packages):
             del sys.modules[name]

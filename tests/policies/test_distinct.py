@@ -46,7 +46,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
 
 
 def two_ways(stages: int) -> Trace:
-    """Stages of a quick op and a dear one, so that a part of a stage is worth keeping; a weight each."""
+    """Stages of a cheap op and an expensive one, so that a part of a stage is worth keeping; a weight each."""
     b, size = TraceBuilder({"batch": 1, "samples": 1}), 1 << 24
     x = [b.tensor("x0", size, "input")]
     saved = []

@@ -65,7 +65,7 @@ def moved(result) -> dict[str, list[str]]:
 
 def test_the_coldest_goes_on_and_comes_back_up_when_there_is_room() -> None:
     # x1 … x4 leave in turn; the host holds two, so that x1 and x2, needed last, lie on the drive at the end of
-    # forward. When x4 has come back there is room for x2, and after x3 for x1
+    # forward. When x4 has come back x2 fits, and after x3 for x1
     result = simulate(stack(6), tiers(10_000, 200), "swap_all", unit="op", ahead=1)
     found = moved(result)
     assert found["d2h"] == ["x1", "x2", "x3", "x4"]

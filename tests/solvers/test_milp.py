@@ -1,4 +1,4 @@
-"""The program against the published one, brute force over what lies there, and its own relaxation."""
+"""The program against the published one, brute force over what is resident, and its own relaxation."""
 
 from __future__ import annotations
 

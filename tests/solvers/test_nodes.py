@@ -1,4 +1,4 @@
-"""What solvers are told of a trace, against every schedule of small graphs, and what of a part may run again."""
+"""What solvers are told of a trace, against every schedule of small graphs, and what of a part may be recomputed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def all_schedules(ops: Drawn, statistics: int | None) -> list[tuple[int, int]]:
 
 
 def peak_of(ops: Drawn, steps: list[int]) -> int:
-    """A result is there from the step that makes it to the last that reads it before it is made again."""
+    """A result is resident from the step that produces it to the last that reads it before it is recomputed."""
     held = [5 + ops[op][2] for op in steps]  # two inputs of 5 bytes, workspace
     last_op = len(ops) - 1
     for op, (_, size, _, _) in enumerate(ops):
@@ -190,7 +190,7 @@ def test_a_part_runs_again_without_its_op_that_renews_an_input(joined):
     assert [(value.producer, value.readers, value.size) for value in own] == (
         [(0, (0,), 2), (1, (1,), 2)] if joined else []
     )
-    # the wide result of the first layer is made again for its backward; what only one run makes stays for that
+    # the wide result of the first layer is recomputed for its backward; what only one run produces stays for that
     least = None
     for room in range(10, 40):
         answer = Program(nodes, room).minimise(node_limit=1000, time_limit=60)

@@ -119,7 +119,7 @@ def test_where_sizes_are_no_multiples_of_the_slot_rounding_breaks_the_order_and_
 
 @pytest.mark.parametrize("slots", range(1, 7))
 def test_rotor_restricted_to_checkpoints_takes_revolves_steps(slots):
-    # whoever saves a stage's inside has no room for another's: only inputs stay, `slots` of them with the first
+    # whoever saves a stage's inside has no space for another's: only inputs stay, `slots` of them with the first
     inside = 1000
     for steps in (2, 3, 5, 10, 17, 24):
         c = ChainCosts([1] * steps, [1] * steps, [0] * steps, [1] * (steps + 1), [inside] * steps, *[[0] * steps] * 3)

@@ -1,4 +1,4 @@
-"""Orders of runs: legal whatever is run again, exact in the peak that they foretell."""
+"""Orders of runs: legal whatever is recomputed, exact in the peak that they foretell."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
 @pytest.mark.parametrize("prune", [False, True])
 @pytest.mark.parametrize(("end", "gone"), [("b1", ["x1"]), ("b0", ["x1"]), ("f2", [])])
 def test_what_the_program_lets_go_of_later_is_wanted_as_what_is_read_later(end, gone, prune):
-    """x1 is read in forward alone; its producer runs again before b1, and the program lets go of x1 at `end`."""
+    """x1 is read in forward alone; its producer is recomputed before b1, and the program lets go of x1 at `end`."""
     b = TraceBuilder()
     x = [b.tensor(f"x{i}", 10, "input" if not i else "activation") for i in range(4)]
     g = [b.tensor(f"g{i}", 1, "temporary") for i in range(2)]

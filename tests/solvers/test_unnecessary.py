@@ -56,7 +56,7 @@ def test_what_is_held_leaves_no_room():
 
 
 def test_an_operand_does_not_take_the_place_of_what_is_made_from_it():
-    """Both `a` and `b` are recomputed for `end`; there is room for one beside `other`, and `b` alone is needed."""
+    """Both `a` and `b` are recomputed for `end`; one fits beside `other`, and `b` alone is needed."""
     b = TraceBuilder({"model": "operand"})
     first, second, other, end = (b.tensor(name, 1) for name in ("a", "b", "other", "end"))
     b.op("a", writes=[first], duration=0)
@@ -116,7 +116,7 @@ def test_of_two_that_would_fit_singly_the_dearer_byte_stays():
     sizes = {"cheap": 4, "dear": 4, "wide": 6, "end": 1}
     cheap, dear, wide, end = (b.tensor(name, size) for name, size in sizes.items())
     b.op("make cheap", writes=[cheap], duration=2)
-    b.op("make dear", writes=[dear], duration=7)
+    b.op("long", writes=[dear], duration=7)
     b.op("make wide", reads=[cheap, dear], writes=[wide], duration=1)
     small = b.tensor("small", 1)
     b.op("shrink", reads=[wide], writes=[small], workspace=5, duration=1)

@@ -78,7 +78,7 @@ def test_traces_that_are_not_kept_are_let_go(study):
     for cell in cells:
         bench.run(cell.task)
         trace, ops = next(reversed(bench._traces.things.values()))
-        bench._traces.most = bench._references.most = 3 * ops  # room for three
+        bench._traces.most = bench._references.most = 3 * ops  # three fit
         seen.append(weakref.ref(trace))
     del trace
     gc.collect()

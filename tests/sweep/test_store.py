@@ -348,7 +348,7 @@ def test_no_damage_of_the_index_changes_an_answer(done, rounds):
         (folder / name).write_bytes(damaged(files[name], rng))
         sql = QUERIES[i % len(QUERIES)]
         assert query(Store(folder), sql).equals(right[sql])
-        assert {name: (folder / name).read_bytes() for name in files} == files  # made again
+        assert {name: (folder / name).read_bytes() for name in files} == files  # written once more
 
 
 @pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.slow)])

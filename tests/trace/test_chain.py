@@ -1,4 +1,4 @@
-"""The chain view: cuts by brute force, the six lists there and back, and what is no chain."""
+"""The chain view: cuts by brute force, the six lists there and back, and what is not a chain."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_unit_chain_has_one_stage_a_step() -> None:
 
 
 def test_a_stage_does_not_end_where_its_result_is_overwritten_in_place() -> None:
-    """Two convolutions, each with a ReLU in place, and their backward: what the ReLU overwrites is no checkpoint."""
+    """Two convolutions, each with a ReLU in place, and their backward: what the ReLU overwrites is not a checkpoint."""
     b = TraceBuilder()
     x = b.tensor("x", 8, "input")
     results = [x]
@@ -122,7 +122,7 @@ def brute_force_cuts(trace: Trace) -> list[tuple[int, int]]:
     for k in range(1, len(ops)):
         made = {t for op in ops[:k] for t in op.writes} - of_weights
         live = made & {t for op in ops[k:] for t in op.reads}
-        whole = not any(trace.replaced_by[t] >= 0 for t in live)  # what is overwritten is no checkpoint
+        whole = not any(trace.replaced_by[t] >= 0 for t in live)  # what is overwritten is not a checkpoint
         if len(live) == 1 and whole and (not cuts or cuts[-1][1] != min(live)):
             cuts.append((k, min(live)))
     return cuts
@@ -249,7 +249,7 @@ def test_a_tied_weight_does_not_hide_where_stages_end() -> None:
 def test_a_long_trace_is_cut_in_a_moment() -> None:
     trace = synthetic.w1(450)
     got = chain(trace, ns(trace))
-    assert len(got) == 900 + 4  # layer 0 starts from the input, which is no activation
+    assert len(got) == 900 + 4  # layer 0 starts from the input, which is not an activation
 
 
 SMALL = {

@@ -54,7 +54,7 @@ def rows() -> dict[str, dict[str, str]]:
 
 @cache
 def machine() -> Platform:
-    """A device and a host with room for all cases. Peaks do not depend on its rates: nothing overlaps here."""
+    """A device and a host in which all cases fit. Peaks do not depend on its rates: nothing overlaps here."""
     room = 1 << 46
     return Platform(
         "roomy",
@@ -109,7 +109,7 @@ class Peaks:
 def peaks_of(log: EventLog, unit: int = ROUNDING) -> Peaks:
     """Peaks of a run with each tensor rounded up to `unit` bytes: read from the log's rows alone.
 
-    A moment belongs to the phase of the op of the iteration (not one that runs again) that started last.
+    A moment belongs to the phase of the op of the iteration (not a recomputed one) that started last.
     """
     time, tier, delta, tensor = (log.change(name) for name in ("time", "tier", "delta", "tensor"))
     delta = np.sign(delta) * (-(-np.abs(delta) // unit) * unit)

@@ -17,7 +17,7 @@ WAYS = [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)]
 def test_peak_of_every_phase_agrees(case, way):
     got, truth = images.simulated(case, way), CASES[case]["peaks"]
     for phase in PHASE_COLUMNS:
-        # a name in a block's forward holds a tensor until it is assigned anew: no trace of a plain step says so, in
+        # a name in a block's forward holds a tensor until it is assigned again: no trace of a plain step says so, in
         # which autograd holds that tensor anyway. In ResNets that is 6.4 MB of the last block
         lower = 0.008 if phase == "forward" and CASES[case]["policy"] != "none" else tolerance(case)
         want = truth[phase]["total"]
@@ -27,7 +27,7 @@ def test_peak_of_every_phase_agrees(case, way):
 
 
 def tolerance(case):
-    """PyTorch holds what a block reads until its backward has ended, the plan until it has run again: a feature."""
+    """PyTorch holds what a block reads until its backward has ended, the plan until it is recomputed: a feature."""
     return 1e-3 if case == "densenet-121_b24_full_ckpt" else 1e-6
 
 

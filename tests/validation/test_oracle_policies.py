@@ -2,7 +2,7 @@
 
 The trace is built from the configuration alone; the policy decides; the engine replays; the log is read.
 PyTorch's figures are those of `torch.utils.checkpoint` (non-reentrant, round every layer), of its selective
-contexts, and of `save_on_cpu`. Sizes are rounded up to 512 bytes a tensor on both sides.
+contexts, and of `save_on_cpu`. Sizes are rounded up to 512 bytes per tensor on both sides.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.validation.oracle import PHASE_COLUMNS
 
 CASES = other_families.rows()
 WHOLE = [case for case, row in CASES.items() if row["policy"] != "save_on_cpu" and "loss" not in row["arguments"]]
-"""Without copies that come back, and gradients that are made in the forward pass: who made them is no category."""
+"""Without copies that come back, and gradients that are made in the forward pass: who made them is not a category."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +40,7 @@ def test_weights_and_optimizer_state_are_exact(case):
         if trace.producer[tensor.id] < 0 and tensor.role in start:
             start[tensor.role] += -(-tensor.bytes // 512) * 512
     assert trace.meta["parameters"] == row["parameters"]
-    # PyTorch's buffers are tables of positions, which are made anew in every pass here
+    # PyTorch's buffers are tables of positions, which are made in every pass here
     assert 0 <= row["start"]["parameter"] - start["weight"] <= 2**14
     assert start["optimizer_state"] == row["start"]["rest"]
 

@@ -46,7 +46,7 @@ def megatron(name):
 
 
 def bytes_of(trace, *roles):
-    """What is there from the start, and of gradients what the update reads: not the addends of a tied weight's."""
+    """What exists from the start, and of gradients what the update reads: not the addends of a tied weight's."""
     made = {t for op in trace.ops for t in op.writes}
     updated = {t for op in trace.ops if op.phase == "update" for t in op.reads}
     return sum(
@@ -57,7 +57,7 @@ def bytes_of(trace, *roles):
 
 
 def saved(trace, *, layer=None, part=""):
-    """Bytes kept for backward, without the few bytes a row of norms (fp32 mean and 1/deviation)."""
+    """Bytes kept for backward, without the few bytes per row of norms (fp32 mean and 1/deviation)."""
     return sum(
         t.bytes
         for t in trace.tensors

@@ -130,7 +130,7 @@ class Decoder(nn.Module):
 
 
 class ForCausalLM(nn.Module):
-    """Of `layers` decoder layers; gives the logits of all tokens, one row a token."""
+    """Of `layers` decoder layers; gives the logits of all tokens, one row per token."""
 
     def __init__(self, layers=12, width=32, heads=4, groups=2, vocabulary=50):
         super().__init__()

@@ -535,7 +535,7 @@ def test_recomputed_forward_ops_belong_to_backward_and_are_no_model_flops():
     forward = sum(o.flops for o in products if o.phase == "forward")
     backward = sum(o.flops for o in products if o.phase == "backward")
     again = forward + backward - trace.meta["model_flops"]
-    # early stop: all that backward needs of a layer is there before its second product, which does not run again
+    # early stop: all that backward needs of a layer is there before its second product, which is not recomputed
     assert again == 4 * 2 * (16 * 32 * 128)
     assert trace.meta["model_flops"] == 3 * forward - 2 * 16 * 32 * 128  # the input needs no gradient
 

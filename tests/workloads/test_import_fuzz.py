@@ -1,4 +1,4 @@
-"""Whatever bytes a file holds, reading it gives a trace or one TraceError of one line; nothing else escapes."""
+"""Whatever a file holds, reading it gives a trace or one TraceError of one line; nothing else escapes."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ DTR = [
 
 
 def filled(kind: str, count: int) -> str:
-    """A small trace with many rows of which little or nothing is used, one a line."""
+    """A small trace with many rows of which little or nothing is used, one per line."""
     unused = {"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 1, "args": EXTRA}
     if kind == "DTR log":
         return "\n".join(map(json.dumps, [*DTR, *[{"INSTRUCTION": "NOTE", **EXTRA}] * count]))

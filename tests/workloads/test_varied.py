@@ -41,7 +41,7 @@ def test_time_is_the_sum_of_the_steps_and_memory_that_of_the_neediest(lengths, p
     steps = [transformer(TINY, sequence=length, **options) for length in lengths]
     whole = varied_lengths(TINY, sequences=lengths, **options)
     assert reference_run(whole, MACHINE).end == sum(reference_run(step, MACHINE).end for step in steps)
-    # what has no producer lies there from the start: the inputs of all steps beside each
+    # what has no producer is resident from the start: the inputs of all steps beside each
     assert peak(whole) == max(peak(step) - inputs(step) for step in steps) + sum(map(inputs, steps))
     assert len(whole.ops) == sum(len(step.ops) for step in steps)
     assert whole.meta["sequences"] == lengths

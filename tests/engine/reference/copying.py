@@ -76,7 +76,7 @@ class Copies:
         self.jobs: list[Job] = []
         self.requests: dict[str, list[Any]] = {name: [] for name in store.tiers}  # devices that wait for space
         self.overwriting: dict[int, str] = {}  # values that an op under way overwrites, and where
-        self.making: set[tuple[int, str]] = set()  # results that an op is making again
+        self.making: set[tuple[int, str]] = set()  # results that an op is recomputing
         self.to_follow: list[Copying] = []  # ended copies that others follow
         self.number = 0
 

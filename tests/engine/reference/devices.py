@@ -15,7 +15,7 @@ from tests.engine.reference.view import View
 
 @dataclass(eq=False)
 class Waiting:
-    """Why a device stands still, and when it goes on. cause "": it runs an op, which is no stall."""
+    """Why a device stands still, and when it goes on. cause "": it runs an op, which is not a stall."""
 
     cause: str
     op: int
@@ -339,7 +339,7 @@ class Device:
         return Waiting("space", request.op, -1, lambda: request.is_woken)
 
     def ask(self, tier: str, bytes: int, op: int, reason: str) -> bool:
-        """Ask the online part to make room; whether it made any."""
+        """Ask the online part to release bytes; whether it released any."""
         store = self.store
         leaving, rows = self.copies.leaving(tier), len(store.changes)
         need = Need(tier, bytes, max(1, bytes - store.free(tier) - leaving), op, reason)

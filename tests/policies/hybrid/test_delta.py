@@ -124,7 +124,7 @@ def test_without_usable_links_it_is_dtr_with_delta_s_filter(trace, rate):
 
 
 def test_evicted_neighbours_make_recomputing_dearer():
-    # c's producer is cheap, but reads b, which is evicted first and must be made again with it
+    # c's producer is cheap, but reads b, which is evicted first and must be recomputed with it
     b = TraceBuilder()
     big, c, d, e = b.tensor("b", 100), b.tensor("c", 60), b.tensor("d", 100), b.tensor("e", 60)
     b.op("make_b", writes=[big], duration=150)
@@ -143,7 +143,7 @@ def test_evicted_neighbours_make_recomputing_dearer():
 
 
 def test_a_trip_that_took_longer_than_the_route_says_counts_as_it_was():
-    # two tensors leave at once: the second waits for the link, so that its next trip looks dearer
+    # two tensors leave at once: the second waits for the link, so that its next trip looks more expensive
     b = TraceBuilder()
     first, second, wide = b.tensor("first", 100), b.tensor("second", 100), b.tensor("wide", 200)
     wider = b.tensor("wider", 200)
@@ -292,7 +292,7 @@ def test_a_watermark_moves_ahead_of_need_and_drops_nothing():
     assert copies(ahead, "d2h") == ["a", "b"]  # and b, so that as much stays free beside c
     assert waits.summary()["stall_ns"]["space"] == 100
     assert ahead.summary()["stall_ns"].get("space", 0) == 0
-    # where copying costs more than making it again nothing goes before it must: dropping takes no time
+    # where copying costs more than recomputing nothing leaves before it must: dropping takes no time
     dear = run(trace, machine(200, rate=10**7), prefetch="none", watermark=0.5)
     assert copies(dear, "d2h") == []
     assert reruns(dear) == ["make_0"]

@@ -102,7 +102,7 @@ def peak_of(trace: Trace, platform: Platform) -> int:
 
 
 def test_the_least_recently_used_goes_to_ddr_and_a_miss_brings_it_back():
-    # room for three: producing d sends b (a was read again, c is younger); producing e then sends c
+    # three fit: producing d sends b (a was read again, c is younger); producing e then sends c
     result = run(accesses("A B C a D E"), machine(30), **alone("tiering"))
     assert copies(result)[:2] == ["b", "c"]
     assert copies(result, "h2d")[0] == "b"

@@ -39,12 +39,12 @@ def sent(done) -> list[str]:
 
 
 def test_the_least_recently_used_leaves_and_a_miss_brings_it_back(run) -> None:
-    # room for three: making d sends b (a was read again, c is younger); making e then sends c
+    # three fit: producing d sends b (a was read again, c is younger); producing e then sends c
     done = run(accesses("A B C a D E"), "lru_tiering", 30)
     assert sent(done)[:2] == ["b", "c"]
     assert done.moves[0] == ("d2h", "b", 400, 410)  # d waits for its space
     assert done.ran("4D") == [(410, 510)]
-    # at the end a is still there; b is missing, so that it comes back where the oldest makes room
+    # at the end a is still there; b is missing, so that it comes back where the oldest leaves
     assert done.ran("end.a") == [(620, 720)]
     assert done.ran("end.b")[0][0] > 720
     assert ("h2d", "b") in {(lane, tensor) for lane, tensor, _, _ in done.moves}

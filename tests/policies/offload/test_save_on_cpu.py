@@ -55,7 +55,7 @@ def test_each_tensor_goes_once_without_duplicates_and_weights_stay_if_told(run) 
 
 
 def test_a_weight_is_unpacked_beside_itself(run) -> None:
-    # right.bwd holds both weights, the copies of w and x, g, and what it makes; x0 lies there throughout
+    # right.bwd holds both weights, the copies of w and x, g, and what it produces; x0 is resident throughout
     assert run(shared_input(), "save_on_cpu").peak == 1 + 300 + 200 + 10 + 30 + 10 + 200
     assert run(shared_input(), "save_on_cpu", weights=False).peak == 1 + 300 + 10 + 30 + 10 + 200
 

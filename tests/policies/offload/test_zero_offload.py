@@ -168,7 +168,7 @@ def test_arithmetic_and_launches_come_on_top_as_the_platform_says() -> None:
         trace = transformer(TINY, batch=1, sequence=32, precision="mixed_fp16", optimizer=optimizer)
         rows = simulate(trace, platform, "zero_offload").events.query("lane == 'cpu'")
         count, tiles = trace.meta["parameters"], TINY["n_layer"] + 1
-        # 10 us a launch, 14 FLOPs a parameter at 2.5 TFLOP/s, 28 bytes at 0.35 of 120 GB/s
+        # 10 us per launch, 14 FLOPs per parameter at 2.5 TFLOP/s, 28 bytes at 0.35 of 120 GB/s
         expected = tiles * 10_000 + count * (14 / 2500 + 28 / 42)
         assert abs((rows.end_ns - rows.start_ns).sum() - expected) <= 2 * tiles
 

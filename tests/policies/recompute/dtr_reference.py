@@ -21,7 +21,7 @@ class Reference:
     """One run over a trace. kept: tensors that are never evicted. limit: most ns of recomputation.
 
     hold: our engine's rule, that an op which waits for several evicted tensors holds those that come back
-    on the way to another, and an op that runs again those of its results that are still there. The
+    on the way to another, and a recomputed op those of its results that are still there. The
     prototype may evict them.
     ran: (op, whether again) in order; evicted: tensors in order, freed dead ones among them.
     """

@@ -14,7 +14,7 @@ def random_log(
     """Calls, views of views, several results, mutations, second names, late and lacking releases, constants.
 
     most: sizes and times are 1 to this; few make ties. repeat: a call may name an argument twice. dense: many views of
-    what is no constant, whose storages are evicted and which are read later, sizes from 0 on, and late constants.
+    what is not a constant, whose storages are evicted and which are read later, sizes from 0 on, and late constants.
     """
     rows: list[Row] = [{"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}]
     names: list[str] = []

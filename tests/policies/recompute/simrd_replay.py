@@ -120,12 +120,12 @@ class Replay:
     deallocation: `eager`, `ignore`, `banish` as in the authors' runtimes V2 eager, V2 and V1. heuristic: `dtr`,
     `dtr_eq`, `local`, `lru`, `size`, `msps`; `dtr` counts staleness over the neighbourhood with `around`.
     hold: tiersim's rule that an op holds all it waits for, and its results that are there, and that the outputs
-    hold each other when they are brought back at the end. anew: tiersim's rule that an evicted neighbourhood is
+    hold each other when they are brought back at the end. fresh: tiersim's rule that an evicted neighbourhood is
     what a search finds now. The authors keep what a search found when something came (what a view joins later is not in
     it, nor what the view costs), and find in it what an op that never ran yet will make, and what is banished.
     once, again: time of first and of further runs. ran: (call that makes storages, whether again); evicted:
     storages in order, as (call, result). departs: how many evictions had been made when a run with the other
-    `hold` or `anew` might choose otherwise. closing: how many had been made, and `closed` how many calls
+    `hold` or `fresh` might choose otherwise. closing: how many had been made, and `closed` how many calls
     had run, when the log ended and its outputs were asked for, -1 where it never did. full: memory ran out.
     """
 
@@ -134,7 +134,7 @@ class Replay:
     deallocation: str = "eager"
     around: bool = False
     hold: bool = False
-    anew: bool = False
+    fresh: bool = False
     clock: int = 1
     used: int = 0
     peak: int = 0
@@ -424,18 +424,18 @@ class Replay:
         found = [Reach(store, way.down) for way in ways]
         for way in found:
             way.search()
-        if self.around:  # the authors search this one anew, and count what lies both ways once
+        if self.around:  # the authors search this one each time, and count what lies both ways once
             inside = list(set().union(*(way.inside for way in found)))
             total = sum(other.cost for other in inside)
         else:
             inside = [other for way in found for other in way.inside]
             total = sum(way.total for way in ways)
         phantoms = sum(other.cost for other in inside if not other.made or other.banished)
-        anew = sum(other.cost for other in inside) - phantoms
-        if phantoms or anew != total:
+        fresh = sum(other.cost for other in inside) - phantoms
+        if phantoms or fresh != total:
             self._departs()
-        top += anew if self.anew else total
-        if self.anew:
+        top += fresh if self.fresh else total
+        if self.fresh:
             inside = [other for other in inside if other.made and not other.banished]
         if self.around:
             seen = max([seen, *(other.access for other in inside)])

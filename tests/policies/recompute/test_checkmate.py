@@ -170,7 +170,7 @@ def test_a_search_starts_from_segments_that_are_recomputed_when_their_backward_b
 
 @pytest.mark.slow
 def test_a_plan_that_is_known_does_not_hide_better_ones_from_the_search():
-    # a row that leaves out what is dearer than the known plan kept the solver from any plan for a minute
+    # a row that leaves out what is more expensive than the known plan kept the solver from any plan for a minute
     trace = transformer(
         "gpt2-medium", batch=8, sequence=1024, precision="amp_bf16", attention="eager", optimizer="adamw_fused"
     )
@@ -214,7 +214,7 @@ def test_an_update_that_needs_more_than_the_budget_is_infeasible(run):
 
 
 def test_what_overwrites_a_weight_gradient_runs_once(run):
-    """Rounding keeps its result, since neither the gradient nor what overwrote it can be made again."""
+    """Rounding keeps its result, since neither the gradient nor what overwrote it can be recomputed."""
     b = TraceBuilder()
     x = b.tensor("x", 1, "input")
     gradient = b.tensor("gradient", 2, "gradient")

@@ -70,14 +70,14 @@ def moved(log) -> int:
 
 
 def test_a_synchronous_copy_stalls_every_visit():
-    # room for one weight: f0 f1 (f2 loss b2) b1 b0 are five visits, each 10 ns late; 90 ns of ops
+    # one weight fits: f0 f1 (f2 loss b2) b1 b0 are five visits, each 10 ns late; 90 ns of ops
     log = simulate(weighted([10] * 3), machine(20), "colossal_auto", offload="synchronous").log
     assert (log.end, moved(log)) == (90 + 5 * 10, 5 * 10)
     assert peak(log) <= 20
 
 
 def test_a_copy_that_starts_a_visit_ahead_is_hidden_but_for_the_first():
-    # room for two weights: while one stage runs the next one's comes, in as long as a forward takes
+    # two weights fit: while one stage runs the next one's comes, in as long as a forward takes
     log = simulate(weighted([10] * 4), machine(32), "colossal_auto", window=1).log
     assert log.end == 4 * 30 + 10
     assert peak(log) <= 32
@@ -115,7 +115,7 @@ def test_what_is_absent_is_what_lies_outside_the_visits():
     # steps: f0 f1 f2 loss b2 b1 b0
     assert pager.absent(units[0], 0).tolist() == [0, 7, 7, 7, 7, 7, 0]
     assert pager.absent(units[1], 0).tolist() == [7, 0, 7, 7, 7, 0, 7]
-    assert pager.absent(units[1], 1).tolist() == [0, 0, 0, 0, 0, 0, 7]  # it would come again before it has gone
+    assert pager.absent(units[1], 1).tolist() == [0, 0, 0, 0, 0, 0, 7]  # it would return before it has left
     assert pager.absent(units[2], 0).tolist() == [7, 7, 0, 0, 0, 7, 7]
 
 

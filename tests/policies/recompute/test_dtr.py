@@ -2,7 +2,7 @@
 
 The tables were made with that prototype as it is: chains of unit ops with a number of slots, and a
 transformer stack with costs in whole nanoseconds. What is recomputed after the last op of the trace, to
-have its outputs at the end, is no part of them.
+have its outputs at the end, is not part of them.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def test_wrong_parameters_are_named(parameters, text):
         load("dtr", **parameters)
 
 
-# ---- what cannot be made again -----------------------------------------------------------------------
+# ---- what cannot be recomputed -----------------------------------------------------------------------
 
 
 def test_what_depends_on_a_weight_is_made_again_before_the_weight_is_overwritten():
@@ -254,7 +254,7 @@ def test_what_depends_on_a_weight_is_made_again_before_the_weight_is_overwritten
 
 
 def test_a_result_in_place_is_kept_where_nothing_brings_back_what_it_overwrote():
-    # g overwrites the input a in place, so that b cannot be made again; c, made from b, is evicted when b dies
+    # g overwrites the input a in place, so that b cannot be recomputed; c, computed from b, is evicted when b dies
     b = TraceBuilder()
     a = b.tensor("a", 40, "input")
     inplace = b.tensor("b", 40, replaces=a)
@@ -377,7 +377,7 @@ def test_whole_iterations_with_updates_run_to_the_end(seed, deallocation, percen
 
 
 def test_the_parts_of_a_tied_gradient_are_gradients_and_stay():
-    """The first part came of the logits: to make it again takes them, and all that they take."""
+    """The first part came of the logits: recomputing it takes them, and all that they take."""
     trace = transformer(
         {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 1000},
         batch=4,

@@ -1,7 +1,7 @@
 """Logs of the prototype's format, imported and run, beside a replay of the log itself that shares no code with us.
 
 The replay tells what the authors' simulator does. Two differences are meant, and are all there are: what an import
-makes of a log (`as_imported`), and what the policy's docstring says under "Departs" (the replay's `hold` and `anew`).
+makes of a log (`as_imported`), and what the policy's docstring says under "Departs" (the replay's `hold` and `fresh`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def differences(
     for percent in (50, 70, 85):
         budget = peak * percent // 100
         replay = partial(Replay, budget, heuristic, deallocation, around=staleness == "neighbourhood")
-        held, theirs = replay(hold=True, anew=True).run(rows), replay().run(rows)
+        held, theirs = replay(hold=True, fresh=True).run(rows), replay().run(rows)
         parameters = {"heuristic": heuristic, "deallocation": deallocation, "staleness": staleness} | ours
         mine = play(trace, budget, **parameters)
         if mine is None or held.closing < 0:

@@ -37,7 +37,7 @@ def test_one_layer_at_a_time_is_full_recomputation(run):
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 12])
 def test_peak_of_a_unit_chain_is_inputs_and_one_segment(k, run):
     facts = run(chain([1] * 12, [2] * 12, [1] * 13, [4] * 12), "every_k", k=k)
-    # an input a segment, four bytes a stage of the one that is undone, and a gradient
+    # an input per segment, four bytes per stage of the one that is undone, and a gradient
     assert facts.peak == 12 // k + 4 * k + 1
     assert set(Counter(facts.rerun).values()) == {1}
     assert len(facts.rerun) == 12

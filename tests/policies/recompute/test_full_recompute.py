@@ -1,4 +1,4 @@
-"""Layer checkpointing: what goes, what runs again, and what PyTorch's own checkpoint was measured to hold."""
+"""Layer checkpointing: what is dropped, what is recomputed, and what PyTorch's own checkpoint was measured to hold."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def rectified(layer: int):
 
 def test_an_op_in_place_runs_again_on_what_the_layer_has_made_again(run):
     facts = run(rectified(0), "full_recompute")
-    assert facts.rerun == ["make", "relu_"]  # not use: d is for the next layer alone, and lies there
+    assert facts.rerun == ["make", "relu_"]  # not use: d is for the next layer alone, and is resident
     assert facts.peak == run(rectified(0), "keep_all").peak == 10 + 50 + 10 + 10
     assert facts.result.log.counters["implicit_recomputes"] == 0
 
@@ -218,7 +218,7 @@ def test_transformers_hold_less_in_several_microbatches_too(micro, run):
 
 
 # PyTorch 2.13 with transformers 5.23 under fake tensors, non-reentrant checkpoint round every layer, measured for
-# this project: largest sum of live storages in one iteration, and kernels that ran again (0: not compared)
+# this project: largest sum of live storages in one iteration, and kernels that were repeated (0: not compared)
 MEASURED = [
     ("gpt2-small", "eager", 4, 1024, 0.1, "amp_bf16", "adamw_foreach", 4_230_604_288, 0),
     ("gpt2-small", "eager", 4, 1024, 0.1, "fp32", "adamw_foreach", 4_159_700_992, 0),

@@ -96,7 +96,7 @@ def test_what_has_no_evicted_neighbours_goes_by_size_and_age_whatever_it_costs()
     dear = candidates([50, 100, 60], [4000, 10, 100], 70)
     assert evicted(run(dear, 210, **ALONE))[0] == "t1"  # 50 * 110 against 100 * 100, for any cost
     young = candidates([50, 100, 60], [4000, 300, 100], 70)
-    assert evicted(run(young, 210, **ALONE))[0] == "t0"  # that takes 40 times as long to make again
+    assert evicted(run(young, 210, **ALONE))[0] == "t0"  # that takes 40 times as long to recompute
 
 
 def test_own_cost_keeps_what_is_dear():
@@ -410,7 +410,7 @@ def test_any_graph_runs_to_the_end_within_the_budget(seed, percent, fit, paramet
 def test_a_threshold_is_kept_to_before_each_op():
     trace = uniform_chain(40, size=100, duration=10)
     result = run(trace, 10_000, **ALONE, threshold=0.1)
-    rows = result.log.changes[result.log.change("time") < 400]  # the forward pass: nothing is made again
+    rows = result.log.changes[result.log.change("time") < 400]  # the forward pass: nothing is recomputed
     assert int(np.cumsum(rows[:, 2]).max()) == 1000 + 100  # what the threshold leaves, and the result of an op
     assert reruns(result)
     assert result.log.counters["pressure_calls"] == 0

@@ -172,7 +172,7 @@ def test_what_blocks_keep_is_measured_in_the_log():
     trace = net([50, 70, 20])
     first, found = collecting(trace)
     assert found.blocks == (50, 70, 20)
-    # at most x0 and its successors lie there with the second block whole: x0 x1 a1 b1 x2, a1 gone before x2 is made
+    # at most x0 and its successors are resident with the second block whole: x0 x1 a1 b1 x2, a1 freed before x2
     assert peak(first.log) == 10 + 10 + 70 + 10 + 10
     # with all that the blocks keep: what a plain iteration takes
     assert found.model == peak(simulate(trace, machine(), "keep_all").log)
@@ -312,7 +312,7 @@ def test_gpt2_medium_falls_from_everything_kept_to_everything_checkpointed_in_se
     assert peaks == sorted(peaks, reverse=True)
     assert times == sorted(times)
     assert times[0] == kept.log.end
-    assert times[-1] == full.log.end  # 24 of 24 blocks: the same ops run again
+    assert times[-1] == full.log.end  # 24 of 24 blocks: the same ops are recomputed
     assert peaks[-1] == full.summary()["peak_bytes"]
 
 

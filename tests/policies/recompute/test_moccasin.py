@@ -185,7 +185,7 @@ def counted() -> Trace:
 @pytest.mark.parametrize("policy", ["checkmate", "moccasin"])
 @pytest.mark.parametrize(("trace", "budget"), [(held(), 13), (counted(), 8)], ids=("held", "counted"))
 def test_nothing_is_proven_where_memory_is_counted_otherwise(policy, trace, budget, run):
-    """Both fit: the one without `a`, the other with `a` made again."""
+    """Both fit: the one without `a`, the other with `a` recomputed."""
     said = ""
     try:
         run(trace, policy, budget)

@@ -26,7 +26,7 @@ TOY = Platform("toy", (HBM,), (NPU,), ())
 
 
 def two_halves() -> Trace:
-    """Two stages, each a wide cheap op between two narrow dear ones; backward needs all that is inside."""
+    """Two stages, each a wide cheap op between two narrow expensive ones; backward needs all that is inside."""
     b = TraceBuilder({"model": "two halves"})
     x = b.tensor("x", 1, "input")
     stages = []

@@ -1,4 +1,4 @@
-"""Memory budgets: nothing dear again at 1, layer checkpointing at 0, the best items between."""
+"""Memory budgets: nothing expensive recomputed at 1, layer checkpointing at 0, the best items between."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from workloads import transformer
 from workloads.synthetic import w1
 
 # PyTorch 2.13 with transformers 5.23 under fake tensors, `create_selective_checkpoint_contexts` round every layer,
-# measured for this project: largest sum of live storages in one iteration, and kernels that ran again (0: not compared)
+# measured for this project: largest sum of live storages in one iteration, and repeated kernels (0: not compared)
 MEASURED = [
     ("gpt2-small", "eager", 4, 1024, 0.1, "amp_bf16", "adamw_foreach", 6_193_538_560, 0),
     ("gpt2-small", "eager", 4, 1024, 0.1, "fp32", "adamw_foreach", 8_085_569_536, 0),

@@ -23,7 +23,7 @@ TOY = Platform("toy", (HBM,), (NPU,), ())
 
 
 def scheduled(trace: Trace, limit: int, longest: int = 10**6) -> tuple[Schedule | None, int, int]:
-    """The runs of a schedule with all ops allowed to run again; the width and the levels it is made from."""
+    """The runs of a schedule in which all ops may be recomputed; the width and the levels it is made from."""
     index = TraceIndex(trace)
     needs = Needs(index, len(trace.ops), [True] * len(trace.ops))
     decomposition = decompose(needs.graph())
@@ -98,7 +98,7 @@ def test_what_may_go_stays_while_there_is_room_and_the_cheapest_bytes_go_first()
     dear, cheap = b.tensor("dear", 4), b.tensor("cheap", 4)
     wide = b.tensor("wide", 4)
     end = b.tensor("end", 1)
-    b.op("make dear", writes=[dear], duration=9)
+    b.op("long", writes=[dear], duration=9)
     b.op("make cheap", writes=[cheap], duration=1)
     b.op("make wide", reads=[], writes=[wide], duration=5)
     small = b.tensor("small", 1)

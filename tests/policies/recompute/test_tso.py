@@ -49,7 +49,7 @@ def test_unlimited_memory_may_capture_launches_too():
 
 
 def ledger_of(given_lists, again: list[tuple[int, int]]) -> tuple[int, int]:
-    """Peak and time of a chain whose stages in `again` (first, end) drop their insides and run again, by hand.
+    """Peak and time of a chain whose stages in `again` (first, end) drop their insides and are recomputed, by hand.
 
     Stage i makes x[i + 1] and its inside; its backward reads x[i], x[i + 1], the inside and a gradient.
     """
@@ -80,7 +80,7 @@ def ledger_of(given_lists, again: list[tuple[int, int]]) -> tuple[int, int]:
     for i in reversed(range(count)):
         if i in rerun and i == rerun[i][1] - 1:
             a, b = rerun[i]
-            here.pop(("x", b), None)  # made again below
+            here.pop(("x", b), None)  # recomputed below
             for k in range(a, b):
                 forward(k, first=False)
                 took += uf[k]

@@ -50,7 +50,7 @@ def cuda_kernels() -> Iterator[None]:
 class Ledger(TorchDispatchMode):
     """Bytes by category after each op, each storage once and rounded up to 512 bytes; the highest point of each phase.
 
-    `parameter`: parameters and buffers; `activation`: made in a forward pass or while a module runs again in
+    `parameter`: parameters and buffers; `activation`: made in a forward pass or while a module is recomputed in
     backward; `rest`: gradients, temporaries, optimizer state; `other`: the batch.
     detail: whether to note all that lives at each highest point, in `where`.
     """
