@@ -23,172 +23,13 @@ from sim.report.page import RunView
 from sim.report.page.run import run_data
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import KINDS
+from tests.hardware.machine import MACHINE
 from workloads import transformer
-
-BASE = """
-description = "made up"
-notes = ["none"]
-devices = 2
-
-[tiers.hbm]
-kind = "hbm"
-per_device = true
-source = "sheet"
-standing = "vendor"
-nominal = "16 MB"
-capacity = "15 MB"
-bandwidth = "1 GB/s"
-latency = "0 ns"
-allocator = "exact"
-
-[tiers.near]
-kind = "lpddr"
-per_device = true
-source = "sheet"
-standing = "vendor"
-nominal = "60 MB"
-capacity = "60 MB"
-bandwidth = "1 GB/s"
-
-[tiers.host]
-kind = "ddr"
-source = "sheet"
-standing = "vendor"
-nominal = "70 MB"
-capacity = "60 MB"
-bandwidth = "1 GB/s"
-
-[tiers.drive]
-kind = "nvme"
-source = "sheet"
-standing = "vendor"
-nominal = "600 MB"
-capacity = "600 MB"
-bandwidth = "0.5 GB/s"
-
-[engines.gpu]
-home = "hbm"
-main = true
-source = "sheet"
-standing = "vendor"
-launch = "5 us"
-power = "300 W"
-peak = { fp32 = "10 GFLOP/s" }
-efficiency = { matmul = 0.8, default = 0.5 }
-bandwidth_share = { norm = 0.5 }
-
-[engines.vector]
-home = "hbm"
-main = false
-source = "sheet"
-standing = "vendor"
-launch = "9 us"
-power = "100 W"
-cores = 5
-clock = "125 MHz"
-vector = "128 bit"
-units = { fp32 = 1 }
-runs = { embedding = "scalar", conv = "none" }
-
-[engines.cpu]
-main = false
-home = "host"
-reaches = ["hbm"]
-source = "guess"
-standing = "assumed"
-launch = "1 us"
-power = "50 W"
-peak = { fp32 = "1 GFLOP/s" }
-
-[links.d2h]
-from = "hbm"
-to = "host"
-source = "a run"
-standing = "measured"
-rate = "1 GB/s"
-fixed = "10 us"
-copy_engines = 1
-energy = "60 pJ/B"
-
-[links.h2d]
-from = "host"
-to = "hbm"
-source = "a run"
-standing = "measured"
-rate = "2 GB/s"
-fixed = "8 us"
-energy = "60 pJ/B"
-
-[links.side]
-from = "hbm"
-to = "near"
-source = "a run"
-standing = "measured"
-rate = "4 GB/s"
-fixed = "2 us"
-energy = "60 pJ/B"
-
-[links.back]
-from = "near"
-to = "hbm"
-source = "a run"
-standing = "measured"
-rate = "4 GB/s"
-fixed = "2 us"
-energy = "60 pJ/B"
-
-[links.peer]
-from = "hbm"
-to = "hbm"
-peer = true
-source = "a run"
-standing = "measured"
-rate = "2 GB/s"
-egress = "2 GB/s"
-fixed = "2 us"
-energy = "60 pJ/B"
-
-[links.fetch]
-from = "drive"
-to = "host"
-source = "a run"
-standing = "measured"
-rate = "1 GB/s"
-fixed = "2 us"
-energy = "60 pJ/B"
-
-[links.store]
-from = "host"
-to = "drive"
-source = "a run"
-standing = "measured"
-rate = "1 GB/s"
-fixed = "2 us"
-energy = "60 pJ/B"
-
-[pools.dram]
-source = "a run"
-standing = "measured"
-rate = "3 GB/s"
-charges = { d2h = 1, h2d = 1 }
-
-[pools.pcie]
-per_device = true
-source = "a run"
-standing = "measured"
-factors = { d2h = 0.9, h2d = 0.9 }
-
-[fit]
-source = "a run"
-standing = "measured"
-op_time = 0.07
-transfer_time = "no measurement"
-"""
 
 CHANGES = {
     "devices": ("devices = 2", "devices = 1"),
     "tiers.per_device": ('kind = "ddr"', 'kind = "ddr"\nper_device = true'),
-    "tiers.capacity": ('capacity = "15 MB"', 'capacity = "5 MB"'),
+    "tiers.capacity": ('value = "15 MB"', 'value = "5 MB"'),
     "tiers.bandwidth": ('bandwidth = "1 GB/s"\nlatency', 'bandwidth = "2 GB/s"\nlatency'),
     "tiers.latency": ('latency = "0 ns"', 'latency = "3 us"'),
     "tiers.allocator": ('allocator = "exact"', 'allocator = "caching"'),
@@ -197,7 +38,7 @@ CHANGES = {
     "engines.main": None,  # two lines change: see `texts`
     "engines.peak": ("10 GFLOP/s", "20 GFLOP/s"),
     "engines.efficiency": ("matmul = 0.8", "matmul = 0.4"),
-    "engines.bandwidth_share": ("norm = 0.5", "norm = 0.25"),
+    "engines.bandwidth_share": ("norm = { value = 0.5", "norm = { value = 0.25"),
     "engines.launch": ('launch = "5 us"', 'launch = "6 us"'),
     "engines.bandwidth": ('launch = "5 us"', 'launch = "5 us"\nbandwidth = "0.5 GB/s"'),
     "engines.cores": ("cores = 5", "cores = 6"),
@@ -215,10 +56,10 @@ CHANGES = {
     "links.egress": ('egress = "2 GB/s"', 'egress = "0.5 GB/s"'),
     "links.energy": ('energy = "60 pJ/B"\n\n[links.h2d]', 'energy = "90 pJ/B"\n\n[links.h2d]'),
     "pools.per_device": ("[pools.pcie]\nper_device = true", '[pools.pcie]\nper_device = true\nrate = "1 GB/s"'),
-    "pools.duplex": ("factors = { d2h = 0.9, h2d = 0.9 }", 'duplex = "half"\nfactors = { d2h = 0.9, h2d = 0.9 }'),
+    "pools.duplex": ("factors = { d2h = 0.95, h2d = 0.47 }", 'duplex = "half"\nfactors = { d2h = 0.95, h2d = 0.47 }'),
     "pools.rate": ('rate = "3 GB/s"', 'rate = "0.3 GB/s"'),
-    "pools.charges": ("charges = { d2h = 1, h2d = 1 }", "charges = { d2h = 9, h2d = 1 }"),
-    "pools.factors": ("factors = { d2h = 0.9, h2d = 0.9 }", "factors = { d2h = 0.1, h2d = 0.9 }"),
+    "pools.charges": ("charges = { d2h = 1, ", "charges = { d2h = 9, "),
+    "pools.factors": ("factors = { d2h = 0.95, h2d = 0.47 }", "factors = { d2h = 0.1, h2d = 0.47 }"),
 }
 """Per key, as `part.key`, what of the base is written otherwise."""
 
@@ -241,23 +82,23 @@ WHERE = {"source": ('"sheet"', '"a run"', '"guess"'), "standing": ('"vendor"', '
 def texts(key: str) -> tuple[str, str]:
     """The profile, and the same with one key that has another value."""
     if key == "engines.main":
-        swapped = BASE.replace('home = "hbm"\nmain = true', 'home = "hbm"\nmain = ?').replace(
+        swapped = MACHINE.replace('home = "hbm"\nmain = true', 'home = "hbm"\nmain = ?').replace(
             'home = "hbm"\nmain = false', 'home = "hbm"\nmain = true'
         )
-        return BASE, swapped.replace("main = ?", "main = false")
+        return MACHINE, swapped.replace("main = ?", "main = false")
     if key == "pools.per_device":  # two devices in one pool, or each in its own
         start, own = CHANGES[key]
-        return BASE.replace(start, own), BASE.replace(start, own.replace("per_device = true\n", ""))
+        return MACHINE.replace(start, own), MACHINE.replace(start, own.replace("per_device = true\n", ""))
     part, _, name = key.rpartition(".")
     if name in WHERE:
         head = f"[{part}]" if part == "fit" else f"[{part}.{FIRST[part]}]"
-        at = BASE.index(head)
-        old = next(f"{name} = {value}" for value in WHERE[name] if f"{name} = {value}" in BASE[at : at + 200])
+        at = MACHINE.index(head)
+        old = next(f"{name} = {value}" for value in WHERE[name] if f"{name} = {value}" in MACHINE[at : at + 200])
         new = f'{name} = "{"another" if name == "source" else "estimate"}"'
-        return BASE, BASE[:at] + BASE[at:].replace(old, new, 1)
+        return MACHINE, MACHINE[:at] + MACHINE[at:].replace(old, new, 1)
     old, new = {**CHANGES, **ABOUT}[key]
-    assert BASE.count(old) == 1 or old in BASE, old
-    return BASE, BASE.replace(old, new, 1)
+    assert MACHINE.count(old) == 1 or old in MACHINE, old
+    return MACHINE, MACHINE.replace(old, new, 1)
 
 
 # ---- runs that look at everything ------------------------------------------------------------------
@@ -354,7 +195,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_base_runs_everywhere(folder):
-    assert all(isinstance(found[0], list) for found in seen(BASE, folder)), [f[:2] for f in seen(BASE, folder)]
+    assert all(isinstance(found[0], list) for found in seen(MACHINE, folder)), [f[:2] for f in seen(MACHINE, folder)]
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -391,7 +232,7 @@ def test_the_readme_lists_the_kinds_that_there_are():
 
 def test_what_no_run_looks_at_is_refused(folder):
     path = folder / "compact.toml"
-    path.write_text(BASE.replace('kind = "hbm"', 'kind = "hbm"\ncompact_rate = "1 GB/s"'), encoding="utf-8")
+    path.write_text(MACHINE.replace('kind = "hbm"', 'kind = "hbm"\ncompact_rate = "1 GB/s"'), encoding="utf-8")
     with pytest.raises(TiersimError, match="compact_rate"):
         load_profile(path)
 
@@ -416,7 +257,7 @@ def test_every_option_of_every_allocator_is_looked_at():
 @pytest.mark.parametrize(("allocator", "option"), OTHER_OPTIONS)
 def test_an_option_of_an_allocator_changes_some_run(allocator, option, tmp_path):
     path = tmp_path / "machine.toml"
-    path.write_text(BASE, encoding="utf-8")
+    path.write_text(MACHINE, encoding="utf-8")
     found = []
     for value in OTHER_OPTIONS[allocator, option]:
         text = str(value).lower() if isinstance(value, bool) else str(value)

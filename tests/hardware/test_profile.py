@@ -12,113 +12,17 @@ from hypothesis import strategies as st
 
 from sim.errors import ProfileError
 from sim.hardware import Allocator, fit_error, load_profile, profile_names, profile_table, profile_text
+from tests.hardware.machine import MACHINE
 
 BAD = Path(__file__).parents[1] / "bad_profiles"
 
-SMALL = """
-description = "two memories and what joins them"
-notes = ["made up"]
-
-[tiers.hbm]
-kind = "hbm"
-per_device = true
-source = "sheet"
-standing = "vendor"
-nominal = "16 GiB"
-capacity = { value = "15 GiB", source = "a run", standing = "measured" }
-bandwidth = "1 TB/s"
-allocator = { name = "caching", expandable_segments = true, max_split_size = "128 MiB" }
-
-[tiers.host]
-kind = "ddr"
-source = "sheet"
-standing = "vendor"
-nominal = "64 GB"
-capacity = "60 GB"
-bandwidth = "80 GB/s"
-latency = "100 ns"
-
-[engines.gpu]
-home = "hbm"
-source = "sheet"
-standing = "vendor"
-launch = "5 us"
-power = "300 W"
-[engines.gpu.peak]
-fp16 = "100 TFLOP/s"
-fp32 = "10 TFLOP/s"
-[engines.gpu.efficiency]
-source = "a fit"
-standing = "estimate"
-matmul = 0.8
-matmul_fp32 = 0.9
-default = 0.5
-[engines.gpu.bandwidth_share]
-norm = { value = 0.33, source = "a run", standing = "measured" }
-
-[engines.cpu]
-main = false
-home = "host"
-reaches = ["hbm"]
-source = "guess"
-standing = "assumed"
-launch = "1 us"
-bandwidth = "20 GB/s"
-peak = { fp32 = "1 TFLOP/s" }
-bandwidth_share = { optimizer = 0.5 }
-
-[links.d2h]
-from = "hbm"
-to = "host"
-source = "a run"
-standing = "measured"
-rate = "10 GB/s"
-fixed = "10 us"
-copy_engines = 2
-energy = "60 pJ/B"
-
-[links.h2d]
-from = "host"
-to = "hbm"
-source = "a run"
-standing = "measured"
-rate = "12 GB/s"
-fixed = "8 us"
-
-[links.nvlink]
-from = "hbm"
-to = "hbm"
-peer = true
-source = "a run"
-standing = "measured"
-rate = "100 GB/s"
-egress = "150 GB/s"
-fixed = "2 us"
-
-[pools.dram]
-source = "a run"
-standing = "measured"
-rate = "80 GB/s"
-charges = { d2h = 1, h2d = 1.5, cpu = 1 }
-
-[pools.pcie]
-per_device = true
-source = "a run"
-standing = "measured"
-factors = { d2h = 0.95, h2d = 0.47 }
-
-[fit]
-source = "a run"
-standing = "measured"
-op_time = 0.07
-transfer_time = "no measurement"
-"""
+ONE = MACHINE.replace("devices = 2\n", "")
 
 
 @pytest.fixture
 def small(tmp_path):
     path = tmp_path / "small.toml"
-    path.write_text(SMALL, encoding="utf-8")
+    path.write_text(ONE, encoding="utf-8")
     return path
 
 
@@ -127,41 +31,47 @@ def small(tmp_path):
 
 def test_a_file_becomes_the_platform_that_it_describes(small):
     p = load_profile(small)
-    assert (p.name, p.description, p.notes, p.devices) == ("small", "two memories and what joins them", ("made up",), 1)
-    hbm, host = p.tiers
-    assert (hbm.name, hbm.capacity, hbm.nominal, hbm.bandwidth, hbm.device) == ("hbm", 15 * 2**30, 2**34, 10**12, 0)
-    assert (host.name, host.capacity, host.latency, host.device) == ("host", 60 * 10**9, 100, -1)
-    assert hbm.allocator == Allocator("caching", (("expandable_segments", True), ("max_split_size", 2**27)))
+    assert (p.name, p.description, p.notes, p.devices) == ("small", "made up", ("none",), 1)
+    hbm, near, host, drive = p.tiers
+    assert (hbm.name, hbm.capacity, hbm.nominal, hbm.bandwidth, hbm.device) == ("hbm", 15 * 10**6, 16 * 10**6, 10**9, 0)
+    assert (host.name, host.capacity, host.latency, host.device) == ("host", 60 * 10**6, 0, -1)
+    assert (drive.name, drive.bandwidth, drive.device) == ("drive", 5 * 10**8, -1)
+    assert near.allocator == Allocator("caching", (("expandable_segments", False), ("max_split_size", 2**27)))
     assert host.allocator == Allocator()
-    gpu, cpu = p.engines
+    gpu, vector, cpu = p.engines
     assert (gpu.device, gpu.home, gpu.reaches, gpu.launch, gpu.main) == (0, "hbm", ("hbm",), 5000, True)
-    assert gpu.peak == {"fp16": 10**14, "fp32": 10**13}
-    assert gpu.efficiency == {"matmul": 0.8, "matmul_fp32": 0.9, "": 0.5}
-    assert gpu.bandwidth_share == {"norm": 0.33}
+    assert gpu.peak == {"fp16": 10**11, "fp32": 10**10}
+    assert gpu.efficiency == {"matmul": 0.8, "": 0.5}
+    assert gpu.bandwidth_share == {"norm": 0.5}
+    assert (vector.device, vector.home, vector.peak) == (0, "hbm", {"fp32": 5 * 125 * 10**6 * 4 * 2})
     assert (cpu.device, cpu.home, cpu.reaches, cpu.main) == (-1, "host", ("host", "hbm"), False)
-    assert cpu.bandwidth_share == {"": 0.25, "optimizer": 0.125}  # of 80 GB/s: it draws 20 alone
+    assert cpu.bandwidth_share == {"": 0.25, "optimizer": 0.125}  # of 1 GB/s: it draws a quarter alone
     assert [(x.name, x.source, x.target, x.rate, x.fixed, x.copy_engines) for x in p.links] == [
-        ("d2h", "hbm", "host", 10**10, 10_000, 2),
-        ("h2d", "host", "hbm", 12 * 10**9, 8000, 1),
+        ("d2h", "hbm", "host", 10**9, 10_000, 1),
+        ("h2d", "host", "hbm", 2 * 10**9, 8000, 1),
+        ("side", "hbm", "near", 4 * 10**9, 2000, 1),
+        ("back", "near", "hbm", 4 * 10**9, 2000, 1),
+        ("fetch", "drive", "host", 10**9, 2000, 1),
+        ("store", "host", "drive", 10**9, 2000, 1),
     ]
     dram, pcie = p.pools
-    assert dram.rate == 80 * 10**9
+    assert dram.rate == 3 * 10**9
     assert [(m.name, m.charge, m.factor) for m in dram.members] == [
         ("d2h", 1, 1), ("h2d", Fraction(3, 2), 1), ("cpu", 1, 1),
     ]  # fmt: skip
     assert pcie.rate is None
     assert [(m.name, m.factor) for m in pcie.members] == [("d2h", Fraction(95, 100)), ("h2d", Fraction(47, 100))]
-    assert p.energy == {"gpu": 300.0, "d2h": 60e-12}
+    assert p.energy.items() >= {"gpu": 300.0, "vector": 100.0, "cpu": 50.0, "d2h": 60e-12}.items()
     assert p.host == host
 
 
 def test_a_figure_takes_source_and_standing_from_itself_then_its_table_then_its_part(small):
     facts = {path: (text, source, standing) for path, text, source, standing in profile_table(load_profile(small))}
-    assert facts["tiers.hbm.bandwidth"] == ("1 TB/s", "sheet", "vendor")
-    assert facts["tiers.hbm.capacity"] == ("15 GiB", "a run", "measured")
-    assert facts["engines.gpu.peak.fp16"] == ("100 TFLOP/s", "sheet", "vendor")
-    assert facts["engines.gpu.efficiency.matmul_fp32"] == ("0.9", "a fit", "estimate")
-    assert facts["engines.gpu.bandwidth_share.norm"] == ("0.33", "a run", "measured")
+    assert facts["tiers.hbm.bandwidth"] == ("1 GB/s", "sheet", "vendor")
+    assert facts["tiers.hbm.capacity"] == ("15 MB", "a run", "measured")
+    assert facts["engines.gpu.peak.fp16"] == ("100 GFLOP/s", "sheet", "vendor")
+    assert facts["engines.gpu.efficiency.matmul"] == ("0.8", "a fit", "estimate")
+    assert facts["engines.gpu.bandwidth_share.norm"] == ("0.5", "a run", "measured")
     assert facts["pools.dram.charges.h2d"] == ("1.5", "a run", "measured")
     assert facts["fit.transfer_time"] == ("no measurement", "a run", "measured")
 
@@ -169,7 +79,7 @@ def test_a_figure_takes_source_and_standing_from_itself_then_its_table_then_its_
 def test_every_number_of_the_file_is_a_fact(small):
     """Counted apart from the schema: all leaves of the TOML but names, flags and lists, and but the peer link's."""
     plain = {"kind", "per_device", "main", "home", "from", "to", "peer", "source", "standing", "name", "duplex",
-             "expandable_segments", "max_split_size", "description"}  # fmt: skip
+             "allocator", "expandable_segments", "max_split_size", "description"}  # fmt: skip
 
     def leaves(table, path=()):
         for key, value in table.items():
@@ -178,13 +88,14 @@ def test_every_number_of_the_file_is_a_fact(small):
             elif key not in plain and not isinstance(value, list):
                 yield ".".join((*path, key))
 
-    expected = {path for path in leaves(tomllib.loads(SMALL)) if ".nvlink." not in path}
+    expected = {path for path in leaves(tomllib.loads(ONE)) if ".peer." not in path}
     assert {fact.path for fact in load_profile(small).facts} == expected
 
 
 def test_assumed_figures_are_listed(small):
     assert {fact.path for fact in load_profile(small).assumed} == {
-        "engines.cpu.launch", "engines.cpu.bandwidth", "engines.cpu.peak.fp32", "engines.cpu.bandwidth_share.optimizer",
+        "engines.cpu.launch", "engines.cpu.bandwidth", "engines.cpu.power", "engines.cpu.peak.fp32",
+        "engines.cpu.bandwidth_share.optimizer",
     }  # fmt: skip
 
 
@@ -199,18 +110,19 @@ def test_the_error_of_the_time_model_is_a_number_or_none(small):
 def test_parts_of_a_device_are_repeated_and_shared_ones_are_not(small):
     p = load_profile(small, overrides={"devices": "3"})
     assert p.devices == 3
-    assert [(t.name, t.device) for t in p.tiers] == [("hbm@0", 0), ("hbm@1", 1), ("hbm@2", 2), ("host", -1)]
-    assert [(e.name, e.device, e.home) for e in p.engines] == [
-        ("gpu@0", 0, "hbm@0"), ("gpu@1", 1, "hbm@1"), ("gpu@2", 2, "hbm@2"), ("cpu", -1, "host"),
-    ]  # fmt: skip
-    assert p.engines[3].reaches == ("host", "hbm@0", "hbm@1", "hbm@2")
+    own = [(f"{tier}@{i}", i) for tier in ("hbm", "near") for i in range(3)]
+    assert [(t.name, t.device) for t in p.tiers] == [*own, ("host", -1), ("drive", -1)]
+    engines = [(f"{engine}@{i}", i, f"hbm@{i}") for engine in ("gpu", "vector") for i in range(3)]
+    assert [(e.name, e.device, e.home) for e in p.engines] == [*engines, ("cpu", -1, "host")]
+    assert p.engines[6].reaches == ("host", "hbm@0", "hbm@1", "hbm@2")
     assert p.engines[1].reaches == ("hbm@1",)
     copies = [(x.name, x.source, x.target) for x in p.links[:6]]
     assert copies == [(f"d2h@{i}", f"hbm@{i}", "host") for i in range(3)] + [
         (f"h2d@{i}", "host", f"hbm@{i}") for i in range(3)
     ]
-    assert [x.name for x in p.links[6:]] == [f"nvlink@{i}-{j}" for i in range(3) for j in range(3) if i != j]
-    assert p.energy == {"gpu@0": 300.0, "gpu@1": 300.0, "gpu@2": 300.0} | {f"d2h@{i}": 60e-12 for i in range(3)}
+    assert [x.name for x in p.links if "-" in x.name] == [f"peer@{i}-{j}" for i in range(3) for j in range(3) if i != j]
+    assert [p.energy[f"gpu@{i}"] for i in range(3)] == [300.0] * 3
+    assert [p.energy[f"d2h@{i}"] for i in range(3)] == [60e-12] * 3
 
 
 def test_devices_share_the_host_pool_and_each_has_its_own_pcie(small):
@@ -221,28 +133,28 @@ def test_devices_share_the_host_pool_and_each_has_its_own_pcie(small):
         "dram": ["d2h@0", "d2h@1", "h2d@0", "h2d@1", "cpu"],
         "pcie@0": ["d2h@0", "h2d@0"],
         "pcie@1": ["d2h@1", "h2d@1"],
-        "nvlink_out@0": ["nvlink@0-1"],
-        "nvlink_in@0": ["nvlink@1-0"],
-        "nvlink_out@1": ["nvlink@1-0"],
-        "nvlink_in@1": ["nvlink@0-1"],
+        "peer_out@0": ["peer@0-1"],
+        "peer_in@0": ["peer@1-0"],
+        "peer_out@1": ["peer@1-0"],
+        "peer_in@1": ["peer@0-1"],
     }
 
 
 def test_peer_links_are_the_shortest_route_between_devices(small):
     p = load_profile(small, overrides={"devices": "4"})
     (direct,) = p.route("hbm@0", "hbm@3")
-    assert p.links[direct].name == "nvlink@0-3"
+    assert p.links[direct].name == "peer@0-3"
     assert [p.links[i].name for i in p.route("hbm@2", "host")] == ["d2h@2"]
-    assert p.move_ns(10**9, "hbm@0", "hbm@3") == 2000 + 10**7
+    assert p.move_ns(10**9, "hbm@0", "hbm@3") == 2000 + 5 * 10**8
 
 
 def test_figures_of_peer_links_count_only_where_there_are_peers(small):
     def peers(devices):
         facts = load_profile(small, overrides={"devices": devices}).facts
-        return [fact.path for fact in facts if fact.path.startswith("links.nvlink.")]
+        return [fact.path for fact in facts if fact.path.startswith("links.peer.")]
 
     assert peers("1") == []
-    assert peers("2") == ["links.nvlink.rate", "links.nvlink.fixed", "links.nvlink.egress"]
+    assert peers("2") == [f"links.peer.{key}" for key in ("rate", "fixed", "egress", "energy")]
 
 
 # ---- duplex --------------------------------------------------------------------------------------
@@ -251,15 +163,15 @@ def test_figures_of_peer_links_count_only_where_there_are_peers(small):
 def test_half_duplex_lets_one_direction_run_at_a_time(small):
     p = load_profile(small, overrides={"pools.pcie.duplex": "half"})
     pcie = p.pools[1]
-    assert pcie.rate == 12 * 10**9
+    assert pcie.rate == 2 * 10**9
     # either alone reaches its own rate; both together share the time of one
-    assert {m.name: pcie.rate / m.charge for m in pcie.members} == {"d2h": 10 * 10**9, "h2d": 12 * 10**9}
+    assert {m.name: pcie.rate / m.charge for m in pcie.members} == {"d2h": 10**9, "h2d": 2 * 10**9}
     assert all(m.factor == 1 for m in pcie.members)
 
 
 def test_half_duplex_follows_an_overridden_rate(small):
-    p = load_profile(small, overrides={"pools.pcie.duplex": "half", "links.d2h.rate": "24 GB/s"})
-    assert p.pools[1].rate == 24 * 10**9
+    p = load_profile(small, overrides={"pools.pcie.duplex": "half", "links.d2h.rate": "4 GB/s"})
+    assert p.pools[1].rate == 4 * 10**9
     assert {m.name: m.charge for m in p.pools[1].members} == {"d2h": 1, "h2d": 2}
 
 
@@ -293,9 +205,9 @@ def test_an_override_changes_one_figure_and_says_who_set_it(small):
         ("pools.dram.charges.d2h", "3", lambda p: p.pools[0].members[0].charge, 3),
         ("pools.pcie.factors.h2d", "1.0", lambda p: p.pools[1].members[1].factor, 1),
         ("tiers.hbm.allocator", "planned", lambda p: p.tiers[0].allocator, Allocator("planned")),
-        ("tiers.hbm.allocator.max_split_size", "2 MiB", lambda p: p.tiers[0].allocator.options[1][1], 2**21),
-        ("tiers.hbm.allocator.expandable_segments", "false", lambda p: p.tiers[0].allocator.options[0][1], False),
-        ("tiers.host.allocator", "pool", lambda p: p.tiers[1].allocator, Allocator("pool")),
+        ("tiers.near.allocator.max_split_size", "2 MiB", lambda p: p.tiers[1].allocator.options[1][1], 2**21),
+        ("tiers.near.allocator.expandable_segments", "true", lambda p: p.tiers[1].allocator.options[0][1], True),
+        ("tiers.host.allocator", "pool", lambda p: p.tiers[2].allocator, Allocator("pool")),
         ("tiers.hbm.latency", "1 us", lambda p: p.tiers[0].latency, 1000),
         ("fit.op_time", "0.2", fit_error, 0.2),
         ("description", "another", lambda p: p.description, "another"),
@@ -307,7 +219,7 @@ def test_every_kind_of_key_can_be_set(small, path, text, read, value):
 
 def test_an_allocator_given_by_name_takes_options_by_path(small):
     two = {"tiers.host.allocator": "pool", "tiers.host.allocator.fit": "best"}
-    assert load_profile(small, overrides=two).tiers[1].allocator == Allocator("pool", (("fit", "best"),))
+    assert load_profile(small, overrides=two).tiers[2].allocator == Allocator("pool", (("fit", "best"),))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +258,7 @@ def test_all_wrong_overrides_are_named_at_once(small):
 
 def test_overrides_do_not_stay(small):
     load_profile(small, overrides={"tiers.hbm.bandwidth": "300 GB/s"})
-    assert load_profile(small).tier("hbm").bandwidth == 10**12
+    assert load_profile(small).tier("hbm").bandwidth == 10**9
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -406,7 +318,7 @@ JUNK = st.sampled_from(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_file_it_loads_or_is_refused_in_lines_that_name_it(small, data):
-    lines = SMALL.splitlines()
+    lines = ONE.splitlines()
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(lines) - 1))
         key, equals, _ = lines[at].partition(" = ")
