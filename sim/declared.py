@@ -175,6 +175,11 @@ def bounds(declared: Any) -> dict[str, Any]:
     return {name: getattr(kinds[name], name) for name in ("ge", "gt", "le", "lt") if name in kinds}
 
 
+def takes_anything(declared: Any) -> bool:
+    """Whether every value of its type is allowed: no choices, no bounds, and no flag."""
+    return not choices(declared) and not bounds(declared) and "bool" not in plain(declared)
+
+
 def plain(declared: Any) -> str:
     """The type alone, without choices and bounds, as it is written."""
     origin, inside = get_origin(declared), get_args(declared)

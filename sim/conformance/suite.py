@@ -27,7 +27,7 @@ from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
-from sim.conformance.traits import Exercised
+from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.unlimited import check_unlimited
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
@@ -115,7 +115,7 @@ class Report:
     @property
     def not_exercised(self) -> tuple[str, ...]:
         """Declared traits that showed in fewer than 30 % of the examples that ran."""
-        return tuple(trait for trait, share in self.shares.items() if share < 0.3)
+        return tuple(trait for trait, share in self.shares.items() if share < SELDOM)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -143,7 +143,7 @@ class Report:
         if self.ran == 0:
             lines.append("  nothing ran: no law was put to the test")
         for trait, share in self.shares.items():
-            mark = "  not exercised: " if share < 0.3 else "  "
+            mark = "  not exercised: " if share < SELDOM else "  "
             lines.append(f"{mark}{trait} in {share:.0%} of the examples that ran")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 

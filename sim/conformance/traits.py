@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 from sim.conformance.ledger import RECOMPUTE
 from sim.conformance.replayed import Replayed
+from sim.declared import declarations, plain, takes_anything
 from sim.errors import Infeasible, PolicyError
+from sim.policies import parameters_of
 from sim.policies.base import Policy
+
+SELDOM = 0.3
+"""The fraction of examples below which a declared trait is not exercised."""
 
 
 class Exercised:
@@ -50,5 +55,14 @@ class Exercised:
         yield from self.policy.saving_lines()
         if self.policy.rarely:
             yield f"declared to show rarely: {self.policy.rarely}"
+        elif self.ran and any(share < SELDOM for share in self.shares().values()):
+            yield "a trait that examples seldom show: take it away, or say in `rarely` why it is rare"
+        declared = declarations(type(self.policy))
+        for parameter in parameters_of(self.policy):
+            if takes_anything(declared[parameter]):
+                yield (
+                    f"{parameter}: {plain(declared[parameter])} takes anything: give a number its bounds, as in "
+                    "Annotated[int, Ge(0)], and a text its choices, as in Literal['first', 'last']"
+                )
         if self.skipped:
             yield f"skipped, for example: {self.why_skipped}"

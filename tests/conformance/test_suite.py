@@ -7,10 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
+from annotated_types import Ge
 
 from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
 from sim.conformance.across_processes import differences
@@ -172,6 +175,25 @@ def test_a_trait_that_never_shows_is_reported():
     report = check_policy(OnlySays(), examples=20)
     assert "recomputes" in report.not_exercised
     assert "not exercised: recomputes" in report.as_text()
+    assert "note: a trait that examples seldom show: take it away" in report.as_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbounded(Policy):
+    """A parameter of every kind, one of them without bounds."""
+
+    ahead: int = 4
+    share: Annotated[float, Ge(0)] = 0.5
+    order: Literal["first", "last"] = "last"
+    early: bool = True
+
+    def plan(self, problem):
+        return load("keep_all").plan(problem)
+
+
+def test_a_parameter_that_takes_anything_is_noted():
+    (note,) = check_policy(Unbounded(), examples=1, across_processes=False).notes
+    assert note.startswith("ahead: int takes anything: give a number its bounds, as in Annotated[int, Ge(0)]")
 
 
 # ---- what examples are like --------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import pytest
 from annotated_types import Ge, Gt, Interval, Le, Len, Lt
 
-from sim.declared import OneOf, Rate, Size, allows, bounds, choices, declarations, expected, hint, plain
+from sim.declared import OneOf, Rate, Size, allows, bounds, choices, declarations, expected, hint, plain, takes_anything
 from sim.errors import PolicyError
 from sim.plan import Plan
 from sim.policies import load, names, policy_class
@@ -56,8 +56,9 @@ def test_a_parameter_takes_its_default_and_nothing_outside_its_declaration(name,
 @pytest.mark.parametrize(("name", "field"), PARAMETERS)
 def test_every_text_has_choices_and_every_number_bounds(name, field):
     declared = declarations(policy_class(name))[field.name]
-    if "bool" not in plain(declared):
-        assert choices(declared) or bounds(declared), f"{name}: {field.name}: {plain(declared)} takes anything"
+    assert not takes_anything(declared), (
+        f"{name}: {field.name}: {plain(declared)} takes anything: bounds: Annotated[int, Ge(0)]; choices: Literal"
+    )
 
 
 class GoesWith(Exception):
