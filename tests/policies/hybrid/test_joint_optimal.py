@@ -115,6 +115,37 @@ def test_what_was_written_in_place_may_leave(parameters):
     assert {move.tensor for move in does(result, Move)} == {4}
 
 
+def read_first_and_last():
+    """The input `x` of 200 bytes is read by the first and the last op; meanwhile `a` and `d` need 400."""
+    b = TraceBuilder({"model": "hand"})
+    x, s, a, c, d = (
+        b.tensor("x", 200, "input"),
+        b.tensor("s", 1),
+        b.tensor("a", 200),
+        b.tensor("c", 1),
+        b.tensor("d", 200),
+    )
+    b.op("first", reads=[x], writes=[s], duration=2000)
+    b.op("fa", reads=[s], writes=[a], duration=500)
+    b.op("fc", reads=[a], writes=[c], duration=10)
+    b.op("fd", reads=[c], writes=[d], duration=10)
+    e, f, g, h = (b.tensor(name, 1, "temporary") for name in "efgh")
+    b.op("loss", phase="backward", reads=[d], writes=[e], duration=10)
+    b.op("ba", phase="backward", reads=[e, a], writes=[f], duration=10)
+    b.op("long", phase="backward", reads=[f], writes=[g], duration=2000)
+    b.op("last", phase="backward", reads=[g, x], writes=[h], duration=10)
+    return b.build(outputs=[h], carry=())
+
+
+@pytest.mark.parametrize("parameters", [{}, {"max_ops": 2}])
+def test_inputs_stay_as_the_class_of_its_plans_says(parameters):
+    result = told(read_first_and_last(), machine(420, host=1000, rate=10**9), **parameters)
+    assert 0 not in {action.tensor for action in does(result, Move)}
+    with pytest.raises(Infeasible) as refused:
+        simulate(read_first_and_last(), machine(300, host=1000, rate=10**9), "joint_optimal", **parameters)
+    assert refused.value.floor_bytes > 300
+
+
 def overlapped():
     """`a` and `b` leave during one long op each, and return during one each."""
     b = TraceBuilder({"model": "hand"})

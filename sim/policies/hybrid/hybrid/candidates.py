@@ -17,8 +17,8 @@ SMALL = 1000
 """The smallest results, together less than one in so many saved bytes, stay: each copy has a fixed time."""
 
 
-def results_of(problem: Problem) -> Results:
-    """The choices of a trace on a platform."""
+def results_of(problem: Problem, *, inputs: bool = True) -> Results:
+    """The choices of a trace on a platform. inputs: whether inputs of the iteration are among them."""
     trace, index = problem.trace, TraceIndex(problem.trace)
     storages = set(trace.view_of.values())
     groups: dict[int, list[int]] = {}
@@ -27,9 +27,9 @@ def results_of(problem: Problem) -> Results:
             groups.setdefault(index.producer[t], []).append(t)
     sizes = {op: sum(index.size[t] for t in tensors) for op, tensors in groups.items()}
     total, stays = sum(sizes.values()), _small(sizes)
-    inputs = [(-1, (t,)) for t in _inputs(index) if index.size[t] * SMALL > total]
+    given = [(-1, (t,)) for t in _inputs(index) if inputs and index.size[t] * SMALL > total]
     found = []
-    for op, tensors in (*inputs, *((op, tuple(groups[op])) for op in sorted(groups) if op not in stays)):
+    for op, tensors in (*given, *((op, tuple(groups[op])) for op in sorted(groups) if op not in stays)):
         need = min(r for t in tensors for r in trace.readers(t) if index.phase[r] == BACKWARD)
         found.append(_saved(problem, index, op, tensors, need))
     backward = _results(index, found)
@@ -63,9 +63,15 @@ def _saved(
     last = max([op, *(r for t in tensors for r in index.trace.readers(t) if r < need)])
     device = index.device[op if op >= 0 else last]
     out, back = _copies(problem, size, device)
-    sends = out > 0 and last not in c.engine and last not in c.group and index.device[last] == device
+    sends, early = (
+        out > 0 and (at < 0 or (at not in c.engine and at not in c.group and index.device[at] == device))
+        for at in (last, op)
+    )
     recomputes = op >= 0 and index.recomputable_until[op] >= need
-    return Saved(op, device, tensors, sum(size), last, need, out, back, sends, recomputes, forward_only)
+    return Saved(
+        op, device, tensors, sum(size), last, need, out, back, sends, recomputes, sends and early and op < last,
+        forward_only,
+    )  # fmt: skip
 
 
 def _forward_only(results: Results) -> dict[int, int]:

@@ -84,9 +84,11 @@ class Drafts:
     results: all that is chosen for. devices: the devices. capacity: bytes of each.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, inputs: bool = True) -> None:
+        """inputs: whether inputs of the iteration may be offloaded."""
         self.problem = problem
-        self.results: Results = results_of(problem)
+        self.results: Results = results_of(problem, inputs=inputs)
+        self.index = self.results.index
         self.devices = range(problem.trace.devices)
         self.capacity = [problem.platform.home(device).capacity for device in self.devices]
         self._margin = 0
@@ -108,8 +110,15 @@ class Drafts:
         steps = [steps_of(results, settled, schedule, self._ns, device) for device in self.devices]
         for each in steps if self._others else ():
             each.held[:] += [self._others[where] for where in wheres(schedule, each)]
-        lines = [timeline(results, each, self.capacity[device]) for device, each in enumerate(steps)]
+        lines = [self._line(each, self.capacity[device]) for device, each in enumerate(steps)]
         return Draft(settled, schedule, steps, lines)
+
+    def _line(self, steps: Steps, capacity: int) -> Timeline:
+        """The faster way to copy out, at the last read or earlier, where the device waits for copies."""
+        line = timeline(self.results, steps, capacity)
+        if not line.stall_ns:
+            return line
+        return min(line, timeline(self.results, steps, capacity, eager=True), key=lambda each: (each.excess, each.ns))
 
     def kept(self) -> Draft:
         """Everything is kept."""
@@ -195,17 +204,23 @@ class Drafts:
     def search(self, rounds: int) -> list[Draft]:
         """Drafts as the program chooses, with less room after each miss, and the best of them polished."""
         kept = now = self.kept()
-        found, seen = [kept, *self.spared(self.away())], set[tuple[int, ...]]()
-        targets = list(self.capacity)
-        for i in range(max(2, min(rounds, WORK // len(self._ns)))):
+        found, seen, fits = [kept, self.away()], set[tuple[int, ...]](), False
+        targets, less = list(self.capacity), [0 for _ in self.devices]
+        for i in range(max(2, rounds)):
             now = self.by_program(now, targets)
             found.append(now)
             for line in now.lines:
                 self._late.update({i: ns + self._late.get(i, 0) for i, ns in line.late.items()})
             if not now.excess and now.ns <= kept.ns:
                 return found
-            targets = [target - line.excess for target, line in zip(targets, now.lines, strict=True)]
-            if tuple(now.choice) in seen:  # copies take longer to leave or to return than windows show
+            fits |= not now.excess
+            if fits and i + 1 >= max(2, WORK // len(self._ns)):
+                break
+            # what is left over by rounding may be the same again
+            missed = zip(now.lines, less, strict=True)
+            less = [max(line.excess, 2 * last) if line.excess else 0 for line, last in missed]
+            targets = [target - more for target, more in zip(targets, less, strict=True)]
+            if tuple(now.choice) in seen and not now.excess:  # copies take longer than windows show
                 targets = [target - target // 200 * i for target in targets]
             seen.add(tuple(now.choice))
         found += self.spared(min(found, key=attrgetter("rank")))
@@ -251,15 +266,21 @@ class Drafts:
 
     def plan(self, draft: Draft) -> Plan:
         """A draft as actions."""
-        trace, platform, saved = self.problem.trace, self.problem.platform, self.results.saved
+        trace, platform, saved, index = self.problem.trace, self.problem.platform, self.results.saved, self.index
         host = platform.host.name if platform.host else ""
         fetch: dict[int, list[int]] = {}
+        early: dict[int, list[int]] = {}
         leave: dict[int, Sequence[int]] = {}
         for steps, line in zip(draft.steps, draft.lines, strict=True):
             leave.update((steps.at[step], places) for step, places in steps.left.items())
             for at, i in line.fetch:
                 fetch.setdefault(at, []).append(i)
-        actions: list[Action] = []
+            for at, i in line.early:
+                early.setdefault(at, []).append(i)
+        first = {index.device[op]: op for op in reversed(range(len(index.reads)))}  # op of each device
+        actions: list[Action] = [
+            Move(t, host, before=first[saved[i].device], keep=True) for i in early.pop(-1, ()) for t in saved[i].tensors
+        ]
         for at, ((op, anchor), dropped) in enumerate(zip(draft.schedule.steps, draft.schedule.drops, strict=True)):
             before = op if anchor < 0 else anchor
             for i in fetch.get(at, ()):
@@ -270,7 +291,8 @@ class Drafts:
             else:
                 actions += [Drop(t, after=op) for t in dropped]
             actions += [Move(t, host, after=op) for i in leave.get(at, ()) for t in saved[i].tensors]
-        again = {t for op, anchor in draft.schedule.steps if anchor >= 0 for t in self.results.index.reads[op]}
+            actions += [Move(t, host, after=op, keep=True) for i in early.get(at, ()) for t in saved[i].tensors]
+        again = {t for op, anchor in draft.schedule.steps if anchor >= 0 for t in index.reads[op]}
         bytes = np.zeros(3, np.int64)
         for s, what in zip(saved, draft.choice, strict=True):
             if not s.forward_only or not again.isdisjoint(s.tensors):

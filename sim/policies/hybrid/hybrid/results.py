@@ -25,6 +25,7 @@ class Saved:
     need: the first backward op that reads one, or before which something may be recomputed from it.
     out_ns, back_ns: time of their copies to the host and back.
     offloads, recomputes: whether they may be offloaded, and the op recomputed.
+    sends_early: whether their copies may start when the op ends, before their last read.
     forward_only: whether backward itself reads none.
     """
 
@@ -38,6 +39,7 @@ class Saved:
     back_ns: int
     offloads: bool
     recomputes: bool
+    sends_early: bool
     forward_only: bool = False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +21,8 @@ class Steps:
 
     at: their places in the schedule. ops: which op each runs.
     ns: how long each takes. held: bytes resident while it runs, offloaded results that are away left out.
-    left: per step the offloaded results (places in `Results.saved`) whose copies out begin when it ends.
+    made: per step (-1: the start) the offloaded results (places in `Results.saved`) that may leave from its end on.
+    left: per step those that are not read before they are back, and leave when it ends.
     back: (step that reads it first, place) of each, in order.
     """
 
@@ -29,6 +30,7 @@ class Steps:
     ops: Sequence[int]
     ns: Sequence[int]
     held: Ints
+    made: Mapping[int, Sequence[int]]
     left: Mapping[int, Sequence[int]]
     back: Sequence[tuple[int, int]]
 
@@ -39,6 +41,8 @@ class Timeline:
 
     ns: the time of all steps, stalls included. stall_ns: those for a copy back, and for space.
     excess: the most bytes above the budget, 0 where all fits.
+    early: (place in the schedule after which a copy out is asked for before the last read, -1 for the start; place in
+        `Results.saved`).
     fetch: (place in the schedule before which a copy back is asked for, place in `Results.saved`), in order.
     used: per step the bytes in use while it runs. late: ns for which a copy back made the device wait, by place.
     """
@@ -46,6 +50,7 @@ class Timeline:
     ns: int
     stall_ns: int
     excess: int
+    early: Sequence[tuple[int, int]]
     fetch: Sequence[tuple[int, int]]
     used: Sequence[int]
     late: Mapping[int, int]
@@ -60,9 +65,13 @@ def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Se
     ops = [schedule.steps[i][0] for i in at]
     sent = {i: s for i, s in enumerate(results.saved) if s.device == device and choice[i] == OFFLOAD}
     leaves: dict[int, list[int]] = {}
+    makes: dict[int, list[int]] = {}
     for i, s in sent.items():
         leaves.setdefault(s.last, []).append(i)
+        if s.sends_early:
+            makes.setdefault(s.op, []).append(i)
     since: dict[int, int] = {}  # away, and the step after which it left
+    made: dict[int, list[int]] = {-1: [i for i, s in sent.items() if s.op < 0 and s.sends_early]}
     left: dict[int, list[int]] = {}
     back: list[tuple[int, int]] = []
     for step, op in enumerate(ops):
@@ -72,31 +81,49 @@ def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Se
                 start = since.pop(i)
                 held[start + 1 : step] -= results.saved[i].bytes
                 back.append((step, i))
-        if schedule.steps[at[step]][1] < 0 and op in leaves:
-            left[step] = leaves[op]
-            since.update(dict.fromkeys(leaves[op], step))
-    left = {step: [i for i in places if i not in since] for step, places in left.items()}  # what nothing reads is freed
-    return Steps(at, ops, [ns[op] for op in ops], held, left, back)
+        if schedule.steps[at[step]][1] < 0:
+            if op in makes:
+                made[step] = makes[op]
+            if op in leaves:
+                left[step] = leaves[op]
+                since.update(dict.fromkeys(leaves[op], step))
+    for moments in (made, left):  # what nothing reads is freed
+        moments.update({step: [i for i in places if i not in since] for step, places in moments.items()})
+    return Steps(at, ops, [ns[op] for op in ops], held, made, left, back)
 
 
-def timeline(results: Results, steps: Steps, budget: int) -> Timeline:
-    """Run the steps; each copy back starts as soon as it has space until it is read, in the order of need."""
+def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False) -> Timeline:
+    """Run the steps; each copy back starts as soon as it has space until it is read, in the order of need.
+
+    eager: copies out start when the link is idle and an op ends that follows the producer, not at the last read.
+    """
     saved, future = results.saved, steps.held.copy()
-    leaving: deque[tuple[int, int, int]] = deque()  # end, bytes, which
+    leaving: list[tuple[int, int, int]] = []  # end, bytes, which; by end
+    early: list[tuple[int, int]] = []
+    ready: list[tuple[int, int]] = []  # last read, and which: what might leave already
+
+    def made(step: int) -> list[tuple[int, int]]:
+        return [(saved[i].last, i) for i in steps.made.get(step, ())]
+
     ends: dict[int, int] = {}  # of each copy out
+    gone: set[int] = set()  # away, or on their way
     arrives: dict[int, int] = {}
     fetch: list[tuple[int, int]] = []
     used: list[int] = []
     late: dict[int, int] = {}
     now = stall = pending = out_free = back_free = asked = came = retry = 0
+    if eager and (ready := sorted(made(-1))):
+        i = ready.pop(0)[1]
+        out_free = ends[i] = saved[i].out_ns
+        early.append((-1, i))
     for step, ns in enumerate(steps.ns):
         while leaving and leaving[0][0] <= now:
-            pending -= leaving.popleft()[1]
+            pending -= leaving.pop(0)[1]
         while asked < len(steps.back):
             need, i = steps.back[asked]
             size = saved[i].bytes
             if need > step:
-                if step < retry or ends.get(i, now + 1) > now:
+                if step < retry or i not in gone or ends[i] > now:
                     break
                 over = np.flatnonzero(future[step:need] > budget - size)
                 if len(over) or int(future[step:need].max()) + pending > budget - size:
@@ -120,14 +147,23 @@ def timeline(results: Results, steps: Steps, budget: int) -> Timeline:
             came += 1
         use = int(future[step])
         while leaving and (leaving[0][0] <= now or use + pending > budget):
-            end, size, _ = leaving.popleft()
+            end, size, _ = leaving.pop(0)
             now = max(now, end)
             pending -= size
         used.append(use + pending)
         stall += now - begin
         now += ns
         for i in steps.left.get(step, ()):
-            out_free = ends[i] = max(now, out_free) + saved[i].out_ns
-            leaving.append((out_free, saved[i].bytes, i))
-            pending += saved[i].bytes
-    return Timeline(now, stall, max(0, max(used, default=0) - budget), fetch, used, late)
+            if i not in ends:
+                out_free = ends[i] = max(now, out_free) + saved[i].out_ns
+            if ends[i] > now:
+                insort(leaving, (ends[i], saved[i].bytes, i))
+                pending += saved[i].bytes
+            gone.add(i)
+        if eager:
+            ready = sorted([(last, i) for last, i in ready if i not in gone] + made(step))
+            if ready and out_free <= now:
+                i = ready.pop(0)[1]
+                out_free = ends[i] = now + saved[i].out_ns
+                early.append((steps.at[step], i))
+    return Timeline(now, stall, max(0, max(used, default=0) - budget), early, fetch, used, late)

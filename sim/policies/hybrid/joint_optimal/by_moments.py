@@ -41,7 +41,7 @@ def by_moments(
         proven = False
     except NothingFits:
         shares, proven = None, True
-    drafts = Drafts(problem)
+    drafts = Drafts(problem, inputs=False)
     found = [] if proven else list(drafts.search(ROUNDS))
     if shares is not None:
         found.append(drafts.polished(_by_shares(drafts, shares), 40_000))
