@@ -11,6 +11,7 @@ from sim.rewrites.rewrite import unroll
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import machine
+from workloads.optimizers import OPTIMIZERS
 from workloads.transformer import transformer
 
 SMALL = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 512}
@@ -66,7 +67,7 @@ def test_a_norm_of_all_gradients_keeps_the_update_behind_the_last_gradient():
     assert order(trace) == ["loss", "b2.w", "b2", "b1.w", "b1", "b0.w", "clip", "u1", "u2", "b0", "u0"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_loop", "adamw_fused", "adamw_8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_values_are_those_of_the_plain_step(optimizer, iterations):
     step = transformer(SMALL, batch=1, sequence=16, optimizer=optimizer)
