@@ -46,7 +46,7 @@ class ScaffoldOffload(Policy):
         c, size = trace.op_columns, trace.tensor_columns.bytes.tolist()
         device, phase = c.device.tolist(), c.phase
         saved = saved_tensors(trace).tolist()
-        left = int(self.share * sum(size[t] for t in saved))
+        remaining = int(self.share * sum(size[t] for t in saved))
         out: list[Move] = []
         back: list[tuple[int, Move]] = []
         for t in sorted(saved, key=lambda t: (-size[t], t)):
@@ -55,11 +55,11 @@ class ScaffoldOffload(Policy):
             last = max((op for op in readers if op < needed), default=int(trace.producer[t]))
             backward = [op for op in backward_ops(trace).tolist() if device[op] == device[needed]]
             start = backward[max(bisect_left(backward, needed) - self.ahead, 0)]
-            if not 0 < size[t] <= left or t in trace.outputs or last in c.engine or last in c.group:
+            if not 0 < size[t] <= remaining or t in trace.outputs or last in c.engine or last in c.group:
                 continue
             if device[last] != device[start] or start <= last + 1:
                 continue
-            left -= size[t]
+            remaining -= size[t]
             out.append(Move(t, platform.host.name, after=last))
             back.append((needed, Move(t, platform.home(device[needed]).name, before=start)))
         # copies that start together queue in the order in which they are needed

@@ -55,7 +55,7 @@ class ScaffoldOnline(Policy):
 
 
 class _LeastRecentlyUsed(Online):
-    """What lies in each device's memory, in the order of its last use. Every run of the plan makes a new one."""
+    """What is resident in each device's memory, in the order of its last use. Every run of the plan makes a new one."""
 
     def __init__(self, *, homes: Sequence[str], host: str, size: Sequence[int], evictable: Sequence[bool]) -> None:
         self._host = host
@@ -77,14 +77,14 @@ class _LeastRecentlyUsed(Online):
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """The first in order that can go and for which the host has space, until their bytes are enough."""
         answer: list[Action] = []
-        short, space = need.short, memory.free(self._host)
+        deficit, space = need.short, memory.free(self._host)
         for tensor in self._used.get(need.tier, ()):
-            if short <= 0:
+            if deficit <= 0:
                 break
-            bytes_there = 0 if self._host in memory.where(tensor) else self._size[tensor]
-            if bytes_there > space or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
+            needed = 0 if self._host in memory.where(tensor) else self._size[tensor]
+            if needed > space or memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
                 continue
             answer.append(Move(tensor, self._host))
-            short -= self._size[tensor]
-            space -= bytes_there
+            deficit -= self._size[tensor]
+            space -= needed
         return answer

@@ -77,12 +77,12 @@ class _LeastRecentlyUsed(Online):
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """The first in order that are not pinned, until their bytes are enough."""
         answer: list[Action] = []
-        short = need.short
+        deficit = need.short
         for tensor in self._used.get(need.tier, ()):
-            if short <= 0:
+            if deficit <= 0:
                 break
             if memory.is_locked(tensor) or memory.in_flight(tensor) is not None:
                 continue
             answer.append(Drop(tensor, need.tier))
-            short -= self._size[tensor]
+            deficit -= self._size[tensor]
         return answer

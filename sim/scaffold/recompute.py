@@ -39,8 +39,8 @@ class ScaffoldRecompute(Policy):
         index = TraceIndex(trace)
         size, backward = index.size, set(backward_ops(trace).tolist())
         saved = [t for t in saved_tensors(trace).tolist() if size[t]]
-        there = {*saved, *(t for t, producer in enumerate(index.producer) if producer < 0)}
-        left = int(self.share * sum(size[t] for t in saved))
+        available = {*saved, *(t for t, producer in enumerate(index.producer) if producer < 0)}
+        remaining = int(self.share * sum(size[t] for t in saved))
         chosen: set[int] = set()
         needed: set[int] = set()
         reruns: dict[int, list[int]] = {}
@@ -48,11 +48,11 @@ class ScaffoldRecompute(Policy):
             producer = index.producer[t]
             reads = index.reads[producer]
             anchor = next(op for op in trace.readers(t) if op in backward)
-            if size[t] > left or t in needed or not chosen.isdisjoint(reads) or not there.issuperset(reads):
+            if size[t] > remaining or t in needed or not chosen.isdisjoint(reads) or not available.issuperset(reads):
                 continue
             if not index.droppable[t] or not index.can_recompute(producer, anchor):
                 continue
-            left -= size[t]
+            remaining -= size[t]
             chosen.add(t)
             needed.update(reads)
             reruns.setdefault(anchor, []).append(producer)

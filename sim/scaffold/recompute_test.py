@@ -26,11 +26,11 @@ def test_the_largest_is_recomputed_as_far_as_the_share_goes() -> None:
     gradient = b.tensor("g", 10, "gradient")
     b.op("back", reads=saved, writes=[gradient], phase="backward", duration=10)
     trace = b.build(outputs=[gradient], carry=())
-    recomputed = {share: ops_again(trace, share) for share in (0.0, 0.3, 0.6, 0.7)}
+    recomputed = {share: recomputed_ops(trace, share) for share in (0.0, 0.3, 0.6, 0.7)}
     assert recomputed == {0.0: [], 0.3: ["f2"], 0.6: ["f1", "f3"], 0.7: ["f1", "f2"]}
 
 
-def ops_again(trace: Trace, share: float) -> list[str]:
+def recomputed_ops(trace: Trace, share: float) -> list[str]:
     """Names of the ops that ran twice."""
     events = simulate(trace, PLATFORM, POLICY, share=share).events
     return sorted(events.query("why == 'recompute'")["op"])
