@@ -20,6 +20,7 @@ QUICK = {
     "sim.analysis": (
         "analysis/test_time.py",
         "analysis/test_figures.py",
+        "analysis/test_recipe.py",
     ),
     "sim.commands": ("test_options.py",),
     "sim.conformance": ("conformance/test_checker.py", "policies/test_law_in_brief.py"),
@@ -27,12 +28,17 @@ QUICK = {
     "sim.eviction": ("policies/test_law_in_brief.py",),
     "sim.hardware": ("hardware/test_platform.py", "hardware/test_profile.py"),
     "sim.measure": ("measure/test_fit.py",),
-    "sim.policies": ("policies/recompute/test_chen.py", "policies/offload/test_swap_all.py"),
+    "sim.policies": (
+        "policies/recompute/test_chen.py",
+        "policies/offload/test_swap_all.py",
+        "policies/test_recipe.py",
+    ),
     "sim.report": ("report/test_table.py", "report/test_files.py"),
     "sim.rewrites": ("rewrites/test_fuse.py",),
     "sim.scaffold": (
         "test_scaffold.py::test_a_name",
         "test_scaffold.py::test_an_unknown",
+        "test_scaffold.py::test_an_evictor",
         "test_scaffold.py::test_a_file",
     ),
     "sim.solvers": ("solvers/test_unnecessary.py",),
