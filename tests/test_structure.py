@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREIGN_WRITES = 10
+DIRECT = "FastPath"
+"""The class that works on the lists of other parts, for speed; its docstring says so."""
 LONGEST = 65
 """Lines of a function, without its signature and docstring."""
 
@@ -65,6 +67,49 @@ def foreign_writes(tree: ast.AST) -> list[str]:
     return found
 
 
+def borrowed_writes(tree: ast.AST) -> list[str]:
+    """Statements that change a list, set or dict of another object through a name of one's own for it.
+
+    A class that keeps `other.field` as `self._field`, and writes `self._field[i]` or to a local name for it.
+    """
+    found = []
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name != DIRECT):
+        functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+        borrowed = {
+            ast.unparse(name)
+            for function in functions
+            for name, value in pairs(function)
+            if isinstance(name, ast.Attribute)
+            and ast.unparse(name.value) == "self"
+            and isinstance(value, ast.Attribute)
+            and not ast.unparse(value).startswith("self.")
+        }
+        for function in functions:
+            local = {ast.unparse(name) for name, value in pairs(function) if ast.unparse(value) in borrowed}
+            for node in ast.walk(function):
+                targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+                targets = [node.target] if isinstance(node, ast.AugAssign) else targets
+                for target in targets:
+                    whole = target.value if isinstance(target, ast.Subscript) else target
+                    is_changed = isinstance(target, ast.Subscript) or isinstance(node, ast.AugAssign)
+                    if is_changed and ast.unparse(whole) in borrowed | local:
+                        found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def pairs(function: ast.FunctionDef) -> list[tuple[ast.AST, ast.AST]]:
+    """(name, value) of each assignment, those to several names at once taken apart."""
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                found += zip(target.elts, value.elts, strict=True)
+            else:
+                found.append((target, value))
+    return found
+
+
 def engine_files() -> list[Path]:
     return sorted((ROOT / "sim" / "engine").rglob("*.py"))
 
@@ -88,9 +133,35 @@ def test_objects_of_the_engine_are_written_by_their_own_methods():
     writes = {
         path.relative_to(ROOT).as_posix(): found
         for path in engine_files()
-        if (found := foreign_writes(ast.parse(path.read_text(encoding="utf-8"))))
+        if (found := writes_to_others(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert sum(map(len, writes.values())) < FOREIGN_WRITES, writes
+
+
+def writes_to_others(tree: ast.AST) -> list[str]:
+    return foreign_writes(tree) + borrowed_writes(tree)
+
+
+PART = """
+class {}:
+    def __init__(self, state):
+        self._rows, self._own = state.record.rows, []
+        self._size = state.size
+
+    def act(self, i):
+        rows, size = self._rows, self._size
+        self._own[i] = size[i]
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    "text", ["self._rows[i] = 1", "del rows[i]", "rows[i] += 1", "self._rows += (1,)", "size[i] = 2"]
+)
+def test_a_write_through_a_name_of_ones_own_is_seen(text):
+    assert len(writes_to_others(ast.parse(PART.format("Part", text)))) == 1
+    assert not writes_to_others(ast.parse(PART.format("Part", "own = self._own; own[0] = rows[i]; i += 1")))
+    assert not writes_to_others(ast.parse(PART.format(DIRECT, text)))
 
 
 @pytest.mark.parametrize("text", ["a.b = 1", "a.b.c += 1", "a.b[2] = 1", "self.a.b = 1", "x, a.b = 1, 2", "del a.b[1]"])

@@ -64,7 +64,6 @@ class Lifetimes:
         self._space = space
         self._clock = clock
         self._lazy = lazy
-        self._watched = watched
         self._tier_of = {} if lazy or watched else {1 << tier: tier for tier in range(len(space.names))}
         self.put_off: dict[int, dict[int, int]] = {}
         self._dead: dict[int, None] = {}  # retained lazily, dead longest first
@@ -182,9 +181,8 @@ class Lifetimes:
     def take_over(self, old: int, new: int, tier: int, op: int) -> None:
         """An op has written over a value: its successor takes over the storage."""
         self._space.hand_over(old, new, tier, op)
-        self._copies[old] &= ~(1 << tier)
         self._dead.pop(old, None)
-        self._residency.tell_removed(old, tier)
+        self._residency.remove(old, tier)
 
     def free_longest_dead(self, tier: int) -> bool:
         """Free the tensor that has been dead longest in a tier; False if there is none."""
@@ -228,9 +226,7 @@ class Lifetimes:
         self.put_off.setdefault(tensor, {}).setdefault(tier, cause)
 
     def _release_now(self, tensor: int, tier: int, op: int, cause: int) -> None:
-        self._copies[tensor] &= ~(1 << tier)
         self._space.give_copy(tensor, tier, op, cause)
         if self._lazy:
             self._dead.pop(tensor, None)
-        if self._watched:
-            self._residency.tell_removed(tensor, tier)
+        self._residency.remove(tensor, tier)

@@ -195,7 +195,7 @@ class Links:
         self._clock.flush()
 
     def _end(self, job: Job, now: int) -> None:
-        self._clock.now = now
+        self._clock.advance(now)
         del self._running[job]
         for link in job.route:
             self._free[link] += 1

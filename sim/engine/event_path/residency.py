@@ -98,7 +98,7 @@ class Residency:
     copies: a bit per tier with a complete copy, and `LEAVING`.
     produced: whether there has ever been a copy.
     last_read: when an op that reads it was last reached, -1 for never.
-    in_flight: the transfer under way, at most one per tensor; `Transfers` keeps it.
+    in_flight: the transfer under way, at most one per tensor.
     reproducing: (tensor, tier) of results that an op under way produces once more.
     overwriting: old values that an op under way overwrites in place, and in which tier.
     awaited: results of ops on another engine or device, and the cause of a stall that waits for them.
@@ -136,8 +136,9 @@ class Residency:
         if tensor in self.waiters:
             self.wake_waiters(tensor)
 
-    def tell_removed(self, tensor: int, tier: int) -> None:
-        """Tell the online part that a copy is no longer there."""
+    def remove(self, tensor: int, tier: int) -> None:
+        """A copy is released, or another value has taken over its storage."""
+        self.copies[tensor] &= ~(1 << tier)
         if self._online is not None:
             self._online.notice(Change("went", tensor, self._tiers[tier], self._clock.now))
 
@@ -171,6 +172,14 @@ class Residency:
         return self.copies[tensor] & bits == bits
 
     # ---- in flight ---------------------------------------------------------------------------
+
+    def begin_transfer(self, transfer: Transfer) -> None:
+        """A transfer is under way, if only to wait for space."""
+        self.in_flight[transfer.tensor] = transfer
+
+    def end_transfer(self, tensor: int) -> None:
+        """It has ended, or is given up."""
+        del self.in_flight[tensor]
 
     def waiting_for_space(self, tensor: int) -> Transfer | None:
         """The tensor's transfer if it still waits for space."""

@@ -86,7 +86,7 @@ class Transfers:
         wire = space.size_in(tensor, source) if space.compressed else size
         sizes = (size, wire) if move.wire is None else (move.wire, move.wire)
         transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
-        self._in_flight[tensor] = transfer
+        residency.begin_transfer(transfer)
         if self._outside[target] or self._space_queues[target] or not space.fits(target, transfer.size):
             self._outside[target].append(transfer)
             space.begin_waiting()
@@ -102,7 +102,7 @@ class Transfers:
         move = Move(tensor, self._space.names[target], keep=True)
         sizes = (self._size[tensor], self._space.size_in(tensor, source))
         transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
-        self._in_flight[tensor] = transfer
+        self._residency.begin_transfer(transfer)
         self._admit(transfer, op)
 
     def adopt(self, transfer: Transfer, op: int) -> None:
@@ -141,7 +141,7 @@ class Transfers:
         tensor, source, target, op = transfer.tensor, transfer.source, transfer.target, transfer.op
         self._record.ended(now)
         self._record.moved(transfer.began, now, transfer.device, transfer.route, op, tensor, transfer.wire)
-        del self._in_flight[tensor]
+        residency.end_transfer(tensor)
         space.end_arrival(tensor, target, transfer.size)
         if not transfer.keep:
             self._space.end_leaving(transfer.tensor, transfer.source)
@@ -183,7 +183,7 @@ class Transfers:
     def cancel(self, transfer: Transfer) -> None:
         """Forget a transfer that has not started."""
         tensor, target, space = transfer.tensor, transfer.target, self._space
-        del self._in_flight[tensor]
+        self._residency.end_transfer(tensor)
         if transfer.waits:
             self._outside[target].remove(transfer)
             space.end_waiting()
