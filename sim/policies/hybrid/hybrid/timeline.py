@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.policies.hybrid.hybrid.results import OFFLOAD, Results
+from sim.policies.hybrid.hybrid.results import OFFLOAD, Results, Saved
 from sim.solvers.schedule import Schedule
 
 Ints = NDArray[np.int64]
@@ -101,10 +101,6 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
     leaving: list[tuple[int, int, int]] = []  # end, bytes, which; by end
     early: list[tuple[int, int]] = []
     ready: list[tuple[int, int]] = []  # last read, and which: what might leave already
-
-    def made(step: int) -> list[tuple[int, int]]:
-        return [(saved[i].last, i) for i in steps.made.get(step, ())]
-
     ends: dict[int, int] = {}  # of each copy out
     gone: set[int] = set()  # away, or on their way
     arrives: dict[int, int] = {}
@@ -112,10 +108,9 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
     used: list[int] = []
     late: dict[int, int] = {}
     now = stall = pending = out_free = back_free = asked = came = retry = 0
-    if eager and (ready := sorted(made(-1))):
-        i = ready.pop(0)[1]
-        out_free = ends[i] = saved[i].out_ns
-        early.append((-1, i))
+    if eager and (ready := sorted(_made(saved, steps, -1))):
+        early.append((-1, ready[0][1]))
+        out_free = _sent_first(saved, ready, ends, now)
     for step, ns in enumerate(steps.ns):
         while leaving and leaving[0][0] <= now:
             pending -= leaving.pop(0)[1]
@@ -161,9 +156,20 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
                 pending += saved[i].bytes
             gone.add(i)
         if eager:
-            ready = sorted([(last, i) for last, i in ready if i not in gone] + made(step))
+            ready = sorted([(last, i) for last, i in ready if i not in gone] + _made(saved, steps, step))
             if ready and out_free <= now:
-                i = ready.pop(0)[1]
-                out_free = ends[i] = now + saved[i].out_ns
-                early.append((steps.at[step], i))
+                early.append((steps.at[step], ready[0][1]))
+                out_free = _sent_first(saved, ready, ends, now)
     return Timeline(now, stall, max(0, max(used, default=0) - budget), early, fetch, used, late)
+
+
+def _made(saved: Sequence[Saved], steps: Steps, step: int) -> list[tuple[int, int]]:
+    """What a step produces that may leave early: (last read, place) of each."""
+    return [(saved[i].last, i) for i in steps.made.get(step, ())]
+
+
+def _sent_first(saved: Sequence[Saved], ready: list[tuple[int, int]], ends: dict[int, int], now: int) -> int:
+    """Take the first of what is ready, and note in `ends` when its copy out, which begins now, ends; that time."""
+    i = ready.pop(0)[1]
+    ends[i] = now + saved[i].out_ns
+    return ends[i]
