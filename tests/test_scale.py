@@ -1,4 +1,4 @@
-"""A million ops: loaded in 20 s, replayed under keep_all in 10 s, within 1.5 GB, in a process of its own."""
+"""A million ops: loaded, replayed under keep_all and summarised in 15 s within 1.2 GB, in a process of its own."""
 
 import json
 import subprocess
@@ -26,6 +26,7 @@ save(b.build(), sys.argv[1])
 MEASURE = """
 import json, resource, sys, time
 import simpy
+from sim.analysis.summary import summarize
 from sim.engine.replay import replay
 from sim.hardware.profile import load_profile
 from sim.plan import Plan
@@ -34,6 +35,8 @@ began = time.process_time()
 trace = load(sys.argv[1])
 loaded = time.process_time()
 log = replay(Plan(trace), load_profile("a100_80_sxm"))
+replayed = time.process_time()
+figures = summarize(log)
 done = time.process_time()
 env = simpy.Environment()
 def bare():
@@ -46,7 +49,8 @@ try:  # ru_maxrss of a child begins with what its parent held when it was starte
     peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 except OSError:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps(dict(ops=len(trace.ops), load_s=loaded - began, replay_s=done - loaded, peak=peak, bare_us=bare_us)))
+found = dict(ops=len(trace.ops), load_s=loaded - began, replay_s=replayed - loaded, summary_s=done - replayed)
+print(json.dumps(dict(**found, peak=peak, bare_us=bare_us, fits=figures.fits)))
 """
 
 
@@ -60,6 +64,7 @@ def test_a_large_trace_loads_and_replays_within_its_limits(ops, tmp_path):
     slower = max(1.0, found["bare_us"] / 0.47)
     part = ops / 10**6
     assert found["ops"] == ops
-    assert found["load_s"] < 20 * part * slower, found
-    assert found["replay_s"] < 10 * part * slower, found
-    assert found["peak"] < 0.25e9 + 1.25e9 * part, found
+    assert found["fits"], found
+    assert found["replay_s"] < 3 * part * slower, found
+    assert found["load_s"] + found["replay_s"] + found["summary_s"] < 15 * part * slower, found
+    assert found["peak"] < 0.2e9 + 1e9 * part, found

@@ -46,6 +46,8 @@ PLACED, MADE, FREED, DROPPED, WORKSPACE, OVERWRITTEN = (
 )
 Mask = NDArray[np.bool_]
 Pairs = tuple[Ints, Ints]
+Part = tuple[Ints, Ints | int, Ints, Ints | int]
+"""Rows of one sort: key, tensor, delta, cause."""
 
 
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
@@ -121,7 +123,9 @@ class Steps(NamedTuple):
 
 def _steps(prepared: Prepared, actions: ActionColumns) -> Steps:
     ops = np.arange(len(prepared.times.total))
-    own = ops + 1 + np.searchsorted(actions.before, ops, "right")
+    own = ops + 1
+    if len(actions.before):
+        own += np.searchsorted(actions.before, ops, "right")
     again = actions.before + 1 + np.arange(len(actions.before))
     op = np.full(len(own) + len(again) + 1, -1, np.int64)
     op[own], op[again] = ops, actions.recomputed
@@ -241,14 +245,35 @@ def _is_legal(prepared: Prepared, steps: Steps, actions: ActionColumns, events: 
 
 
 def _changes(prepared: Prepared, steps: Steps, events: Events) -> Ints:
-    """The rows of `changes`, sorted by key; those of one key stay in the order of these parts, and within a part."""
+    parts = [_filled(part) for part in _parts(prepared, steps, events)]
+    key, tensor, delta, cause = (np.concatenate(column) for column in zip(*parts, strict=True))
+    del parts  # of a large trace they are large
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    step, phase = key >> BITS, key & (PHASES - 1)
+    rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
+    rows[:, 0] = np.where(phase <= TAKE, steps.start[step], steps.end[step])
+    rows[:, 1] = prepared.home[prepared.main[0]]
+    rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
+    for i, column in ((2, delta), (3, tensor), (5, cause)):
+        rows[:, i] = column[order]
+    return rows
+
+
+def _filled(part: Part) -> tuple[Ints, ...]:
+    """A part with a column for each constant."""
+    return tuple(np.full(len(part[0]), column) if isinstance(column, int) else column for column in part)
+
+
+def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]:
+    """The rows of `changes` by sort; those of one key come in the order of these parts, and within a part."""
     size, (placed, written, old, dropped, freed, *_) = prepared.columns.size, events
     takes = np.ones(len(written.key), np.bool_)
     takes[events.in_place] = ~old.resident
     take, taken, again = written.key[takes] - ARRIVE, written.tensor[takes], written.resident[takes]
     workspace = np.append(prepared.trace.op_columns.workspace, 0)[steps.op]
     busy = np.flatnonzero(workspace)
-    parts: tuple[tuple[Ints, Ints | int, Ints, Ints | int], ...] = (
+    return (
         (placed.key, placed.tensor, size[placed.tensor], PLACED),
         _left(dropped, size, DROPPED),
         (take + TAKE, np.where(again, -1, taken), size[taken], np.where(again, WORKSPACE, MADE)),
@@ -258,18 +283,6 @@ def _changes(prepared: Prepared, steps: Steps, events: Events) -> Ints:
         _handed_over(events, size),
         _left(freed, size, FREED),
     )
-    key = np.concatenate([part[0] for part in parts])
-    step, phase = key >> BITS, key & (PHASES - 1)
-    rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
-    rows[:, 0] = np.where(phase <= TAKE, steps.start[step], steps.end[step])
-    rows[:, 1] = prepared.home[prepared.main[0]]
-    rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
-    first = 0
-    for part, tensor, delta, cause in parts:
-        own = rows[first : first + len(part)]
-        own[:, 2], own[:, 3], own[:, 5] = delta, tensor, cause
-        first += len(part)
-    return rows.take(np.argsort(key, kind="stable"), axis=0)
 
 
 def _left(kind: Kind, size: Ints, cause: int) -> tuple[Ints, Ints, Ints, int]:
@@ -281,6 +294,8 @@ def _left(kind: Kind, size: Ints, cause: int) -> tuple[Ints, Ints, Ints, int]:
 def _handed_over(events: Events, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Rows of storage that an op overwrites: the old value out, the new one in, unless that is resident already."""
     over = np.flatnonzero(events.overwritten.resident)
+    if not len(over):
+        return over, over, over, over
     new = events.in_place[over]
     tensor = np.column_stack((events.overwritten.tensor[over], events.written.tensor[new])).ravel()
     is_new = np.arange(len(tensor)) % 2 == 1

@@ -27,6 +27,8 @@ class Operands(NamedTuple):
 
     def of(self, ops: Ints, steps: Ints) -> tuple[Ints, Ints]:
         """The operands of some runs, given by op and step: (step, tensor) of each entry."""
+        if not len(ops):
+            return steps, ops
         count = np.diff(self.start)[ops]
         skip = self.start[ops] - (np.cumsum(count) - count)
         return np.repeat(steps, count), self.tensor[np.arange(int(count.sum())) + np.repeat(skip, count)]

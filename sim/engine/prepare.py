@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -258,8 +258,7 @@ def prepare(trace: Trace, platform: Platform) -> Prepared:
     Raises TraceError on a group without its other members, ProfileError where a device, an engine or a
     type is missing.
     """
-    timing = replace(platform, tiers=tuple(replace(t, capacity=0) for t in platform.tiers), budget=None, facts=())
-    key = timing.content_hash
+    key = platform.timing_hash
     # kept on the trace and freed with it: a table outside would keep what is prepared alive, and they the trace
     known: OrderedDict[str, Prepared] = vars(trace).setdefault("_prepared", OrderedDict())
     if key not in known:

@@ -348,3 +348,9 @@ class Platform:
         if any(engine.lacks for engine in self.engines):
             parts = (*parts, tuple(engine.lacks for engine in self.engines))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def timing_hash(self) -> str:
+        """The same without capacities: what decides how long ops and copies take."""
+        tiers = tuple(replace(tier, capacity=0) for tier in self.tiers)
+        return replace(self, tiers=tiers, budget=None, facts=()).content_hash

@@ -1,59 +1,98 @@
-"""Plans of solvers, computed once for the cells that share one, such as cells with other seeds or with a timeline."""
+"""Plans made once for the cells that share them: by what of the problem each policy has asked for.
+
+A policy that looks at nothing but the trace plans the same for every machine and budget, so its plan is kept for all
+cells of that trace. A solver's plan is kept for cells with the same machine and budget, such as those with other seeds
+or with a timeline.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.sweeps.kept import Kept
 
+MACHINE = frozenset({"platform", "cost", "evaluate", "budget", "home"})
+"""What of a problem depends on machine and budget."""
 
+
+@dataclass(frozen=True)
 class _Asked(Problem):
-    """A problem that knows whether its seed was read; copying it counts."""
+    """A problem that knows what of it has been read; copying it reads all.
+
+    read: the names.
+    """
+
+    read: set[str] = field(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "seed":
-            object.__setattr__(self, "seed_counts", True)
+        if name in MACHINE or name == "seed":
+            object.__getattribute__(self, "read").add(name)
         return super().__getattribute__(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Remembering(Policy):
-    """A policy that looks for its plan among earlier ones."""
+    """A policy that looks for its plan among earlier ones.
 
-    policy: Policy
-    kept: Kept
-    key: Hashable
+    policy, kept: a Policy; a Kept.
+    trace: all that a plan depends on which looks at nothing but the trace.
+    machine: all else that a plan may depend on, except the seed.
+    """
+
+    policy: Any  # declared like this, they are not held against a type in every cell
+    kept: Any
+    trace: Any
+    machine: Any
 
     def plan(self, problem: Problem) -> Plan:
         """See `Policy`. A plan is not kept if its solver ran out of time or if it may depend on earlier iterations."""
         if problem.history:
-            return self.policy.plan(problem)
-        for key in (self.key, (self.key, problem.seed)):
+            return self._planned(problem)
+        for key in self._keys(problem.seed):
             if key in self.kept:
                 found: Plan = self.kept.get(key, _never)
                 return found
         asked = _Asked(**{field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)})
-        made = self.policy.plan(asked)
-        if not made.notes.get("time_limited"):
-            key = (self.key, problem.seed) if getattr(asked, "seed_counts", False) else self.key
+        made = self._planned(asked)
+        read = object.__getattribute__(asked, "read")
+        is_shared = not read & MACHINE or self.policy.solver
+        if isinstance(made, Plan) and is_shared and not made.notes.get("time_limited"):
+            machine, seed = self.machine if read & MACHINE else None, problem.seed if "seed" in read else None
             ops = len(problem.trace.op_columns.name)
-            self.kept.get(key, lambda: made, lambda _: ops)
+            self.kept.get((self.trace, machine, seed), lambda: made, lambda _: ops)
         return made
+
+    def _planned(self, problem: Problem) -> Plan:
+        plan: Plan = self.policy.plan(problem)
+        return plan
+
+    def _keys(self, seed: int) -> tuple[Hashable, ...]:
+        return tuple((self.trace, machine, each) for machine in (None, self.machine) for each in (None, seed))
 
 
 def _never() -> Plan:
     raise AssertionError("what is kept need not be made")
 
 
-def remembering(policy: Policy, kept: Kept, key: Hashable) -> Policy:
-    """The policy; if it has a solver, one that gives the same plans and keeps those of first iterations.
+def remembering(policy: Policy, kept: Kept, trace: Hashable, machine: Hashable) -> Policy:
+    """The policy, or one of the same name that gives the same plans and keeps those of first iterations.
 
-    key: all that a plan depends on, except the seed.
     kept: a cache that weighs plans by their ops.
+    trace: the trace and the policy, as a key.
+    machine: the machine, the budget and the limits of a run, as a key.
     """
-    return _Remembering(policy=policy, kept=kept, key=key) if policy.solver and not policy.warm_up else policy
+    if policy.warm_up:
+        return policy
+    return _named(type(policy).__name__)(policy=policy, kept=kept, trace=trace, machine=machine)
+
+
+@cache
+def _named(name: str) -> type[_Remembering]:
+    """The class under another name, since messages name a policy by its class."""
+    return type(name, (_Remembering,), {})

@@ -1,0 +1,104 @@
+"""Cells share plans: of a policy that looks only at the trace, and of a solver on one machine and budget."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from sim import load_profile
+from sim.errors import PolicyFailed
+from sim.experiment import problem_for, simulate
+from sim.plan import Plan
+from sim.policies.base import Policy
+from sim.sweeps import load_study
+from sim.sweeps.cell import Bench
+from sim.sweeps.kept import Kept
+from sim.sweeps.plans import remembering
+from workloads import transformer
+
+MACHINE = load_profile("a100_80_sxm")
+TRACE = transformer("gpt2", batch=1, sequence=8)
+LOOKS = {
+    "nothing": lambda problem: None,
+    "budget": lambda problem: problem.budget,
+    "home": lambda problem: problem.home,
+    "platform": lambda problem: problem.platform,
+    "cost": lambda problem: problem.cost.op_ns(0),
+    "evaluate": lambda problem: problem.evaluate(Plan(problem.trace)),
+    "a copy": lambda problem: replace(problem, trace=TRACE),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looking(Policy):
+    """Keeps everything, having looked at something."""
+
+    look: str = "nothing"
+
+    def plan(self, problem):
+        calls.append(self.look)
+        LOOKS[self.look](problem)
+        return Plan(problem.trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solving(Looking):
+    solver = "highs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Looking):
+    """Looks at the seed alone."""
+
+    def plan(self, problem):
+        assert problem.seed >= 0
+        return super().plan(problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Policy):
+    def plan(self, problem):
+        return None
+
+
+calls: list[str] = []
+
+
+def plans(policy, *cells):
+    """How often a policy plans in cells of (budget in 10 GB, seed)."""
+    kept = Kept(10**6)
+    calls.clear()
+    for budget, seed in cells:
+        chosen = remembering(policy, kept, "trace", budget)
+        plan = chosen.plan(problem_for(TRACE, MACHINE.with_budget(budget * 10**10), seed=seed))
+        assert plan.trace is TRACE
+    return len(calls)
+
+
+def test_a_policy_that_looks_only_at_the_trace_plans_once():
+    assert plans(Looking(), (1, 0), (2, 0), (2, 1)) == 1
+
+
+@pytest.mark.parametrize("look", sorted(set(LOOKS) - {"nothing"}))
+def test_one_that_looks_at_the_machine_plans_for_each(look):
+    assert plans(Looking(look=look), (1, 0), (2, 0), (1, 0)) == 3
+
+
+def test_a_solver_plans_once_per_machine_and_budget():
+    assert plans(Solving(look="budget"), (1, 0), (2, 0), (1, 0), (2, 1)) == 2
+
+
+def test_one_that_looks_at_the_seed_plans_once_per_seed():
+    assert plans(Drawing(), (1, 0), (2, 0), (1, 1), (2, 1)) == 2
+
+
+def test_a_fault_names_the_policy():
+    with pytest.raises(PolicyFailed, match=r"'Forgetful'.*None"):
+        simulate(TRACE, MACHINE, remembering(Forgetful(), Kept(9), "trace", "machine"))
+
+
+@pytest.mark.parametrize("policy", ["full_recompute", "selective_recompute", "swap_all", "chen"])
+def test_cells_have_the_rows_that_they_have_alone(policy):
+    study = {"model": "gpt2", "batch": 1, "sequence": 64, "profile": "a100_80_sxm", "policy": policy}
+    study["budget"] = ["all", "97%", "60%"]
+    cells, shared = load_study(study).cells(), Bench()
+    assert [shared.run(cell.task)["row"] for cell in cells] == [Bench().run(cell.task)["row"] for cell in cells]
