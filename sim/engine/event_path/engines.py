@@ -104,7 +104,7 @@ class Engines:
 
     # ---- time --------------------------------------------------------------------------------
 
-    def parts(self, work: Work) -> tuple[int, int]:
+    def duration(self, work: Work) -> tuple[int, int]:
         """Fixed nanoseconds, and bytes that flow through a pool, of a run with its operands where they are."""
         prepared, copies, size = self._prepared, self._residency.copies, self._prepared.size
         engine = prepared.engine[work.op]
@@ -127,7 +127,7 @@ class Engines:
         """Start an op now on its engine; `done` is called when it ends."""
         prepared, clock = self._prepared, self._clock
         work.begin(clock.now)
-        fixed, bytes = self.parts(work)
+        fixed, bytes = self.duration(work)
         if not bytes:
             clock.at(clock.now + fixed, ENDS + work.op, lambda _: done(int(clock.env.now)))
             return

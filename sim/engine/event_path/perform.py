@@ -118,7 +118,7 @@ class Perform:
     def _compute(self, work: Work) -> Steps:
         """Let the op's time pass: a fixed one, or what the bandwidth that it shares leaves it."""
         waits, clock = self._waits, self._clock
-        fixed, flowing = self._parts.engines.parts(work)
+        fixed, flowing = self._parts.engines.duration(work)
         if flowing:
             end = clock.wake_up(ENDS + work.op)
             self._parts.engines.launch(work, lambda _: end.fire())
