@@ -15,7 +15,7 @@ from sim.plan import Action, Drop, Move, Plan, Problem, Run
 from sim.policies.base import FIDELITIES, Policy, joins, label
 from sim.policies.composition import selectors
 from sim.policies.composition.checkpoints import with_recomputation
-from sim.policies.composition.merging import by_ids, carried_over, merged, restricted
+from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
 from sim.policies.composition.selectors import CHECKPOINTS, REST, Mask
 from sim.trace.chain import saved_tensors
@@ -51,7 +51,8 @@ class Composition(Policy):
     Parts plan in the order given, each on the trace that those before it have rewritten, and know nothing of each
     other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
     an op come before recomputation there. Where a recomputation reads what another part has offloaded, the prefetch
-    starts earlier by as many ops. A planner that keeps to a budget counts what its own model of memory counts, not
+    starts earlier by as many ops; parts for checkpoints, or weights alone, see what the recomputations planned before
+    them read. A planner that keeps to a budget counts what its own model of memory counts, not
     what other parts move away: its budget is searched by halving, with at most eight replays of all parts together,
     so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order given, and
     the first with an answer answers; each sees what others own as pinned.
@@ -212,21 +213,20 @@ class Composition(Policy):
         trace, made = problem.trace, list[_Made]()
         for i, part in enumerate(self.parts):
             asked = self._asked(problem, trace, budget, made, i)
-            plan = _on(trace, part.policy.plan(asked), asked.trace)
-            made = _with(made, part, plan, trace)
-            trace = plan.trace
+            made = _with(made, part, part.policy.plan(asked), trace, asked.trace)
+            trace = made[-1].plan.trace
         return self._joined(made, trace, problem)
 
     def _asked(self, problem: Problem, trace: Trace, budget: int, made: Sequence[_Made], i: int) -> Problem:
         """The problem as part i sees it."""
 
         part, seen = self.parts[i], trace
-        if CHECKPOINTS in selectors.terms(part.selector) and not part.policy.online:
+        if not part.policy.online and _asks_what_recomputation_reads(part):
             seen = _as_it_runs(trace, made)
 
         def evaluate(plan: Plan) -> EventLog:
-            plan = _on(trace, plan, seen)
-            return problem.evaluate(self._joined(_with(made, part, plan, trace), plan.trace, problem))
+            now = _with(made, part, plan, trace, seen)
+            return problem.evaluate(self._joined(now, now[-1].plan.trace, problem))
 
         platform = problem.platform.with_budget(budget)
         return replace(
@@ -258,7 +258,7 @@ class Composition(Policy):
         }
         return Plan(
             trace,
-            tuple(merged(kept, trace, problem.platform)),
+            tuple(merged(kept, [each.aware for each in made], trace, problem.platform)),
             place=place,
             online=JoinedOnline(parts, trace) if parts else None,
             keep_dead=_kept_dead(made, owned),
@@ -282,43 +282,50 @@ def joined(policies: Sequence[Policy], selector: str = "") -> Policy:
 
 
 class _Made(NamedTuple):
-    """What a part has planned for the trace that it was given, its actions and places over the last trace."""
+    """What a part has planned for the trace that it was given, its actions and places over the last trace.
+
+    aware: whether it saw the reads of recomputations, see `_as_it_runs`.
+    """
 
     part: Part
     plan: Plan
     actions: list[Action]
+    place: Mapping[int, Place]
     given: Trace
     rewrites: bool
-
-    @property
-    def place(self) -> Mapping[int, str | tuple[str, int]]:
-        return self.plan.place
+    aware: bool
 
     def over(self, old: Trace, new: Trace, rewriter: str) -> _Made:
         """The same over what a later part has made of the trace."""
         if new is old:
             return self
-        if self.plan.place or self.plan.online is not None:
+        if self.plan.online is not None:
             raise PolicyError(
                 f"{rewriter!r} rewrites the trace on which {self.part.label!r} has decided; name it before that"
             )
-        return self._replace(actions=carried_over(self.actions, old, new, self.part.label, rewriter))
+        actions, place = carried_over(self.actions, self.place, old, new, self.part.label, rewriter)
+        return self._replace(actions=actions, place=place)
 
 
-def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace) -> list[_Made]:
-    """What is planned with one more part, over its trace. given: the trace that the part was given."""
-    actions = [by_ids(action, plan.trace) for action in plan.actions]
-    last = _Made(part, plan, actions, given=given, rewrites=_differ(plan.trace, given))
+def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace, seen: Trace) -> list[_Made]:
+    """What is planned with one more part, over its trace.
+
+    given: the trace that the parts before have made. seen: that trace as the part saw it, of the same ops and tensors.
+    """
+    if plan.trace is seen:
+        plan = replace(plan, trace=given)
+    actions, rewrites = [by_ids(action, plan.trace) for action in plan.actions], _differ(plan.trace, given)
+    last = _Made(part, plan, actions, plan.place, given=given, rewrites=rewrites, aware=seen is not given)
     return [*(each.over(given, plan.trace, part.label) for each in made), last]
 
 
-def _on(trace: Trace, plan: Plan, seen: Trace) -> Plan:
-    """A plan for the trace as a part has seen it as one for the trace itself; they have the same ops and tensors."""
-    return replace(plan, trace=trace) if plan.trace is seen else plan
+def _asks_what_recomputation_reads(part: Part) -> bool:
+    """Whether a part plans for what recomputation reads rather than recomputes: checkpoints, or weights alone."""
+    return CHECKPOINTS in selectors.terms(part.selector) or part.policy.manages == ("weights",)
 
 
 def _as_it_runs(trace: Trace, made: Sequence[_Made]) -> Trace:
-    """The trace as a part for checkpoints sees it: read by the recomputations of the parts before it, too."""
+    """The trace as such a part sees it: with the reads of the recomputations that the parts before it have planned."""
     owned = owners([each.part for each in made], [each.actions for each in made], trace)
     actions = [action for each, own in zip(made, owned, strict=True) for action in restricted(each.actions, trace, own)]
     return with_recomputation(trace, actions, _taken_away(actions, trace))

@@ -1,4 +1,4 @@
-"""What recomputation needs from the forward pass, as a trace on which a part for `checkpoints` can plan."""
+"""What recomputation reads, as a trace on which a part for `checkpoints` or weights can plan."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from sim.plan import Action, Recompute
 from sim.policies.composition.merging import anchor
 from sim.policies.composition.selectors import Mask
 from sim.trace.graph import Trace
+from sim.trace.index import TraceIndex
 from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
 
 FORWARD, BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
+WEIGHT = ROLE_CODE["weight"]
 
 
 def with_recomputation(trace: Trace, actions: Sequence[Action], released: Mask) -> Trace:
     """The trace with what recomputations read as read by the ops before which they run.
 
     A checkpoint need not be read by any backward op: where a norm saves an fp32 copy of its 16-bit input, the input of
-    a block is needed by recomputation alone. Ops, tensors and their times stay; only reads are added, for results of
-    forward that a backward op's recomputations read and nobody overwrites.
+    a block is needed by recomputation alone; nor need a bias. Ops, tensors and their times stay; only reads are added,
+    for weights and results of forward that a backward op's recomputations read and nothing overwrites before.
 
     actions: what is planned for the trace, with ids.
     released: the tensors that those actions take away themselves; they do not count.
     """
     c, columns = trace.op_columns, trace.tensor_columns
-    phase, producer = c.phase, trace.producer
+    phase, producer, index = c.phase, trace.producer, TraceIndex(trace)
     found: set[tuple[int, int]] = set()
     for action in actions:
         if not isinstance(action, Recompute):
@@ -38,8 +41,8 @@ def with_recomputation(trace: Trace, actions: Sequence[Action], released: Mask) 
             continue
         held = set(trace.reads(at))
         for t in trace.reads(action.op):  # type: ignore[arg-type]
-            made = producer[t] >= 0 and phase[producer[t]] == FORWARD
-            if made and not released[t] and trace.replaced_by[t] < 0 and t not in held:
+            there = phase[producer[t]] == FORWARD if producer[t] >= 0 else columns.role[t] == WEIGHT
+            if there and not released[t] and index.overwritten_at[t] > at and t not in held:
                 found.add((at, t))
     if not found:
         return trace

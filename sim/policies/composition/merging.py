@@ -16,6 +16,8 @@ from sim.trace.origin import Expr, Origin
 
 At = tuple[int, int]
 """Where an action stands: an op, and 0 before or 1 after it."""
+Place = str | tuple[str, int]
+"""Where a tensor begins: a tier, or a tier and an address."""
 
 
 def anchor(action: Action, trace: Trace) -> At:
@@ -69,14 +71,14 @@ def _read_later(trace: Trace, tensor: int, at: At) -> bool:
     return tensor in trace.outputs or any(reader >= op + after for reader in trace.readers(tensor))
 
 
-def carried_over(actions: Iterable[Action], old: Trace, new: Trace, part: str, rewriter: str) -> list[Action]:
-    """Actions on a trace as actions on what a later part has made of it.
+def carried_over(
+    actions: Iterable[Action], place: Mapping[int, Place], old: Trace, new: Trace, part: str, rewriter: str
+) -> tuple[list[Action], dict[int, Place]]:
+    """Actions on a trace, and where its tensors begin, as the same on what a later part has made of it.
 
     Ops and tensors are found by name, and must stand for the same as before. Raises PolicyError naming what is not
     there any more.
     """
-    if new is old:
-        return list(actions)
     before, after = Origin.identity(old), Origin.identity(new)
 
     def following(kind: str, names: Sequence[Sequence[str]], exprs: Sequence[Sequence[Expr]]) -> Callable[[int], int]:
@@ -104,14 +106,15 @@ def carried_over(actions: Iterable[Action], old: Trace, new: Trace, part: str, r
             return replace(action, op=op_of(action.op), **at)  # type: ignore[arg-type]
         return replace(action, tensor=tensor_of(action.tensor), **at)  # type: ignore[arg-type]
 
-    return [moved(action) for action in actions]
+    return [moved(action) for action in actions], {tensor_of(t): where for t, where in place.items()}
 
 
-def merged(parts: Sequence[Sequence[Action]], trace: Trace, platform: Platform) -> list[Action]:
+def merged(parts: Sequence[Sequence[Action]], aware: Sequence[bool], trace: Trace, platform: Platform) -> list[Action]:
     """The actions of all parts, in the order of their anchors; at one anchor copies and waits before recomputation.
 
     parts: with ids in place of names. What one part recomputes may read what another has offloaded, earlier than the
     trace does: prefetches of that start as much earlier (`earlier`).
+    aware: per part whether it knew of the recomputations when it planned, so that its prefetches stay.
     """
     reruns = [
         (anchor(action, trace)[0], trace.reads(action.op))  # type: ignore[arg-type]
@@ -126,7 +129,7 @@ def merged(parts: Sequence[Sequence[Action]], trace: Trace, platform: Platform) 
     rows = []
     for i, part in enumerate(parts):
         recomputes = any(isinstance(action, Recompute) for action in part)
-        for action in earlier(part, reads, trace, platform):
+        for action in part if aware[i] else earlier(part, reads, trace, platform):
             rows.append((anchor(action, trace), recomputes, i, action))
     rows.sort(key=lambda row: row[:3])
     return [action for *_, action in rows]

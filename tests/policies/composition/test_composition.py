@@ -36,6 +36,7 @@ TOGETHER = (
     "layers 0-1: full_recompute; rest: swap_all",
     "full_recompute; checkpoints: swap_all",
     "zero_offload + full_recompute; checkpoints: swap_all(ahead=2)",
+    "zero_offload(weights=host) + full_recompute + weight_streaming",
     "layers 0: dtr; rest: lru_tiering",
     "zero_offload + chen",
     "*.core: swap_all; rest: every_k(k=2)",
@@ -218,7 +219,7 @@ def test_a_prefetch_starts_as_much_earlier_as_a_recomputation_reads_the_tensor()
         Wait(ids["x"], before=ops["a.bwd"]),
     ]
     recompute = [Drop(ids["a"], after=ops["b"]), Recompute(ops["a"], before=ops["b.bwd"])]
-    plan = merged([swap, recompute], trace, platform)
+    plan = merged([swap, recompute], [False, False], trace, platform)
     assert plan == [
         swap[0],
         recompute[0],
@@ -228,7 +229,7 @@ def test_a_prefetch_starts_as_much_earlier_as_a_recomputation_reads_the_tensor()
     ]
     # with nothing between, the tensor stays
     early = [Drop(ids["a"], after=ops["b"]), Recompute(ops["a"], before=ops["c"])]
-    assert merged([swap[:2], early], trace, platform) == early
+    assert merged([swap[:2], early], [False, False], trace, platform) == early
 
 
 # ---- what a part leaves to the others ----------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from sim.declared import Size
 from sim.errors import PolicyError, ProfileError
@@ -50,8 +51,11 @@ class ZeroOffload(Policy):
         Weights are one step stale (`lossless` is then False); the gradients of an iteration are carried
         to the next, and new weights take device space beside the old ones as soon as they exist. Needs
         updates that read no result of other updates, so no clipping by the norm of all gradients.
-    Raises PolicyError for a bucket that is not a size, a platform without host tier or an engine `cpu`, or a
-        delayed update in several steps.
+    weights: where new weights go: back to the `device`, or they stay on the `host` for another policy to fetch, as in
+        `zero_offload(weights=host) + weight_streaming`; then this one does not manage weights, and alone it leaves each
+        op waiting for those that it reads.
+    Raises PolicyError for a bucket that is not a size, a platform without host tier or an engine `cpu`, a delayed
+        update in several steps, or one whose weights stay on the host.
     """
 
     moves = True
@@ -60,14 +64,20 @@ class ZeroOffload(Policy):
     fidelity = "equations"
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
-    other_values = by_parameter(bucket=1 << 26, delayed=True)
+    other_values = by_parameter(bucket=1 << 26, delayed=True, weights="host")
 
     bucket: Size = 0
     delayed: bool = False
+    weights: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        if self.delayed:  # a trait that a parameter decides
+        # traits that a parameter decides
+        if self.delayed:
             object.__setattr__(self, "lossless", False)
+        if self.weights == "host":
+            if self.delayed:
+                raise PolicyError("zero_offload: a delayed update needs its weights on the device: weights='device'")
+            object.__setattr__(self, "manages", ("gradients", "optimizer_state"))
 
     def plan(self, problem: Problem) -> Plan:
         """The trace with its update on the CPU, the copies of gradients and weights, and the waits."""
@@ -87,8 +97,10 @@ class ZeroOffload(Policy):
         new = _rewrite(split, self.delayed)
         homes = [platform.home(device).name for device in range(trace.devices)]
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
-        actions += _weights_up(split, new, host, homes, self.delayed)
-        return Plan(new.trace, tuple(actions))
+        if self.weights == "device":
+            actions += _weights_up(split, new, host, homes, self.delayed)
+        place = {} if self.weights == "device" else {new.tensors[t]: host for t in new.fresh}
+        return Plan(new.trace, tuple(actions), place=place)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The update beside the device, as here; without memory to save it may still be the faster one."""
