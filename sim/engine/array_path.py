@@ -19,7 +19,8 @@ from what happened to it last: it is where that was an arrival. So all that happ
 each row looks at its predecessor.
 
 What cannot go on like this is left to the event path, which says what is wrong: a read that is not resident, a peak
-above the capacity, too much recomputation, an action before its time, an output that has been dropped.
+above the capacity, too much recomputation, an action before its time, an output that has been dropped, an end that no
+column can hold.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def run(platform: Platform, prepared: Prepared, resolved: Resolved, recompute_li
     if actions is None or _recomputes_too_much(prepared, actions, recompute_limit):
         return None
     steps = _steps(prepared, actions)
+    if float((steps.end - steps.start).sum(dtype=np.float64)) >= 2.0**62:
+        return None  # more nanoseconds than a column holds
     events = _events(prepared.columns, steps, actions)
     if not _is_legal(prepared, steps, actions, events):
         return None

@@ -106,7 +106,7 @@ class Prepared:
     @cached_property
     def ideal_ns(self) -> int:
         """Every op run once, one after the other; an op of no time counts a nanosecond."""
-        return int(np.maximum(self.times.total, 1).sum())
+        return sum(_listed(np.maximum(self.times.total, 1)))  # in Python, where no sum is too large
 
     @cached_property
     def is_sequence(self) -> bool:

@@ -25,7 +25,7 @@ from sim.log import CAUSE, EventLog
 from sim.plan import Action, Drop, Plan, Recompute
 from sim.policies import load
 from sim.solvers.schedule import TraceIndex, schedule_of
-from sim.trace import Trace
+from sim.trace import Trace, TraceBuilder
 from tests.engine.differential import difference
 from tests.engine.random_plans import can_run_again, made_by
 from workloads import random_dag, transformer, unet
@@ -205,6 +205,55 @@ def test_thrashing_is_refused_alike():
             replay(plan, machine, fast=fast, recompute_limit=0.01)
         refused.append((str(error.value), error.value.log))
     assert refused[0] == refused[1]
+
+
+def test_an_end_that_no_column_can_hold_is_refused_alike():
+    b = TraceBuilder()
+    x = b.tensor("x", 10, "input")
+    for i in range(3):
+        b.op(f"op{i}", reads=[x], writes=[b.tensor(f"y{i}", 1)], duration=1 << 62)
+    plan, machine = Plan(b.build()), load_profile("a100_80_sxm")
+    for fast in (True, False):
+        with pytest.raises(OverflowError):
+            replay(plan, machine, fast=fast, recompute_limit=None)
+
+
+def odd_ops() -> Trace:
+    """Ops that read a tensor twice, read or write nothing, take no time; a result without bytes."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 5), b.tensor("z", 0)
+    b.op("twice", reads=[x, x], writes=[y], duration=0)
+    b.op("nothing", reads=[], writes=[], duration=3)
+    b.op("last", reads=[y, y], writes=[z], duration=2)
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        (),
+        (Recompute("nothing", before="nothing"),),
+        (Recompute("nothing", before="last"), Drop("y", before="last"), Recompute("twice", before="last")),
+        (Drop("z", after="last"), Drop("z", after="last")),
+        (Drop("x", after="last"), Drop("x", after="last"), Drop("y", after="last")),
+        (Drop("x", tier="host", after="last"),),
+        (Drop("z", before="last"),),
+        (Drop("x", before="twice"),),
+        (Recompute("last", before="twice"),),
+    ],
+    ids=str,
+)
+def test_odd_ops_and_actions(actions):
+    trace = odd_ops()
+    assert_equal(Plan(trace, actions), load_profile("a100_80_sxm"))
+
+
+def test_a_trace_without_ops():
+    b = TraceBuilder()
+    b.tensor("x", 10, "input")
+    plan, machine = Plan(b.build()), load_profile("a100_80_sxm")
+    assert is_taken(plan, machine)
+    assert_equal(plan, machine)
 
 
 # ---- planted faults ------------------------------------------------------------------------------
