@@ -21,7 +21,7 @@ from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused")
-SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots")
+SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def tried_on(*policies: str) -> tuple[str, ...]:
 
 @cache
 def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
-    """What an exact planner does in a second: chains, chains with more inside their stages, W1, a random net."""
+    """What an exact planner does in a second: chains, some with more inside their stages, W1, a net, branches."""
     a100 = load_profile("a100_40_pcie")
     steps, layer, net = uniform_chain(9, size=1 << 24, duration=50_000), w1(1), random_dag(6, 3, max_bytes=1 << 24)
     ways, knotted = two_ways(4), knots(3, 6, 4)
@@ -42,6 +42,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         "one layer": (layer, a100, int(0.8 * _peak(layer, a100))),
         "net": (net, a100, int(0.85 * _peak(net, a100))),
         "knots": (knotted, a100, int(0.7 * _peak(knotted, a100))),
+        "branches": (branches(12, 1), a100, None),
     }
 
 
@@ -96,6 +97,20 @@ def knots(stages: int, inside: int, seed: int) -> Trace:
             took = 2 * slow * 10**5
             b.op(f"b{i}.{k}", "matmul", reads=needed, writes=[gradient], layer=i, duration=took, phase="backward")
     return b.build(outputs=(gradient,), carry=())
+
+
+def branches(ops: int, seed: int) -> Trace:
+    """Ops that read some of the latest results, so that they have many orders; the program holds one to the end."""
+    draw, size = random.Random(seed), 1 << 20
+    b = TraceBuilder({"batch": 1, "samples": 1})
+    made = [b.tensor("x", size, "input")]
+    for i in range(ops):
+        reads = sorted(draw.sample(made[-6:], min(len(made), draw.randint(1, 2))))
+        made.append(b.tensor(f"t{i}", draw.randint(1, 9) * size))
+        workspace = draw.choice([0, 0, 2]) * size
+        b.op(f"op{i}", "matmul", reads=reads, writes=made[-1:], workspace=workspace, duration=10**5)
+    b.release(made[1], ops - 1)
+    return b.build(outputs=made[-1:], carry=())
 
 
 @cache

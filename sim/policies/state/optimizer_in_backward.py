@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.rewrites.holding import points, with_releases
+from sim.rewrites.order import as_early, must_precede
 from sim.rewrites.rewrite import reorder
-from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 
 UPDATE = PHASE_CODE["update"]
@@ -47,46 +45,9 @@ class OptimizerInBackward(Policy):
         trace = problem.trace
         c = trace.op_columns
         updates = {op for op in range(len(trace.ops)) if c.phase[op] == UPDATE}
-        order = list(_as_early(trace, updates))
+        order = list(as_early(len(trace.ops), {op: must_precede(trace, op) for op in updates}))
         new_at = {op: i for i, op in enumerate(order)}
         held = [(t, new_at[op]) for t, op in points(trace) if op not in updates]
         moved = sum(new_at[op] < op for op in updates)
         new = reorder(trace, order)
         return Plan(with_releases(new, sorted(held, key=lambda point: point[1])), notes={"moved": moved})
-
-
-def _as_early(trace: Trace, updates: set[int]) -> Iterator[int]:
-    """All ops: those of the update as early as what they read and overwrite allows, the others in their order."""
-    waits = {op: _needed(trace, op) for op in updates}
-    followers: dict[int, list[int]] = {}
-    for op, needed in waits.items():
-        for other in needed:
-            followers.setdefault(other, []).append(op)
-    left = {op: len(needed) for op, needed in waits.items()}
-    ready = [op for op, count in left.items() if not count]
-    heapify(ready)
-
-    def done(op: int) -> None:
-        for follower in followers.get(op, ()):
-            left[follower] -= 1
-            if not left[follower]:
-                heappush(ready, follower)
-
-    for op in range(len(trace.ops)):
-        if op not in updates:
-            yield op
-            done(op)
-        while ready:
-            update = heappop(ready)
-            yield update
-            done(update)
-
-
-def _needed(trace: Trace, op: int) -> set[int]:
-    """The earlier ops that must precede one: producers of what it reads, producers and readers of what it replaces."""
-    needed = {int(trace.producer[t]) for t in trace.reads(op)}
-    for t in trace.writes(op):
-        old = int(trace.tensor_columns.replaces[t])
-        if old >= 0:
-            needed |= {int(trace.producer[old]), *trace.readers(old)}
-    return {other for other in needed if 0 <= other < op}

@@ -1,0 +1,49 @@
+"""Orders that compute the same: what must precede an op, and ops run as early as that allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+
+from sim.trace.graph import Trace
+
+
+def must_precede(trace: Trace, op: int) -> set[int]:
+    """The ops that must precede one in every order: producers of what it reads, producers and readers of what it
+    overwrites.
+    """
+    needed = {int(trace.producer[t]) for t in trace.reads(op)}
+    for t in trace.writes(op):
+        old = int(trace.tensor_columns.replaces[t])
+        if old >= 0:
+            needed |= {int(trace.producer[old]), *trace.readers(old)}
+    return needed - {-1, op}
+
+
+def as_early(count: int, waits: Mapping[int, Collection[int]]) -> Iterator[int]:
+    """All of so many ops: some as early as what must precede them allows, the others in their order.
+
+    waits: per op that is to be early those that must precede it.
+    """
+    followers: dict[int, list[int]] = {}
+    for op, needed in waits.items():
+        for other in needed:
+            followers.setdefault(other, []).append(op)
+    left = {op: len(needed) for op, needed in waits.items()}
+    ready = [op for op, count in left.items() if not count]
+    heapify(ready)
+
+    def done(op: int) -> None:
+        for follower in followers.get(op, ()):
+            left[follower] -= 1
+            if not left[follower]:
+                heappush(ready, follower)
+
+    for op in range(count):
+        if op not in waits:
+            yield op
+            done(op)
+        while ready:
+            early = heappop(ready)
+            yield early
+            done(early)
