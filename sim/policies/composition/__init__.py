@@ -180,13 +180,14 @@ class Composition(Policy):
         if first is not None and (most is None or _alike(first, most)):
             return first
         best, end = _Fitting(problem), ample
+        fits = first is not None and best.take(first)
         if most is not None and best.take(most):
-            return most
+            return best.plan or most
         low, high, least = 0, end, most
         guess = problem.budget
         for _ in range(ATTEMPTS):
             plan = first if guess == problem.budget else self._attempt(problem, guess)[0]
-            if plan is not None and not best.take(plan):
+            if plan is not None and not (fits if plan is first else best.take(plan)):
                 high, least = guess, plan
             else:
                 low = guess

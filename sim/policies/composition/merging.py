@@ -113,22 +113,23 @@ def merged(parts: Sequence[Sequence[Action]], aware: Sequence[bool], trace: Trac
     """The actions of all parts, in the order of their anchors; at one anchor copies and waits before recomputation.
 
     parts: with ids in place of names. What one part recomputes may read what another has offloaded, earlier than the
-    trace does: prefetches of that start as much earlier (`earlier`).
+    trace does: prefetches of that start as much earlier (`earlier`). What a part recomputes itself it has planned for.
     aware: per part whether it knew of the recomputations when it planned, so that its prefetches stay.
     """
     reruns = [
-        (anchor(action, trace)[0], trace.reads(action.op))  # type: ignore[arg-type]
-        for part in parts
+        (anchor(action, trace)[0], i, trace.reads(action.op))  # type: ignore[arg-type]
+        for i, part in enumerate(parts)
         for action in part
         if isinstance(action, Recompute)
     ]
-    reads: dict[int, list[int]] = defaultdict(list)
-    for op, tensors in sorted(reruns):
-        for tensor in tensors:
-            reads[tensor].append(op)
+    reruns.sort()
     rows = []
     for i, part in enumerate(parts):
         recomputes = any(isinstance(action, Recompute) for action in part)
+        reads: dict[int, list[int]] = defaultdict(list)
+        for op, other, tensors in reruns:
+            for tensor in tensors if other != i else ():  # a part knows its own
+                reads[tensor].append(op)
         for action in part if aware[i] else earlier(part, reads, trace, platform):
             rows.append((anchor(action, trace), recomputes, i, action))
     rows.sort(key=lambda row: row[:3])

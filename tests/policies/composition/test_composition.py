@@ -232,6 +232,32 @@ def test_a_prefetch_starts_as_much_earlier_as_a_recomputation_reads_the_tensor()
     assert merged([swap[:2], early], [False, False], trace, platform) == early
 
 
+def test_a_parts_own_recomputation_leaves_its_prefetches_where_they_are():
+    trace = chain()
+    ids = {tensor.name: tensor.id for tensor in trace.tensors}
+    ops = {op.name: op.id for op in trace.ops}
+    both = [
+        Move(ids["x"], "host", after=ops["a"]),
+        Drop(ids["a"], after=ops["b"]),
+        Move(ids["x"], "hbm", before=ops["c.bwd"]),
+        Recompute(ops["a"], before=ops["b.bwd"]),
+    ]
+    assert merged([both, []], [False, False], trace, machine()) == both
+
+
+def test_of_the_plans_for_several_budgets_the_fastest_is_taken():
+    """The one for ample memory offloads less than it has to, notices, and then does without more than it has to."""
+    small = {"model_type": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
+    trace = transformer(small, batch=8, sequence=256, precision="amp_bf16")
+    platform = load_profile("mt3000_survey", overrides={f"links.{way}.rate": "4 GB/s" for way in ("d2h", "h2d")})
+    kept = simulate(trace, platform, "keep_all").summary()["peak_bytes"]
+    alone, joint = (
+        simulate(trace, platform, name, budget=int(0.6 * kept)).log.end
+        for name in ("hybrid", "optimizer_in_backward + hybrid")
+    )
+    assert joint <= 1.002 * alone
+
+
 # ---- what a part leaves to the others ----------------------------------------------------------
 
 

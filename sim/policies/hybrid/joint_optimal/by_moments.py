@@ -37,7 +37,7 @@ def by_moments(
 ) -> tuple[Plan, int, int | None]:
     """The fastest plan found, its makespan, and the least ns beyond every op run once, None where time was up."""
     try:
-        shares = _bound(problem, index, host, moments).relax(problem.budget, time_limit)
+        shares = program_of(problem, index, host, moments).relax(problem.budget, time_limit)
         proven = False
     except NothingFits:
         shares, proven = None, True
@@ -80,7 +80,7 @@ def _by_shares(drafts: Drafts, shares: Shares) -> Draft:
     return drafts.draft(choice)
 
 
-def _bound(problem: Problem, index: TraceIndex, host: str, moments: int) -> MomentBound:
+def program_of(problem: Problem, index: TraceIndex, host: str, moments: int) -> MomentBound:
     """The program: the op of largest footprint of each part of the trace in which the plain plan exceeds the budget."""
     peaks = np.array(schedule_of(index, {}).peaks()[1:])
     over = np.flatnonzero(peaks > problem.budget)
