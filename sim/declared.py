@@ -1,7 +1,7 @@
 """What a declaration allows: the types, choices and bounds of parameters and traits, checked and put into words.
 
 Declarations are annotations. Choices are a `Literal`, or `OneOf` where a registry elsewhere has them; bounds are those
-of `annotated_types`; `Size` and `Rate` are numbers or text with a unit:
+of `annotated_types`; `Size`, `Rate` and `Time` are numbers or text with a unit:
 
     method: Literal["milp", "rounding"] = "milp"
     slots: Annotated[int, Ge(2)] = 500
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import annotated_types
 
 from sim.errors import UnitError, near
-from sim.units import parse_bytes, parse_rate
+from sim.units import parse_bytes, parse_rate, parse_time
 
 
 class OneOf:
@@ -54,6 +54,11 @@ Rate = Annotated[
     int | str, Quantity(parse_rate, "bytes/s, 1 or more, or a rate such as '11 GB/s'"), annotated_types.Ge(1)
 ]
 """Bytes per second."""
+
+Time = Annotated[
+    int | str, Quantity(parse_time, "nanoseconds, 0 or more, or a time such as '20 ms'"), annotated_types.Ge(0)
+]
+"""Nanoseconds."""
 
 BOUNDS: Mapping[type, tuple[str, Callable[[Any, Any], bool]]] = {
     annotated_types.Ge: ("ge", operator.ge),

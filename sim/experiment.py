@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.analysis.figure import Reference
+from sim.analysis.lanes import energy_j, work_ns
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
 from sim.engine.prepare import Prepared, prepare
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 60
 """Capacity in bytes of the home tier in reference runs with unlimited memory."""
+
+
+PROVEN: Mapping[str, tuple[str, str, Callable[[EventLog], float | None]]] = {
+    "makespan_bound_ns": ("time", "makespan", lambda log: log.end),
+    "energy_bound_j": ("energy", "energy", energy_j),
+    "work_bound_ns": ("work", "time of ops and copies", work_ns),
+}
+"""Notes of a plan that bound a figure of its run from below: the figure in short and in full, and what it came to.
+
+`bound_among` of the same plan names the class of plans that the bound is proven for.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,12 +115,17 @@ class Result:
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """How near the run is to the least makespan that its policy has proven: one line, none without a proof."""
-        bound = self.plan.notes.get("makespan_bound_ns")
-        if not bound or not self.log.complete:
-            return ()
-        above = f"{100 * (self.log.end / bound - 1):.2g} % above the least" if self.log.end > bound else "the least"
-        return (f"time: {above} makespan proven possible among {self.plan.notes['bound_among']}",)
+        """How near the run is to the least that its policy has proven: a line per figure of `PROVEN` with a proof."""
+        notes, lines = self.plan.notes, []
+        for key, (short, what, of) in PROVEN.items():
+            bound, found = notes.get(key), of(self.log) if notes.get(key) else None
+            if not bound or found is None or not self.log.complete:
+                continue
+            # what is no whole number is proven to one part in a million
+            is_above = found > bound * (1 + (1e-6 if isinstance(bound, float) else 0))
+            above = f"{100 * (found / bound - 1):.2g} % above the least" if is_above else "the least"
+            lines.append(f"{short}: {above} {what} proven possible among {notes['bound_among']}")
+        return tuple(lines)
 
     def plot_memory(self, tier: str | None = None) -> Figure:
         """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""

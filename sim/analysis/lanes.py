@@ -91,3 +91,34 @@ def overlap_ns(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> int:
     """Time covered by both of two sets of intervals, each (starts, ends)."""
     left, right = union(*a), union(*b)
     return int((covered_before(left[1], *right) - covered_before(left[0], *right)).sum())
+
+
+# ---- sums over all lanes ------------------------------------------------------------------------
+
+
+def energy_j(log: EventLog) -> float | None:
+    """Joules of engines while they ran and of bytes on links; None unless the profile prices every part."""
+    platform = log.platform
+    price = platform.lane_energy
+    if price is None:
+        return None
+    lane, why = log.interval("lane"), log.interval("why")
+    start, end, bytes = log.interval("start"), log.interval("end"), log.interval("bytes")
+    computing = (why == RUN) | (why == RECOMPUTE) | (why == CODEC)
+    joules = 0.0
+    for i, each in enumerate(price):
+        rows = lane == i
+        if i < len(platform.engines):
+            joules += each * total_ns(start[rows & computing], end[rows & computing]) / 1e9
+        else:
+            joules += each * int(bytes[rows].sum())
+    return joules
+
+
+def work_ns(log: EventLog) -> int:
+    """Time of all runs of ops and all copies, as if nothing overlapped; a copy over several links counts once."""
+    why, start, end = log.interval("why"), log.interval("start"), log.interval("end")
+    computing = (why == RUN) | (why == RECOMPUTE) | (why == CODEC)
+    copying = why == MOVE
+    copies = np.unique(np.stack((log.interval("tensor"), start, end))[:, copying], axis=1)
+    return int((end - start)[computing].sum() + (copies[2] - copies[1]).sum())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from sim.analysis.figure import Figure, Reference
-from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, total_ns
+from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, energy_j
 from sim.analysis.overlap import overlap
 from sim.analysis.peak_memory import mean_bytes, peak_bytes
 from sim.analysis.registry import declared_figures
@@ -171,7 +171,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         overhead=overhead,
         unlimited_ns=None if reference is None else reference.makespan_ns,
         unlimited_run=None if reference is None else reference.name,
-        energy_j=_energy(log),
+        energy_j=energy_j(log),
         counters={name: int(count) for name, count in sorted(log.counters.items())},
         more={key: each.of(log, reference) for _, key, each in declared_figures() if each.of is not None},
     )
@@ -211,22 +211,3 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     executed = int(c.flops[op[ran]].sum())
     model = log.trace.meta.get("model_flops")
     return (model / possible if isinstance(model, (int, float)) else None), executed / possible
-
-
-def _energy(log: EventLog) -> float | None:
-    """Joules of engines while they ran and of bytes on links; None unless the profile prices every part."""
-    platform = log.platform
-    price = [platform.energy.get(name) for name in platform.lanes]
-    if not price or None in price:
-        return None
-    lane, why = log.interval("lane"), log.interval("why")
-    start, end, bytes = log.interval("start"), log.interval("end"), log.interval("bytes")
-    computing = (why == RUN) | (why == RECOMPUTE) | (why == CODEC)
-    joules = 0.0
-    for i, each in enumerate(price):
-        rows = lane == i
-        if i < len(platform.engines):
-            joules += (each or 0.0) * total_ns(start[rows & computing], end[rows & computing]) / 1e9
-        else:
-            joules += (each or 0.0) * int(bytes[rows].sum())
-    return joules

@@ -214,6 +214,12 @@ class Platform:
         """Names of the lanes of a log: engines first, then links."""
         return (*(engine.name for engine in self.engines), *(link.name for link in self.links))
 
+    @cached_property
+    def lane_energy(self) -> tuple[float, ...] | None:
+        """Joules per op-second or per byte of each lane; None unless the profile states that of every lane."""
+        known = tuple(self.energy[name] for name in self.lanes if name in self.energy)
+        return known if known and len(known) == len(self.lanes) else None
+
     def tier(self, name: str) -> Tier:
         """A tier by name. Raises ProfileError with the nearest name."""
         if name not in self.tier_ids:

@@ -68,6 +68,7 @@ class Program:
         costs, so that a more expensive plan can't win; costs that are no small multiples of a unit get 1e-6 of it.
     saved: (stage, bytes): at most so many bytes may be resident at the start of that stage.
     elsewhere: what else can be done with values; costs stay exact then, since the part adds times of its own to them.
+    prices: all costs that the part adds, where it adds them to whole choices alone: the bound is exact then.
     column, row: add variables and conditions, for what else the program is to decide.
     found: the value of each column in the last answer.
     """
@@ -80,6 +81,7 @@ class Program:
         at_most: int | None = None,
         saved: tuple[int, int] | None = None,
         elsewhere: Elsewhere | None = None,
+        prices: Sequence[int] | None = None,
     ) -> None:
         self.nodes = nodes
         self.elsewhere = elsewhere
@@ -98,9 +100,10 @@ class Program:
         self._rerun_bytes = [bytes // unit * scale for bytes in nodes.rerun_bytes]
         self.room = whole_room * scale
         again, there = nodes.useful
-        prices = [nodes.cost[i] for stage in again for i in stage]
-        self.price_unit, self.whole_prices = _unit_of(prices)
-        self.whole_prices &= elsewhere is None
+        self.price_unit, self.whole_prices = _unit_of(
+            [*(prices or ()), *(nodes.cost[i] for stage in again for i in stage)]
+        )
+        self.whole_prices &= elsewhere is None or prices is not None
         self.ties = TIES if elsewhere is None else 0.0
         if at_most is not None:
             self.ties = min(TIES, 0.5 * self.price_unit / max(at_most, 1)) if self.whole_prices else 1e-6
@@ -136,14 +139,13 @@ class Program:
 
     def _stage(self, t: int, steps: Sequence[int], now: Sequence[int], then: Sequence[int]) -> None:
         """What must be resident when nodes run, and how much is resident at each step."""
-        inside = set(steps)
         change: dict[int, Terms] = {-1: [], **{k: [] for k in steps}}
         for v in sorted({*now, *then, *(v for k in steps for v in self.nodes.produced_by[k])}):
             before: Terms = []
             if self.elsewhere is not None and self.elsewhere.has(t, v):
                 rows = self.elsewhere.value(self, t, v, steps)
             else:
-                rows = self._value(t, v, inside)
+                rows = self.value(t, v, steps)
             for after, lies in rows:
                 change[after] += [(c, f * self.size[v]) for c, f in lies]
                 change[after] += [(c, -f * self.size[v]) for c, f in before]
@@ -162,26 +164,45 @@ class Program:
         if self.elsewhere is not None:
             self.elsewhere.end(self, t, held_before)
 
-    def _value(self, t: int, v: int, inside: set[int]) -> Residency:
-        """Rows of one value in one stage; returns after which node (-1: the start) how much of it is resident."""
+    def value(
+        self, t: int, v: int, steps: Sequence[int], *, arrives: int | None = None, leaves: int | None = None
+    ) -> Residency:
+        """Rows of one value in one stage; returns after which node (-1: the start) how much of it is resident.
+
+        arrives: the column that says whether it is copied back when the stage ends, for the next one.
+        leaves: the column that says whether it is copied away while the stage runs, at whose start it is resident; if
+            nothing reads it in the stage it is held to its end.
+        """
         value = self.nodes.values[v]
-        readers = [k for k in value.readers if k in inside and not k == t == value.producer]
+        readers = [k for k in value.readers if k in steps and not k == t == value.producer]
         kept, then = self.keep.get((t, v)), self.keep.get((t + 1, v))
-        made = self.run[t, value.producer] if value.producer in inside and value.produced_in(t) else None
+        made = self.run[t, value.producer] if value.producer in steps and value.produced_in(t) else None
         is_held = kept is not None and t <= value.held_until
         has = [(c, 1.0) for c in (kept, made) if c is not None]
         uses = [self.run[t, k] for k in readers]
-        for use in [*uses, *([] if then is None else [then])]:
+        coming = [] if arrives is None else [(arrives, 1.0)]
+        for use in uses:
             self.row([*has, (use, -1.0)], least=0.0)
+        if then is not None:
+            self.row([*has, *coming, (then, -1.0)], least=0.0)
         if kept is not None and not is_held:
-            if made is not None:  # what is recomputed need not have been resident
-                self.row(has, most=1.0)
+            if made is not None or coming:  # what is recomputed, or arrives, need not have been resident
+                self.row([*has, *coming], most=1.0)
             # nor what is neither read in this stage nor kept for the next
-            self.row([(kept, -1.0), *((c, 1.0) for c in uses), *([] if then is None else [(then, 1.0)])], least=0.0)
+            reasons = (*uses, then, leaves)
+            self.row([(kept, -1.0), *((c, 1.0) for c in reasons if c is not None)], least=0.0)
+        if arrives is not None and then is not None:
+            then = self._without(then, arrives)
         if is_held:
             has, made = [(kept, 1.0)], None  # type: ignore[list-item]
         alone = len(self.nodes.produced_by[value.producer]) == 1
-        left = self.reasons(uses, then, first=made is not None and not alone and value.producer != t)
+        first = made is not None and not alone and value.producer != t
+        left = self.reasons(uses, then, first=first)
+        if leaves is not None:
+            idle = self.column()
+            self.row([(idle, 1.0), (leaves, -1.0), *((c, 1.0) for c in (*uses, then) if c is not None)], least=0.0)
+            known = int(bool(readers) and not first)  # before the first reader it is there anyway
+            left = [*left[:known], *([*terms, (idle, 1.0)] for terms in left[known:])]
         lies: list[tuple[int, Terms]] = []
         if kept is not None:
             lies.append((-1, [(kept, 1.0)]))
@@ -191,6 +212,13 @@ class Program:
             lies[0] = (-1, has)
         lies += [(k, left[i + 1]) for i, k in enumerate(readers)]
         return lies
+
+    def _without(self, then: int, arrives: int) -> int:
+        """How far the next stage needs a value that has not just arrived for it."""
+        self.row([(then, 1.0), (arrives, -1.0)], least=0.0)
+        stays = self.column()
+        self.row([(stays, 1.0), (arrives, 1.0), (then, -1.0)], least=0.0)
+        return stays
 
     def reasons(self, uses: Sequence[int], then: int | None, *, first: bool) -> list[Terms]:
         """Before each use, and behind the last, how far later uses or the next stage need a value.

@@ -90,7 +90,7 @@ class JointOptimal(Policy):
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves."""
         ops, index = body(problem, "joint_optimal"), index_of(problem)
-        host = host_of(problem)
+        host = host_of(problem, "joint_optimal")
         once = once_ns(problem)
         if schedule_of(index, {}).peak() <= problem.budget:
             return self._planned(problem, Plan(problem.trace), problem.evaluate(Plan(problem.trace)).end, once, "")
@@ -121,7 +121,7 @@ class JointOptimal(Policy):
         First without the host, which is quick, then with it. Where no plan of an answer fits, the program is
         given a little less memory.
         """
-        room, host = problem.budget - nodes.outside, host_of(problem)
+        room, host = problem.budget - nodes.outside, host_of(problem, "joint_optimal")
         trips = {v: trip(problem, host, nodes.values[v].size) for v in movable(nodes)} if host else {}
         proven = Answer("unknown")
         for attempt in range(ATTEMPTS):

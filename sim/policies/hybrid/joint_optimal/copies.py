@@ -30,7 +30,7 @@ class Trip:
     back: int
 
 
-def host_of(problem: Problem) -> str:
+def host_of(problem: Problem, policy: str) -> str:
     """The tier that tensors may leave for, "" for none. Raises PolicyError where the device reads it in place."""
     platform = problem.platform
     if platform.host is None:
@@ -38,7 +38,7 @@ def host_of(problem: Problem) -> str:
     engine = platform.main_engine(0)
     if platform.host.name in engine.reaches:
         raise PolicyError(
-            f"policy 'joint_optimal' plans for copies to and from the host; {engine.name!r} reads "
+            f"policy {policy!r} plans for copies to and from the host; {engine.name!r} reads "
             f"{platform.host.name!r} in place"
         )
     return platform.host.name

@@ -53,28 +53,28 @@ def choice_of(program: Program, copies: Copies | None, stages: Sequence[Sequence
     away: list[Away] = []
     for v in copies.values if copies else ():
         value = nodes.values[v]
-        uses = _uses(value, reruns, len(nodes))
+        uses = uses_of(value, reruns, len(nodes))
         for t in range(value.producer + 1, len(nodes)):
             for half in (0, 1):
                 due = min((use for use in uses if use >= t + half), default=-1)
                 if copies is None or due < 0 or not copies.lands(found, t, half, v):
                     continue
-                away.append(_stay(v, value, reruns, due, copies.begun(found, v, t), copies.left(found, v)))
+                away.append(stay(v, value, reruns, due, copies.begun(found, v, t), copies.left(found, v)))
     return Choice(reruns, tuple(dict.fromkeys(away)))
 
 
-def _uses(value: NodeValue, reruns: frozenset[tuple[int, int]], count: int) -> list[int]:
+def uses_of(value: NodeValue, reruns: frozenset[tuple[int, int]], count: int) -> list[int]:
     """The stages in which a value is read, in order."""
     again = {t for t, i in reruns if i in value.readers}
     return [t for t in range(value.producer + 1, count) if t in value.readers or t in again]
 
 
-def _stay(
+def stay(
     v: int, value: NodeValue, reruns: frozenset[tuple[int, int]], due: int, back: int, out: int | None = None
 ) -> Away:
     """A stay from the last use before `due`. out: when its copy is asked for, if that is before that use."""
     made = [t for t, i in reruns if i == value.producer and t < due]
-    last = max((value.producer, *made, *(t for t in _uses(value, reruns, due))))
+    last = max((value.producer, *made, *(t for t in uses_of(value, reruns, due))))
     early = last != value.producer and last not in value.readers
     first = last if out is None else max(min(out, last), value.producer)
     return Away(v, first, last, early, min(max(back, last + 1), due), due)
@@ -190,10 +190,10 @@ class Replays:
             fewer = choice.reruns - {(t, i)}
             yield replace(choice, reruns=fewer)
             yield from (
-                replace(choice, reruns=fewer, away=(*choice.away, _stay(v, self._nodes.values[v], fewer, t, t)))
+                replace(choice, reruns=fewer, away=(*choice.away, stay(v, self._nodes.values[v], fewer, t, t)))
                 for v in (movable(self._nodes) if self._host else ())
                 if self._nodes.values[v].producer == i
-                and t in _uses(self._nodes.values[v], fewer, len(self._nodes))
+                and t in uses_of(self._nodes.values[v], fewer, len(self._nodes))
                 and all(one.value != v for one in choice.away)
             )
 

@@ -12,14 +12,14 @@ from annotated_types import Ge, Gt
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.joint_optimal.copies import Trip
-from sim.policies.hybrid.joint_optimal.trips import Choice, Replays, movable
+from sim.policies.hybrid.joint_optimal.returns import ahead, choice_with, copy_times
+from sim.policies.hybrid.joint_optimal.trips import Choice, Replays
 from sim.policies.hybrid.str.tracing import Tracing
 from sim.policies.hybrid.str.windows import Windows
 from sim.solvers.granularity import by_op
 from sim.solvers.located import index_of
 from sim.solvers.milp import Program
-from sim.solvers.nodes import Nodes, body
+from sim.solvers.nodes import body
 from sim.solvers.outcome import refused
 from sim.solvers.rounding import tightest
 from sim.solvers.schedule import schedule_of
@@ -84,7 +84,7 @@ class Str(Policy):
             raise PolicyError(f"policy 'str' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}")
         nodes = by_op(problem, index, "str", apart=True)
         host = problem.platform.host.name if problem.platform.host else ""
-        trips = _trips(problem, nodes, host)
+        trips = copy_times(problem, nodes, host)
         replays = Replays(problem, index, nodes, host, ATTEMPTS * 2 * (LEVELS + 2))
         limit = ""
         room, ends = problem.budget - nodes.outside, time.monotonic() + self.time_limit
@@ -97,11 +97,11 @@ class Str(Policy):
                 answer = program.minimise(node_limit=NODES, time_limit=left)
                 limit = answer.limit
                 back = [key for key, c in windows.back.items() if answer.stages and program.found[c] > 0.5]
-                choices = iter([tracing.of_answer(answer.stages, back)] if answer.stages else [])
+                choices = iter([choice_with(nodes, answer.stages, back)] if answer.stages else [])
             else:
                 choices = _rounded(program, windows, tracing)
             for choice in choices:
-                for each in (tracing.ahead(choice), choice):
+                for each in (ahead(nodes, trips, choice), choice):
                     replays.look(each)
             if replays.best is not None or limit:
                 break
@@ -119,15 +119,6 @@ class Str(Policy):
             "time_limited": limit == "time",
         }
         return replace(replays.best, notes=notes)
-
-
-def _trips(problem: Problem, nodes: Nodes, host: str) -> dict[int, Trip]:
-    """Per value that may leave the ns of its copies."""
-    if not host:
-        return {}
-    move_ns, home = problem.platform.move_ns, problem.home
-    size = {v: nodes.values[v].size for v in movable(nodes)}
-    return {v: Trip(move_ns(bytes, home, host), move_ns(bytes, host, home)) for v, bytes in size.items()}
 
 
 def _rounded(program: Program, windows: Windows, tracing: Tracing) -> Iterator[Choice]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.policies.hybrid.joint_optimal.trips import Away, Choice
@@ -110,34 +108,3 @@ class Tracing:
         last = max(t for t in (value.producer, *value.readers, *users, *fetched) if t < due and t >= value.producer)
         early = last not in value.readers and last != value.producer
         return Away(v, last, last, early, due, due)
-
-    # ---- a whole answer ----------------------------------------------------------------------
-
-    def of_answer(self, stages: Sequence[Sequence[int]], back: Collection[tuple[int, int]]) -> Choice:
-        """What an answer of whole numbers says. back: (stage, value) that is copied back for that stage."""
-        reruns = frozenset((t, i) for t, stage in enumerate(stages) for i in stage)
-        self._fetched = []
-        for t, v in sorted(back):
-            readers = self._nodes.values[v].readers
-            uses = {*readers, *(stage for stage, i in reruns if i in readers)}
-            due = min((use for use in uses if use >= t), default=-1)
-            if due >= 0:
-                self._fetched.append((due, v))
-        return Choice(reruns, tuple(dict.fromkeys(self._stay(t, v, reruns) for t, v in self._fetched)))
-
-    def ahead(self, choice: Choice) -> Choice:
-        """The same with copies back as late as they are in time, one after the other, instead of when they are read."""
-        nodes = self._nodes
-        again = dict.fromkeys(range(len(nodes)), 0)
-        for t, i in choice.reruns:
-            again[t] += nodes.cost[i]
-        starts, now = [], 0
-        for t, cost in enumerate(nodes.cost):
-            starts.append(now)
-            now += again[t] + cost
-        away, free = [], now
-        for one in sorted(choice.away, key=lambda one: (-one.due, -one.value)):
-            free = min(free, starts[one.due]) - self._trips[one.value].back
-            latest = bisect_right(starts, free) - 1
-            away.append(replace(one, back=min(max(latest, one.last + 1), one.due)))
-        return replace(choice, away=tuple(away[::-1]))
