@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import Infeasible, OutOfMemory, PolicyError
+from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.log import EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Run
 from sim.policies.base import FIDELITIES, Policy, joins, label
@@ -126,7 +126,9 @@ class Composition(Policy):
         said = (
             part.policy.plans_ahead or ("" if part.policy.online else "a part plans offline") for part in self.parts
         )
-        return "; ".join(dict.fromkeys(filter(None, said)))
+        checkpoints = any(CHECKPOINTS in selectors.terms(part.selector) for part in self.parts)
+        own = "what is a checkpoint depends on the whole trace" if checkpoints else ""
+        return "; ".join(dict.fromkeys(filter(None, (*said, own))))
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -229,7 +231,8 @@ class Composition(Policy):
             now = _with(made, part, plan, trace, seen)
             return problem.evaluate(self._joined(now, now[-1].plan.trace, problem))
 
-        platform = problem.platform.with_budget(budget)
+        decides_online = part.policy.online and not part.policy.plans_ahead  # by the memory that there is
+        platform = problem.platform if decides_online else problem.platform.with_budget(budget)
         return replace(
             problem,
             trace=seen,
@@ -353,7 +356,7 @@ class _Fitting:
         """Whether a plan fits."""
         try:
             end = self._problem.evaluate(plan).end
-        except OutOfMemory:
+        except (Infeasible, Deadlock):
             return False
         if self.plan is None or end < self._end:
             self.plan, self._end = plan, end

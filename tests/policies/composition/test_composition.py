@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from sim.cli import app
 from sim.conformance import check_policy
 from sim.conformance.examples import random_examples
 from sim.errors import Infeasible, PolicyError, TiersimError
-from sim.experiment import simulate
+from sim.experiment import problem_for, simulate
 from sim.foreign import Trust
 from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
@@ -404,3 +405,41 @@ def test_results_that_name_a_combination_execute_no_file_in_it(tmp_path):
     trust = Trust(tmp_path, asked=False, sums={})
     (file,) = named_files([f"zero_offload + {tmp_path}/own.py:Own(x=1)"])
     assert "--trust" in trust.objection(file)
+
+
+@cache
+def _small_llama():
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 3, "intermediate_size": 176, "vocab_size": 300, "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    trace = transformer(config, batch=8, sequence=64, precision="bf16")
+    return trace, simulate(trace, "mt3000_survey").summary()["peak_bytes"]
+
+
+def test_an_online_part_is_told_the_memory_that_there_is_while_budgets_of_planners_are_searched():
+    trace, peak = _small_llama()
+    budget = 3 * peak // 4
+    text = "layers 0-1: lru_tiering(watermark=0.1); rest: sac_knapsack"
+    assert simulate(trace, "mt3000_survey", text, budget=budget).summary()["peak_bytes"] > 0.85 * budget
+
+
+def test_a_budget_at_which_the_parts_thrash_does_not_end_the_search():
+    trace, peak = _small_llama()
+    text = "layers 0-1: dtr; rest: sac_knapsack"
+    found = simulate(trace, "mt3000_survey", text, budget=3 * peak // 4, recompute_limit=0.08)
+    assert found.log.complete
+
+
+def test_the_plan_for_the_true_budget_is_taken_where_it_is_the_faster_one():
+    trace, peak = _small_llama()
+    platform = load_profile("mt3000_survey").with_budget(3 * peak // 4)
+    policy, problem = load("layers 0-1: dtr; rest: sac_knapsack"), problem_for(trace, platform)
+    first = problem.evaluate(policy._planned(problem, problem.budget))
+    assert problem.evaluate(policy.plan(problem)).end <= first.end
+
+
+def test_what_is_a_checkpoint_is_declared_to_be_known_from_the_whole_trace():
+    assert load("checkpoints: lru_tiering; rest: dtr").plans_ahead == "what is a checkpoint depends on the whole trace"
+    assert not load("layers 0: dtr; rest: lru_tiering").plans_ahead
