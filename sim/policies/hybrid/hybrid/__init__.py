@@ -45,9 +45,10 @@ class Hybrid(Policy):
         2023.
     Bounds: `rounds` programs of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
         most three replays per search, and one search but in compositions or where no replay fits.
-    Departs: no paper's design is claimed.
+    Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
+        the peak, nothing is left to choose, and nothing fits.
 
-    rounds: linear programs at most; fewer, down to two, on traces of more than some 4,000 ops.
+    rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
         none where the plan is `swap_all`'s.
     Raises Infeasible, with the smallest budget of any draft, where none fits.
