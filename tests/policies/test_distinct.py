@@ -21,7 +21,7 @@ from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused")
-SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches")
+SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
     """What an exact planner does in a second: chains, some with more inside their stages, W1, a net, branches."""
     a100 = load_profile("a100_40_pcie")
     steps, layer, net = uniform_chain(9, size=1 << 24, duration=50_000), w1(1), random_dag(6, 3, max_bytes=1 << 24)
-    ways, knotted = two_ways(4), knots(3, 6, 4)
+    ways, few, knotted = two_ways(4), two_ways(3), knots(3, 6, 4)
     return {
         "steps": (steps, a100, 5 << 24),
         "few steps": (steps, a100, 4 << 24),
@@ -43,6 +43,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         "net": (net, a100, int(0.85 * _peak(net, a100))),
         "knots": (knotted, a100, int(0.7 * _peak(knotted, a100))),
         "branches": (branches(12, 1), a100, None),
+        "few ways": (few, a100, int(0.8 * _peak(few, a100))),
     }
 
 

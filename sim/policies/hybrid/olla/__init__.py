@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Ge, Gt
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Policy, by_parameter
+from sim.policies.base import Beside, Policy, by_parameter
 from sim.policies.hybrid.olla.address_program import Placed, lowest
 from sim.policies.hybrid.olla.addresses import Lifetime, laid_out, lifetimes, most_live
 from sim.policies.hybrid.olla.graph import Graph, graph_of
 from sim.policies.hybrid.olla.listing import by_net
 from sim.policies.hybrid.olla.order_program import Found, OrderProgram
+from sim.policies.hybrid.olla.trade import actions_of, host_of, movable, order_of, recomputable
+from sim.policies.hybrid.olla.trade_program import Trade, TradeProgram
+from sim.policies.traits import Managed
 from sim.rewrites.holding import points, with_releases
 from sim.rewrites.order import as_early
 from sim.rewrites.rewrite import reorder
 from sim.solvers.located import index_of
 from sim.trace.graph import Trace
+from sim.trace.index import TraceIndex
 from sim.trace.op import PHASE_CODE
 
 NODES = 100_000
@@ -47,32 +51,66 @@ class Olla(Policy):
     Departs: one op per step where the paper's steps may have several; edges that force updates early give a known
         order here, and restrict no program; the lower bound over ancestors and descendants is ours, as are list
         schedules as known orders. Workspaces have addresses from the tier's top; the layout leaves space for them.
-        Spilling and rematerialisation, which the paper adds to the program, are left to other policies on the new
-        order: `olla + hybrid`. Random ops keep their seeds wherever they run.
+        Random ops keep their seeds wherever they run. What has no producer, what is overwritten in place and outputs
+        are neither spilled nor rematerialised, and nothing is spilled to a host that the device reads in place. The
+        program counts bytes, as the paper's does, and a run the time of each copy. A plan of this program gives no
+        addresses, since what returns from the host has none. On larger traces another policy can spill or recompute in
+        the order found here: `olla + hybrid`.
 
     holds: whether what the program holds beyond its last reader is held until the same op. The paper's executor runs
         a graph, which holds nothing.
+    spill, rematerialise: whether, where no order fits the budget, blocks may leave for the host and return, and ops may
+        run again, decided together with the order: the least bytes copied (twice a block) and generated.
+    more_steps: how many ops may run again.
     max_ops: the most ops for the program of the order; 12 take seconds, 16 up to a minute, on graphs with many orders.
     max_blocks: the most blocks and workspaces for the program of the addresses.
     time_limit: seconds for each program; a plan after one that took longer is `time_limited`.
     Notes of the plan: `peak_bytes` and `program_order_bytes`, the peaks of both orders; `bound_bytes`: no order's peak
         is lower; `order_status`: "optimal" or "feasible"; `order_by`: "program order", "early updates", "list
         scheduling" or "integer program". With addresses `end_bytes`, where the highest block ends;
-        `live_bytes`, the most that is live; `address_status`. `limit`: "", "time" or "nodes"; `time_limited`.
-    Raises PolicyError on several devices or engines.
+        `live_bytes`, the most that is live; `address_status`. Where no order fits and there is a choice `trade_status`:
+        "optimal", "feasible", "infeasible" or "unknown"; the peaks are those without it. `limit`: "", "time" or
+        "nodes"; `time_limited`.
+    Raises PolicyError on several devices or engines, and where more than `max_ops` ops are to be spilled among or
+        rematerialised.
     """
 
     rewrites = True
-    manages = ("activations", "gradients")
     solver = "milp"
     fidelity = "equations"
-    other_values = by_parameter(holds=True, max_ops=0, max_blocks=0, time_limit=1e-6)
+    other_values = by_parameter(
+        holds=True,
+        spill=True,
+        rematerialise=True,
+        more_steps=Beside(1, rematerialise=True),
+        max_ops=0,
+        max_blocks=0,
+        time_limit=1e-6,
+    )
     unseen = by_parameter(max_blocks="it changes addresses, which no log shows; see its own tests")
 
     holds: bool = False
+    spill: bool = False
+    rematerialise: bool = False
+    more_steps: Annotated[int, Ge(1)] = 3
     max_ops: Annotated[int, Ge(0)] = 12
     max_blocks: Annotated[int, Ge(0)] = 30
     time_limit: Annotated[float, Gt(0)] = 60.0
+
+    @property
+    def manages(self) -> tuple[Managed, ...]:  # type: ignore[override]
+        """An order owns nothing; so another policy can decide what leaves."""
+        return ("activations", "gradients") if self.spill or self.rematerialise else ()
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        """Whether it may spill."""
+        return self.spill
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]
+        """Whether it may rematerialise."""
+        return self.rematerialise
 
     def plan(self, problem: Problem) -> Plan:
         """The trace in its new order, and addresses where the tier has them."""
@@ -94,6 +132,11 @@ class Olla(Policy):
             "order_by": by,
         }
         limits = [found.limit]
+        if peak > problem.budget and (self.spill or self.rematerialise):
+            traded = self._traded(problem, graph, index)
+            notes |= {"trade_status": traded.status, "limit": traded.limit, "time_limited": traded.limit == "time"}
+            if traded.steps:
+                return self._trading(problem, traded, graph, notes)
         place: dict[int, str | tuple[str, int]] = {}
         tier = problem.platform.home(0)
         if tier.allocator.name == "planned":
@@ -108,6 +151,25 @@ class Olla(Policy):
         limit = next((limit for limit in ("time", "nodes") if limit in limits), "")
         notes |= {"limit": limit, "time_limited": limit == "time"}
         return Plan(_reordered(trace, order, holds=self.holds), place=place, notes=notes)
+
+    def _traded(self, problem: Problem, graph: Graph, index: TraceIndex) -> Trade:
+        """Order, spilling and rematerialisation together. Raises PolicyError for more ops than it takes."""
+        if len(graph) > self.max_ops:
+            raise PolicyError(
+                f"policy 'olla' spills and rematerialises up to max_ops = {self.max_ops} ops; this trace has "
+                f"{len(graph)}: on a larger one another policy can do so in the order found here, as in `olla + hybrid`"
+            )
+        again = recomputable(graph, index) if self.rematerialise else ()
+        blocks = movable(graph) if self.spill and host_of(problem) else ()
+        program = TradeProgram(graph, problem.budget, again, blocks, self.more_steps if again else 0)
+        return program.solve(nodes=NODES, seconds=self.time_limit)
+
+    def _trading(self, problem: Problem, traded: Trade, graph: Graph, notes: Mapping[str, object]) -> Plan:
+        """The plan of an answer: the order of first runs, and the actions between them."""
+        trace = _reordered(problem.trace, order_of(traded), holds=self.holds)
+        index = index_of(replace(problem, trace=trace))
+        actions = actions_of(traded, graph, index, problem.home, host_of(problem))
+        return Plan(trace, actions, notes=notes)
 
     def _placed(self, lives: Sequence[Lifetime]) -> Placed:
         """The lowest layout that is found."""
