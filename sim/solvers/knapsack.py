@@ -1,14 +1,17 @@
-"""Which items to save within a share of the memory: three solvers, with the roundings of PyTorch's.
+"""Knapsacks: what to save within a share of the memory, and what to give up for so many bytes.
 
-Each takes the items' memory and runtime and the room, and says per item whether it is saved. PyTorch:
-torch/_functorch/_activation_checkpointing/knapsack.py.
+To save there are three solvers, with the roundings of PyTorch's. Each takes the items' memory and runtime and the room,
+and says per item whether it is saved. PyTorch: torch/_functorch/_activation_checkpointing/knapsack.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 Picker = Callable[[Sequence[float], Sequence[float], float], list[bool]]
 
@@ -60,3 +63,47 @@ def by_ilp(memory: Sequence[float], runtime: Sequence[float], room: float) -> li
 
 
 PICKERS: dict[str, Picker] = {"dp": by_dp, "greedy": by_ratio, "ilp": by_ilp}
+
+COVER_UNITS = 5_000
+"""Units into which `least_cover` divides what is to be covered, where sizes have no larger common one."""
+
+
+class Group(NamedTuple):
+    """Items of which each may be taken at its own cost, or all together at one.
+
+    items: (bytes, cost) of each, cost None where it can't be taken alone.
+    together: the cost of all, None where that is impossible.
+    """
+
+    items: Sequence[tuple[int, int | None]]
+    together: int | None
+
+
+def least_cover(groups: Sequence[Group], need: int, units: int = COVER_UNITS) -> int | None:
+    """The least cost of items of at least so many bytes in all, by a dynamic program over bytes; None if there is none.
+
+    Exact where `need` is at most so many of the sizes' largest common unit; else sizes are rounded up to a
+    coarser one, and the answer is a lower bound.
+    """
+    if need <= 0:
+        return 0
+    unit = max(math.gcd(*(size for group in groups for size, _ in group.items)), -(-need // units))
+    width = -(-need // unit) + 1
+    never = np.int64(1) << 62
+    least = np.full(width, never)  # per unit covered, or more
+    least[0] = 0
+
+    def taken(before: NDArray[np.int64], size: int, cost: int) -> NDArray[np.int64]:
+        step = min(-(-size // unit), width - 1)
+        covered = np.concatenate((np.full(step, before[0]), before[: width - step]))
+        return np.where(covered < never, covered + cost, never)
+
+    for group in groups:
+        alone = least
+        for size, cost in group.items:
+            if cost is not None:
+                alone = np.minimum(alone, taken(alone, size, cost))
+        if group.together is not None:
+            alone = np.minimum(alone, taken(least, sum(size for size, _ in group.items), group.together))
+        least = alone
+    return int(least[-1]) if least[-1] < never else None

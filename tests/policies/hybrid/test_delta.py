@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import random
+from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,12 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sim.errors import OutOfMemory, PolicyError
+from sim.analysis.lanes import work_ns
+from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.eviction.director import Director
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, WHY
 from sim.policies import load
+from sim.solvers.knapsack import COVER_UNITS, Group, least_cover
 from sim.trace import Trace, TraceBuilder
 from tests.machines import machine as toy_machine
 from workloads.synthetic import random_dag, uniform_chain, w1
@@ -317,3 +322,133 @@ def test_plan_can_be_pickled_and_gives_the_same_log():
 def test_wrong_parameters_are_named(parameters, text):
     with pytest.raises(PolicyError, match=text):
         load("delta", **parameters)
+
+
+# ---- the static problem ----------------------------------------------------------------------------
+
+
+def subsets(count: int) -> list[tuple[int, ...]]:
+    return [chosen for n in range(count + 1) for chosen in combinations(range(count), n)]
+
+
+def least_by_hand(groups: list[Group], need: int) -> int | None:
+    """The least cost of a cover: every set of items, each alone, and every set of groups."""
+    items = [(g, size, cost) for g, group in enumerate(groups) for size, cost in group.items if cost is not None]
+    whole = [(g, sum(size for size, _ in group.items), group.together) for g, group in enumerate(groups)]
+    best: int | None = None
+    for all_of in subsets(len(groups)):
+        if any(whole[g][2] is None for g in all_of):
+            continue
+        for chosen in subsets(len(items)):
+            if any(items[i][0] in all_of for i in chosen):
+                continue
+            bytes = sum(whole[g][1] for g in all_of) + sum(items[i][1] for i in chosen)
+            cost = sum(whole[g][2] or 0 for g in all_of) + sum(items[i][2] for i in chosen)
+            if bytes >= need and (best is None or cost < best):
+                best = cost
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_cover_is_that_of_brute_force(data):
+    cost = st.none() | st.integers(0, 40)
+    sizes = st.integers(1, 9).map(lambda units: units * data.draw(st.sampled_from((1, 4096))))
+    groups, count = [], data.draw(st.integers(1, 9))
+    while count > 0:
+        size = min(count, data.draw(st.sampled_from((1, 1, 1, 2, 3))))
+        groups.append(Group([(data.draw(sizes), data.draw(cost)) for _ in range(size)], data.draw(cost)))
+        count -= size
+    need = data.draw(st.integers(0, 40)) * data.draw(st.sampled_from((1, 4096)))
+    best = least_by_hand(groups, need)
+    if need <= COVER_UNITS:
+        assert least_cover(groups, need) == best
+    for units in (1, 3, 10):
+        rough = least_cover(groups, need, units)  # sizes rounded up: never above
+        assert best is None or (rough is not None and rough <= best)
+
+
+def test_twelve_items_alone():
+    draw = random.Random(12)
+    groups = [Group([(draw.randint(1, 50), draw.randint(0, 99))], None) for _ in range(12)]
+    for need in (1, 17, 60, 150, 260):
+        assert least_cover(groups, need) == least_by_hand(groups, need)
+    assert least_cover(groups, 12 * 50 + 1) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 10**5), cost=st.integers(1, 10**5))
+@example(size=500, cost=999)
+@example(size=500, cost=1000)
+@example(size=500, cost=1001)
+def test_the_static_problems_crossover_is_at_half_the_cost(size, cost):
+    # 1 GB/s: m / bw is the size; the bound is met exactly, on either side
+    result = run(lone_candidate(size, cost), machine(size), prefetch="none")
+    notes = result.plan.notes
+    assert (notes["static_op"], notes["static_need"]) == ("make_b", size)
+    assert notes["static_ns"] == min(2 * size, cost)
+    assert notes["work_bound_ns"] == cost + 4000 + min(2 * size, cost) == work_ns(result.log)
+    assert [line.partition(" among ")[0] for line in result.bounds] == [
+        "work: the least time of ops and copies proven possible"
+    ]
+
+
+def test_the_static_problem_drawn_by_hand():
+    # at `widest` 30 of 130 B must be away: not what it reads (40 B, 1 ns), nor what nothing reads any more, but of
+    # `twins` both for one run of 70 ns, or of `lone` 30 B, out and back, for 60 ns
+    b = TraceBuilder()
+    twins, lone, read = [b.tensor("t0", 20), b.tensor("t1", 15)], b.tensor("lone", 30), b.tensor("read", 40)
+    wide = b.tensor("wide", 25)
+    b.op("make_twins", writes=twins, duration=70)
+    b.op("make_lone", writes=[lone], duration=100)
+    b.op("make_read", writes=[read], duration=1)
+    b.op("widest", reads=[read], writes=[wide], duration=5)
+    b.op("rest", reads=[wide], duration=5)
+    b.op("last but one", reads=[*twins, read], duration=3)
+    b.op("last", reads=[lone], duration=2)
+    trace = b.build(outputs=[], carry=())
+    for rate, least in ((GB, 60), (GB // 2, 70), (2 * GB, 30)):
+        notes = simulate(trace, machine(100, rate=rate), "delta").plan.notes
+        assert (notes["static_op"], notes["static_need"], notes["static_ns"]) == ("widest", 30, least)
+        assert notes["work_bound_ns"] == 186 + least
+
+
+def odd_chain(seed: int) -> Trace:
+    """A chain of odd sizes and costs, some ops with two results, and a backward that reads all of it."""
+    draw = random.Random(seed)
+    b = TraceBuilder({"model": "odd"})
+    saved: list[list[int]] = []
+    for i in range(draw.randint(3, 8)):
+        out = [b.tensor(f"t{i}.{k}", draw.randint(1, 40)) for k in range(draw.choice((1, 1, 1, 2)))]
+        b.op(f"f{i}", reads=saved[-1][:1] if saved else (), writes=out, duration=draw.randint(1, 90))
+        saved.append(out)
+    gradient: list[int] = []
+    for i in reversed(range(len(saved))):
+        out = [b.tensor(f"g{i}", draw.randint(1, 5), "temporary")]
+        b.op(f"b{i}", phase="backward", reads=[*gradient, *saved[i]], writes=out, duration=draw.randint(1, 90))
+        gradient = out
+    return b.build(outputs=gradient, carry=())
+
+
+@pytest.mark.parametrize("rate", [None, 10**8, GB, 20 * GB])
+def test_no_run_beats_the_static_problem(rate):
+    above = 0
+    for seed in range(24):
+        trace = odd_chain(seed)
+        peak = int(np.cumsum(simulate(trace, machine(1 << 50)).log.change("delta")).max())
+        for share in (95, 80, 65):
+            for policy in ("delta", "dtr", "capuchin"):
+                try:
+                    result = simulate(trace, machine(peak * share // 100, rate=rate), policy)
+                    bounded = simulate(trace, machine(peak * share // 100, rate=rate), "delta").plan.notes
+                except (Infeasible, OutOfMemory, PolicyError):
+                    continue
+                assert work_ns(result.log) >= bounded["work_bound_ns"]
+                above += bounded["static_ns"] > 0
+    assert above > 30
+
+
+def test_where_an_engine_reads_the_host_in_place_nothing_is_proven():
+    platform = machine(1000)
+    reaches = replace(platform, engines=(replace(platform.engines[0], reaches=("hbm", "host")),))
+    assert "work_bound_ns" not in run(lone_candidate(900, 10), reaches).plan.notes

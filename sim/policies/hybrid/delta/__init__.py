@@ -14,6 +14,7 @@ from sim.eviction.evictable import EVICTED_ROLES, CandidateSet, Role, lineage_of
 from sim.eviction.evictor import Rules
 from sim.plan import Memory, Plan, Problem
 from sim.policies.base import Policy, by_parameter
+from sim.policies.hybrid.delta.static_problem import static_problem
 from sim.units import parse_rate
 
 
@@ -32,8 +33,12 @@ class Delta(Policy):
     Source: Tang, Li, Wang, Jia et al., "DELTA: Dynamically Optimizing GPU Memory beyond Tensor
         Recomputation", 2022, arXiv:2203.15980; ACM TACO 2024. The steps are those of a public
         annotated copy of its PyTorch code.
-    Bounds: each choice is greedy; the problem is a 0-1 knapsack. A choice takes vector operations over the
-        set of candidates.
+    Bounds: each choice is greedy. The static problem behind them is a 0-1 knapsack: at the op of the largest footprint
+        so many bytes must be away, each tensor at the less expensive of a copy out and back and its producer's
+        recomputation. It is solved beside the choices, exactly where what must be away
+        is at most 5,000 of the sizes' largest common unit, else from below: no plan that evicts these roles alone
+        takes less time of ops and copies than `work_bound_ns`. A choice takes vector operations over the set of
+        candidates.
     Departs: the code takes the link at 0.35 * 32 GiB/s whatever the machine; here the platform's route
         decides unless `bandwidth` is given. It divides the director's quotient by size and staleness
         too, which changes what "above 1" means: left out. It reloads in the forward pass as well: see
@@ -53,6 +58,9 @@ class Delta(Policy):
     prefetch_forward: also reload while forward ops run.
     ties: of equal scores the tensor that became evictable `last` or `first` is evicted.
     evicts: roles of tensors that may be evicted.
+    Notes of the plan: `work_bound_ns` and `bound_among`, the class; of the static problem `static_op`, `static_need` in
+        bytes and `static_ns` beyond every op run once. None on several devices, or where the device reads other tiers
+        in place.
     Raises PolicyError for an unknown choice or role, a depth below 0, a watermark that is not a share below 1, or a
         bandwidth below 1 or without its unit.
     """
@@ -91,8 +99,19 @@ class Delta(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """The trace as it is, with an online part that drops and moves."""
+        static = static_problem(problem, self.evicts, surroundings_of(problem).trips.get(problem.home, {}))
+        notes: dict[str, Any] = {}
+        if static is not None:
+            notes = {
+                "work_bound_ns": static.work_ns,
+                "bound_among": static.plans,
+                "static_op": static.op,
+                "static_need": static.need,
+                "static_ns": static.cost_ns,
+            }
         return Plan(
             problem.trace,
+            notes=notes,
             online=partial(
                 _Delta,
                 lineage_of(problem, self.evicts),
