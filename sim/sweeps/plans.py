@@ -8,7 +8,8 @@ or with a timeline.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import weakref
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -51,7 +52,11 @@ class _Remembering(Policy):
     machine: Any
 
     def plan(self, problem: Problem) -> Plan:
-        """See `Policy`. A plan is not kept if its solver ran out of time or if it may depend on earlier iterations."""
+        """See `Policy`.
+
+        A plan is not kept if its solver ran out of time, if it may depend on earlier iterations, or if it, or anything
+        else, holds the problem.
+        """
         if problem.history:
             return self._planned(problem)
         for key in self._keys(problem.seed):
@@ -60,9 +65,10 @@ class _Remembering(Policy):
                 return found
         asked = _Asked(**{field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)})
         made = self._planned(asked)
-        read = object.__getattribute__(asked, "read")
-        is_shared = not read & MACHINE or self.policy.solver
-        if isinstance(made, Plan) and is_shared and not made.notes.get("time_limited"):
+        read, held = frozenset(asked.read), weakref.ref(asked.read)
+        del asked
+        is_shared = held() is None and (not read & MACHINE or self.policy.solver)  # what is held may be read later
+        if isinstance(made, Plan) and is_shared and not _is_hurried(made):
             machine, seed = self.machine if read & MACHINE else None, problem.seed if "seed" in read else None
             ops = len(problem.trace.op_columns.name)
             self.kept.get((self.trace, machine, seed), lambda: made, lambda _: ops)
@@ -74,6 +80,11 @@ class _Remembering(Policy):
 
     def _keys(self, seed: int) -> tuple[Hashable, ...]:
         return tuple((self.trace, machine, each) for machine in (None, self.machine) for each in (None, seed))
+
+
+def _is_hurried(plan: Plan) -> bool:
+    """Whether its solver ran out of time; a policy's notes may be no mapping."""
+    return isinstance(plan.notes, Mapping) and bool(plan.notes.get("time_limited"))
 
 
 def _never() -> Plan:

@@ -1,5 +1,6 @@
 """Cells share plans: of a policy that looks only at the trace, and of a solver on one machine and budget."""
 
+from copy import copy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from sim import load_profile
 from sim.errors import PolicyFailed
 from sim.experiment import problem_for, simulate
-from sim.plan import Plan
+from sim.plan import Online, Plan
 from sim.policies.base import Policy
 from sim.sweeps import load_study
 from sim.sweeps.cell import Bench
@@ -60,7 +61,34 @@ class Forgetful(Policy):
         return None
 
 
+class Part(Online):
+    """Looks at the problem once the run has begun."""
+
+    def __init__(self, problem):
+        seen.append((problem.budget // 10**10, problem.seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late(Policy):
+    """Its online part holds the problem, or a copy of it."""
+
+    online = True
+    solver = "highs"
+    copies: bool = False
+
+    def plan(self, problem):
+        held = copy(problem) if self.copies else problem
+        return Plan(problem.trace, online=lambda: Part(held))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noteless(Policy):
+    def plan(self, problem):
+        return Plan(problem.trace, notes=None)
+
+
 calls: list[str] = []
+seen: list[tuple[int, int]] = []
 
 
 def plans(policy, *cells):
@@ -89,6 +117,20 @@ def test_a_solver_plans_once_per_machine_and_budget():
 
 def test_one_that_looks_at_the_seed_plans_once_per_seed():
     assert plans(Drawing(), (1, 0), (2, 0), (1, 1), (2, 1)) == 2
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_plan_that_holds_the_problem_is_not_shared(copies):
+    kept, cells = Kept(10**6), [(1, 0), (2, 0), (1, 0), (1, 1)]
+    seen.clear()
+    for budget, seed in cells:
+        policy = remembering(Late(copies=copies), kept, "trace", budget)
+        policy.plan(problem_for(TRACE, MACHINE.with_budget(budget * 10**10), seed=seed)).online()
+    assert seen == cells
+
+
+def test_notes_need_not_be_a_mapping():
+    assert remembering(Noteless(), Kept(9), "trace", "machine").plan(problem_for(TRACE, MACHINE)).notes is None
 
 
 def test_a_fault_names_the_policy():
