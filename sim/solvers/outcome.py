@@ -115,9 +115,28 @@ def refused(
     """
     floor = least if isinstance(least, int) else least.peak()
     what = "no plan of this class fits" if proven else "no plan was found that fits"
-    more = "is the smallest budget that does" if proven and smallest else "would do"
-    return Infeasible(
-        f"policy {policy!r}: {what} {format_bytes(problem.budget)}; {format_bytes(floor, digits=None)} {more}"
-        + (f" (of plans that {plans})" if proven else ""),
-        floor_bytes=floor,
+    return nothing_fits(
+        problem,
+        f"policy {policy!r}: {what} {format_bytes(problem.budget)}",
+        floor,
+        more="is the smallest budget that does" if proven and smallest else "would do",
+        end=f" (of plans that {plans})" if proven else "",
     )
+
+
+def nothing_fits(
+    problem: Problem, what: str, floor: int | None, *, more: str = "would do", end: str = ""
+) -> Infeasible:
+    """The error of a planner: what it has not found, and the bytes that it would need.
+
+    Planners count bytes. Where the allocator gives addresses a run also needs what lies idle between blocks, so that no
+    budget is known to fit, and the error says so.
+
+    what: without its full stop. floor: None where no number is known. more: what holds of the floor. end: what follows.
+    """
+    if floor is None:
+        return Infeasible(what + end)
+    needed = f"{format_bytes(floor, digits=None)} {more}"
+    if problem.platform.home(0).allocator.name != "exact":
+        return Infeasible(f"{what}; without fragmentation {needed}{end}")
+    return Infeasible(f"{what}; {needed}{end}", floor_bytes=floor)

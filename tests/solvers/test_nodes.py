@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sim.errors import Infeasible
 from sim.experiment import problem_for, simulate
-from sim.hardware.platform import Engine, Platform, Tier
+from sim.hardware.platform import Allocator, Engine, Platform, Tier
 from sim.hardware.profile import load_profile
 from sim.solvers.granularity import by_op, by_stage
 from sim.solvers.milp import Program
@@ -19,7 +19,9 @@ from sim.solvers.nodes import counts_all, nodes_of
 from sim.solvers.rounding import fewest_reruns
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace import Trace, TraceBuilder
+from tests.machines import machine
 from workloads import cnn
+from workloads.synthetic import uniform_chain
 
 Drawn = list[tuple[tuple[int, ...], int, int, int]]
 """Per op which earlier ops it reads, the bytes of its result, its workspace, its time."""
@@ -232,3 +234,16 @@ def test_by_stage_every_part_of_a_forward_with_batch_norm_may_run_again():
     barred = {op.id for op in trace.ops if op.name.endswith(".statistics")}
     assert barred
     assert barred.isdisjoint(op for again in nodes.repeats for op in again)
+
+
+@pytest.mark.parametrize("name", ["rotor", "checkmate", "twremat", "hybrid"])
+def test_where_memory_has_addresses_no_budget_is_promised(name):
+    least = {}
+    for allocator in ("exact", "pool"):
+        platform = machine(host=1 << 40, allocator=Allocator(allocator))
+        with pytest.raises(Infeasible) as refused:
+            simulate(uniform_chain(8, size=100, duration=100), platform, name, budget=150)
+        least[allocator] = refused.value.floor_bytes
+        assert ("without fragmentation" in str(refused.value)) == (allocator == "pool")
+    assert least["exact"] > 150
+    assert least["pool"] is None

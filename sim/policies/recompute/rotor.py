@@ -16,6 +16,7 @@ from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.solvers.chain_dp import INF, ChainCosts, solve
 from sim.solvers.located import index_of
+from sim.solvers.outcome import nothing_fits
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import reruns_of
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
@@ -103,11 +104,8 @@ class Rotor(RecomputationPlanner):
                 "what its model of memory says is the least"
             )
         least = problem.budget + min(excess for _, _, excess in tries)
-        raise Infeasible(
-            f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}; "
-            f"{format_bytes(least, digits=None)} would do",
-            floor_bytes=least,
-        )
+        what = f"rotor finds no persistent schedule of {len(costs)} stages in {format_bytes(problem.budget)}"
+        raise nothing_fits(problem, what, least)
 
     def _floor(self, costs: ChainCosts) -> int:
         """The fewest bytes that some schedule fits in by the model."""

@@ -8,11 +8,12 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from sim.errors import Infeasible, OutOfMemory
+from sim.errors import OutOfMemory
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.hybrid.drafts import Drafts, Replayed, replayed
 from sim.policies.offload.swap_all import SwapAll
+from sim.solvers.outcome import nothing_fits
 from sim.units import format_bytes
 
 SEARCHES = 3
@@ -81,12 +82,8 @@ class Hybrid(Policy):
         if best is None:
             best = replayed(problem, drafts, drafts.least(self.rounds))
         if not best.fits:
-            floor = best.draft.least_bytes
-            raise Infeasible(
-                f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}; "
-                f"{format_bytes(floor, digits=None)} would do",
-                floor_bytes=floor,
-            )
+            what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
+            raise nothing_fits(problem, what, best.draft.least_bytes)
         if best.ns > plain.draft.ns and problem.platform.host is not None:
             return _faster(problem, best, SwapAll().plan(problem))
         return best.plan

@@ -18,7 +18,7 @@ from sim.policies.recompute.colossal_auto.weight_offload import Pager, offloaded
 from sim.policies.recompute.rotor import Rotor, costs_of, held_outside
 from sim.solvers.chain_dp import INF, solve
 from sim.solvers.located import index_of
-from sim.solvers.outcome import rerun_ns
+from sim.solvers.outcome import nothing_fits, rerun_ns
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.reversal import reruns_of
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
@@ -100,10 +100,11 @@ class ColossalAuto(RecomputationPlanner):
                 for schedule in schedules.within((schedules.table.least_bytes() or 0) * np.geomspace(1, 4, COARSE)):
                     search.pair(self.finished(problem, schedule), host)
         if search.best is None:
-            raise Infeasible(
+            raise nothing_fits(
+                problem,
                 f"policy 'colossal_auto' finds no schedule of {len(line)} stages in {format_bytes(problem.budget)}, "
-                f"weights offloaded or not; {format_bytes(search.floor or 0, digits=None)} would do",
-                floor_bytes=search.floor,
+                "weights offloaded or not",
+                search.floor,
             )
         return search.best
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
@@ -17,7 +16,7 @@ from sim.policies.recompute.rockmate.options import Menu
 from sim.policies.recompute.rotor import Attempt, costs_of, fastest_fitting, room_of
 from sim.solvers.chain_dp import INF
 from sim.solvers.located import index_of
-from sim.solvers.outcome import planned, rerun_ns
+from sim.solvers.outcome import nothing_fits, planned, rerun_ns
 from sim.solvers.regions import chain_of, first_backward
 from sim.solvers.schedule import schedule_of
 from sim.trace.chain import Chain
@@ -99,11 +98,8 @@ class Rockmate(RecomputationPlanner):
             best = attempt(room)
             least += best[2] if best is not None else room - room_of(problem, chain)
         if best is None or least > problem.budget:
-            raise Infeasible(
-                f"rockmate finds no schedule of {len(chain)} stages in {format_bytes(problem.budget)}; "
-                f"{format_bytes(least, digits=None)} would do",
-                floor_bytes=least,
-            )
+            what = f"rockmate finds no schedule of {len(chain)} stages in {format_bytes(problem.budget)}"
+            raise nothing_fits(problem, what, least)
         limit = "time" if "time" in menu.limits else "nodes" if menu.limits else ""
         return planned(problem, self.finished(problem, best[1]), status="feasible", bound=None, limit=limit)
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, MinLen
 
 from sim.declared import OneOf
-from sim.errors import Infeasible
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
@@ -20,6 +19,7 @@ from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, t
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.located import index_of
+from sim.solvers.outcome import nothing_fits
 from sim.solvers.regions import chain_of, first_backward, stage_regions
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
 from sim.trace.chain import Chain
@@ -122,11 +122,8 @@ class Tso(RecomputationPlanner):
         best = best or filled(tightest(prices))
         floor = best.runs.peak()
         if floor > problem.budget:
-            raise Infeasible(
-                f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}; "
-                f"{format_bytes(floor, digits=None)} would do",
-                floor_bytes=floor,
-            )
+            what = f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}"
+            raise nothing_fits(problem, what, floor)
         notes = {
             "segments": tuple((i, j - 1, self.modes[q]) for i, j, q in best.segments),
             **self._said(),
