@@ -121,7 +121,7 @@ class Result:
             bound, found = notes.get(key), of(self.log) if notes.get(key) else None
             if not bound or found is None or not self.log.complete:
                 continue
-            # what is no whole number is proven to one part in a million
+            # joules are proven to one part in a million
             is_above = found > bound * (1 + (1e-6 if isinstance(bound, float) else 0))
             above = f"{100 * (found / bound - 1):.2g} % above the least" if is_above else "the least"
             lines.append(f"{short}: {above} {what} proven possible among {notes['bound_among']}")

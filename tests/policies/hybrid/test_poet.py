@@ -114,7 +114,7 @@ def test_copies_that_cost_nothing_leave_no_recomputation(budget):
 
 
 def one_idle_tensor(cost: int = 10) -> Trace:
-    """`a` of 4 bytes is made in `cost` ns and read at the end again; between that there is no room for it."""
+    """`a` of 4 bytes is made in `cost` ns and read at the end again; between that it does not fit."""
     b = TraceBuilder({"model": "hand"})
     a, p, q, r = b.tensor("a", 4), b.tensor("p", 2), b.tensor("q", 5), b.tensor("r", 1)
     b.op("make", writes=[a], duration=cost)
