@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from itertools import pairwise
 
@@ -28,6 +29,8 @@ MARKS = 12
 """Parts of the time before the first moment in which the link's time is counted."""
 SMALL = 20_000
 """Tensors below this part of the budget count nothing, which lowers the bound a little."""
+FEW, LARGE = 2, 3000
+"""Moments to begin with where a trace has more than so many ops."""
 ROUNDS, REPLAYS = 6, 5
 """Drafts at most, and how many of the fastest are replayed."""
 
@@ -37,8 +40,7 @@ def by_moments(
 ) -> tuple[Plan, int, int | None]:
     """The fastest plan found, its makespan, and the least ns beyond every op run once, None where time was up."""
     try:
-        shares = program_of(problem, index, host, moments).relax(problem.budget, time_limit)
-        proven = False
+        shares, proven = _relaxed(problem, index, host, moments, time_limit), False
     except NothingFits:
         shares, proven = None, True
     drafts = Drafts(problem, inputs=False)
@@ -60,6 +62,16 @@ def by_moments(
         least = drafts.least(ROUNDS).least_bytes
         raise refused(problem, "joint_optimal", least, proven=proven, smallest=False, plans=WIDE)
     return best[1], best[0], None if shares is None else shares.bound
+
+
+def _relaxed(problem: Problem, index: TraceIndex, host: str, moments: int, time_limit: float) -> Shares | None:
+    """The program's best answer in the time; of a large trace first with `FEW` moments, which may have to do."""
+    ends, best = time.monotonic() + time_limit, None
+    for count in (FEW, moments) if len(index.reads) > LARGE and moments > FEW else (moments,):
+        shares = program_of(problem, index, host, count).relax(problem.budget, max(ends - time.monotonic(), 1e-6))
+        if shares is not None and (best is None or shares.bound >= best.bound):
+            best = shares
+    return best
 
 
 def _by_shares(drafts: Drafts, shares: Shares) -> Draft:
