@@ -74,3 +74,8 @@ class LinearProgram:
             constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
             options=options,
         )
+
+
+def limit_of(solution: Any) -> str:
+    """Which limit ended a search: `time`, `nodes`, or "" for none."""
+    return {0: "", 1: "time"}.get(solution.status, "nodes")

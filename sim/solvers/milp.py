@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sim.solvers.linear import INFEASIBLE, LinearProgram, Terms
+from sim.solvers.linear import INFEASIBLE, LinearProgram, Terms, limit_of
 from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import Answer
 
@@ -100,7 +100,7 @@ class Program:
         self._rerun_bytes = [bytes // unit * scale for bytes in nodes.rerun_bytes]
         self.room = whole_room * scale
         again, there = nodes.useful
-        self.price_unit, self.whole_prices = _unit_of(
+        self.price_unit, self.whole_prices = unit_of(
             [*(prices or ()), *(nodes.cost[i] for stage in again for i in stage)]
         )
         self.whole_prices &= elsewhere is None or prices is not None
@@ -271,7 +271,7 @@ class Program:
         solution = self._rows.solve(mip_rel_gap=0.0, node_limit=node_limit, time_limit=time_limit)
         if solution.status == INFEASIBLE:
             return Answer("infeasible")
-        limit = "" if solution.status == 0 else "time" if solution.status == 1 else "nodes"
+        limit = limit_of(solution)
         low = solution.mip_dual_bound
         bound = self._bound(max(0.0, low)) if low is not None and math.isfinite(low) else 0
         if solution.x is None:
@@ -284,7 +284,7 @@ class Program:
         return Answer("feasible" if limit else "optimal", bound, stages, limit)
 
 
-def _unit_of(prices: Sequence[int]) -> tuple[float, bool]:
+def unit_of(prices: Sequence[int]) -> tuple[float, bool]:
     """In which unit costs are handed to the solver, ns, and whether they are then whole numbers."""
     unit = math.gcd(*prices) or 1
     if max(prices, default=0) // unit <= WIDE:

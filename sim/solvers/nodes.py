@@ -157,12 +157,12 @@ def counts_all(index: TraceIndex, ops: int) -> bool:
     outputs = set(trace.outputs)
     return not held and all(
         t in outputs or index.overwritten_at[t] < len(index.reads) or any(reader >= ops for reader in trace.readers(t))
-        for t in _in_place_of_inputs(index)
+        for t in in_place_of_inputs(index)
         if index.producer[t] < ops
     )
 
 
-def _in_place_of_inputs(index: TraceIndex) -> set[int]:
+def in_place_of_inputs(index: TraceIndex) -> set[int]:
     """Tensors that an op wrote in the storage of one without a producer."""
     found: set[int] = set()
     for t in sorted(index.overwritten, key=lambda t: index.producer[t]):
@@ -217,7 +217,7 @@ def _values(
     trace, count = index.trace, len(parts)
     node_of = {op: i for i, part in enumerate(parts) for op in part}
     runs_once = {op for part, reruns in zip(parts, repeats, strict=True) for op in set(part).difference(reruns)}
-    kept, inputs = set(trace.outputs), _in_place_of_inputs(index)
+    kept, inputs = set(trace.outputs), in_place_of_inputs(index)
     grouped: dict[NodeValue, list[int]] = {}
     crossing: set[int] = set()
     for t, producer in enumerate(index.producer):
