@@ -309,7 +309,7 @@ def test_early_updates_lower_the_peak_of_a_short_step():
 def cheapest_by_enumeration(trace: Trace, budget: int, *, spill: bool, again: int) -> int | None:
     """The least bytes fetched (twice) and generated once more that fit, over all orders; None where none fit.
 
-    Shortest paths over what has run, what is resident and how many ops may still run again. Nothing is in place.
+    Shortest paths over what has run, what is resident and how many recomputations are left. Nothing is in place.
     """
     ops, size = list(trace.ops), [t.bytes for t in trace.tensors]
     made = {t: op.id for op in ops for t in op.writes}

@@ -357,3 +357,11 @@ def test_no_plan_of_its_class_costs_less():
 def test_no_plan_of_its_class_costs_less_on_more_graphs():
     seen = Counter(beside_every_plan(seed) for seed in range(1000, 1100))
     assert min(seen[kind] for kind in ("refused", "copied", "recomputed")) >= 5, seen
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("poet", {}), ("str", {}), ("str", {"method": "milp"})])
+@pytest.mark.parametrize(("budget", "host"), [(450, 1), (300, 99), (350, 150)])
+def test_where_the_host_is_too_small_they_recompute(name, parameters, budget, host):
+    trace, platform = uniform_chain(5, size=100, duration=10), machine(budget, host=host, rate=10**11)
+    end = simulate(trace, platform, name, **parameters).log.end
+    assert end == simulate(trace, platform, "checkmate").log.end

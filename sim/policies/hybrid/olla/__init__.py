@@ -60,8 +60,8 @@ class Olla(Policy):
     holds: whether what the program holds beyond its last reader is held until the same op. The paper's executor runs
         a graph, which holds nothing.
     spill, rematerialise: whether, where no order fits the budget, blocks may leave for the host and return, and ops may
-        run again, decided together with the order: the least bytes copied (twice a block) and generated.
-    more_steps: how many ops may run again.
+        be recomputed, decided together with the order: the least bytes copied (twice a block) and generated.
+    more_steps: how many recomputations at most.
     max_ops: the most ops for the program of the order; 12 take seconds, 16 up to a minute, on graphs with many orders.
     max_blocks: the most blocks and workspaces for the program of the addresses.
     time_limit: seconds for each program; a plan after one that took longer is `time_limited`.

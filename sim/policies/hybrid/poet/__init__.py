@@ -150,12 +150,16 @@ class Poet(Policy):
         room = problem.budget - nodes.outside
         spare = None if self.ends is None else self.ends - serial
         proven = Answer("unknown")
-        for attempt in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS + 1):
+            if attempt == ATTEMPTS:  # as where the host is too small for what the program copies there
+                room, prices = problem.budget - nodes.outside, replace(prices, trips={})
             program, pages = _program(nodes, prices, times, room, spare)
             answer = program.minimise(node_limit=NODES, time_limit=max(until - time.monotonic(), 0.01))
             if not attempt:
                 proven = answer
             if not answer.stages:
+                if 0 < attempt < ATTEMPTS and not answer.limit:
+                    continue
                 break
             choice = choice_with(nodes, answer.stages, pages.brought(program.found))
             for each in (ahead(nodes, times, choice), choice):
