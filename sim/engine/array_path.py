@@ -194,7 +194,7 @@ def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Even
     resident = np.arange(len(key)) >= ends[4]  # but for loose ones: never when they arrive, always when they are freed
     which = np.flatnonzero(loose[tensor])
     moments = tensor[which] * (len(steps.op) * PHASES) + key[which]
-    order = np.argsort(moments)
+    order = np.argsort(moments, kind="stable")  # of drops of one tensor at one place the first counts
     which = which[order]
     whose, arrived = tensor[which], which < ends[2]
     resident[which[:1]], resident[which[1:]] = False, arrived[:-1] & (whose[1:] == whose[:-1])

@@ -248,6 +248,18 @@ def test_odd_ops_and_actions(actions):
     assert_equal(Plan(trace, actions), load_profile("a100_80_sxm"))
 
 
+def test_of_drops_of_one_tensor_at_one_place_the_first_counts():
+    b = TraceBuilder()
+    tensors = [b.tensor(f"x{i}", 10 + i, "input") for i in range(4)]
+    b.op("op", duration=5)
+    trace, draw = b.build(outputs=[]), Random(0)
+    for _ in range(20):
+        drops = tuple(Drop(draw.choice(tensors), **{draw.choice(("before", "after")): 0}) for _ in range(40))
+        plan, machine = Plan(trace, drops), load_profile("a100_80_sxm")
+        assert is_taken(plan, machine)
+        assert_equal(plan, machine)
+
+
 def test_a_trace_without_ops():
     b = TraceBuilder()
     b.tensor("x", 10, "input")
