@@ -55,6 +55,7 @@ LONG = (
     *(f"policies/recompute/test_{name}.py" for name in ("checkmate", "megtaichi", "mimose", "moccasin", "moments")),
     *(f"policies/recompute/test_{name}.py" for name in ("relax_and_fix", "rockmate", "tso", "twremat")),
     "policies/test_conformance.py::test_policy_keeps_every_law",
+    "policies/test_distinct.py",
     "policies/composition/test_composition.py::test_compositions_keep_every_law",
     "policies/hybrid/test_joint_optimal.py::test_no_plan_of_small_graphs",
     "solvers/test_ordering.py",

@@ -1,5 +1,6 @@
 """The engine's speed, as ratios to a bare SimPy loop in this process, with a margin for a busy machine."""
 
+import gc
 import importlib.util
 from pathlib import Path
 
@@ -12,13 +13,22 @@ speed = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(speed)
 
 LIMITS = {"keep_all": 0.8, "full_recompute": 1.4, "swap_all": 15, "dtr_eq at 0.6": 96, "dtr at 0.6": 500}
-MARGIN = 1.3
+MARGIN = 1.5
 
 
 pytestmark = pytest.mark.alone
 
 
-def least(limit, figure, tries=5):
+@pytest.fixture(autouse=True)
+def what_other_tests_left_is_not_collected():
+    """In a worker that has run thousands of tests, each full collection would walk all that they keep."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def least(limit, figure, tries=7):
     """The least of some measurements, for other work on the machine only adds to one; no more than it takes."""
     found = []
     while len(found) < tries and min(found, default=limit) >= limit:

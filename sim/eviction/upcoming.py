@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sim.plan import Problem
+from sim.plan import Memory, Problem
 from sim.trace.op import PHASE_CODE
 
 
@@ -13,6 +13,7 @@ from sim.trace.op import PHASE_CODE
 class Upcoming:
     """Per op the tier where its results are born, the bytes that it takes there, what it reads, whether it is backward.
 
+    size: bytes per tensor.
     capacity: bytes of each such tier.
     """
 
@@ -20,7 +21,14 @@ class Upcoming:
     makes: Sequence[int]
     reads: Sequence[tuple[int, ...]]
     backward: Sequence[bool]
+    size: Sequence[int]
     capacity: Mapping[str, int]
+
+    def room(self, op: int, memory: Memory) -> int:
+        """Bytes left in an op's tier beyond what it makes, and what it reads that has yet to come there."""
+        tier = self.home[op]
+        away = (t for t in {*self.reads[op]} if tier not in memory.where(t) and memory.in_flight(t) != tier)
+        return memory.free(tier) - self.makes[op] - sum(self.size[t] for t in away)
 
 
 def upcoming_of(problem: Problem) -> Upcoming:
@@ -34,5 +42,6 @@ def upcoming_of(problem: Problem) -> Upcoming:
         makes=[int(c.workspace[i]) + sum(int(t.bytes[w]) for w in trace.writes(i) if t.replaces[w] < 0) for i in ops],
         reads=[trace.reads(i) for i in ops],
         backward=(c.phase == PHASE_CODE["backward"]).tolist(),
+        size=t.bytes.tolist(),
         capacity={name: platform.tier(name).capacity for name in homes},
     )

@@ -119,7 +119,8 @@ def test_a_straight_run_has_one_log_on_either_path(kind):
             assert_equal(plan, platform)
 
     check()
-    assert seen[True] > (0.15 if kind == "loose" else 0.3) * sum(seen.values()), seen
+    # which examples are drawn depends on what else the process has imported, so these are far below what was seen
+    assert seen[True] > (0.03 if kind == "loose" else 0.15) * sum(seen.values()), seen
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -19,6 +19,7 @@ from sim.policies import load
 from sim.policies.hybrid.superneurons.segments import largest_layer, segments_of
 from sim.trace import Trace, TraceBuilder
 from sim.trace.index import TraceIndex
+from tests.machines import machine as tiny
 from tests.policies.offload.conftest import GB, ROOMY, machine
 from workloads import cnn, transformer, w1
 
@@ -289,6 +290,25 @@ def test_nets_with_ops_in_place_run_in_less_and_compute_the_same(cache):
     again = done.log.interval("op")[done.log.interval("why") == WHY["recompute"]].tolist()
     assert any(trace.op_columns.name[op].endswith("relu") for op in again)
     assert copies(done.log)
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameters"),
+    [("superneurons", {}), ("superneurons", {"cache": False}), ("lru_tiering", {"prefetch": 5})],
+)
+def test_what_is_fetched_ahead_leaves_space_for_what_the_op_itself_reads(policy, parameters):
+    b = TraceBuilder({"model": "hand"})
+    m0, m1, y, loss = b.tensor("m0", 16), b.tensor("m1", 9), b.tensor("y", 16), b.tensor("l", 1)
+    g1, g0 = b.tensor("g1", 1, "temporary"), b.tensor("g0", 1, "temporary")
+    b.op("f0", "matmul", writes=[m0], duration=5)
+    b.op("f1", "matmul", reads=[m0], writes=[m1], duration=5)
+    b.op("f2", "matmul", reads=[m1], writes=[y], duration=5)
+    b.op("f3", "elementwise", reads=[y], writes=[loss], duration=5)
+    b.op("b1", "matmul", phase="backward", reads=[loss, m0], writes=[g1], duration=5)
+    b.op("b0", "matmul", phase="backward", reads=[g1, m1], writes=[g0], duration=5)
+    trace = b.build(outputs=[g0], carry=())
+    # b1 needs 18 bytes, and has to fetch 16 of them: m1 comes after that
+    assert home_peak(simulate(trace, tiny(25, host=1000), policy, **parameters).log) == 25
 
 
 def test_a_machine_without_a_host_is_refused_by_name():

@@ -36,7 +36,7 @@ class TensorCache(LeastRecent):
         if not 0 < after < len(starts):
             return ()
         home, reads = self._upcoming.home[op], self._upcoming.reads[op]
-        room = memory.free(home) - self._upcoming.makes[op]
+        room = self._upcoming.room(op, memory)
         answer = []
         for tensor in self._stages[device][after][1]:
             there = memory.where(tensor)

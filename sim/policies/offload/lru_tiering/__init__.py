@@ -140,7 +140,9 @@ class _Ahead(_Ranked):
         coming = room + memory.leaving(tier) + self.waiting(tier, memory)
         if kept and coming < 0:
             return self.send(tier, -room - memory.leaving(tier), memory, reads)
-        return self._fetches(tier, room, memory, reads) if self._depth and ahead.backward[op] else ()
+        if not self._depth or not ahead.backward[op]:
+            return ()
+        return self._fetches(tier, ahead.room(op, memory) - kept, memory, reads)
 
     def _fetches(self, tier: str, room: int, memory: Memory, reads: Collection[int]) -> list[Action]:
         answer: list[Action] = []
