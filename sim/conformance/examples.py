@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -129,16 +130,17 @@ def for_each(drawn: st.SearchStrategy[Example], look: Callable[[Example], None],
 def on_its_own() -> Iterator[None]:
     """Keep hypothesis from reading constants out of the user's files: examples would change with them.
 
-    It would also leave a folder of what it read where the user works.
+    So does what it has read before, for other tests of the process. It would also leave a folder of what it read where
+    the user works.
     """
     from hypothesis.internal.conjecture import providers
 
-    own, nothing = (getattr(providers, name, None) for name in ("_get_local_constants", "Constants"))
-    if own is None or nothing is None:
-        yield
-        return
-    providers._get_local_constants = nothing
+    instead: dict[str, Any] = {"_get_local_constants": getattr(providers, "Constants", None), "CONSTANTS_CACHE": {}}
+    own = {name: getattr(providers, name) for name in instead if hasattr(providers, name) and instead[name] is not None}
+    for name in own:
+        setattr(providers, name, instead[name])
     try:
         yield
     finally:
-        providers._get_local_constants = own
+        for name, value in own.items():
+            setattr(providers, name, value)

@@ -416,3 +416,25 @@ def test_a_policy_that_measures_first_may_know_what_comes_from_its_second_iterat
     check_online(run_policy(Told(), trace, platform))
     with pytest.raises(LawBroken, match="with another future"):
         check_online(run_policy(Early(), trace, platform))
+
+
+def test_examples_do_not_depend_on_constants_that_other_tests_have_read(monkeypatch):
+    providers = pytest.importorskip("hypothesis.internal.conjecture.providers")
+
+    class Filled(dict):
+        """As the cache of constants is once other tests have drawn numbers from the same ranges."""
+
+        def __contains__(self, key):
+            return True
+
+        def __missing__(self, key):
+            return (), (3,) if key[0] == "integer" else ()
+
+    def drawn():
+        traces = []
+        for_each(random_examples(real=0), lambda example: traces.append(example.trace.content_hash), 20, 0)
+        return traces
+
+    before = drawn()
+    monkeypatch.setattr(providers, "CONSTANTS_CACHE", Filled(), raising=False)
+    assert drawn() == before
