@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_structure import loaded
+
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
 MAY_IMPORT = {
@@ -68,6 +70,7 @@ def imported(path):
             names = [node.module or ""]
             if node.module == "sim":  # `from sim import trace` is an import of sim.trace
                 names = [f"sim.{alias.name}" for alias in node.names]
+        names += [name for name in loaded(node) if name.startswith("sim.")]  # torch is loaded so where it may be absent
         yield from ((node.lineno, part(name)) for name in names if part(name) != own)
 
 
@@ -110,10 +113,86 @@ def test_engine_and_policies_meet_in_the_plan_alone():
         assert not [path for path in sources(name.replace(".", "/")) if other in {to for _, to in imported(path)}]
 
 
+def divides_nanoseconds(tree):
+    """Whether something times 10**9, however that is written, is divided by whole numbers, as bytes are by a rate."""
+    billions = {"10 ** 9", "1000000000"}
+    named = {
+        node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and ast.unparse(node.value) in billions
+    }
+    return any(
+        ast.unparse(factor) in billions | named
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
+        for product in ast.walk(node.left)
+        if isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)
+        for factor in (product.left, product.right)
+    )
+
+
 def test_the_time_of_a_transfer_has_one_home():
     """The law has its own, for it must not share what it checks."""
-    found = {path.relative_to(ROOT).as_posix() for path in sources("sim") if "10**9 //" in path.read_text("utf-8")}
+    found = {path.relative_to(ROOT).as_posix() for path in sources("sim") if divides_nanoseconds(tree(path))}
     assert {path for path in found if not path.startswith("sim/conformance/")} == {"sim/hardware/transfer_time.py"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-(-b * 10**9 // r)", "1_000_000_000 * b // r", "fixed - (-b * 1000000000 // r)", "N = 10**9\n-(-b * N // r)"],
+)
+def test_a_second_home_of_the_time_of_a_transfer_is_seen(text):
+    assert divides_nanoseconds(ast.parse(text))
+    assert not divides_nanoseconds(ast.parse("b * 10**9 / r; 10**9 * b; b // 10**9; b * 10**8 // r"))
+
+
+STATED = {
+    *("sim/report/page/run.py", "sim/report/tracks.py"),  # show them
+    *("sim/trace/columns.py", "sim/rewrites/rewrite.py"),  # copy them
+    "workloads/measured.py",  # matches them with measured ones
+}
+"""Who needs the layers that a trace states for its ops, not those that they have (`op_layers`)."""
+
+
+def reads_layers_of_ops(tree):
+    """Whether a function reads the column `layer` of `op_columns`, by that name or by one of its own for it."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        columns = {ast.unparse(node) for node in ast.walk(function) if ast.unparse(node).endswith("op_columns")}
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Assign)):
+            target, value = node.targets[0], node.value
+            whole = not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple))
+            pairs = [(target, value)] if whole else zip(target.elts, value.elts, strict=True)
+            columns |= {ast.unparse(name) for name, value in pairs if ast.unparse(value) in columns}
+        if any(
+            isinstance(node, ast.Attribute) and node.attr == "layer" and ast.unparse(node.value) in columns
+            for node in ast.walk(function)
+        ):
+            return True
+    return False
+
+
+def test_which_layer_an_op_has_is_said_in_one_place():
+    found = {
+        path.relative_to(ROOT).as_posix() for path in sources("sim", "workloads") if reads_layers_of_ops(tree(path))
+    }
+    assert found - STATED == {"sim/trace/layers.py"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "np.where(trace.op_columns.layer >= 0, trace.op_columns.layer, trace.tensor_columns.layer[t])",
+        "c = trace.op_columns; layer = c.layer",
+        "c, t = trace.op_columns, trace.tensor_columns; layer = [a if a >= 0 else b for a, b in zip(c.layer, t.layer)]",
+    ],
+)
+def test_a_second_home_of_an_ops_layer_is_seen(text):
+    assert reads_layers_of_ops(ast.parse(f"def f(trace, t):\n    {text}"))
+    assert not reads_layers_of_ops(
+        ast.parse("def f(trace):\n    c, o = trace.tensor_columns, trace.op_columns; c.layer")
+    )
 
 
 def served(root):
@@ -163,7 +242,7 @@ def test_what_serves_one_policy_alone_is_seen(tmp_path):
         "sim/policies/hybrid/one.py": "from sim.solvers import shared\nfrom sim.policies.based import x",
         "sim/policies/hybrid/two/__init__.py": "from sim.policies.hybrid.two.part import x",
         "sim/policies/hybrid/two/part.py": "import sim.solvers.shared\nimport sim.solvers.alone",
-        "sim/policies/offload/three.py": "from sim.policies.hybrid.two import x\nfrom sim.policies.based import x",
+        "sim/policies/offload/three.py": "import_module('sim.policies.hybrid.two')\nfrom sim.policies.based import x",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -185,4 +264,6 @@ def modules(path):
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        else:
+            found |= loaded(node)
     return found

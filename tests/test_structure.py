@@ -20,7 +20,7 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def imports(tree: ast.AST, modules: set[str]) -> set[str]:
-    """The modules that a file imports, inside functions and for types too."""
+    """The modules that a file imports, inside functions, for types and by `import_module("…")` too."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -28,7 +28,16 @@ def imports(tree: ast.AST, modules: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in modules else node.module for name in names}
+        else:
+            found |= loaded(node)
     return found & modules
+
+
+def loaded(node: ast.AST) -> set[str]:
+    """The module that a call of `import_module("…")` or `__import__("…")` names."""
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")):
+        return set()
+    return {each.value for each in node.args[:1] if isinstance(each, ast.Constant)}
 
 
 def import_graph(root: Path, package: str) -> dict[str, set[str]]:
@@ -119,10 +128,18 @@ def test_modules_import_each_other_in_no_circle():
     assert not found, [sorted(circle) for circle in found]
 
 
-def test_a_circle_through_a_function_or_a_type_is_seen(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from p import b",
+        "from importlib import import_module\nimport_module('p.b')",
+        "import importlib\ndef f():\n    return importlib.import_module('p.b').x",
+    ],
+)
+def test_a_circle_through_a_function_or_a_type_or_a_name_is_seen(text, tmp_path):
     package = tmp_path / "p"
     package.mkdir()
-    (package / "a.py").write_text("from p import b\n")
+    (package / "a.py").write_text(f"{text}\n")
     (package / "b.py").write_text("def f():\n    from p.c import x\n")
     (package / "c.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import y\n")
     (package / "d.py").write_text("import p.a\n")

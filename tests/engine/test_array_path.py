@@ -21,7 +21,7 @@ from sim.errors import Infeasible, Thrashing, TiersimError
 from sim.experiment import problem_for, reference_run
 from sim.hardware.platform import Allocator, Platform
 from sim.iterations import run_iteration
-from sim.log import CAUSE, EventLog
+from sim.log import CAUSE, INTERVAL_COLUMNS, WHY, EventLog
 from sim.plan import Action, Drop, Plan, Recompute
 from sim.policies import load
 from sim.solvers.schedule import TraceIndex, schedule_of
@@ -220,9 +220,10 @@ def test_an_end_that_no_column_can_hold_is_refused_alike():
 
 
 def odd_ops() -> Trace:
-    """Ops that read a tensor twice, read or write nothing, take no time; a result without bytes."""
+    """Ops that read a tensor twice, read or write nothing, take no time; a result without bytes, an input not read."""
     b = TraceBuilder()
     x, y, z = b.tensor("x", 10, "input"), b.tensor("y", 5), b.tensor("z", 0)
+    b.tensor("idle", 3, "input")
     b.op("twice", reads=[x, x], writes=[y], duration=0)
     b.op("nothing", reads=[], writes=[], duration=3)
     b.op("last", reads=[y, y], writes=[z], duration=2)
@@ -241,12 +242,58 @@ def odd_ops() -> Trace:
         (Drop("z", before="last"),),
         (Drop("x", before="twice"),),
         (Recompute("last", before="twice"),),
+        (Recompute("last", before="last"),),
+        (Recompute("nothing", after="last"),),
     ],
     ids=str,
 )
 def test_odd_ops_and_actions(actions):
     trace = odd_ops()
     assert_equal(Plan(trace, actions), load_profile("a100_80_sxm"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_dead": True},
+        {"keep_dead": frozenset({1})},
+        {"place": {"idle": "host"}},
+        {"place": {"z": "host"}},
+    ],
+    ids=str,
+)
+def test_a_plan_that_keeps_the_dead_or_places_elsewhere_takes_the_event_path(options):
+    trace, machine = odd_ops(), load_profile("a100_80_sxm")
+    plan = Plan(trace, **options)
+    assert not is_taken(plan, machine)
+    assert_equal(plan, machine)
+    assert outcome(plan, machine, True) != outcome(Plan(trace), machine, True)
+
+
+@pytest.mark.parametrize("times", [6, 7])
+def test_an_op_of_no_time_counts_a_nanosecond(times):
+    """The ideal time of the trace is 1 + 3 + 2 ns."""
+    actions = [Recompute("twice", before="last")] * times
+    plan, machine = Plan(odd_ops(), actions), load_profile("a100_80_sxm")
+    assert is_taken(plan, machine)
+    for fast in (True, False):
+        if times > 6:
+            with pytest.raises(Thrashing):
+                replay(plan, machine, fast=fast, recompute_limit=1.0)
+        else:
+            replay(plan, machine, fast=fast, recompute_limit=1.0)
+
+
+def test_the_first_run_of_a_codec_is_logged_as_such():
+    b = TraceBuilder()
+    x, code, back = b.tensor("x", 10, "input"), b.tensor("code", 5), b.tensor("back", 10)
+    b.op("enc", "codec", reads=[x], writes=[code], duration=5)
+    b.op("dec", "codec", reads=[code], writes=[back], duration=7)
+    plan, machine = Plan(b.build(outputs=[back]), [Recompute("enc", before="dec")]), load_profile("a100_80_sxm")
+    assert is_taken(plan, machine)
+    assert_equal(plan, machine)
+    why = replay(plan, machine).intervals[:, INTERVAL_COLUMNS.index("why")].tolist()
+    assert why == [WHY["codec"], WHY["recompute"], WHY["codec"]]
 
 
 def test_of_drops_of_one_tensor_at_one_place_the_first_counts():

@@ -35,12 +35,23 @@ def overwriting() -> Trace:
     return b.build(outputs=[y1, z], carry=())
 
 
+def filled() -> Trace:
+    """An op that overwrites y without a look at it."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 1, "input"), b.tensor("y", 4), b.tensor("z", 1)
+    y1 = b.tensor("y1", 4, replaces=y)
+    for name, reads, writes in (("f", [x], [y]), ("fill", [x], [y1]), ("late", [y1], [z])):
+        b.op(name, reads=reads, writes=writes, duration=10)
+    return b.build(outputs=[z], carry=())
+
+
 def traces() -> list[Trace]:
-    """In place and not, with updates; one whose inputs are overwritten."""
+    """In place and not, with updates; one whose inputs are overwritten, one whose overwritten value is not read."""
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 8}
     gpt = transformer(config, batch=1, sequence=8, optimizer="adamw_foreach")
     return [
         overwriting(),
+        filled(),
         gpt,
         unet(3, update=True),
         w1(3),
