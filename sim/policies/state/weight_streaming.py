@@ -52,46 +52,41 @@ class WeightStreaming(Policy):
         if platform.host is None:
             raise PolicyError(f"weight_streaming: {platform.name} has no host tier to keep weights in")
         host = platform.host.name
-        runs = layer_runs(trace, range(len(trace.ops)))
-        own = _positions(trace, runs)
+        runs: dict[int, list[list[int]]] = {}  # per device
+        position = [0] * len(trace.ops)  # of an op's run among those of its device
+        for run in layer_runs(trace, range(len(trace.ops))):
+            own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
+            for op in run:
+                position[op] = len(own)
+            own.append(run)
         actions: list[tuple[int, Action]] = []
         place = {}
         for weight in _streamed(trace):
             place[weight] = host
-            home = platform.home(int(trace.op_columns.device[trace.readers(weight)[0]])).name
-            actions += self._visits(trace, runs, own, weight, home, host)
+            device = int(trace.op_columns.device[trace.readers(weight)[0]])
+            home = platform.home(device).name
+            actions += self._visits(trace, weight, runs[device], position, home, host)
         return Plan(trace, tuple(action for _, action in sorted(actions, key=lambda row: row[0])), place=place)
 
     def _visits(
-        self, trace: Trace, runs: list[list[int]], own: list[tuple[int, int]], weight: int, home: str, host: str
+        self, trace: Trace, weight: int, runs: list[list[int]], position: list[int], home: str, host: str
     ) -> Iterator[tuple[int, Action]]:
-        """A weight's fetches and releases, each with the op before which it is needed. own: see `_positions`."""
-        visits = sorted({own[op][1] for op in trace.readers(weight)})
-        device = int(trace.op_columns.device[trace.readers(weight)[0]])
-        mine = [run for run in runs if trace.op_columns.device[run[0]] == device]
+        """A weight's fetches and releases, each with the op before which it is needed. runs: of its device."""
+        first: dict[int, int] = {}  # per run that reads it the first op that does
+        for op in trace.readers(weight):
+            first.setdefault(position[op], op)
+        visits = list(first)
         new = int(trace.replaced_by[weight])
         for k, at in enumerate(visits):
-            needed = next(op for op in trace.readers(weight) if own[op][1] == at)
             if k == 0 or at - visits[k - 1] > self.ahead:
-                yield needed, Move(weight, home, keep=True, before=mine[max(at - self.ahead, 0)][0])
+                yield first[at], Move(weight, home, keep=True, before=runs[max(at - self.ahead, 0)][0])
             last = k + 1 == len(visits)
             if new < 0 if last else visits[k + 1] - at > self.ahead:
-                yield needed, Drop(weight, home, after=mine[at][-1])
+                yield first[at], Drop(weight, home, after=runs[at][-1])
         while new >= 0 and trace.replaced_by[new] >= 0:
             new = int(trace.replaced_by[new])
         if new >= 0:
             yield int(trace.producer[new]), Move(new, host, after=int(trace.producer[new]))
-
-
-def _positions(trace: Trace, runs: list[list[int]]) -> list[tuple[int, int]]:
-    """Per op its device, and the position of its run among that device's."""
-    found, count = [(0, 0)] * len(trace.ops), dict[int, int]()
-    for run in runs:
-        device = int(trace.op_columns.device[run[0]])
-        at = count[device] = count.get(device, -1) + 1
-        for op in run:
-            found[op] = (device, at)
-    return found
 
 
 def _streamed(trace: Trace) -> Iterator[int]:
