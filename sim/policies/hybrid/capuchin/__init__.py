@@ -45,8 +45,9 @@ class Capuchin(Policy):
         follow accounts of it. How the two choices alternate, and the order in which the rest is looked at, are
         this package's reading.
     Bounds: free time is exact where one link serves one direction and every swapped tensor finds it idle. What leaves
-        adds up to the excess or is all there is; that it does so at every moment is not ensured. The choice takes
-        O(candidates²).
+        adds up to the excess or is all there is; that it does so at every moment is not ensured. So on small
+        random nets a guided iteration was seen to take longer than the passive one, and, rarely, to run out of memory
+        where that one fits. The choice takes O(candidates²).
     Departs: the measured and the guided iterations are iterations of the run, as in the paper, and the result is the
         last one: `simulate(…).warm_up` has the others. Sizes and lifetimes, which the paper records at each
         allocation, are those of the trace. The peak interval from which in-triggers are kept is what remains of it
