@@ -13,8 +13,9 @@ either named in `equivalent.toml`, with the reason why it changes nothing that c
 status is 1.
 
 What came out is written to `results.csv`: file, line, scope, source, mutation, and the test that found it.
-A fault is known by its line's text, not by its number: both files hold while the lines stay as they are. Runs in
-one process; most faults are found within a few seconds each.
+A fault is known by its line's text, not by its number: both files hold while the lines stay as they are. The
+committed rows were found before files of the event path were merged, and carried over by those lines; the array path
+is not among them. Runs in one process; most faults are found within a few seconds each.
 """
 
 from __future__ import annotations
