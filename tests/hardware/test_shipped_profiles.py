@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from sim.engine.replay import replay
+from sim.errors import ProfileError
 from sim.hardware import fit_error, load_profile, profile_names, profile_text
 from sim.hardware.cost import flops_per_second, op_times
 from sim.hardware.platform import STANDINGS
 from sim.hardware.schema import Model
+from sim.plan import Move, Plan, Wait
 from sim.trace import TraceBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -73,8 +76,10 @@ class TestEveryProfile:
 
     def test_names_of_parts_are_those_that_others_rely_on(self, name):
         p = load_profile(name)
-        home = {"mt3000_survey": "zone", "mt3000_cluster": "cluster@0", "sunway_sw26010pro": "group@0"}.get(name, "hbm")
-        host = {"mt3000_survey": "ddr", "sunway_sw26010pro": None}.get(name, "host")
+        home = {"mt3000_cluster": "cluster@0", "sunway_sw26010pro": "group@0"}.get(name, "hbm")
+        host = {"sunway_sw26010pro": None}.get(name, "host")
+        if name.startswith("mt3000_survey"):
+            home, host = "zone", "ddr"
         assert p.home(0).name == home, "the home tier of an accelerator is `hbm`, whatever its memory: see Conventions"
         assert (p.host and p.host.name) == host
         shared = [engine.name for engine in p.engines if engine.device < 0]
@@ -128,6 +133,49 @@ def test_a_bounce_over_nvme_charges_host_memory_twice():
         assert sum(charge[p.links[i].name] for i in route) == 2
     # reads and writes of the drives interfere: either alone reaches its rate, both share the drives' time
     assert {m.name: nvme.rate / m.charge for m in nvme.members} == {"nvme_write": 5 * 10**9, "nvme_read": 10 * 10**9}
+
+
+def test_a_drive_is_read_directly_or_by_way_of_the_host():
+    p, size = load_profile("a100_80_gds"), 2**30
+    direct = p.route("nvme", "hbm")
+    assert [p.links[i].name for i in direct] == ["gds_read"]
+    assert size / p.move_ns(size, "nvme", "hbm") == pytest.approx(9.6, rel=0.001)  # DeepSpeed's GDS blog
+    assert size / p.move_ns(size, "hbm", "nvme") == pytest.approx(5, rel=0.001)
+    host_dram = next(pool for pool in p.pools if pool.name == "host_dram")
+    assert not {"gds_read", "gds_write"} & {m.name for m in host_dram.members}
+    # one queue for what comes directly and what goes by way of the host
+    drive = next(pool for pool in p.pools if pool.name == "nvme")
+    assert {m.name: round(drive.rate / m.charge / 1e8) for m in drive.members} == {
+        "nvme_write": 50, "nvme_read": 100, "gds_write": 50, "gds_read": 96,
+    }  # fmt: skip
+
+
+def test_more_requests_at_once_hide_the_fixed_time_of_a_request_up_to_the_drives_rate():
+    """Little's law: n requests of s bytes and t fixed time carry min(rate, n s / (t + s / rate))."""
+    size, count = 65_536, 64
+    b = TraceBuilder()
+    weights = [b.tensor(f"w{i}", size, "weight") for i in range(count)]
+    b.op("f", reads=weights, writes=[b.tensor("y", 1)], duration=1)
+    trace = b.build()
+    actions = [Move(w, "host", keep=True, before=0) for w in weights]
+    plan = Plan(trace, (*actions, *(Wait(w, before=0) for w in weights)), place=dict.fromkeys(weights, "nvme"))
+    for depth in (1, 2, 4, 16):
+        drive = {"links.nvme_read.copy_engines": str(depth), "links.nvme_read.fixed": "32768 ns"}
+        platform = load_profile("a100_80_sxm", overrides={**drive, "links.nvme_read.rate": "4 GB/s"})
+        log = replay(plan, platform)
+        moves = log.events.query("lane == 'nvme_read'")
+        alone = 32_768 + size // 4
+        expected = count // depth * (max(alone, 32_768 + depth * size // 4))
+        if depth <= 2:  # every request of a round ends together
+            assert moves.end_ns.max() == expected
+        reached = count * size / int(moves.end_ns.max())
+        assert reached <= 4.0
+    assert reached > 3.0
+
+
+def test_a_drive_without_bytes_is_refused():
+    with pytest.raises(ProfileError, match=r"tiers\.nvme\.capacity: value '0 B': expected more than zero"):
+        load_profile("a100_80_sxm", overrides={"tiers.nvme.capacity": "0 B"})
 
 
 def test_the_survey_profile_states_the_zone_as_the_survey_does():
