@@ -59,7 +59,7 @@ class Decisions:
                 raise self._illegal(act, op, "it is pinned by an op under way")
             if move is not None:
                 self._transfers.move(tensor, move, tier, device, op)
-            elif residency.has_copy(tensor, tier):
+            elif residency.copies[tensor] & 1 << tier:
                 # where the plan keeps dead tensors, dropping one is what frees it
                 cause = FREED if lifetimes.is_dead(tensor) else DROPPED
                 lifetimes.release(tensor, tier, op, cause)
@@ -77,7 +77,8 @@ class Decisions:
         """What the online part wants before an op that a device has reached."""
         if self._online is None:
             return []
-        return self._resolved.answer(self._online.before(op, self._view), device)
+        answer = self._online.before(op, self._view)
+        return self._resolved.answer(answer, device) if answer != () else []
 
     def relieve(self, tier: int, bytes: int, device: int, op: int, reason: str) -> bool:
         """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""

@@ -16,6 +16,7 @@ from sim.engine.event_path.space import PRODUCED, WORKSPACE
 from sim.engine.event_path.waits import Steps, Waits
 from sim.engine.prepare import Plain
 from sim.log import WHY
+from sim.plan import Change
 
 RUN = WHY["run"]
 
@@ -53,8 +54,8 @@ class Device:
                     yield from perform.actions(before[op], op)
                 else:
                     apply(before[op], device, op)
-            if asks:
-                yield from perform.actions(parts.decisions.before(op, device), op, online=True)
+            if asks and (answer := parts.decisions.before(op, device)):
+                yield from perform.actions(answer, op, online=True)
             entry = plain[op]
             if entry is None:
                 yield from perform.op(op)
@@ -119,11 +120,11 @@ class Device:
 
 
 class FastPath:
-    """Starts and ends plain ops (`Prepared.plain`) of one device, for a plan without an online part.
+    """Starts and ends plain ops (`Prepared.plain`) of one device.
 
     All that such an op reads is at home, and there is space. It writes the rows that the general path would write, by
-    the same rules, without its generators, and works on the lists of the run's parts directly: one call per op and part
-    would cost more than the op itself.
+    the same rules, without its generators, tells an online part what that would tell it, and works on the lists of the
+    run's parts directly: one call per op and part would cost more than the op itself.
     """
 
     def __init__(self, parts: Parts, device: int) -> None:
@@ -141,6 +142,8 @@ class FastPath:
         self._changes, self._intervals = state.record.changes.rows, state.record.intervals.rows
         self._guests = parts.engines.guests
         self._uses, self._releases = state.lifetimes.uses, prepared.releases
+        self._is_watched, self._tell = state.residency.is_watched, state.residency.tell
+        self._name = state.space.names[self._home]
 
     def begin(self, op: int, plain: Plain, *, fetched: bool = False) -> int:
         """Take space for an op and say when it ends; -1 if it has to take the general path.
@@ -157,6 +160,8 @@ class FastPath:
         if total > self._capacity or self._space.waiting or self._guests[self._lane]:
             return -1
         now, changes = self._clock.now, self._changes
+        if self._is_watched:
+            self._note_reads(reads, now)
         for tensor, bytes in writes:
             changes += (now, home, bytes, tensor, op, PRODUCED)
         if workspace:
@@ -166,8 +171,20 @@ class FastPath:
             self._clock.flush()
         return now + ns
 
+    def _note_reads(self, reads: tuple[int, ...], now: int) -> None:
+        last_read, tell, name = self._residency.last_read, self._tell, self._name
+        for tensor in reads:
+            last_read[tensor] = now
+            if tell is not None:
+                tell(Change("read", tensor, name, now))
+
     def are_coming(self, plain: Plain) -> bool:
-        """Whether some reads are on their way home, and all others at home to stay."""
+        """Whether some reads are on their way home, and all others at home to stay.
+
+        Never where there is an online part: what it is to know of the reads before the wait the general path tells it.
+        """
+        if self._is_watched:
+            return False
         coming = False
         for tensor in plain.reads:
             copies = self._copies[tensor]
@@ -191,10 +208,12 @@ class FastPath:
         if workspace:
             self._used[home] -= workspace
             self._changes += (end, home, -workspace, -1, op, WORKSPACE)
-        copies, produced, bit = self._copies, self._produced, self._bit
+        copies, produced, bit, tell = self._copies, self._produced, self._bit, self._tell
         for tensor, _ in writes:
             copies[tensor] |= bit
             produced[tensor] = True
+            if tell is not None:
+                tell(Change("came", tensor, self._name, end))
         if self._waiters:
             for tensor, _ in writes:
                 self._residency.wake_waiters(tensor)

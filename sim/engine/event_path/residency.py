@@ -104,6 +104,8 @@ class Residency:
     awaited: results of ops on another engine or device, and the cause of a stall that waits for them.
     began_in: the tier of what has no producer, at the start.
     waiters: who waits for a copy to arrive.
+    is_watched: whether there is an online part.
+    tell: what tells it of a change; None where it does not listen.
     """
 
     def __init__(self, tensors: int, tiers: list[str], clock: Clock, online: Online | None) -> None:
@@ -118,7 +120,9 @@ class Residency:
         self.waiters: dict[int, list[Wake]] = {}
         self._tiers = tiers
         self._clock = clock
-        self._online = online
+        self.is_watched = online is not None
+        listens = online is not None and type(online).notice is not Online.notice
+        self.tell: Callable[[Change], None] | None = online.notice if online is not None and listens else None
 
     # ---- copies ------------------------------------------------------------------------------
 
@@ -131,22 +135,22 @@ class Residency:
         """A copy is complete: whoever waits for it goes on."""
         self.copies[tensor] |= 1 << tier
         self.produced[tensor] = True
-        if self._online is not None:
-            self._online.notice(Change("came", tensor, self._tiers[tier], self._clock.now))
+        if self.tell is not None:
+            self.tell(Change("came", tensor, self._tiers[tier], self._clock.now))
         if tensor in self.waiters:
             self.wake_waiters(tensor)
 
     def remove(self, tensor: int, tier: int) -> None:
         """A copy is released, or another value has taken over its storage."""
         self.copies[tensor] &= ~(1 << tier)
-        if self._online is not None:
-            self._online.notice(Change("went", tensor, self._tiers[tier], self._clock.now))
+        if self.tell is not None:
+            self.tell(Change("went", tensor, self._tiers[tier], self._clock.now))
 
     def read(self, tensor: int, tier: int) -> None:
         """An op of a device whose home is that tier has been reached and reads it."""
         self.last_read[tensor] = self._clock.now
-        if self._online is not None:
-            self._online.notice(Change("read", tensor, self._tiers[tier], self._clock.now))
+        if self.tell is not None:
+            self.tell(Change("read", tensor, self._tiers[tier], self._clock.now))
 
     def held(self, tensor: int) -> int:
         """The tiers with a complete copy, as bits."""

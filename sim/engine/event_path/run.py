@@ -36,12 +36,11 @@ def run(
     for op in resolved.recomputed:
         state.lifetimes.expect_reads(prepared.reads[op])
     devices = [Device(index, parts) for index in range(prepared.trace.devices)]
-    may_be_fast = fast and online is None and not plan.keep_dead
     try:
         _place(parts)
         for device in devices:
             has_addresses = state.space.blocks[prepared.home[prepared.main[device.index]]] is not None
-            state.clock.env.process(device.walk(may_be_fast and not has_addresses))
+            state.clock.env.process(device.walk(fast and not has_addresses))
         closing = state.clock.env.process(Closing(parts, devices, returned).steps())
         state.clock.env.run()
         if not closing.processed:
