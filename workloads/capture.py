@@ -6,14 +6,14 @@ has the peak that `torch.distributed._tools.mem_tracker.MemTracker` reports for 
 
 Departs from a run on a GPU:
 
-- Kernels are those of PyTorch's CPU path; with `kernels="cuda"`, dropout, attention and the default form of optimizers
-  are CUDA's (see `workloads.capturing.kernels`). Workspaces inside kernels are unknown.
+- Kernels are those of PyTorch's CPU path, except that dropout, attention and the default form of optimizers are CUDA's
+  (see `workloads.capturing.kernels`); with `kernels="cpu"` these are the CPU's, too. Workspaces inside kernels are
+  unknown.
 - Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`), but gradients are not scaled.
 - Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
 - Compiled functions run uncompiled, and a compiled module is refused.
-- A model may behave differently under tracing. Hugging Face's (version 5) pass an attention mask that a real run of
-  unpadded batches omits, which prevents flash attention, unless
-  `transformers.masking_utils.find_packed_sequence_indices` is replaced by a function that returns None.
+- Hugging Face's models (version 5) take their batches to be without padding, unless a mask with padding is given with
+  its values (see `workloads.capturing.unpadded`).
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -37,6 +37,7 @@ from workloads.capturing.kernels import CHOICES, mapped_to_cuda
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.substitute import fake_like, fake_module
+from workloads.capturing.unpadded import has_padding, unpadded
 from workloads.importers.optrace import PRODUCTS, kind_of
 
 ARGUMENTS = (
@@ -70,7 +71,7 @@ def capture(
     tokens: int | None = None,
     micro_batches: int = 1,
     warm_up: int = 1,
-    kernels: str = "cpu",
+    kernels: str = "cuda",
     rounding: int = 1,
 ) -> Trace:
     """Capture one training iteration of `module` in its steady state.
@@ -89,14 +90,15 @@ def capture(
     samples, tokens: per iteration, for rates in reports.
     micro_batches: how often forward and backward run, accumulating gradients, before the optimizer does.
     warm_up: iterations before the captured one; the first one creates the optimizer's state.
-    kernels: "cpu", or "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step counters on
-        the host.
+    kernels: "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step counters on the host,
+        which needs no GPU; "cpu" for those of PyTorch on a CPU.
     rounding: sizes are rounded up to multiples of this many bytes; PyTorch's CUDA allocator rounds to 512.
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
     (a layer is a part of the module's tree up to its first number), `torch` (version), `folded` (views), `on_host`
-    (storages left out), and, if there are any, `uncounted`: products, convolutions and attention whose FLOPs are
-    unknown, so that their time is that of their bytes.
+    (storages left out), and, if there are any, `assumed` (what the capture could not know, and how often it was asked)
+    and `uncounted`: products, convolutions and attention whose FLOPs are unknown, so that their time is that of their
+    bytes.
 
     Raises WorkloadError without PyTorch, for a step that cannot run under fake tensors, naming op and module, and for
     wrong arguments.
@@ -104,6 +106,7 @@ def capture(
     torch = _torch()
     _check_options(kernels, {"micro_batches": (micro_batches, 1), "warm_up": (warm_up, 0), "rounding": (rounding, 1)})
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    padded = has_padding(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
         with mode:
@@ -133,6 +136,7 @@ def capture(
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         stack.enter_context(cuda_autocast(recorder.count))
+        stack.enter_context(nullcontext() if padded else unpadded(recorder.assume))
         recorder.know_module()
         for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
@@ -184,6 +188,7 @@ def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
         "model_flops": sum(k.flops for k in counted),
         "folded": recording.folded,
         "on_host": recording.host,
+        **({"assumed": dict(recording.assumed)} if recording.assumed else {}),
         **({"uncounted": dict(sorted(uncounted.items()))} if uncounted else {}),
     }
 

@@ -228,7 +228,8 @@ def measured(net, way):
 @cache
 def trace_of(net):
     make, shape = NETS[net]
-    return capture(make, torch.zeros(shape, device="meta"), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return capture(make, torch.zeros(shape, device="meta"), optimizer=sgd, kernels="cpu")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -371,7 +371,7 @@ def captured(case, **changes):
         loss=LOSS,
         optimizer=optimizer,
         micro_batches=micro_batches,
-        **changes,
+        **{"kernels": "cpu", **changes},
     )
 
 
@@ -587,6 +587,18 @@ def test_a_real_module_and_its_optimizer_are_copied_and_left_alone():
     assert replayed(trace) == replayed(capture(Tied, ids[0], targets=ids[1], loss=LOSS, optimizer=adam))
 
 
+@pytest.mark.parametrize("warm_up", [0, 1])
+def test_the_steps_of_an_optimizer_in_use_are_counted_on_the_host(warm_up):
+    model = Tied()
+    tuned = adam(model.parameters())
+    ids = tokens()
+    LOSS(model(ids[0]), ids[1]).backward()
+    tuned.step()
+    trace = capture(model, ids[0], targets=ids[1], loss=LOSS, optimizer=tuned, warm_up=warm_up)
+    assert not any(tensor.name.endswith(".step") for tensor in trace.tensors)
+    assert trace.meta["on_host"] == len(list(model.parameters()))
+
+
 def test_a_step_of_ones_own_is_captured():
     def step(model, tuned, x):
         loss = model(x).square().mean()
@@ -770,7 +782,7 @@ class Attends(torch.nn.Module):
 
 @pytest.mark.parametrize("wide", [8, 5])
 def test_the_cpus_flash_attention_counts_as_the_products_that_it_is(wide):
-    trace = capture(lambda: Attends(wide), (torch.empty(()),))
+    trace = capture(lambda: Attends(wide), (torch.empty(()),), kernels="cpu")
     once = 2 * 2 * 2 * wide * 8 * 16  # one product of queries and keys
     assert [flops for _, _, flops in products(trace)] == [2 * once, 5 * once]
     assert "uncounted" not in trace.meta
@@ -802,14 +814,14 @@ class Sums(torch.nn.Module):
     def forward(self, v, start):
         lowered = torch.einsum("gij,gjk->gik", self.a, self.b).sum()
         added = torch.addbmm(start, self.a, self.b).sum() + torch.baddbmm(start.expand(3, 4, 6), self.a, self.b).sum()
-        return lowered + added + torch.mv(self.a[0], v).sum()
+        return lowered + added + torch.mv(self.a[0], v).sum() + torch.dot(v, self.a[0, 0])
 
 
 def test_every_form_of_a_product_has_flops():
     trace = capture(Sums, (torch.empty(5), torch.empty(4, 6)))
     whole = 2 * 3 * 4 * 5 * 6
     forward = [flops for phase, _, flops in products(trace) if phase == "forward"]
-    assert forward == [whole, whole, whole, 2 * 4 * 5]
+    assert forward == [whole, whole, whole, 2 * 4 * 5, 2 * 5]
     assert all(flops for _, _, flops in products(trace))
     assert "uncounted" not in trace.meta
 

@@ -9,7 +9,6 @@ from sim.trace.graph import Trace
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import kind_of
 
-RECURRENT = ("rnn", "lstm", "gru")
 PERSISTENT = ("weight", "optimizer_state")
 
 
@@ -101,7 +100,7 @@ class _Building:
         writes += [self._tensor(i, storages[i]) for i in kernel.made]
         short = kernel.op.split(".")[1] if "." in kernel.op else kernel.op
         kind = kind_of(kernel.op, kernel.phase)
-        if kind == "elementwise" and any(word in short for word in RECURRENT):
+        if kind == "elementwise" and kernel.flops:  # only products are counted
             kind = "matmul"
         self.builder.op(
             _unique(f"{kernel.module}.{short}" if kernel.module else short, self.op_names),

@@ -68,6 +68,8 @@ class Recording:
     """Ops that only create another view of a storage, or touch no tensor."""
     mapped: dict[str, int] = field(default_factory=dict)
     """Calls that were sent to the kernels of a GPU, by name."""
+    assumed: dict[str, int] = field(default_factory=dict)
+    """What could not be known without data, and how often the step asked for it."""
     host: int = 0
     """Storages that PyTorch would keep on the host; they are left out."""
     layers: tuple[str, ...] = ()

@@ -93,6 +93,7 @@ class Recorder:
         """Start recording; the storages that live now exist from the start."""
         self.recording.kernels.clear()
         self.recording.mapped.clear()
+        self.recording.assumed.clear()
         self.recording.folded = 0
         alive = {i: s for i, s in self.recording.storages.items() if s.freed is None}
         for storage in alive.values():
@@ -100,17 +101,21 @@ class Recorder:
             if storage.role == "activation":
                 storage.role = "temporary"
         self.recording.storages = alive
-        self.recording.host = len(self._host)
         self.active, self.after_backward = True, False
 
     def finish(self) -> Recording:
         """Stop recording."""
         self.active = False
+        self.recording.host = len(self._host)
         return self.recording
 
     def count(self, kernel: str) -> None:
         """Record that a call was sent to a GPU's kernel."""
         self.recording.mapped[kernel] = self.recording.mapped.get(kernel, 0) + 1
+
+    def assume(self, what: str) -> None:
+        """Record that the step asked for something that is unknown without data."""
+        self.recording.assumed[what] = self.recording.assumed.get(what, 0) + 1
 
     # ---- hooks -------------------------------------------------------------------------------
 
@@ -154,10 +159,15 @@ class Recorder:
         self._path.append(self._stack[-1] if self._stack else "")
 
     def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._know_state(optimizer)  # of an optimizer that has been used before
         self.updating = True
 
     def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.updating = False
+        self._know_state(optimizer)
+
+    def _know_state(self, optimizer: Any) -> None:
+        """Name an optimizer's state, and leave out counters of steps that a GPU's optimizer keeps on the host."""
         groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
         for parameter, state in optimizer.state.items():
             name = self.parameters.get(id(parameter), "parameter")
@@ -202,7 +212,9 @@ class Recorder:
 
     def _leave_out(self, tensor: Any) -> None:
         i = self._id(tensor)
-        if i is not None and i not in self._host:
+        if i is None:
+            i = self._follow(tensor, "host", "temporary", -1)
+        if i not in self._host:
             self._host.add(i)
             self.recording.storages.pop(i, None)
 
