@@ -94,7 +94,7 @@ class Resolved:
         self._platform = platform
         self._prepared = prepared
         self._tier_ids: Mapping[str, int] = platform.tier_ids
-        self._ops, self._tensors = len(prepared.reads), len(prepared.size)
+        self._ops, self._tensors = len(prepared.times.total), len(prepared.trace.tensor_columns.name)
         known = prepared.plans.get(id(plan))
         is_known = known is not None and known[0]() is plan  # a plan that has run before on this machine
         self.anchored: Anchored = known[1] if known is not None and is_known else Anchored()

@@ -195,8 +195,8 @@ class TraceBuilder:
         names: Sequence[str],
         dtypes: Sequence[str],
         numbers: Mapping[str, Ints],
-        reads: tuple[Sequence[int], Sequence[int]],
-        writes: tuple[Sequence[int], Sequence[int]],
+        reads: tuple[Ints, Sequence[int]],
+        writes: tuple[Ints, Sequence[int]],
     ) -> int:
         """Add many checked ops by column. Returns the first id.
 
@@ -212,7 +212,7 @@ class TraceBuilder:
             (self._reads, self._read_start, reads),
             (self._writes, self._write_start, writes),
         ):
-            ids.extend(more)
+            ids.frombytes(more.tobytes())
             start.frombytes((start[-1] + np.cumsum(counts, dtype=np.int64)).tobytes())
         return first
 
@@ -279,6 +279,9 @@ class TraceBuilder:
 def _column(name: str, values: Any, kind: type[np.generic]) -> Any:
     """An array of a narrower type. Raises TraceError where a value does not fit, instead of wrapping around."""
     wide = np.array(values, np.int64)
-    if kind is not np.bool_ and len(wide) and not np.array_equal(wide.astype(kind), wide):
+    if kind is np.int64:
+        return wide
+    narrow = wide.astype(kind)
+    if kind is not np.bool_ and len(wide) and not np.array_equal(narrow, wide):
         raise TraceError(f"{name}: a value between {wide.min()} and {wide.max()} does not fit")
-    return wide.astype(kind)
+    return narrow

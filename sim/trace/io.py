@@ -25,7 +25,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +44,7 @@ MAX_LINE = 64 << 20
 """The longest line in bytes; a header with a million outputs is about 10 MB."""
 
 BATCH = 1 << 18
-"""Bytes of lines that are read together."""
+"""Bytes of lines that are read together, up to the end of the last one."""
 
 _Rule = tuple[type, int, int]
 _ANY_OF = {int: "a whole number", str: "a text", list: "a list", dict: "an object", bool: "true or false"}
@@ -196,8 +197,8 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
         collecting = gc.isenabled()
         gc.disable()  # nothing created here is cyclic, and the search for cycles would take half the time
         try:
-            for lines in _read_lines(plain, reader, max_bytes):
-                reader.take(lines)
+            for block in _read_blocks(plain, reader, max_bytes):
+                reader.take(block)
             return reader.trace()
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise reader.error(f"the compressed data is damaged or truncated ({problem})") from None
@@ -206,27 +207,28 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
                 gc.enable()
 
 
-def _read_lines(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[list[bytes]]:
-    """The lines of a file in batches, none longer than `MAX_LINE`."""
-    batch: list[bytes] = []
-    total = held = 0
+def _read_blocks(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[bytes]:
+    """The header, then the other lines in blocks; no line is longer than `MAX_LINE`, and the last may lack its end."""
     longest = min(MAX_LINE, max_bytes) + 1
-    while text := file.readline(longest):
-        total += len(text)
-        if len(text) > MAX_LINE or total > max_bytes:
-            reader.content.line += len(batch) + 1
-            limit = (
-                f"the line is longer than {MAX_LINE}"
-                if len(text) > MAX_LINE
-                else f"the file holds more than {max_bytes}"
-            )
-            raise reader.error(f"{limit} bytes")
-        batch.append(text)
-        held += len(text)
-        if held > BATCH:
-            yield batch
-            batch, held = [], 0
-    yield batch
+    total, block = 0, file.readline(longest)
+    while block:
+        if total + len(block) > max_bytes or len(block) > MAX_LINE:
+            _check_lengths(BytesIO(block), reader, max_bytes, total)
+        total += len(block)
+        yield block
+        block = file.read(min(BATCH, longest))
+        if block and not block.endswith(b"\n"):
+            block += file.readline(longest)
+
+
+def _check_lengths(lines: IO[bytes], reader: _Reader, max_bytes: int, total: int) -> None:
+    """Raise TraceError for a line that is too long, or with which the file holds too much."""
+    for number, line in enumerate(lines, 1):
+        total += len(line)
+        if len(line) > MAX_LINE or total > max_bytes:
+            reader.content.line += number
+            is_long = f"the line is longer than {MAX_LINE}" if len(line) > MAX_LINE else ""
+            raise reader.error(f"{is_long or f'the file holds more than {max_bytes}'} bytes")
 
 
 class _Reader:
@@ -245,13 +247,21 @@ class _Reader:
     def error(self, text: str) -> TraceError:
         return TraceError(f"{self.path}: line {max(self.content.line, 1)}: {text}")
 
-    def take(self, lines: list[bytes]) -> None:
-        """Read a batch of lines."""
-        rows = self._parse_all(lines)
-        if rows and not self.has_origin and take_columns(self.content, rows):
-            self.content.line += len(rows)
+    def take(self, block: bytes) -> None:
+        """Read a block of lines."""
+        rows = self._parse_all(block)
+        if rows is None or self.has_origin:
+            self._take_one_by_one(rows or map(self._parse, BytesIO(block)))
             return
-        for row in rows or map(self._parse, lines):
+        first_op = next((i for i, row in enumerate(rows) if "op" in row), len(rows))
+        for part in (rows[:first_op], rows[first_op:]):
+            if part and take_columns(self.content, part):
+                self.content.line += len(part)
+            else:
+                self._take_one_by_one(part)
+
+    def _take_one_by_one(self, rows: Iterable[dict[str, Any] | None]) -> None:
+        for row in rows:
             self.content.line += 1
             if row is None:
                 continue
@@ -270,17 +280,18 @@ class _Reader:
             except RecursionError:
                 raise self.error("values are nested too deeply") from None
 
-    def _parse_all(self, lines: list[bytes]) -> list[dict[str, Any]] | None:
+    def _parse_all(self, block: bytes) -> list[dict[str, Any]] | None:
         """The content of plain lines, parsed together; None where any line needs to be parsed on its own."""
-        if self.header is None or not all(line[0] == 123 and line.endswith(b"}\n") for line in lines):
+        lines = block.count(b"\n")
+        is_plain = block.startswith(b"{") and block.endswith(b"}\n") and block.count(b"}\n{") == lines - 1
+        if self.header is None or not is_plain:
             return None
-        text = b",".join(lines)
         try:
-            rows = self.decode(f"[{text.decode()}]")
+            rows = self.decode((b"[" + block[:-1].replace(b"\n", b",") + b"]").decode())
         except (ValueError, RecursionError):
             return None
         # as many keys as key delimiters: no line has a duplicate key
-        if len(rows) != len(lines) or text.count(b'":') != sum(map(len, rows)):
+        if len(rows) != lines or block.count(b'":') != sum(map(len, rows)):
             return None
         return rows  # type: ignore[no-any-return]
 

@@ -1,27 +1,29 @@
 """The fast path of reading a trace file: many plain lines at once, column by column.
 
-It accepts exactly what the line-by-line path accepts, in a third of the time. If anything is unusual it accepts
+It accepts exactly what the line-by-line path accepts, in a fifth of the time. If anything is unusual it accepts
 nothing and leaves the lines to the line-by-line path, which can say which line is wrong and why.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.builder import TraceBuilder
-from sim.trace.op import KIND_CODE, PHASE_CODE
+from sim.trace.op import KIND_CODE, PHASE_CODE, SPLITS
 from sim.trace.tensor import ROLE_CODE
 
 Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_SPARSE = {"engine", "group", "splits", "releases", "views"}
+_SPARSE = ("engine", "group", "splits", "releases", "views")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
 
@@ -54,147 +56,200 @@ class _Unusual(Exception):
 
 def take_columns(content: Content, rows: list[Row]) -> bool:
     """Add the lines to the content if they are plain and all tensors or all ops. Returns whether it did."""
-    keys = set().union(*rows)
-    if ("tensor" in keys) == ("op" in keys):
-        return False
+    table = _Table(rows)
     try:
-        if "tensor" in keys:
-            _take_tensors(content, rows, keys)
+        if table.has("tensor", _TENSOR_KEYS):
+            _take_tensors(content, table)
+        elif table.has("op", _OP_KEYS):
+            _take_ops(content, table)
         else:
-            _take_ops(content, rows, keys)
+            return False
     except _Unusual:
         return False
     return True
 
 
-def _take_tensors(content: Content, rows: list[Row], keys: set[str]) -> None:
-    if not keys <= _TENSOR_KEYS:
+class _Table:
+    """Some lines by layout, which is their keys in order: most lines share one with many others.
+
+    rows: the lines.
+    layouts: of each layout its lines, as positions in `rows`, and their values by key.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        lines: dict[tuple[str, ...], Sequence[int]] = {}
+        if len(set(map(tuple, rows))) == 1:
+            lines[tuple(rows[0])] = range(len(rows))
+        else:
+            some: dict[tuple[str, ...], list[int]] = {}
+            for i, keys in enumerate(map(tuple, rows)):
+                some.setdefault(keys, []).append(i)
+            lines.update(some)
+        self.layouts = [(where, self._columns(keys, where)) for keys, where in lines.items()]
+
+    def _columns(self, keys: tuple[str, ...], where: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+        chosen = self.rows if len(where) == len(self.rows) else [self.rows[i] for i in where]
+        return dict(zip(keys, zip(*map(dict.values, chosen), strict=True), strict=True))
+
+    def has(self, key: str, keys: set[str]) -> bool:
+        """Whether every line has this key, and none any but these."""
+        return all(key in columns and columns.keys() <= keys for _, columns in self.layouts)
+
+    def names(self, key: str) -> list[str]:
+        """A column of different texts."""
+        names = [row[key] for row in self.rows]
+        if not _all(names, str) or len(set(names)) < len(names):
+            raise _Unusual
+        return names
+
+    def numbers(self, key: str, default: int | None) -> Ints:
+        """A column of whole numbers in range; where a line has none, the default, which may be out of range."""
+        least = -1 if key == "layer" else -(2**31) if key == "priority" else 0
+        column = np.full(len(self.rows), default or 0, np.int64)
+        for where, columns in self.layouts:
+            if key in columns:
+                column[_indices(where)] = _whole(columns[key], least, _MOST.get(key, 2**62))
+            elif default is None:
+                raise _Unusual
+        return column
+
+    def codes(self, key: str, table: dict[Any, int], default: Any) -> Ints:
+        """A column of the codes of words, or of truth values."""
+        column = np.full(len(self.rows), table[default], np.int64)
+        for where, columns in self.layouts:
+            if key in columns:
+                if not _all(columns[key], type(default)) or not table.keys() >= set(columns[key]):
+                    raise _Unusual
+                column[_indices(where)] = [table[word] for word in columns[key]]
+        return column
+
+    def texts(self, key: str, known: dict[str, str]) -> list[str]:
+        """A column of texts of which many are equal, one object for each; "" where a line has none."""
+        column = [""] * len(self.rows)
+        for i, word in self.sparse(key):
+            if type(word) is not str:
+                raise _Unusual
+            column[i] = known.setdefault(word, word)
+        return column
+
+    def sparse(self, key: str) -> list[tuple[int, Any]]:
+        """The lines that have this key, in order, and its values."""
+        found = [each for where, columns in self.layouts if key in columns for each in zip(where, columns[key])]
+        return found if len(self.layouts) == 1 else sorted(found, key=itemgetter(0))
+
+    def ids(self, key: str, count: int) -> tuple[Ints, list[int]]:
+        """The ids of all lines one after the other, and how many each line has; names are left to the other path."""
+        lists = [row.get(key, _NONE) for row in self.rows]
+        if not _all(lists, list):
+            raise _Unusual
+        return _whole(list(chain.from_iterable(lists)), 0, count - 1), list(map(len, lists))
+
+
+_NONE: list[int] = []
+
+
+def _take_tensors(content: Content, table: _Table) -> None:
+    names = table.names("tensor")
+    if not content.tensor_ids.keys().isdisjoint(names):
         raise _Unusual
-    names = _names(rows, "tensor", content.tensor_ids)
     numbers = {
-        "bytes": _numbers(rows, "bytes", None),
-        "layer": _numbers(rows, "layer", -1),
-        "role": _codes(rows, "role", ROLE_CODE, "activation"),
+        "bytes": table.numbers("bytes", None),
+        "layer": table.numbers("layer", -1),
+        "role": table.codes("role", ROLE_CODE, "activation"),
     }
-    dtypes = _texts(content, rows, "dtype", keys)
-    sparse: list[tuple[str, int, Any]] = []
-    deferred: list[tuple[int, int]] = []
-    for i, row in enumerate(rows) if keys & {"shape", "saved_for", "replaces"} else ():
-        if "shape" in row:
-            shape = row["shape"]
-            known = content.shapes.get(tuple(shape)) if type(shape) is list and _all(shape, int) else None
-            if known is None:  # the line-by-line path records it
-                raise _Unusual
-            sparse.append(("shape", i, known))
-        if "saved_for" in row:
-            if type(row["saved_for"]) is not str or not row["saved_for"]:
-                raise _Unusual
-            sparse.append(("saved_for", i, content.texts.setdefault(row["saved_for"], row["saved_for"])))
-        if "replaces" in row:
-            deferred.append((i, row["replaces"]))
-    if any(old is None for _, old in deferred):
+    dtypes = table.texts("dtype", content.texts)
+    shapes = [(i, _shape(content, shape)) for i, shape in table.sparse("shape")]
+    reasons = [(i, _text(content, reason)) for i, reason in table.sparse("saved_for")]
+    deferred = table.sparse("replaces")
+    if any(old is None for _, old in deferred) or not all(reason for _, reason in reasons):
         raise _Unusual
     first = content.builder.extend_tensors(names, dtypes, numbers)
     content.tensor_ids.update(zip(names, range(first, first + len(names)), strict=True))
     content.produced.extend(bytes(len(names)))
-    for key, i, value in sparse:
-        content.builder.note(key, first + i, value)
+    for key, values in (("shape", shapes), ("saved_for", reasons)):
+        for i, value in values:
+            content.builder.note(key, first + i, value)
     content.deferred += [(first + i, old, content.line + i + 1) for i, old in deferred]
 
 
-def _take_ops(content: Content, rows: list[Row], keys: set[str]) -> None:
-    if not keys <= _OP_KEYS:
+def _take_ops(content: Content, table: _Table) -> None:
+    names = table.names("op")
+    if not content.op_ids.isdisjoint(names):
         raise _Unusual
-    names = _names(rows, "op", content.op_ids)
-    numbers = {key: _numbers(rows, key, default) for key, default in _OP_NUMBERS.items()}
-    numbers["kind"] = _codes(rows, "kind", KIND_CODE, "other")
-    numbers["phase"] = _codes(rows, "phase", PHASE_CODE, "forward")
-    random = [row.get("random", False) for row in rows]
-    if not _all(random, bool):
-        raise _Unusual
-    numbers["random"] = np.array(random, np.int64)
+    numbers = {key: table.numbers(key, default) for key, default in _OP_NUMBERS.items()}
+    numbers["kind"] = table.codes("kind", KIND_CODE, "other")
+    numbers["phase"] = table.codes("phase", PHASE_CODE, "forward")
+    numbers["random"] = table.codes("random", {False: 0, True: 1}, False)
     count = len(content.tensor_ids)
-    reads, writes = _ids(rows, "reads", count), _ids(rows, "writes", count)
-    produced = content.produced
-    if len(set(writes[0])) < len(writes[0]) or any(map(produced.__getitem__, writes[0])):
+    reads, writes = table.ids("reads", count), table.ids("writes", count)
+    produced = np.frombuffer(content.produced, np.uint8)
+    if len(np.unique(writes[0])) < len(writes[0]) or produced[writes[0]].any():
         raise _Unusual
-    sparse: list[tuple[str, int, Any]] = []
-    for key in keys & _SPARSE:
-        for i, row in enumerate(rows):
-            if key in row:
-                value = row[key]
-                if key == "releases":
-                    value = tuple(_ids([row], key, count)[0])
-                elif key == "views":
-                    value = tuple(value) if type(value) is list and _all(value, int) else None
-                elif key == "splits":  # the line-by-line path records it
-                    value = content.splits.get(tuple(value)) if type(value) is list and _all(value, str) else None
-                elif type(value) is str:
-                    value = content.texts.setdefault(value, value)
-                else:
-                    value = None
-                if value is None:
-                    raise _Unusual
-                if value:
-                    sparse.append((key, i, value))
-    dtypes = _texts(content, rows, "dtype", keys)
+    sparse = [(key, i, _checked(content, key, value)) for key in _SPARSE for i, value in table.sparse(key)]
+    dtypes = table.texts("dtype", content.texts)
     first = content.builder.extend_ops(names, dtypes, numbers, reads, writes)
     content.op_ids.update(names)
-    for t in writes[0]:
-        produced[t] = 1
+    produced[writes[0]] = 1
     for key, i, value in sparse:
-        content.builder.note(key, first + i, value)
+        if value:
+            content.builder.note(key, first + i, value)
 
 
-def _all(values: list[Any], kind: type) -> bool:
+# ---- single values -----------------------------------------------------------------------------
+
+
+def _checked(content: Content, key: str, value: Any) -> Any:
+    """A field that few ops have; an empty one is as good as none."""
+    if key in ("engine", "group"):
+        return _text(content, value)
+    if type(value) is not list:
+        raise _Unusual
+    if key == "releases":
+        return tuple(_whole(value, 0, len(content.tensor_ids) - 1).tolist())
+    if key == "splits":
+        if not _all(value, str) or not set(value) <= set(SPLITS):
+            raise _Unusual
+        return content.splits.setdefault(tuple(value), tuple(value))
+    if not _all(value, int):
+        raise _Unusual
+    return tuple(value) if any(place >= 0 for place in value) else ()
+
+
+def _text(content: Content, value: Any) -> str:
+    if type(value) is not str:
+        raise _Unusual
+    return content.texts.setdefault(value, value)
+
+
+def _shape(content: Content, sizes: Any) -> tuple[int, ...]:
+    if type(sizes) is not list or not _all(sizes, int):
+        raise _Unusual
+    shape = tuple(sizes)
+    known = content.shapes.get(shape)
+    if known is None:
+        if any(not 0 <= size <= 2**62 for size in shape):
+            raise _Unusual
+        known = content.shapes[shape] = shape
+    return known
+
+
+def _whole(values: Sequence[Any], least: int, most: int) -> Ints:
+    """Whole numbers in range as an array."""
+    if not _all(values, int):
+        raise _Unusual
+    try:
+        column = np.array(values, np.int64)
+    except OverflowError:
+        raise _Unusual from None
+    if len(column) and (int(column.min()) < least or int(column.max()) > most):
+        raise _Unusual
+    return column
+
+
+def _all(values: Sequence[Any], kind: type) -> bool:
     return set(map(type, values)) <= {kind}
 
 
-def _names(rows: list[Row], key: str, taken: Any) -> list[str]:
-    names = [row.get(key) for row in rows]
-    if not _all(names, str) or len(set(names)) < len(names) or any(map(taken.__contains__, names)):
-        raise _Unusual
-    return names  # type: ignore[return-value]
-
-
-def _numbers(rows: list[Row], key: str, default: int | None) -> Ints:
-    """A column of whole numbers in range; where a line has none, the default, which may be out of range."""
-    values: list[Any] = [row.get(key, default) for row in rows]
-    if not _all(values, int):
-        raise _Unusual
-    least = -1 if key == "layer" else -(2**31) if key == "priority" else 0
-    if default is not None and default < least:
-        lacking = sum(key not in row for row in rows)
-        if values.count(default) != lacking:
-            raise _Unusual
-        least = default
-    if min(values) < least or max(values) > _MOST.get(key, 2**62):
-        raise _Unusual
-    return np.array(values, np.int64)
-
-
-def _codes(rows: list[Row], key: str, table: dict[str, int], default: str) -> Ints:
-    words = [row.get(key, default) for row in rows]
-    if not _all(words, str) or not set(words) <= table.keys():
-        raise _Unusual
-    return np.array([table[word] for word in words], np.int64)
-
-
-def _texts(content: Content, rows: list[Row], key: str, keys: set[str]) -> list[str]:
-    if key not in keys:
-        return [""] * len(rows)
-    words = [row.get(key, "") for row in rows]
-    if not _all(words, str):
-        raise _Unusual
-    return [content.texts.setdefault(word, word) for word in words]
-
-
-def _ids(rows: list[Row], key: str, count: int) -> tuple[list[int], list[int]]:
-    """The ids of all lines one after the other, and how many each line has; names are left to the other path."""
-    lists = [row.get(key, []) for row in rows]
-    if not _all(lists, list):
-        raise _Unusual
-    flat = list(chain.from_iterable(lists))
-    if not _all(flat, int) or (flat and (min(flat) < 0 or max(flat) >= count)):
-        raise _Unusual
-    return flat, list(map(len, lists))
+def _indices(where: Sequence[int]) -> Any:
+    return slice(None) if isinstance(where, range) else np.array(where)
