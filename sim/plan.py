@@ -213,6 +213,11 @@ class Plan:
         options = [word for word in ("place", "online", "keep_dead") if getattr(self, word)]
         return f"<Plan for {self.trace!r}: {', '.join([*counts, *options])}>"
 
+    def decides_as(self, other: Plan) -> bool:
+        """Whether both do the same, as far as their offline parts tell."""
+        same_trace = self.trace is other.trace or self.trace.content_hash == other.trace.content_hash
+        return same_trace and self.actions == other.actions and self.place == other.place
+
 
 @dataclass(frozen=True)
 class Run:

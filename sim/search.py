@@ -4,7 +4,8 @@ Both bisect. A policy need not be monotone in its budget: it may fit a smaller b
 holds for online policies, whose decisions depend on what is full at the moment; for offline plans that prefetch, since
 a prefetch that finds free space takes it from the ops that follow; and for planners, which plan each budget separately.
 The result is therefore *a* boundary: a budget that was run and fits, and one below it, within the tolerance, that was
-run and does not. It is known to be the minimum only where it is the least that any op needs.
+run and does not. It is known to be the minimum only where it is the least that any op needs, or where the plan ignores
+the budget and waits for nothing: then it is the peak of one replay with ample memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from typing import Any
 
 from sim.analysis.bounds import bounds
 from sim.analysis.peak_memory import home_peak, peak_bytes
-from sim.errors import Deadlock, Infeasible, WorkloadError
-from sim.experiment import check_trace, reference_run, simulate, to_platform, unlimited
+from sim.engine.replay import RECOMPUTE_LIMIT
+from sim.errors import Deadlock, Infeasible, TiersimError, WorkloadError
+from sim.experiment import check_trace, problem_for, reference_run, simulate, to_platform, unlimited
+from sim.floors import left_in_place, state_in, waits_for_nothing
 from sim.hardware.platform import Platform
+from sim.iterations import run_iteration
+from sim.plan import Plan
+from sim.policies import load
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
+
+REPLAY = ("seed", "iterations", "recompute_limit")
+"""Options of `simulate` that are no parameters of a policy."""
 
 
 def fits(
@@ -39,44 +48,127 @@ def smallest_budget(
     policy: str | Policy | type[Policy] = "keep_all",
     *,
     tolerance: float = 0.005,
+    search: bool = True,
     **options: Any,
 ) -> int | None:
     """The smallest budget in bytes found to fit, by bisection; None if none fits.
 
-    The search starts between the least that any op needs and what keeping everything needs, or what the policy uses
-    with unlimited memory where that is more (fast implementations with large workspaces). A policy that is not monotone
-    may fit an even smaller budget, see the module's text.
+    The search starts between the least that any op, or the state that the policy leaves in place, needs and what
+    keeping everything needs, or what the policy uses with unlimited memory where that is more (fast implementations
+    with large workspaces). A plan that ignores the budget is made once and replayed. A policy that is not monotone may
+    fit an even smaller budget, see the module's text.
 
     trace: the trace to run.
     platform: a platform, or the name or file of a profile.
     policy: see `simulate`.
     tolerance: the result is this close, relatively, to a budget that does not fit.
+    search: whether to search for a policy that heeds the budget, planning each anew; without, the result is None there.
     options: further arguments of `simulate`.
     """
     check_trace(trace)
     platform = to_platform(platform)
+    replay = {key: options.pop(key) for key in REPLAY if key in options}
+    chosen = load(policy, **options)
     everything = reference_run(trace, platform)
     homes = [platform.home(device).name for device in range(trace.devices)]
-    least = low = max(bounds(everything, home).memory_bytes for home in homes)
-    high = max(peak_bytes(everything)[home] for home in homes)
-    high_fits = fits(trace, platform, policy, budget=high, **options)
+    least = max(bounds(everything, home).memory_bytes for home in homes)
+    least = max([least, *(left_in_place(chosen, each) for each in state_in(everything) if each.tier in homes)])
+    plan = fixed_plan(trace, platform, chosen, least, **replay)
+    if plan is None:
+        highest = max(peak_bytes(everything)[home] for home in homes)
+        if not search:
+            return None
+
+        def higher() -> int:
+            return _unlimited_peak(trace, platform, chosen, **replay)
+
+        return _boundary(
+            lambda budget: fits(trace, platform, chosen, budget=budget, **replay), least, highest, higher, tolerance
+        )
+    limit = replay.get("recompute_limit", RECOMPUTE_LIMIT)
+    try:
+        peaks = peak_bytes(run_iteration(trace, plan, unlimited(platform), recompute_limit=limit).log)
+    except (Infeasible, Deadlock):
+        return None
+    highest = max(peaks[home] for home in homes)
+    if waits_for_nothing(plan, platform):
+        return highest
+    return _boundary(
+        lambda budget: _replays(trace, plan, platform, budget, limit), least, highest, lambda: 0, tolerance
+    )
+
+
+def _boundary(
+    runs: Callable[[int], bool], least: int, high: int, higher: Callable[[], int], tolerance: float
+) -> int | None:
+    """A budget that fits above one that does not, by bisection.
+
+    runs: whether a budget fits.
+    least, high: where to search, in bytes.
+    higher: where to search on if `high` does not fit.
+    """
+    low = least
+    high_fits = runs(high)
     if not high_fits:
-        low, high = high, _unlimited_peak(trace, platform, policy, **options)
-        high_fits = high > low and fits(trace, platform, policy, budget=high, **options)
-    if fits(trace, platform, policy, budget=least, **options):
+        low, high = high, higher()
+        high_fits = high > low and runs(high)
+    if runs(least):
         return least
     if not high_fits:
         return None
     while high - low > max(1, int(tolerance * high)):
         middle = (low + high) // 2
-        if fits(trace, platform, policy, budget=middle, **options):
+        if runs(middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def _unlimited_peak(trace: Trace, platform: Platform, policy: str | Policy | type[Policy], **options: Any) -> int:
+def fixed_plan(
+    trace: Trace,
+    platform: Platform,
+    policy: Policy,
+    budget: int,
+    *,
+    seed: int = 0,
+    iterations: int | None = None,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
+) -> Plan | None:
+    """The plan of a policy that ignores the budget; None where it heeds it, decides while it runs, or measures first.
+
+    A policy counts as ignoring the budget if it plans the same for this one and for unlimited memory.
+    """
+    if policy.online or policy.warm_up or (iterations or 1) > 1:
+        return None
+    plans = []
+    for limited in (platform.with_budget(budget), unlimited(platform)):
+        try:
+            plan = policy.plan(problem_for(trace, limited, seed=seed, recompute_limit=recompute_limit))
+        except Infeasible:
+            return None
+        except TiersimError:
+            raise
+        except Exception:  # a fault of the policy: `simulate` says where
+            return None
+        if not isinstance(plan, Plan):
+            return None
+        plans.append(plan)
+    small, ample = plans
+    is_fixed = small.online is None is ample.online and small.keep_dead == ample.keep_dead and small.decides_as(ample)
+    return ample if is_fixed else None
+
+
+def _replays(trace: Trace, plan: Plan, platform: Platform, budget: int, recompute_limit: float | None) -> bool:
+    """Whether a plan runs within a budget."""
+    try:
+        run_iteration(trace, plan, platform.with_budget(budget), recompute_limit=recompute_limit)
+    except (Infeasible, Deadlock):
+        return False
+    return True
+
+
+def _unlimited_peak(trace: Trace, platform: Platform, policy: Policy, **options: Any) -> int:
     """The peak of a policy with unlimited memory, in bytes; 0 where it fails even then."""
     try:
         return home_peak(simulate(trace, unlimited(platform), policy, **options).log)

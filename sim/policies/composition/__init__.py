@@ -179,7 +179,7 @@ class Composition(Policy):
         first, error = self._attempt(problem, problem.budget)
         ample = problem.budget + 2 * int(problem.trace.tensor_columns.bytes.sum()) + int(_workspace(problem.trace))
         most, _ = self._attempt(problem, ample)
-        if first is not None and (most is None or _alike(first, most)):
+        if first is not None and (most is None or first.decides_as(most)):
             return first
         best, end = _Fitting(problem), ample
         fits = first is not None and best.take(first)
@@ -446,12 +446,6 @@ def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:
         if i < len(given) and given[i] == run.plan.trace.content_hash:
             found.append(replace(run, trace=run.plan.trace, plan=replace(run.plan, notes=notes[i])))
     return tuple(found)
-
-
-def _alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, as far as their offline parts tell."""
-    same_trace = one.trace is other.trace or one.trace.content_hash == other.trace.content_hash
-    return same_trace and one.actions == other.actions and one.place == other.place
 
 
 def _workspace(trace: Trace) -> int:
