@@ -244,6 +244,10 @@ def floor_bytes(trace: Trace) -> int:
 @st.composite
 def budgets(draw: st.DrawFn, trace: Trace) -> int:
     """Bytes from ample down to just below what the neediest op takes."""
+    return budget_at(trace, draw(st.integers(0, 11)))
+
+
+def budget_at(trace: Trace, step: int) -> int:
+    """Bytes: 0 is ample, 10 what the neediest op takes, 11 just below that."""
     top, floor = keep_all_peak(trace), floor_bytes(trace)
-    step = draw(st.integers(0, 11))  # 0 is ample, 10 the floor, 11 below it
     return max(1, top - (top - floor) * step // 10 - (step == 11))

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import hybrid
+from workloads import transformer
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -58,3 +61,24 @@ def test_no_plan_is_faster_than_the_bound(rows):
         took = [each for each in row["overhead"].values() if each is not None]
         assert min(took) >= row["bound"] - 1e-5, row
         assert row["overhead"]["hybrid"] - row["bound"] < 0.02
+
+
+def test_a_cell_is_measured(monkeypatch, tmp_path):
+    """A grid of one cell of a small model: all policies and the bound, then nothing to do."""
+    monkeypatch.setattr(hybrid, "DATA", tmp_path / "cells.json")
+    monkeypatch.setattr(hybrid, "MODELS", {"gpt2-small": (4, 64)})
+    monkeypatch.setattr(hybrid, "transformer", lambda _, **given: transformer(TINY, **given))
+    for name, values in (("RATES", (0.01,)), ("BANDWIDTHS", (200,)), ("SHARES", (0.1,)), ("JOINED", ("olla",))):
+        monkeypatch.setattr(hybrid, name, values)
+    cells = []
+    hybrid.measure(cells)
+    (row,) = json.loads(hybrid.DATA.read_text(encoding="utf-8"))
+    assert cells == [row]
+    assert {*hybrid.RECOMPUTING, *hybrid.MOVING, *hybrid.JOINING, *hybrid.JOINED} < {*row["overhead"]}
+    assert 0 < row["bound"] <= row["overhead"]["hybrid"]
+    monkeypatch.setattr(hybrid, "run", None)
+    hybrid.measure(cells)
+    assert cells == [row]
+
+
+TINY = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 128}
