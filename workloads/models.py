@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sim.errors import WorkloadError, near
-from workloads.other_models import refuse_misspelt, refuse_other_models
+from workloads.other_models import LONGEST, refuse_other_models, refuse_unknown, refuse_unused, shown
 
 FAMILIES = {
     # model_type of a config.json: family, which decides its ops
@@ -55,8 +55,24 @@ ALIASES = {
 }
 """The keys under which different models store the same figure, in the order in which they are tried."""
 
+OUTSIDE = ("architectures", "dtype", "torch_dtype")
+"""Keys of a multimodal model as a whole that say nothing of its language model."""
+
 READ = ("model_type", "sliding_window", "use_sliding_window", "layer_types", "published_parameters", "source")
 """The keys that are read under one name alone."""
+
+_ALL = ("hidden", "layers", "heads", "ffn", "vocabulary", "positions", "activation", "tied")
+_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+_LLAMA = (*_ALL, "head", "kv_heads", "attention_dropout", "attention_bias", "mlp_bias")
+_EXPERTS = ("experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every", "experts_form")
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "gpt2": (*_ALL, *_DROPOUTS, "attention_bias", "mlp_bias", "experts"),
+    "bert": (*_ALL, *_DROPOUTS, "attention_bias", "mlp_bias", "experts", "token_types"),
+    "llama": (*_LLAMA, "experts"),
+    "mixtral": (*_LLAMA, "experts", *_EXPERTS),
+}
+"""The fields that a family has; `refuse_other_models` says which of their values it does not."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu_new",
@@ -171,11 +187,11 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     """
     if not isinstance(config, (str, Path, Mapping)):
         if not hasattr(config, "to_dict"):
-            raise WorkloadError(f"model: expected a name, a path, a dict or a configuration, not {config!r}")
+            raise WorkloadError(f"model: expected a name, a path, a dict or a configuration, not {shown(config)}")
         config = config.to_dict()
     if isinstance(config, Mapping):
-        name = next((config[k] for k in ("name", "_name_or_path", "model_type") if config.get(k)), "dict")
-        return parse_config(config, str(name))
+        names = (config.get(key) for key in ("name", "_name_or_path", "model_type"))
+        return parse_config(config, next((name[:LONGEST] for name in names if name and isinstance(name, str)), "dict"))
     text = HUB_NAMES.get(str(config), str(config))
     path = config_file(config)
     if path is None:
@@ -222,23 +238,28 @@ class _Reader:
     def __init__(self, values: Mapping[str, Any], where: str, own: bool = False) -> None:
         """own: a table that ships with the package, which has no keys but those that are read."""
         text = values.get("text_config")  # multimodal models keep the language model's figures there
-        self.values = {**values, **text} if isinstance(text, Mapping) else dict(values)
+        self.values = dict(values)
+        if isinstance(text, Mapping):
+            whole = {key: value for key, value in values.items() if key not in OUTSIDE}
+            self.values = {**whole, **text}
         self.where = where
-        read = [*READ, *(key for keys in ALIASES.values() for key in keys)]
-        refuse_misspelt(self.values, read, where, own)
+        self.own = own
 
     def config(self, name: str) -> Config:
         kind = self.values.get("model_type")
         supported = ", ".join(sorted(FAMILIES))
         if kind is None:
             raise WorkloadError(f"{self.where}: key 'model_type' is missing (supported: {supported})")
-        if kind not in FAMILIES:
-            raise WorkloadError(f"{self.where}: model_type {kind!r} is not supported (supported: {supported})")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise WorkloadError(f"{self.where}: model_type {shown(kind, 40)} is not supported (supported: {supported})")
         family = FAMILIES[kind]
+        read = [*READ, *(key for keys in ALIASES.values() for key in keys)]
+        refuse_unknown(self.values, read, kind, self.where, self.own)
         refuse_other_models(self.values, kind, family, self.where)
         modern = family in ("llama", "mixtral")
         hidden, heads = self.size("hidden"), self.size("heads")
         kv_heads = self.size("kv_heads", heads) if modern else heads
+        self.refuse_unused(kind, family, heads, hidden)
         if not self.raw("head") and hidden % heads:
             raise WorkloadError(f"{self.where}: {self.key('hidden')} {hidden} is not a multiple of {heads} heads")
         if heads % kv_heads:
@@ -275,9 +296,31 @@ class _Reader:
             expert_every=self.size("expert_every", 1) if experts else 1,
             experts_form=self.choice("experts_form", FORMS, "grouped"),
             window=self.window(kind),
-            published=int(self.values.get("published_parameters", 0)),
-            source=str(self.values.get("source", "")),
+            published=self.published(),
+            source=str(source) if isinstance(source := self.values.get("source", ""), str) else "",
         )
+
+    def refuse_unused(self, kind: str, family: str, heads: int, hidden: int) -> None:
+        """Raise WorkloadError for keys of fields that the family does not have."""
+        neutral: dict[str, tuple[Any, ...]] = {
+            "kv_heads": (heads,),
+            "head": (hidden / heads,),
+            "experts_per_token": (0, 1),
+            **dict.fromkeys((*_DROPOUTS, "shared_experts", "dense_layers", "token_types"), (0,)),
+        }
+        names = {key for field in FIELDS[family] for key in ALIASES[field]}
+        unused = {
+            key: neutral.get(field, ())
+            for field, keys in ALIASES.items()
+            if field not in FIELDS[family]
+            for key in keys
+            if key not in names
+        }
+        refuse_unused(self.values, unused, kind, self.where)
+
+    def published(self) -> int:
+        count = self.values.get("published_parameters", 0)
+        return count if isinstance(count, int) and 0 <= count < 1 << 63 else 0
 
     def window(self, kind: str) -> int:
         """Tokens of a sliding window, 0 where there is none or it is disabled."""
@@ -286,7 +329,7 @@ class _Reader:
         if window is None or not on:
             return 0
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise WorkloadError(f"{self.where}: sliding_window: needs an integer of at least 1, has {window!r}")
+            raise WorkloadError(f"{self.where}: sliding_window: needs an integer of at least 1, has {shown(window)}")
         return window
 
     def biases(self, kind: str, modern: bool) -> frozenset[str]:
@@ -311,27 +354,30 @@ class _Reader:
                 raise WorkloadError(f"{self.where}: key {' or '.join(map(repr, ALIASES[field]))} is missing")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WorkloadError(f"{self.where}: {self.key(field)}: needs an integer of at least {least}, has {value!r}")
+            raise WorkloadError(
+                f"{self.where}: {self.key(field)}: needs an integer of at least {least}, has {shown(value)}"
+            )
         if value > (most := MOST.get(field, 1 << 40)):
-            raise WorkloadError(f"{self.where}: {self.key(field)}: is built up to {most:,}, has {str(value)[:24]}")
+            raise WorkloadError(f"{self.where}: {self.key(field)}: is built up to {most:,}, has {shown(value, 24)}")
         return value
 
     def share(self, field: str, default: float) -> float:
         value = self.raw(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise WorkloadError(f"{self.where}: {self.key(field)}: needs a number from 0 up to 1, has {value!r}")
+            raise WorkloadError(f"{self.where}: {self.key(field)}: needs a number from 0 up to 1, has {shown(value)}")
         return float(value)
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.raw(field)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise WorkloadError(f"{self.where}: {self.key(field)}: needs true or false, has {value!r}")
+            raise WorkloadError(f"{self.where}: {self.key(field)}: needs true or false, has {shown(value)}")
         return value
 
     def choice(self, field: str, known: Mapping[str, str], default: str) -> str:
         value = self.raw(field) or default
-        if value not in known:
-            raise WorkloadError(f"{self.where}: {self.key(field)}: {value!r} is unknown{near(str(value), known)}")
+        if not isinstance(value, str) or value not in known:
+            hint = near(value[:LONGEST], known) if isinstance(value, str) else ""
+            raise WorkloadError(f"{self.where}: {self.key(field)}: {shown(value)} is unknown{hint}")
         return known[value]

@@ -1,31 +1,61 @@
 """Keys of a `config.json` that describe a different model from the one that would be built.
 
-An unknown key may be harmless (a token id, a seed, a generation setting), so that configurations can be read as
-published. A key that changes the ops, their shapes or the number of parameters is either read (`models.ALIASES`,
-sliding windows) or refused, never ignored. `torch_dtype` and `dtype` say how a checkpoint is stored; the type of the
-computation is `precision`.
+The list is closed: a key is read (`models.ALIASES`, sliding windows), harmless (a token id, a generation setting), or
+refused, where its value or the key itself is not known to leave the model as it is. None and what is empty stand for
+no value.
+`torch_dtype` and `dtype` say how a checkpoint is stored; the type of the computation is `precision`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from sim.errors import WorkloadError, near
+from sim.errors import WorkloadError
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as an error shows it: one line of at most so many characters, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, brackets without end
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _is_set(value: Any) -> bool:
-    return value not in (None, False, 0, [], {}, "")
+    return bool(value)
 
 
 def _is_not(neutral: Any) -> Callable[[Any], bool]:
     return lambda value: value is not None and value != neutral
 
 
+def _is_no_type(value: Any) -> bool:
+    return value is not None and str(value).removeprefix("torch.") not in STORED if isinstance(value, str) else True
+
+
+def _is_partial(value: Any) -> bool:
+    factor = value.get("partial_rotary_factor") if isinstance(value, Mapping) else None
+    return factor is not None and factor != 1.0
+
+
+def _has_another_head(value: Any) -> bool:
+    """Whether a list of classes names one without the head that is built: that of a language model."""
+    names = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(name, str) and not name.endswith(HEADS) for name in names)
+
+
 def _more_than_one(value: Any) -> bool:
     return value is not None and value not in (0, 1)
 
+
+STORED = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "auto")
+"""Types in which a checkpoint may be stored."""
+
+HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "Model")
+"""How the names of classes end that have a language model's head, or none; BERT is built with both of its heads."""
 
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "quantization_config": (_is_set, "quantised weights"),
@@ -63,40 +93,97 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "mlp_only_layers": (_is_set, "layers without experts"),
     "shared_expert_intermediate_size": (_is_set, "shared experts of another width"),
     "num_hidden_groups": (_more_than_one, "layers that share parameters"),
+    "architectures": (_has_another_head, "another head than a language model's"),
+    "dtype": (lambda value: value is not None and _is_no_type(value), "weights of a type that is not known"),
+    "torch_dtype": (lambda value: value is not None and _is_no_type(value), "weights of a type that is not known"),
+    "quantization": (_is_set, "quantised weights"),
+    "rope_scaling": (_is_partial, "rotary positions of a part of the head"),
+    "rope_parameters": (_is_partial, "rotary positions of a part of the head"),
+    "pretraining_tp": (_more_than_one, "linear layers in slices"),
+    "gradient_checkpointing": (_is_set, "recomputation, which is a policy here (full_recompute)"),
+    "output_attentions": (_is_set, "attention weights as a result"),
+    "output_hidden_states": (_is_set, "all layers' activations as a result"),
+    "output_router_logits": (_is_set, "a loss of the router"),
+    "router_jitter_noise": (_is_set, "noise in the router"),
+    "scale_attn_by_inverse_layer_idx": (_is_set, "attention scores scaled by layer"),
+    "use_mrope": (_is_set, "rotary positions in several dimensions"),
+    "is_decoder": (_is_set, "an encoder that is used as a decoder"),
 }
 """For each key, which of its values describe a different model, and what that model has."""
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
-HARMLESS = frozenset(("tie_encoder_decoder",))
-"""Published keys that look like another and change nothing here."""
+_HARMLESS = """
+    aux_loss_alpha auto_map bad_words_ids begin_suppress_tokens bos_token_id classifier_dropout
+    cross_attention_hidden_size decoder_start_token_id directionality diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range label2id layer_norm_eps layer_norm_epsilon
+    length_penalty max_length max_sequence_length max_window_layers min_length model_max_length n_group name
+    no_repeat_ngram_size norm_topk_prob num_beam_groups num_beams num_labels num_return_sequences
+    original_max_position_embeddings output_scores pad_token_id pooler_fc_size pooler_num_attention_heads
+    pooler_num_fc_layers pooler_size_per_head pooler_type prefix problem_type remove_invalid_values repetition_penalty
+    return_dict return_dict_in_generate rms_norm_eps rope_interleave rope_theta routed_scaling_factor
+    router_aux_loss_coef scale_attn_weights scoring_func sep_token_id seq_aux summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature text_config tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p topk_group topk_method
+    torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    attn_implementation rope_type
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Published keys that change no op, no shape and no number of parameters of the models that are built."""
 
 ALIKE = 0.86
 """From which similarity on an unknown key counts as a misspelt one: one letter in seven, or two in fourteen."""
 
+LONGEST = 80
+"""The longest key that is compared with others."""
 
-def refuse_misspelt(values: Mapping[str, Any], read: Iterable[str], where: str, own: bool) -> None:
-    """Raise WorkloadError for a key that is not known and nearly one that is read, naming that.
 
-    own: whether every key that is not read is a mistake, as in a table of one's own; a published `config.json` has
-    dozens of them.
+def refuse_unknown(values: Mapping[str, Any], read: Collection[str], kind: str, where: str, own: bool) -> None:
+    """Raise WorkloadError for a key that is neither read nor harmless nor known to describe another model.
+
+    read: the keys that are read.
+    own: whether harmless keys are mistakes, too, as in a table of one's own; a published `config.json` has dozens.
     """
-    known = [*read, *REFUSED]
-    for key in values:
-        if key in known or key in HARMLESS or not isinstance(key, str):
+    known = {*read, *REFUSED} | (set() if own else HARMLESS)
+    for key, value in values.items():
+        if key in known or (isinstance(key, str) and key.startswith("_") and not own):
             continue
-        is_alike = any(SequenceMatcher(None, key, each).ratio() >= ALIKE for each in known)
-        if is_alike or own:
-            hint = (
-                near(key, known) if is_alike else f" among those that change what is built: {', '.join(sorted(read))}"
-            )
-            raise WorkloadError(f"{where}: there is no key {key!r}{hint}")
+        if not isinstance(key, str) or len(key) > LONGEST:
+            raise WorkloadError(f"{where}: there is no key {shown(key)}")
+        alike = get_close_matches(key, known, n=1, cutoff=ALIKE)
+        if alike:
+            hint = f" (did you mean {alike[0]!r}?)"
+        elif own:
+            hint = f" among those that change what is built: {', '.join(sorted(read))}"
+        elif value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value):
+            continue
+        else:
+            hint = f" that is known for model_type {kind!r}: it may change the model; remove it if it does not"
+        raise WorkloadError(f"{where}: there is no key {key!r}{hint}")
+
+
+def refuse_unused(values: Mapping[str, Any], unused: Mapping[str, Collection[Any]], kind: str, where: str) -> None:
+    """Raise WorkloadError for a key of another model.
+
+    unused: the keys that models of this kind do not have, and the values of each that leave them as they are.
+    """
+    for key, neutral in unused.items():
+        value = values.get(key)
+        if value is not None and not any(value == each for each in neutral):
+            raise WorkloadError(f"{where}: {key}: model_type {kind!r} has no such key (value {shown(value)})")
 
 
 def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where: str) -> None:
     """Raise WorkloadError, naming key and value, for a configuration of a model that is not supported."""
     refused = dict(REFUSED)
+    biases = {"llama": ("attention_bias", "mlp_bias"), "deepseek": ("attention_bias",)}.get(kind, ())
+    refused |= {
+        key: (_is_set, f"biases, which model_type {kind!r} does not have")
+        for key in ("attention_bias", "mlp_bias")
+        if key not in biases
+    }
     if family in ("gpt2", "bert"):
         always = (_is_not(True), f"linear layers without a bias, which model_type {kind!r} does not have")
         refused |= {"attention_bias": always, "mlp_bias": always}
@@ -108,11 +195,13 @@ def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where
         refused |= dict.fromkeys(EXPERTS, (_more_than_one, f"experts, which model_type {kind!r} does not have"))
     for key, (changes, feature) in refused.items():
         if key in values and changes(values[key]):
-            shown = repr(values[key])
-            raise WorkloadError(
-                f"{where}: {key}: value {shown if len(shown) <= 60 else shown[:59] + '…'} means {feature}: not modelled"
-            )
+            raise WorkloadError(f"{where}: {key}: value {shown(values[key])} means {feature}: not modelled")
+    _refuse_layer_types(values, where)
+
+
+def _refuse_layer_types(values: Mapping[str, Any], where: str) -> None:
     layers = values.get("layer_types")
-    other = sorted({str(each) for each in layers} - {"full_attention"}) if isinstance(layers, list) else []
-    if other and other != ["sliding_attention"]:
-        raise WorkloadError(f"{where}: layer_types: value {other[0]!r}: not modelled; only 'full_attention' is")
+    types = layers if isinstance(layers, (list, tuple)) else [] if layers is None else [layers]
+    for each in types:
+        if each not in ("full_attention", "sliding_attention"):
+            raise WorkloadError(f"{where}: layer_types: value {shown(each)}: not modelled; only 'full_attention' is")

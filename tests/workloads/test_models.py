@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.errors import WorkloadError
-from workloads import model_names, read_config, transformer
+from sim.errors import TiersimError, WorkloadError
+from workloads import Config, model_names, read_config, transformer
 from workloads.models import parse_config
 from workloads.parameters import parameter_count
 
@@ -361,9 +362,30 @@ PUBLISHED = """
     layer_norm_eps classifier_dropout gradient_checkpointing rms_norm_eps pretraining_tp rope_theta rope_scaling
     rope_parameters max_window_layers output_router_logits router_aux_loss_coef router_jitter_noise n_group
     topk_group topk_method norm_topk_prob scoring_func seq_aux aux_loss_alpha ep_size routed_scaling_factor auto_map
-    rope_interleave torch_dtype dtype hidden_dropout attention_layers num_labels attn_implementation
+    rope_interleave torch_dtype dtype num_labels attn_implementation
 """
 """Keys that published configurations have beside those that say what is computed."""
+
+
+AS_PUBLISHED = {
+    **dict.fromkeys(("output_hidden_states", "output_attentions", "is_decoder", "output_router_logits"), False),
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "gradient_checkpointing"), False),
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "dtype": "torch.float16",
+    "pretraining_tp": 1,
+    "router_jitter_noise": 0.0,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+"""What they say where another value would be another model."""
+CHANGED = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "torch_dtype": "float8_e4m3fn",
+    "dtype": "int4",
+    **{key: {"partial_rotary_factor": 0.5} for key in ("rope_scaling", "rope_parameters")},
+    "pretraining_tp": 2,
+}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "bert", "mixtral"])
@@ -377,7 +399,101 @@ def test_what_published_configurations_say_beside_is_read_without_a_word(kind):
     }
     if kind != "mixtral":
         del sizes["num_local_experts"], sizes["num_experts_per_tok"]
-    assert parse_config({**sizes, **dict.fromkeys(PUBLISHED.split(), 7)}, "m") == parse_config(sizes, "m")
+    published = {**dict.fromkeys(PUBLISHED.split(), 7), **AS_PUBLISHED}
+    assert parse_config({**sizes, **published}, "m") == parse_config(sizes, "m")
+
+
+@pytest.mark.parametrize("key", AS_PUBLISHED)
+def test_those_that_would_change_it_are_read_by_their_value(key):
+    with pytest.raises(WorkloadError, match=rf"m: {key}: value .* means .*: not modelled"):
+        parse_config({"model_type": "llama", **LLAMA, key: CHANGED.get(key, True)}, "m")
+
+
+def test_every_key_is_known_or_refused_by_its_name():
+    config = {"model_type": "llama", **LLAMA}
+    with pytest.raises(WorkloadError, match="no key 'gated_residual' that is known for model_type 'llama'"):
+        parse_config({**config, "gated_residual": True}, "m")
+    assert parse_config({**config, "gated_residual": None, "_private": 3}, "m") == parse_config(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "neutral", "changing"),
+    [
+        ("gpt2", "num_key_value_heads", 4, 2),
+        ("gpt2", "head_dim", 16, 32),
+        ("gpt2", "moe_intermediate_size", None, 32),
+        ("llama", "resid_pdrop", 0.0, 0.1),
+        ("llama", "type_vocab_size", 0, 2),
+        ("llama", "num_experts_per_tok", 1, 2),
+        ("llama", "moe_layer_freq", None, 2),
+        ("mistral", "attention_bias", False, True),
+        ("mixtral", "mlp_bias", False, True),
+    ],
+)
+def test_a_key_of_another_family_is_refused_unless_it_changes_nothing(kind, key, neutral, changing):
+    sizes = {**LLAMA, "model_type": kind, "max_position_embeddings": 64}
+    if kind == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert parse_config({**sizes, key: neutral}, "m") == parse_config(sizes, "m")
+    with pytest.raises(WorkloadError, match=rf"m: {key}: ") as error:
+        parse_config({**sizes, key: changing}, "m")
+    assert kind in str(error.value)
+
+
+def deep(levels=100_000):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model_type", "hidden_size", "hidden_act", "attention_dropout", "tie_word_embeddings", "sliding_window"),
+        *(
+            "layer_types",
+            "kv_lora_rank",
+            "architectures",
+            "dtype",
+            "rope_scaling",
+            "num_local_experts",
+            "_name_or_path",
+        ),
+        *("published_parameters", "source", "attention_bias", "experts_implementation"),
+        *("gated_residual", "k" * 10**6),
+    ],
+)
+def test_a_hostile_value_has_one_clear_line_or_does_no_harm(key):
+    numbers = (10**5000, -(10**5000), 1 << 63, float("nan"), float("inf"))
+    for value in (["silu"], {"a": 1}, *numbers, "x" * 10**6, deep(), b"\0", object()):
+        config = {"model_type": "llama", **LLAMA, key: value}
+        for read in (partial(parse_config, config, "m"), partial(read_config, config)):
+            try:
+                assert isinstance(read(), Config)
+            except WorkloadError as error:
+                said = str(error)
+            else:
+                said = ""
+            assert "\n" not in said
+            assert len(said) < 400
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "n_positions", "n_inner", "n_head"])
+def test_a_size_beyond_all_reason_is_refused_at_once(key):
+    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 50, "n_positions": 32}
+    for size in (10**9, 1 << 40, 1 << 63, 10**4000):
+        config = {**sizes, key: size, **({"n_head": 1} if key == "n_embd" else {})}
+        try:
+            trace = transformer(config, batch=1, sequence=8)
+        except TiersimError as error:
+            said = str(error)
+        else:
+            said = ""
+            assert key != "n_layer"
+            assert trace.meta["parameters"] < 1 << 63
+        assert "\n" not in said
+        assert len(said) < 400
 
 
 @pytest.mark.parametrize(
