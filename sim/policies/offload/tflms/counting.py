@@ -1,0 +1,64 @@
+"""The count of resident bytes that decides whether settings pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.plan import Problem
+from sim.policies.offload.tflms.swaps import Settings, Stay, Swaps
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.liveness import freeable
+
+DELAY = 1
+"""Ops for which a result stays resident while it is copied out, where computation does not wait for that copy."""
+
+
+def fits(problem: Problem, swaps: Swaps, settings: Settings, share: float) -> bool:
+    """Whether every device counts no more than its share of what weights and optimizer state leave it."""
+    trace = problem.trace
+    for device in range(trace.devices):
+        variables = _variables(trace, device)
+        capacity = problem.platform.home(device).capacity
+        if max(counted(trace, swaps, settings, device), default=0) > share * (capacity - variables):
+            return False
+    return True
+
+
+def counted(trace: Trace, swaps: Swaps, settings: Settings, device: int = 0) -> Sequence[int]:
+    """Per op the bytes of results and inputs resident on a device while it runs, its workspace included."""
+    c, dies, end = trace.tensor_columns, freeable(trace), len(trace.ops) - 1
+    change = [0] * (end + 3)
+    for t, size in enumerate(c.bytes.tolist()):
+        users = trace.readers(t)
+        produced = int(trace.producer[t])
+        first = produced if produced >= 0 else (users[0] if users else -1)
+        if c.role[t] in PERSISTENT or not size or first < 0 or trace.op_columns.device[first] != device:
+            continue
+        last = max((*users, first, int(trace.released[t]))) if dies[t] else end
+        over = trace.replaced_by[t]
+        if over >= 0:
+            last = int(trace.producer[over]) - 1
+        whole = Stay(-1, first if produced >= 0 else 0, last)
+        for i, stay in enumerate(swaps.get(t, (whole,))):
+            begin = stay.first if settings.waits_in or not i else stay.begin + 1
+            stop = stay.last + (DELAY if t in swaps and not i and not settings.waits_out else 0)
+            change[begin] += size
+            change[stop + 1] -= size
+    load, now = [], 0
+    for op, step in enumerate(change[: end + 1]):
+        now += step
+        load.append(now + (int(trace.op_columns.workspace[op]) if trace.op_columns.device[op] == device else 0))
+    return load
+
+
+def _variables(trace: Trace, device: int) -> int:
+    """Bytes of weights and optimizer state whose first reader is on a device."""
+    c = trace.tensor_columns
+    return sum(
+        int(c.bytes[t])
+        for t in range(len(trace.tensors))
+        if c.role[t] in PERSISTENT
+        and trace.producer[t] < 0
+        and len(trace.readers(t))
+        and trace.op_columns.device[trace.readers(t)[0]] == device
+    )
