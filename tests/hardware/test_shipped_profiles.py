@@ -143,7 +143,7 @@ def test_a_drive_is_read_directly_or_by_way_of_the_host():
     assert size / p.move_ns(size, "hbm", "nvme") == pytest.approx(5, rel=0.001)
     host_dram = next(pool for pool in p.pools if pool.name == "host_dram")
     assert not {"gds_read", "gds_write"} & {m.name for m in host_dram.members}
-    # one queue for what comes directly and what goes by way of the host
+    # one queue for direct copies and for those by way of the host
     drive = next(pool for pool in p.pools if pool.name == "nvme")
     assert {m.name: round(drive.rate / m.charge / 1e8) for m in drive.members} == {
         "nvme_write": 50, "nvme_read": 100, "gds_write": 50, "gds_read": 96,

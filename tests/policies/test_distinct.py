@@ -132,6 +132,7 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "w1": (layers, a100, int(0.6 * _peak(layers, a100))),
         "convolutions": (convolutions(8), a100, None),
         "roomy": (eager, survey, None),
+        "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),
     }
 
@@ -232,7 +233,7 @@ def test_every_parameter_changes_some_run(name, key):
     values = policy_class(name).said_of_parameters("other_values")
     assert key in values, f"{name}: `other_values` has none for {key!r}"
     base, changed = _parameters(name, key)
-    for problem in (*tried_on(name), *(() if name in SLOW else ("roomy", "lengths"))):
+    for problem in (*tried_on(name), *(() if name in SLOW else ("roomy", "lengths", "drive"))):
         (with_it, limit), (without, _) = run(problem, name, changed), run(problem, name, base)
         if limit or (with_it is not None and with_it != without):
             return

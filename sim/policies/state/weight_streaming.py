@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
 
 from sim.errors import PolicyError
-from sim.plan import Action, Drop, Move, Plan, Problem
+from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.trace.graph import Trace
-from sim.trace.layers import layer_runs
-from sim.trace.tensor import ROLE_CODE
+from sim.solvers.streaming import stream_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,54 +48,5 @@ class WeightStreaming(Policy):
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"weight_streaming: {platform.name} has no host tier to keep weights in")
-        host = platform.host.name
-        runs: dict[int, list[list[int]]] = {}  # per device
-        position = [0] * len(trace.ops)  # of an op's run among those of its device
-        for run in layer_runs(trace, range(len(trace.ops))):
-            own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
-            for op in run:
-                position[op] = len(own)
-            own.append(run)
-        actions: list[tuple[int, Action]] = []
-        place = {}
-        for weight in _streamed(trace):
-            place[weight] = host
-            device = int(trace.op_columns.device[trace.readers(weight)[0]])
-            home = platform.home(device).name
-            actions += self._visits(trace, weight, runs[device], position, home, host)
-        return Plan(trace, tuple(action for _, action in sorted(actions, key=lambda row: row[0])), place=place)
-
-    def _visits(
-        self, trace: Trace, weight: int, runs: list[list[int]], position: list[int], home: str, host: str
-    ) -> Iterator[tuple[int, Action]]:
-        """A weight's fetches and releases, each with the op before which it is needed. runs: of its device."""
-        first: dict[int, int] = {}  # per run that reads it the first op that does
-        for op in trace.readers(weight):
-            first.setdefault(position[op], op)
-        visits = list(first)
-        new = int(trace.replaced_by[weight])
-        for k, at in enumerate(visits):
-            if k == 0 or at - visits[k - 1] > self.ahead:
-                yield first[at], Move(weight, home, keep=True, before=runs[max(at - self.ahead, 0)][0])
-            last = k + 1 == len(visits)
-            if new < 0 if last else visits[k + 1] - at > self.ahead:
-                yield first[at], Drop(weight, home, after=runs[at][-1])
-        while new >= 0 and trace.replaced_by[new] >= 0:
-            new = int(trace.replaced_by[new])
-        if new >= 0:
-            yield int(trace.producer[new]), Move(new, host, after=int(trace.producer[new]))
-
-
-def _streamed(trace: Trace) -> Iterator[int]:
-    """Weights that ops of one device's own engine alone read, and overwrite if anything does."""
-    c, columns = trace.op_columns, trace.tensor_columns
-    for t in range(len(columns.name)):
-        if columns.role[t] != ROLE_CODE["weight"] or trace.producer[t] >= 0 or not columns.bytes[t]:
-            continue
-        touching, value = {*trace.readers(t)}, int(trace.replaced_by[t])
-        while value >= 0:
-            touching |= {int(trace.producer[value]), *trace.readers(value)}
-            value = int(trace.replaced_by[value])
-        plain = trace.readers(t) and all(op not in c.engine and op not in c.group for op in touching)
-        if plain and len({int(c.device[op]) for op in touching}) == 1:
-            yield t
+        actions, place = stream_weights(trace, platform, platform.host.name, self.ahead)
+        return Plan(trace, actions, place=place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,16 +11,10 @@ from sim.declared import Size
 from sim.errors import PolicyError, ProfileError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
-from sim.policies.offload.zero_offload.fused_update import fuse_updates
-from sim.rewrites.rewriter import Rewriter
-from sim.trace.graph import Trace
-from sim.trace.op import PHASE_CODE
-from sim.trace.origin import Same
+from sim.rewrites.fused_update import fuse_updates
+from sim.rewrites.host_update import CPU, OnHost, Split, device_updates, updated_on_host
+from sim.solvers.streaming import buckets
 from sim.units import to_bytes
-
-UPDATE = PHASE_CODE["update"]
-CPU = "cpu"
-"""Name of the engine that updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +35,8 @@ class ZeroOffload(Policy):
     Departs: an update is priced by the platform's model of the CPU, even where a duration was measured. A trace
         whose optimizer takes all parameters in one op, as a captured one does, has one tile. Ops of the update
         phase that are no optimizer's (clipping) run on the CPU one by one.
-        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master. Under
+        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master, unless weights
+        reside there anyway. Under
         autocast device weights and gradients are fp32, and so are the copies. Conversion takes the CPU
         no time of its own, and gradients of a bucket are copied one by one.
 
@@ -88,18 +83,18 @@ class ZeroOffload(Policy):
             host = platform.engines[platform.engine_for(0, CPU)].home
         except ProfileError:
             raise PolicyError(f"zero_offload: {platform.name} has no engine {CPU!r} to update on") from None
-        updates = _updates(trace)
+        updates = device_updates(trace)
         if not updates:
             return Plan(trace)
-        split = _Split(fuse_updates(trace, updates))
+        split = Split(fuse_updates(trace, updates))
         if self.delayed:
-            split.check_independent()
-        new = _rewrite(split, self.delayed)
+            split.check_independent("zero_offload")
+        new = updated_on_host(split, self.delayed, in_place=self.weights == "host")
         homes = [platform.home(device).name for device in range(trace.devices)]
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         if self.weights == "device":
             actions += _weights_up(split, new, host, homes, self.delayed)
-        place = {} if self.weights == "device" else {new.tensors[t]: host for t in new.fresh}
+        place = {} if self.weights == "device" else {new.tensors[t]: host for t in split.weights}
         return Plan(new.trace, tuple(actions), place=place)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
@@ -107,123 +102,12 @@ class ZeroOffload(Policy):
         return {"the update on the CPU": self.plan(problem)}
 
 
-def _updates(trace: Trace) -> list[int]:
-    """The ops of the update phase that the device itself runs."""
-    c = trace.op_columns
-    ops = range(len(trace.ops))
-    return [op for op in ops if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)]
-
-
-class _Split:
-    """Which ops update, and which tensors cross between them and the rest, by ids of the old trace.
-
-    last_use: per tensor the last op other than an update that reads or produces it.
-    read: the tensors that updates read.
-    gradients: tensors that updates need and other ops produce.
-    weights: tensors that exist from the beginning and that both need, with the value each ends as.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.updates = set(_updates(trace))
-        self.last_use: dict[int, int] = {}
-        used: dict[int, None] = {}
-        self.read: set[int] = set()
-        for op in range(len(trace.ops)):
-            if op not in self.updates:
-                self.last_use.update(dict.fromkeys((*trace.reads(op), *trace.writes(op)), op))
-                continue
-            overwritten = [int(trace.tensor_columns.replaces[t]) for t in trace.writes(op)]
-            used.update(dict.fromkeys((*trace.reads(op), *(t for t in overwritten if t >= 0))))
-            self.read.update(trace.reads(op))
-        others = [t for t in used if int(trace.producer[t]) not in self.updates]
-        self.gradients = [t for t in others if trace.producer[t] >= 0]
-        self.weights = {t: self._end(t) for t in others if trace.producer[t] < 0 and t in self.last_use}
-
-    def _end(self, tensor: int) -> int:
-        while self.trace.replaced_by[tensor] >= 0:
-            tensor = int(self.trace.replaced_by[tensor])
-        return tensor
-
-    def check_independent(self) -> None:
-        """Raise PolicyError where an update reads a result of another one."""
-        for op in sorted(self.updates):
-            for t in self.trace.reads(op):
-                if int(self.trace.producer[t]) in self.updates:
-                    names, producer = self.trace.op_columns.name, int(self.trace.producer[t])
-                    raise PolicyError(
-                        f"zero_offload: delayed: update {names[op]!r} reads what {names[producer]!r} makes"
-                    )
-
-
-@dataclass
-class _Rewritten:
-    """The new trace, and the new ids of old ops and tensors.
-
-    kept: per weight that updates read the host's copy at the start.
-    fresh: per weight the tensor that is copied up: its new value, or a copy of that where the host keeps it.
-    before: per gradient that of the previous iteration.
-    """
-
-    ops: dict[int, int] = field(default_factory=dict)
-    tensors: list[int] = field(default_factory=list)
-    kept: dict[int, int] = field(default_factory=dict)
-    fresh: dict[int, int] = field(default_factory=dict)
-    before: dict[int, int] = field(default_factory=dict)
-    trace: Trace = field(init=False)
-
-
-def _rewrite(split: _Split, delayed: bool) -> _Rewritten:
-    """Updates on the CPU, on host copies of the weights; first of all ops where they are delayed."""
-    old, new, out = split.trace, Rewriter(split.trace), _Rewritten()
-    outputs = set(old.outputs)
-    out.tensors = [new.tensor(t) for t in old.tensors]
-    for t, end in split.weights.items():
-        if t in split.read:
-            out.kept[t] = new.tensor(old.tensors[t], name=f"{old.tensors[t].name}.{CPU}")
-        if end != t and end in outputs:
-            rises = old.tensors[end]
-            out.fresh[t] = new.tensor(rises, name=f"{rises.name}.up") if t in out.kept else out.tensors[end]
-    if delayed:
-        for t in split.gradients:
-            gradient = old.tensors[t]
-            out.before[t] = new.tensor(gradient, Same(t, -1), name=f"{gradient.name}.before")
-    stand_ins = {**out.kept, **out.before}
-    for tensor in old.tensors:
-        replaced = tensor.replaces
-        if replaced is not None and (replaced not in split.weights or replaced in out.kept):
-            new.builder.take_over(out.tensors[tensor.id], stand_ins.get(replaced, out.tensors[replaced]))
-    beside = {split.weights[t]: fresh for t, fresh in out.fresh.items() if t in out.kept}
-    for op in sorted(old.ops, key=lambda op: (delayed and op.id not in split.updates, op.id)):
-        updates = op.id in split.updates
-        reads = [stand_ins.get(t, out.tensors[t]) if updates else out.tensors[t] for t in op.reads]
-        writes = [out.tensors[t] for t in op.writes]
-        if updates:
-            writes += [beside[t] for t in op.writes if t in beside]
-            out.ops[op.id] = new.op(op, reads=reads, writes=writes, engine=CPU, duration=None)
-        else:
-            out.ops[op.id] = new.op(op, reads=reads, writes=writes)
-    ends = [out.tensors[t] for t in old.outputs] + list(beside.values())
-    carry = [(out.tensors[a], out.kept.get(b, out.tensors[b]) if a in beside else out.tensors[b]) for a, b in old.carry]
-    carry += [(beside[a], out.tensors[b]) for a, b in old.carry if a in beside]
-    if delayed:
-        ends += [out.tensors[t] for t in split.gradients if t not in outputs]
-        carry += [(out.tensors[t], before) for t, before in out.before.items()]
-    out.trace = new.build(outputs=ends, carry=carry)
-    return out
-
-
-def _gradients_down(split: _Split, new: _Rewritten, host: str, bucket: int, delayed: bool) -> Iterator[Action]:
+def _gradients_down(split: Split, new: OnHost, host: str, bucket: int, delayed: bool) -> Iterator[Action]:
     """Each bucket's moves when it is full, the last one's after the last gradient; then the wait for all."""
-    size = split.trace.tensor_columns.bytes
-    waiting: list[int] = []
-    ready = sorted(split.gradients, key=lambda t: (split.last_use[t], t))
-    for i, t in enumerate(ready):
-        waiting.append(t)
-        if i + 1 == len(ready) or sum(int(size[one]) for one in waiting) >= bucket:
-            at = new.ops[split.last_use[t]]
-            yield from (Move(new.tensors[one], host, after=at) for one in waiting)
-            waiting = []
+    ready = split.ready()
+    full = [(new.tensors[t], new.ops[split.last_use[t]]) for t in ready]
+    for tensors, at in buckets(full, new.trace.tensor_columns.bytes, bucket):
+        yield from (Move(tensor, host, after=at) for tensor in tensors)
     first: dict[int, int] = {}
     for op in sorted(split.updates):
         first.setdefault(int(split.trace.op_columns.device[op]), op)
@@ -232,7 +116,7 @@ def _gradients_down(split: _Split, new: _Rewritten, host: str, bucket: int, dela
             yield from (Wait(new.tensors[t], before=new.ops[op]) for t in ready)
 
 
-def _weights_up(split: _Split, new: _Rewritten, host: str, homes: list[str], delayed: bool) -> Iterator[Action]:
+def _weights_up(split: Split, new: OnHost, host: str, homes: list[str], delayed: bool) -> Iterator[Action]:
     """Each new weight's move when the update that makes it has ended, and the release of what it replaces."""
     trace = split.trace
     for t, fresh in new.fresh.items():

@@ -1,0 +1,113 @@
+"""ZeRO-Infinity: weights, gradients and optimizer states reside on the host or a drive; the device streams weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from sim.declared import Size
+from sim.errors import PolicyError, ProfileError
+from sim.hardware.platform import Platform
+from sim.plan import Action, Plan, Problem
+from sim.policies.base import Policy, by_parameter
+from sim.policies.offload.zero_infinity.update import Update
+from sim.rewrites.fused_update import fuse_updates
+from sim.rewrites.host_update import CPU, Split, device_updates, updated_on_host
+from sim.solvers.streaming import stream_weights
+from sim.units import to_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroInfinity(Policy):
+    """No model state stays on the device: weights are fetched layer by layer, and the CPU streams what it updates.
+
+    Weights reside on the host or the drive behind it. A run of ops of one layer and phase has its weights fetched when
+    the run `ahead` of them earlier begins, and releases them at its end, in forward and again in backward. From a
+    drive they take its link and the device's at once, through no more host memory than a copy's buffer, or the
+    direct link where the machine has one. Gradients leave in buckets as they are complete. Then the CPU updates tile by
+    tile (the parameters of one layer): gradient and states of the next `tiles` are read from the drive while one is
+    updated, and new states and 16-bit weights are written back behind it. Nothing of a tile stays on the host.
+    Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC 2021,
+        arXiv:2104.07857, sections 5.1 (offload of all states), 5.2.2 and 6.2 (overlap), 6.3 (pinned buffers).
+    Bounds: with 16-bit weights and gradients of N parameters the drive holds 14N bytes between steps, 16N with
+        gradients; the device the weights of `ahead` + 1 neighbouring runs, a bucket that fills and those that leave.
+        Per step 2N bytes per fetch of all weights (up to twice, three times with recomputation) and 2N of gradients
+        cross the device's link, and the update reads 16N and writes 14N bytes of the drive. Without overlap, work of
+        `ait` FLOPs per byte runs at ait x rate / (ait x rate + peak) of the peak (section 4). Plans in O(ops +
+        operands).
+    Departs: one device, so that nothing is partitioned and no link but its own works (section 6.1, bandwidth-centric
+        partitioning); operators are not tiled (5.1.3). The paper stages a weight on the host, drive to host three
+        operators ahead and host to device two; here both links carry it at once. Buffers on the host are bounded by
+        what is still being written; where the CPU is slower than the drive, tiles that were read wait there. Its Adam
+        also keeps fp32 gradients, 4 of its 20 bytes per parameter, which no trace here has. Order and reuse are taken
+        from the trace, which its first iteration records. Activations belong to other policies, as in
+        `zero_infinity + full_recompute; checkpoints: swap_all`.
+
+    states: where optimizer states and gradients reside: `host`, `nvme` (the tier behind the host), or `auto`, which is
+        the drive if there is one.
+    weights: where weights reside: `device`, `host`, `nvme` or `auto`.
+    ahead: how many runs before its own a weight is fetched; 0 fetches it when its run begins.
+    tiles: how many tiles ahead of the one being updated are read from the drive.
+    bucket: bytes of gradients that are copied together, an int or text such as "50 MB"; 0 copies each at once.
+    Raises PolicyError for a platform without host tier or engine `cpu`, or without a tier behind the host if one is
+    asked for; Infeasible where the host cannot hold one tile.
+    """
+
+    moves = True
+    rewrites = True
+    needs = frozenset({"host", "cpu"})
+    fidelity = "reconstruction"
+    saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
+    manages = ("gradients", "optimizer_state", "weights")
+    other_values = by_parameter(states="host", weights="device", ahead=0, tiles=3, bucket=1 << 26)
+
+    states: Literal["auto", "host", "nvme"] = "auto"
+    weights: Literal["auto", "device", "host", "nvme"] = "auto"
+    ahead: Annotated[int, Ge(0)] = 3
+    tiles: Annotated[int, Ge(0)] = 1
+    bucket: Size = 0
+
+    def plan(self, problem: Problem) -> Plan:
+        """The update on the CPU, where state begins, the streams of weights and states."""
+        platform, trace = problem.platform, problem.trace
+        host, drive = self._tiers(platform)
+        updates = device_updates(trace)
+        split = Split(fuse_updates(trace, updates)) if updates else None
+        new = updated_on_host(split, in_place=self.weights != "device") if split else None
+        whole = new.trace if new else trace
+        far = {"device": "", "host": host, "nvme": drive, "auto": drive or host}[self.weights]
+        actions: list[Action] = []
+        place: dict[int, str] = {}
+        if far:
+            streamed, place = stream_weights(whole, platform, far, self.ahead)
+            actions += streamed
+        if split and new:
+            states = drive if self.states != "host" else ""
+            update = Update(split, new, platform, host, states, place)
+            update.check_fits()
+            actions += update.gradients_out(to_bytes(self.bucket))
+            actions += update.streams(self.tiles)
+            actions += update.weights_back()
+            place = {**place, **update.place}
+        return Plan(whole, tuple(actions), place=place)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The update beside the device, as here; without memory to save it may still be the faster one."""
+        return {"the update on the CPU": self.plan(problem)}
+
+    def _tiers(self, platform: Platform) -> tuple[str, str]:
+        """The host, and the drive behind it or "" for none."""
+        if platform.host is None:
+            raise PolicyError(f"zero_infinity: {platform.name} has no host tier to offload to")
+        try:
+            host = platform.engines[platform.engine_for(0, CPU)].home
+        except ProfileError:
+            raise PolicyError(f"zero_infinity: {platform.name} has no engine {CPU!r} to update on") from None
+        behind = platform.cascade(host)[1:]
+        if "nvme" in (self.states, self.weights) and not behind:
+            raise PolicyError(f"zero_infinity: {platform.name} has no tier behind {host!r} for nvme; use 'host'")
+        return host, behind[0] if behind else ""

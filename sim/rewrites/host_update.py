@@ -1,0 +1,131 @@
+"""A rewrite: the update runs on the host's processor, on host copies of the weights, as one op per tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sim.errors import PolicyError
+from sim.rewrites.rewriter import Rewriter
+from sim.trace.graph import Trace
+from sim.trace.op import PHASE_CODE
+from sim.trace.origin import Same
+
+UPDATE = PHASE_CODE["update"]
+CPU = "cpu"
+"""Name of the engine that updates."""
+
+
+def device_updates(trace: Trace) -> list[int]:
+    """The ops of the update phase that the device itself runs."""
+    c = trace.op_columns
+    ops = range(len(trace.ops))
+    return [op for op in ops if c.phase[op] == UPDATE and not c.engine.get(op) and not c.group.get(op)]
+
+
+class Split:
+    """Which ops update, and which tensors cross between them and the rest, by ids of the old trace.
+
+    last_use: per tensor the last op other than an update that reads or produces it.
+    read: the tensors that updates read.
+    gradients: tensors that updates need and other ops produce.
+    weights: tensors that exist from the beginning and that both need, with the value each ends as.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.updates = set(device_updates(trace))
+        self.last_use: dict[int, int] = {}
+        used: dict[int, None] = {}
+        self.read: set[int] = set()
+        for op in range(len(trace.ops)):
+            if op not in self.updates:
+                self.last_use.update(dict.fromkeys((*trace.reads(op), *trace.writes(op)), op))
+                continue
+            overwritten = [int(trace.tensor_columns.replaces[t]) for t in trace.writes(op)]
+            used.update(dict.fromkeys((*trace.reads(op), *(t for t in overwritten if t >= 0))))
+            self.read.update(trace.reads(op))
+        others = [t for t in used if int(trace.producer[t]) not in self.updates]
+        self.gradients = [t for t in others if trace.producer[t] >= 0]
+        self.weights = {t: self.end(t) for t in others if trace.producer[t] < 0 and t in self.last_use}
+
+    def end(self, tensor: int) -> int:
+        """The value that takes over its storage last."""
+        while self.trace.replaced_by[tensor] >= 0:
+            tensor = int(self.trace.replaced_by[tensor])
+        return tensor
+
+    def ready(self) -> list[int]:
+        """The gradients in the order in which they are complete."""
+        return sorted(self.gradients, key=lambda t: (self.last_use[t], t))
+
+    def check_independent(self, policy: str) -> None:
+        """Raise PolicyError, which names the policy, where an update reads a result of another one."""
+        for op in sorted(self.updates):
+            for t in self.trace.reads(op):
+                if int(self.trace.producer[t]) in self.updates:
+                    names, producer = self.trace.op_columns.name, int(self.trace.producer[t])
+                    raise PolicyError(f"{policy}: delayed: update {names[op]!r} reads what {names[producer]!r} makes")
+
+
+@dataclass
+class OnHost:
+    """The new trace, and the new ids of old ops and tensors.
+
+    kept: per weight that updates read the host's copy at the start.
+    fresh: per weight the tensor that is copied up: its new value, or a copy of that where the host keeps it.
+    before: per gradient that of the previous iteration.
+    """
+
+    ops: dict[int, int] = field(default_factory=dict)
+    tensors: list[int] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
+    fresh: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    trace: Trace = field(init=False)
+
+
+def updated_on_host(split: Split, delayed: bool = False, in_place: bool = False) -> OnHost:
+    """Updates on the CPU, on host copies of the weights; first of all ops where they are delayed.
+
+    in_place: no such copies: the weights themselves reside where the CPU updates them, and their new values replace
+        them there. Only one that no update reads, such as a 16-bit weight written from its master, gets a new tensor.
+    """
+    old, new, out = split.trace, Rewriter(split.trace), OnHost()
+    outputs = set(old.outputs)
+    out.tensors = [new.tensor(t) for t in old.tensors]
+    own = {t for t in split.weights if in_place and t in split.read}
+    for t, end in split.weights.items():
+        if t in own:
+            continue
+        if t in split.read:
+            out.kept[t] = new.tensor(old.tensors[t], name=f"{old.tensors[t].name}.{CPU}")
+        if end != t and end in outputs:
+            rises = old.tensors[end]
+            out.fresh[t] = new.tensor(rises, name=f"{rises.name}.up") if t in out.kept else out.tensors[end]
+    if delayed:
+        for t in split.gradients:
+            gradient = old.tensors[t]
+            out.before[t] = new.tensor(gradient, Same(t, -1), name=f"{gradient.name}.before")
+    stand_ins = {**out.kept, **out.before}
+    for tensor in old.tensors:
+        replaced = tensor.replaces
+        if replaced is not None and (replaced not in split.weights or replaced in out.kept or replaced in own):
+            new.builder.take_over(out.tensors[tensor.id], stand_ins.get(replaced, out.tensors[replaced]))
+    beside = {split.weights[t]: fresh for t, fresh in out.fresh.items() if t in out.kept}
+    for op in sorted(old.ops, key=lambda op: (delayed and op.id not in split.updates, op.id)):
+        updates = op.id in split.updates
+        reads = [stand_ins.get(t, out.tensors[t]) if updates else out.tensors[t] for t in op.reads]
+        writes = [out.tensors[t] for t in op.writes]
+        if updates:
+            writes += [beside[t] for t in op.writes if t in beside]
+            out.ops[op.id] = new.op(op, reads=reads, writes=writes, engine=CPU, duration=None)
+        else:
+            out.ops[op.id] = new.op(op, reads=reads, writes=writes)
+    ends = [out.tensors[t] for t in old.outputs] + list(beside.values())
+    carry = [(out.tensors[a], out.kept.get(b, out.tensors[b]) if a in beside else out.tensors[b]) for a, b in old.carry]
+    carry += [(beside[a], out.tensors[b]) for a, b in old.carry if a in beside]
+    if delayed:
+        ends += [out.tensors[t] for t in split.gradients if t not in outputs]
+        carry += [(out.tensors[t], before) for t, before in out.before.items()]
+    out.trace = new.build(outputs=ends, carry=carry)
+    return out

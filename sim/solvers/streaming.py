@@ -1,0 +1,120 @@
+"""Weights that are fetched for the layers that read them, and gradients that leave in buckets: for all state offload.
+
+A *run* is a maximal sequence of ops of one layer and phase on a device, those of no layer included (`layer_runs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sim.hardware.platform import Platform
+from sim.plan import Action, Drop, Move
+from sim.trace.graph import Trace
+from sim.trace.layers import layer_runs
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+UPDATE = PHASE_CODE["update"]
+
+
+def stream_weights(trace: Trace, platform: Platform, far: str, ahead: int) -> tuple[tuple[Action, ...], dict[int, str]]:
+    """Fetches and releases of the weights that reside in `far`, in order of their ops; and where they begin.
+
+    A weight that a run reads is fetched when the run `ahead` of them earlier begins, and released when its own run
+    ends, unless one of the next `ahead` runs reads it, too. One that the device itself updates goes back then; one
+    that the host's processor updates in place only comes. What another op of another engine, in a group or of a
+    second device touches stays where it is.
+    """
+    runs: dict[int, list[list[int]]] = {}  # per device
+    position = [0] * len(trace.ops)  # of an op's run among those of its device
+    for run in layer_runs(trace, range(len(trace.ops))):
+        own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
+        for op in run:
+            position[op] = len(own)
+        own.append(run)
+    actions: list[tuple[int, Action]] = []
+    place = {}
+    for weight, readers in streamed(trace, platform):
+        place[weight] = far
+        device = int(trace.op_columns.device[readers[0]])
+        home = platform.home(device).name
+        actions += _visits(trace, weight, readers, runs[device], position, home, far, ahead)
+    return tuple(action for _, action in sorted(actions, key=lambda row: row[0])), place
+
+
+def _visits(
+    trace: Trace,
+    weight: int,
+    readers: Sequence[int],
+    runs: list[list[int]],
+    position: list[int],
+    home: str,
+    far: str,
+    ahead: int,
+) -> Iterator[tuple[int, Action]]:
+    """A weight's fetches and releases, each with the op before which it is needed. runs: of its device."""
+    first: dict[int, int] = {}  # per run that reads it the first op that does
+    for op in readers:
+        first.setdefault(position[op], op)
+    visits = list(first)
+    new = int(trace.replaced_by[weight])
+    if new >= 0 and int(trace.producer[new]) in trace.op_columns.engine:
+        new = -1  # updated where it resides
+    for k, at in enumerate(visits):
+        if k == 0 or at - visits[k - 1] > ahead:
+            yield first[at], Move(weight, home, keep=True, before=runs[max(at - ahead, 0)][0])
+        last = k + 1 == len(visits)
+        if new < 0 if last else visits[k + 1] - at > ahead:
+            yield first[at], Drop(weight, home, after=runs[at][-1])
+    while new >= 0 and trace.replaced_by[new] >= 0:
+        new = int(trace.replaced_by[new])
+    if new >= 0:
+        yield int(trace.producer[new]), Move(new, far, after=int(trace.producer[new]))
+
+
+def streamed(trace: Trace, platform: Platform) -> Iterator[tuple[int, list[int]]]:
+    """Weights that ops of one device's own engine read, with those ops.
+
+    They alone overwrite such a weight if anything does, or else only the host's processor touches it after them.
+    """
+    c, columns = trace.op_columns, trace.tensor_columns
+    for t in range(len(columns.name)):
+        if columns.role[t] != ROLE_CODE["weight"] or trace.producer[t] >= 0 or not columns.bytes[t]:
+            continue
+        touching, value = {*trace.readers(t)}, int(trace.replaced_by[t])
+        while value >= 0:
+            touching |= {int(trace.producer[value]), *trace.readers(value)}
+            value = int(trace.replaced_by[value])
+        updating = {op for op in touching if _on_host(trace, platform, op)}
+        readers = [op for op in trace.readers(t) if op not in updating]
+        if not readers or any(op in c.group or op in c.engine for op in touching - updating):
+            continue
+        if updating and max(touching - updating) > min(updating):
+            continue
+        if len({int(c.device[op]) for op in touching - updating}) == 1:
+            yield t, readers
+
+
+def _on_host(trace: Trace, platform: Platform, op: int) -> bool:
+    """Whether an op belongs to the update and to the host's processor."""
+    c = trace.op_columns
+    if c.phase[op] != UPDATE or op not in c.engine or op in c.group:
+        return False
+    return platform.engines[platform.engine_for(int(c.device[op]), c.engine[op])].device == -1
+
+
+def buckets(
+    ready: Sequence[tuple[int, int]], size: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]], bucket: int
+) -> Iterator[tuple[list[int], int]]:
+    """Tensors in groups of at least `bucket` bytes, each with the op after which it is full; the last at its end.
+
+    ready: tensors with the ops after which they are complete, in that order.
+    """
+    waiting: list[int] = []
+    for i, (tensor, op) in enumerate(ready):
+        waiting.append(tensor)
+        if i + 1 == len(ready) or sum(int(size[t]) for t in waiting) >= bucket:
+            yield waiting, op
+            waiting = []
