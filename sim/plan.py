@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from sim.hardware.platform import Platform
-from sim.log import EventLog
+from sim.log import EventLog, Ints
 from sim.trace.graph import Trace
 
 # ---- actions -----------------------------------------------------------------------------------
@@ -186,6 +188,21 @@ class Online:
 # ---- the question and the answer ---------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Unpressed:
+    """All that an online part does in a run where nothing moves and memory is never short: it drops before ops.
+
+    Such a run is known without asking it. Whoever plans must be sure of it; by default nothing is known.
+
+    tensor, before: the drops from the home tier, in order: each tensor, and the op that it is dropped before.
+    headroom: free bytes of the home tier, once an op has its results, below which it may act ahead of need.
+    """
+
+    tensor: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    before: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    headroom: int = 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a policy decides; it can be run any number of times.
@@ -198,6 +215,8 @@ class Plan:
     keep_dead: lazy deallocation: tensors without further readers stay until memory is short; all (True), or those with
         these ids. If there is an online part, dropping them is its decision.
     notes: what the policy wants to find later in `history`.
+    unpressed: what the online part does where memory is never short, None for unknown; where it is known, such a run
+        is replayed without it.
     """
 
     trace: Trace
@@ -206,6 +225,7 @@ class Plan:
     online: Callable[[], Online] | None = None
     keep_dead: bool | frozenset[int] = False
     notes: Mapping[str, Any] = field(default_factory=dict)
+    unpressed: Unpressed | None = None
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.conformance.repeatability import fresh
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.engine.replay import replay
 from sim.errors import PolicyError
 from sim.log import EventLog
 from sim.trace.builder import TraceBuilder
@@ -13,7 +16,8 @@ from sim.trace.graph import Trace
 def check_online(run: Replayed) -> None:
     """Law 10: an online policy plans online, and its choices up to an op do not depend on the ops after it.
 
-    A policy that measures first knows the ops to come from earlier iterations: of it the first iteration is checked.
+    Where memory is never short it does what its plan says of such runs, if that says anything. A policy that measures
+    first knows the ops to come from earlier iterations: of it the first iteration is checked.
     """
     plan = run.plan
     if plan is None:
@@ -21,6 +25,10 @@ def check_online(run: Replayed) -> None:
     if (plan.online is not None) != run.policy.online:
         says, does = ("online", "offline") if run.policy.online else ("offline", "online")
         raise LawBroken(f"the policy says that it is {says}, and its plan is {does}")
+    if plan.unpressed is not None and run.done and run.log is not None and not run.log.counters["pressure_calls"]:
+        asked = replay(replace(plan, unpressed=None), run.platform)
+        if asked != run.log:
+            raise LawBroken("where memory is never short its online part does something else than `unpressed` says")
     if not run.policy.online or run.trace.devices > 1:
         return
     if run.policy.plans_ahead:  # it declares that its choices depend on later ops

@@ -14,13 +14,16 @@ place or recomputed. The rows of `changes` follow in eight phases per step, each
     FREE_WRITTEN   of what it wrote, the same                         it is resident                  freed
     FREE_RELEASED  of what the program releases here, the same        it is resident                  freed
 
+What an online part drops where memory is never short (`Plan.unpressed`) follows the plan's own actions before the op.
+What is dead and retained lazily is not freed; a drop of it is what frees it.
+
 A result that is still resident when it is recomputed takes workspace instead. Whether a tensor is resident follows
 from what happened to it last: it is where that was an arrival. So all that happens is sorted by tensor and phase, and
 each row looks at its predecessor.
 
-What cannot go on like this is left to the event path, which says what is wrong: a read that is not resident, a peak
-above the capacity, too much recomputation, an action before its time, an output that has been dropped, an end that no
-column can hold.
+What cannot go on like this is left to the event path, which says what is wrong, or asks the online part: a read that
+is not resident, a peak above the capacity, too much recomputation, an action before its time, an output that has been
+dropped, an end that no column can hold.
 """
 
 from __future__ import annotations
@@ -53,10 +56,9 @@ Part = tuple[Ints, Ints | int, Ints, Ints | int]
 
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
     """Whether a plan's run is a straight sequence on this platform, unless something is wrong with it."""
-    home, actions = prepared.home[prepared.main[0]], resolved.anchored.columns
+    home, actions = prepared.home[prepared.main[0]], resolved.columns
     return (
-        plan.online is None
-        and not plan.keep_dead
+        (plan.online is None or plan.unpressed is not None)
         and prepared.is_sequence
         and all(tier.allocator == Allocator() for tier in platform.tiers)
         and all(where == (home, None) for where in resolved.born.values())
@@ -65,20 +67,25 @@ def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolve
     )
 
 
-def run(platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None) -> EventLog | None:
-    """The log of a run that is covered; None if the event path has to say what is wrong with it."""
-    actions = resolved.anchored.columns
+def run(
+    plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None
+) -> EventLog | None:
+    """The log of a run that is covered; None if it has to take the event path after all."""
+    actions = resolved.columns
     if actions is None or _recomputes_too_much(prepared, actions, recompute_limit):
         return None
     steps = _steps(prepared, actions)
     if float((steps.end - steps.start).sum(dtype=np.float64)) >= 2.0**62:
         return None  # more nanoseconds than a column holds
-    events = _events(prepared.columns, steps, actions)
+    lazy = _lazy(plan, len(prepared.columns.size))
+    events = _events(prepared.columns, steps, actions, lazy)
     if not _is_legal(prepared, steps, actions, events):
         return None
     changes = _changes(prepared, steps, events)
     home = prepared.home[prepared.main[0]]
-    if int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0)) > platform.tiers[home].capacity:
+    headroom = plan.unpressed.headroom if plan.online is not None and plan.unpressed is not None else 0
+    peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
+    if peak + headroom > platform.tiers[home].capacity:
         return None
     intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
     for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
@@ -95,6 +102,16 @@ def run(platform: Platform, prepared: Prepared, resolved: Resolved, recompute_li
         end=int(steps.end[-1]),
         counters=dict.fromkeys(COUNTERS, 0) | {"ignored_actions": ignored},
     )
+
+
+def _lazy(plan: Plan, tensors: int) -> Mask | None:
+    """Per tensor whether it is retained when it is dead; None where none is."""
+    if not plan.keep_dead:
+        return None
+    lazy = np.full(tensors, plan.keep_dead is True)
+    if not isinstance(plan.keep_dead, bool):
+        lazy[list(plan.keep_dead)] = True
+    return lazy
 
 
 def _recomputes_too_much(prepared: Prepared, actions: ActionColumns, limit: float | None) -> bool:
@@ -154,6 +171,7 @@ class Events(NamedTuple):
     """All arrivals and departures of tensors.
 
     placed, written, overwritten, dropped, freed: by kind.
+    dead: per drop whether the tensor was dead before, and retained.
     in_place: which of `written` overwrite those of `overwritten`.
     loose: per tensor whether it may come or go more than once; only their events are in the next two.
     moments: tensor and key in one number, sorted.
@@ -165,13 +183,14 @@ class Events(NamedTuple):
     overwritten: Kind
     dropped: Kind
     freed: Kind
+    dead: Mask
     in_place: Ints
     loose: Mask
     moments: Ints
     arrived: Mask
 
 
-def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Events:
+def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns, lazy: Mask | None) -> Events:
     rewritten_at, rewritten = columns.written.of(actions.recomputed, steps.again)
     written = np.concatenate((columns.written.tensor, rewritten))
     arrivals = np.concatenate((steps.own[columns.written.op], rewritten_at)) * PHASES + ARRIVE
@@ -184,7 +203,7 @@ def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Even
         (arrivals, written),
         (arrivals[in_place], old[in_place]),
         (np.where(actions.after, drop_after, drop_before), actions.dropped),
-        _frees(columns, steps, actions),
+        _frees(columns, steps, actions, last := _last_uses(columns, steps, actions), lazy),
     )
     key, tensor = (np.concatenate(column) for column in zip(*kinds, strict=True))
     ends = np.cumsum([0, *(len(kind[0]) for kind in kinds)]).tolist()
@@ -199,25 +218,45 @@ def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Even
     whose, arrived = tensor[which], which < ends[2]
     resident[which[:1]], resident[which[1:]] = False, arrived[:-1] & (whose[1:] == whose[:-1])
     placed, made, overwritten, dropped, freed = (Kind(key[a:b], tensor[a:b], resident[a:b]) for a, b in pairwise(ends))
-    return Events(placed, made, overwritten, dropped, freed, in_place, loose, moments[order], arrived)
+    dead = _are_dead(columns, steps, dropped, last, lazy)
+    return Events(placed, made, overwritten, dropped, freed, dead, in_place, loose, moments[order], arrived)
 
 
-def _frees(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Pairs:
-    """(key, tensor) of what a step touches when nothing uses it any more; it may not be resident."""
-    step, freed = steps.own[columns.free_op], columns.freed
-    key = step * PHASES + columns.free_phase
-    if not len(steps.again):
-        return key, freed
-    read, written = (each.of(actions.recomputed, steps.again) for each in (columns.read, columns.written))
+def _last_uses(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> Ints:
+    """Per tensor the last step that uses it, 0 for none."""
     last = steps.own[columns.last_use]
-    np.maximum.at(last, read[1], read[0])
-    still = np.flatnonzero(step >= last[freed])
+    if len(steps.again):
+        read = columns.read.of(actions.recomputed, steps.again)
+        np.maximum.at(last, read[1], read[0])
+    return last
+
+
+def _frees(columns: TraceColumns, steps: Steps, actions: ActionColumns, last: Ints, lazy: Mask | None) -> Pairs:
+    """(key, tensor) of what a step touches when nothing uses it any more; it may not be resident."""
+    step, freed, may_free = steps.own[columns.free_op], columns.freed, columns.may_free
+    key = step * PHASES + columns.free_phase
+    if lazy is not None:
+        may_free = may_free & ~lazy
+    elif not len(steps.again):
+        return key, freed
+    still = np.flatnonzero((step >= last[freed]) & may_free[freed])
     keys, tensors = [key[still]], [freed[still]]
-    for phase, (step, tensor) in ((FREE_READ, read), (FREE_WRITTEN, written)):
-        dead = np.flatnonzero((step >= last[tensor]) & columns.may_free[tensor])
+    for phase, operands in ((FREE_READ, columns.read), (FREE_WRITTEN, columns.written)):
+        step, tensor = operands.of(actions.recomputed, steps.again)
+        dead = np.flatnonzero((step >= last[tensor]) & may_free[tensor])
         keys.append(step[dead] * PHASES + phase)
         tensors.append(tensor[dead])
     return np.concatenate(keys), np.concatenate(tensors)
+
+
+def _are_dead(columns: TraceColumns, steps: Steps, dropped: Kind, last: Ints, lazy: Mask | None) -> Mask:
+    """Per drop whether nothing used the tensor any more, but for the plan that retains it."""
+    if lazy is None or not len(dropped.key):
+        return np.zeros(len(dropped.key), np.bool_)
+    tensor = dropped.tensor
+    used = np.maximum(last[tensor], steps.own[columns.producer[tensor]]) * PHASES + FREE_READ
+    dead: Mask = lazy[tensor] & columns.may_free[tensor] & (dropped.key > used)
+    return dead
 
 
 def _is_legal(prepared: Prepared, steps: Steps, actions: ActionColumns, events: Events) -> bool:
@@ -270,7 +309,7 @@ def _filled(part: Part) -> tuple[Ints, ...]:
 
 def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]:
     """The rows of `changes` by sort; those of one key come in the order of these parts, and within a part."""
-    size, (placed, written, old, dropped, freed, *_) = prepared.columns.size, events
+    size, (placed, written, old, dropped, freed, dead, *_) = prepared.columns.size, events
     takes = np.ones(len(written.key), np.bool_)
     takes[events.in_place] = ~old.resident
     take, taken, again = written.key[takes] - ARRIVE, written.tensor[takes], written.resident[takes]
@@ -278,7 +317,7 @@ def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]
     busy = np.flatnonzero(workspace)
     return (
         (placed.key, placed.tensor, size[placed.tensor], PLACED),
-        _left(dropped, size, DROPPED),
+        _left(dropped, size, np.where(dead[dropped.resident], FREED, DROPPED)),
         (take + TAKE, np.where(again, -1, taken), size[taken], np.where(again, WORKSPACE, MADE)),
         (busy * PHASES + TAKE, -1, workspace[busy], WORKSPACE),
         (take[again] + GIVE, -1, -size[taken[again]], WORKSPACE),
@@ -288,7 +327,7 @@ def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]
     )
 
 
-def _left(kind: Kind, size: Ints, cause: int) -> tuple[Ints, Ints, Ints, int]:
+def _left(kind: Kind, size: Ints, cause: Ints | int) -> Part:
     """Rows of what is dropped or freed, where it is resident."""
     tensor = kind.tensor[kind.resident]
     return kind.key[kind.resident], tensor, -size[tensor], cause

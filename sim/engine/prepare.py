@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,6 +18,7 @@ from sim.hardware.cost import OpTimes, first_engines, op_times
 from sim.hardware.platform import Engine, Platform
 from sim.log import WHY, Ints
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import KINDS
 
@@ -249,23 +249,13 @@ class Prepared:
         return _listed(np.array(self.home, np.int64)[engines])
 
 
-_KEPT = 4
-
-
 def prepare(trace: Trace, platform: Platform) -> Prepared:
     """What is prepared; the same object for the same trace on platforms that differ in capacities only.
 
     Raises TraceError on a group without its other members, ProfileError where a device, an engine or a
     type is missing.
     """
-    key = platform.timing_hash
-    # kept on the trace and freed with it: a table outside would keep what is prepared alive, and they the trace
-    known: OrderedDict[str, Prepared] = vars(trace).setdefault("_prepared", OrderedDict())
-    if key not in known:
-        known[key] = _prepare(trace, platform)
-        while len(known) > _KEPT:
-            known.popitem(last=False)
-    return known[key]
+    return kept(trace, "prepared", platform.timing_hash, lambda: _prepare(trace, platform))
 
 
 def _prepare(trace: Trace, platform: Platform) -> Prepared:

@@ -44,7 +44,7 @@ def replay(
     prepared = prepare(plan.trace, platform)
     resolved = Resolved(plan, platform, prepared)
     if fast and array_path.covers(plan, platform, prepared, resolved):
-        log = array_path.run(platform, prepared, resolved, recompute_limit)
+        log = array_path.run(plan, platform, prepared, resolved, recompute_limit)
         if log is not None:
             return log
     return run(plan, platform, prepared, resolved, fast=fast, returned=returned, recompute_limit=recompute_limit)

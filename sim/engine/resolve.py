@@ -87,6 +87,7 @@ class Resolved:
     anchored: its actions; before, after, slow_before, slow_after, recomputed: those of `anchored`.
     born: per tensor that it places, tier and offset.
     special: the producers of those.
+    columns: the actions as columns, and what an online part adds where memory is never short; None if some have none.
     """
 
     def __init__(self, plan: Plan, platform: Platform, prepared: Prepared) -> None:
@@ -112,6 +113,20 @@ class Resolved:
             name, offset = (where, None) if isinstance(where, str) else where
             self.born[prepared.trace.tensor_id(tensor)] = (self._tier(name, f"place of tensor {tensor!r}"), offset)
         self.special = {prepared.producer[t] for t in self.born}
+        self._unpressed = plan.unpressed if plan.online is not None else None
+
+    @property
+    def columns(self) -> ActionColumns | None:
+        """See the class."""
+        planned, more = self.anchored.columns, self._unpressed
+        if planned is None or more is None or not len(more.tensor):
+            return planned
+        tier = np.full(len(more.tensor), self._prepared.home[self._prepared.main[0]])
+        passed = np.searchsorted(planned.before, more.before, "right")
+        after = np.zeros(len(more.tensor), np.int64)
+        drops = (more.tensor, tier, more.before, passed, after)
+        joined = (np.concatenate(pair) for pair in zip(planned[2:], drops, strict=True))
+        return ActionColumns(planned.recomputed, planned.before, *joined)
 
     # ---- names -------------------------------------------------------------------------------
 

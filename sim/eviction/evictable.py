@@ -18,6 +18,7 @@ from sim.declared import OneOf
 from sim.hardware.cost import op_times
 from sim.plan import Problem
 from sim.trace.index import TraceIndex
+from sim.trace.kept import kept
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE, ROLES
@@ -85,6 +86,11 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, emp
     evicts: roles of tensors that may be evicted.
     empty: whether tensors without bytes may be, too.
     """
+    key = problem.platform.timing_hash, frozenset(evicts), empty
+    return kept(problem.trace, "lineages", key, lambda: _lineage(problem, evicts, empty))
+
+
+def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
     trace = problem.trace
     c, t = trace.op_columns, trace.tensor_columns
     count, size = len(c.name), t.bytes.tolist()

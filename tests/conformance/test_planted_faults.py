@@ -25,7 +25,7 @@ from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate
 from sim.hardware.platform import Member, Platform, Pool
 from sim.log import CAUSE, WHY, EventLog
-from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Wait
+from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Unpressed, Wait
 from sim.policies.base import MANAGES, Policy
 from sim.rewrites.holding import with_releases
 from sim.rewrites.rewrite import Codec, choose_implementation, encode, fuse, split_batch, split_tensors
@@ -679,6 +679,28 @@ def pressed() -> Trace:
 def test_peeking_ahead_breaks_online():
     assert broken(run_policy(Peeks(peek=False), pressed(), machine(hbm=40)), CHECKS) == set()
     assert broken(run_policy(Peeks(), pressed(), machine(hbm=40)), CHECKS) == {"online"}
+
+
+class Early(Online):
+    """Sends away what is dead one op later than its plan says."""
+
+    def before(self, op: int, memory: Memory) -> Iterable[Action]:
+        return (Drop("x"),) if op == 2 else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foretells(Honest):
+    online = True
+    right: bool
+
+    def plan(self, problem: Problem) -> Plan:
+        unpressed = Unpressed(np.array([0]), np.array([2 if self.right else 1]))
+        return Plan(problem.trace, online=Early, unpressed=unpressed)
+
+
+def test_foretelling_what_the_online_part_does_not_do_breaks_online():
+    assert broken(run_policy(Foretells(right=True), chain(), machine()), ("online",)) == set()
+    assert broken(run_policy(Foretells(right=False), chain(), machine()), ("online",)) == {"online"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from sim.errors import PolicyError
 from sim.eviction.evictable import EVICTED_ROLES, Role, lineage_of
 from sim.eviction.evictor import DEALLOCATIONS, Evictor, Rules, evictable_tiers
 from sim.eviction.ranking import HEURISTICS
+from sim.eviction.unpressed import frees_the_dead
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 
@@ -105,4 +106,5 @@ class Dtr(Policy):
             evicts=evictable_tiers(problem),
             seed=problem.seed,
         )
-        return Plan(problem.trace, online=online, keep_dead=True)
+        unpressed = frees_the_dead(problem.trace) if self.deallocation == "eager" else None
+        return Plan(problem.trace, online=online, keep_dead=True, unpressed=unpressed)

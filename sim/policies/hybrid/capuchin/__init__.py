@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.eviction.replacement import movable_results
-from sim.plan import Plan, Problem
+from sim.plan import Plan, Problem, Unpressed
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.capuchin.guide import Guide, guide_from
 from sim.policies.hybrid.capuchin.running import Guided, Passive
@@ -103,14 +103,16 @@ class Capuchin(Policy):
         }
         past = [run for run in problem.history if run.trace == trace and "phase" in run.plan.notes]
         if not past or not self.guided:
-            return Plan(trace, online=partial(Passive, **common), notes={"phase": "measure"})
+            passive = partial(Passive, **common)
+            return Plan(trace, online=passive, notes={"phase": "measure"}, unpressed=Unpressed())
 
         def plan_of(guide: Guide | None) -> Plan:
             if guide is None:
-                return Plan(trace, online=partial(Passive, **common), notes={"phase": "passive"})
+                passive = partial(Passive, **common)
+                return Plan(trace, online=passive, notes={"phase": "passive"}, unpressed=Unpressed())
             online = partial(Guided, back=guide.back, **common)
             actions = cascade(trace, platform, guide.actions(host), host)
-            return Plan(trace, actions, online=online, notes={"phase": "guide", "guide": guide})
+            return Plan(trace, actions, online=online, notes={"phase": "guide", "guide": guide}, unpressed=Unpressed())
 
         last = past[-1]
         before = last.plan.notes.get("guide")

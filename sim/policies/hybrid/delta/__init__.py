@@ -12,6 +12,7 @@ from sim.declared import Rate
 from sim.eviction.director import Director, Reload, surroundings_of
 from sim.eviction.evictable import EVICTED_ROLES, CandidateSet, Role, lineage_of
 from sim.eviction.evictor import Rules
+from sim.eviction.unpressed import frees_the_dead, watermark_of
 from sim.plan import Memory, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.delta.static_problem import static_problem
@@ -122,6 +123,7 @@ class Delta(Policy):
                 adjacent=self.filter == "cost_adjacent",
             ),
             keep_dead=True,
+            unpressed=frees_the_dead(problem.trace, watermark_of(problem, self.watermark)),
         )
 
 

@@ -14,7 +14,8 @@ from sim.errors import Infeasible, PolicyError
 from sim.eviction.director import Reload, surroundings_of
 from sim.eviction.evictable import lineage_of
 from sim.eviction.evictor import Rules
-from sim.plan import Online, Plan, Problem
+from sim.eviction.unpressed import frees_the_dead, watermark_of
+from sim.plan import Online, Plan, Problem, Unpressed
 from sim.policies.base import MANAGED_AS, MANAGES, Beside, Policy, by_parameter
 from sim.policies.hybrid.mt3000_layered.codecs import encoded
 from sim.policies.hybrid.mt3000_layered.engines import mapped
@@ -128,7 +129,7 @@ class Mt3000Layered(Policy):
         problem, engines = self._mapped(problem)
         if self.mode == "tso" and (segments := _segments(problem)):
             notes = {**segments.notes, "engines": engines}
-            return replace(segments, trace=problem.trace, online=Online, notes=notes)  # the run decides nothing
+            return replace(segments, trace=problem.trace, online=Online, notes=notes, unpressed=Unpressed())
         groups, borders = borders_of(problem) if self.checkpoints else ([], [])
         names = problem.trace.tensor_columns.name
         notes = {"engines": engines, "groups": tuple(groups), "borders": tuple(names[t] for t in borders)}
@@ -173,7 +174,9 @@ class Mt3000Layered(Policy):
                 borders=[problem.trace.tensor_id(name) for name in notes["borders"]],
             ),
         )
-        return Plan(problem.trace, online=online, keep_dead=True, notes=notes)
+        headroom = watermark_of(problem, self.watermark if self.streams else 0.0)
+        unpressed = frees_the_dead(problem.trace, headroom)
+        return Plan(problem.trace, online=online, keep_dead=True, notes=notes, unpressed=unpressed)
 
 
 def _over(problem: Problem, trace: Trace) -> Problem:

@@ -11,7 +11,7 @@ from sim.declared import OneOf
 from sim.errors import PolicyError
 from sim.eviction.replacement import movable_results
 from sim.eviction.upcoming import upcoming_of
-from sim.plan import Action, Move, Plan, Problem
+from sim.plan import Action, Move, Plan, Problem, Unpressed
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.superneurons.cache import Stages, TensorCache
 from sim.policies.hybrid.superneurons.segments import (
@@ -114,7 +114,7 @@ class SuperNeurons(Policy):
         out = () if self.cache else _eager(offloaded, platform.host.name)
         actions = (*schedule_of(index, reruns).actions(), *cascade(trace, platform, out, platform.host.name))
         notes = {"l_peak": l_peak, **{mode: tuple(each.ops for each in found) for mode, found in modes.items()}}
-        return Plan(trace, actions, online=online, notes=notes)
+        return Plan(trace, actions, online=online, notes=notes, unpressed=Unpressed())
 
     def _modes(self, index: TraceIndex, segments: Sequence[Segment], l_peak: int) -> Mapping[str, list[Segment]]:
         """The segments that are recomputed, by how."""

@@ -14,7 +14,7 @@ from annotated_types import Ge, Lt
 from sim.errors import PolicyError
 from sim.eviction.replacement import LeastRecent, movable_results
 from sim.eviction.upcoming import Upcoming, upcoming_of
-from sim.plan import Action, Change, Memory, Move, Online, Plan, Problem
+from sim.plan import Action, Change, Memory, Move, Online, Plan, Problem, Unpressed
 from sim.policies.base import Policy, by_parameter
 
 
@@ -87,7 +87,7 @@ class LruTiering(Policy):
             hits=self.hits,
             weight=weight,
         )
-        return Plan(trace, online=online)
+        return Plan(trace, online=online, unpressed=Unpressed(headroom=int(self.watermark * problem.budget)))
 
 
 class _Ranked(LeastRecent):

@@ -17,6 +17,7 @@ from sim.eviction.evictable import EVICTED_ROLES, CandidateSet, Lineage, Role, S
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import Price
 from sim.eviction.ranking import Ranking
+from sim.eviction.unpressed import frees_the_dead
 from sim.hardware.cost import op_times
 from sim.plan import Action, Drop, Memory, Need, Plan, Problem
 from sim.policies.base import Policy, by_parameter
@@ -161,7 +162,8 @@ class MegTaiChi(Policy):
             addressed=tuple(name for name in evicts if platform.tier(name).allocator.name != "exact"),
             room={name: platform.tier(name).capacity for name in evicts},
         )
-        return Plan(trace, online=online, keep_dead=True, notes=notes)
+        unpressed = frees_the_dead(trace) if self.threshold is None else None
+        return Plan(trace, online=online, keep_dead=True, notes=notes, unpressed=unpressed)
 
 
 def _divisors(trace: Trace) -> list[int]:

@@ -1,0 +1,27 @@
+"""What is derived from a trace and shared by all runs of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from sim.trace.graph import Trace
+
+Derived = TypeVar("Derived")
+MOST = 4
+
+
+def kept(trace: Trace, name: str, key: Hashable, make: Callable[[], Derived]) -> Derived:
+    """What `make` derives from a trace; made once per key while the trace lives, and nobody may change it.
+
+    It is kept on the trace and freed with it: a table elsewhere would keep what is derived alive, and that the trace.
+
+    name: what it is; of each, the first of more than `MOST` keys is forgotten.
+    """
+    known: OrderedDict[Hashable, Derived] = vars(trace).setdefault(f"_{name}", OrderedDict())
+    if key not in known:
+        known[key] = make()
+        while len(known) > MOST:
+            known.popitem(last=False)
+    return known[key]
