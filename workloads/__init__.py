@@ -7,6 +7,7 @@ from workloads.models import Config, model_names, read_config
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
 from workloads.transformer import transformer
 from workloads.varied import joined, varied_lengths
+from workloads.zeros import with_zeros
 
 __all__ = [
     "Config",
@@ -25,4 +26,5 @@ __all__ = [
     "uniform_chain",
     "varied_lengths",
     "w1",
+    "with_zeros",
 ]

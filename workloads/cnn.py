@@ -15,6 +15,7 @@ from workloads.losses import cross_entropy
 from workloads.optimizers import check_optimizer, update
 from workloads.precision import precision_of
 from workloads.tape import Value
+from workloads.zeros import Zeros, with_zeros
 
 
 def cnn_names() -> tuple[str, ...]:
@@ -34,6 +35,7 @@ def cnn(
     micro_batches: int = 1,
     inplace_relu: bool = True,
     kernels: str = "torch",
+    zeros: Zeros | None = None,
 ) -> Trace:
     """One training iteration of a convolutional network in its steady state: forward, loss, backward, optimizer step.
 
@@ -49,6 +51,8 @@ def cnn(
         Hugging Face's.
     kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling saves no indices, and an in-place ReLU also
         overwrites its gradient.
+    zeros: the fraction of zeros in the results of ReLUs, on which sparse codecs depend; see `with_zeros`. By default
+        nothing is stated of it.
 
     Convolutions are implicit GEMMs without workspace; `alternatives` has the other algorithms that support their shape,
     see `workloads.convolution_algorithms`. For a backward op, which computes both gradients, time factor and workspace
@@ -110,10 +114,11 @@ def cnn(
     trace = builder.build()
     products = sum(o.flops for o in trace.ops if o.kind in ("conv", "matmul"))
     choices = {trace.op_id(op): other for op, other in tape.choices.items() if other}
-    return Trace(
+    built = Trace(
         trace.tensor_columns,
         replace(trace.op_columns, alternatives=choices),
         outputs=trace.outputs,
         carry=trace.carry,
         meta={**trace.meta, "model_flops": products},
     )
+    return built if zeros is None else with_zeros(built, zeros)

@@ -176,12 +176,13 @@ def max_pool(
     out = tape.result(f"{name}.out", shape, x.dtype)
     flops = POOL_FLOPS * kernel * kernel * out.elements
     kept = out if tape.kernels == "cudnn" else tape.constant(f"{name}.indices", shape, "int64")
-    tape.op(name, "pool", [x], list(dict.fromkeys((out, kept))), flops=flops)
+    tape.op(name, "pool", [x], list(dict.fromkeys((out, kept))), flops=flops, function="max_pool")
     tape.save(x, "input of a pooling")
     tape.save(kept, "result of a pooling" if kept is out else "where each maximum was")
 
     def rule(g: Value) -> Gradients:
-        tape.op(f"{name}.bwd", "pool", [g, x, kept], [gradient := tape.gradient(x)], flops=out.elements)
+        gradient = tape.gradient(x)
+        tape.op(f"{name}.bwd", "pool", [g, x, kept], [gradient], flops=out.elements, function="max_pool")
         return [gradient]
 
     tape.record([x], [out], rule)

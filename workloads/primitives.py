@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.errors import WorkloadError
+from sim.trace.op import FUNCTIONS
 from workloads.costs import element_flops, embedding_bytes, matmul_flops
 from workloads.precision import BYTES, QUANTISED, promoted
 from workloads.tape import Tape, Value
@@ -15,10 +16,10 @@ from workloads.tape import Tape, Value
 Gradients = Sequence[Value | None]
 
 
-def elementwise(tape: Tape, name: str, kernel: str, reads: Sequence[Value], out: Value) -> Value:
+def elementwise(tape: Tape, name: str, kernel: str, reads: Sequence[Value], out: Value, *, function: str = "") -> Value:
     """Append an elementwise kernel with the result `out`. Returns it."""
     kind = "copy" if kernel == "copy" else "elementwise"
-    tape.op(name, kind, reads, [out], flops=element_flops(kernel, out.elements))
+    tape.op(name, kind, reads, [out], flops=element_flops(kernel, out.elements), function=function)
     return out
 
 
@@ -115,14 +116,16 @@ def unary(
     inplace_backward: overwrite the incoming gradient where nothing else reads it.
     """
     out = tape.result_over(x, f"{name}.out") if inplace else tape.result(f"{name}.out", x.shape, x.dtype)
-    elementwise(tape, name, kernel, [x], out)
+    function = kernel if kernel in FUNCTIONS else ""
+    elementwise(tape, name, kernel, [x], out, function=function)
     kept = out if kernel == "relu" else x
     tape.save(kept, f"{'result' if kernel == 'relu' else 'input'} of {kernel}")
     backward = "mul" if kernel == "relu" else f"{kernel}_backward"
 
     def rule(g: Value) -> Gradients:
         over = g if inplace_backward and tape.is_sole(g) else None
-        return [elementwise(tape, f"{name}.bwd", backward, [g, kept], tape.gradient(x, over=over))]
+        gradient = tape.gradient(x, over=over)
+        return [elementwise(tape, f"{name}.bwd", backward, [g, kept], gradient, function=function)]
 
     tape.record([x], [out], rule)
     return out

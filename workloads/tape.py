@@ -71,6 +71,7 @@ class Kernel(NamedTuple):
     bytes: int | None
     random: bool
     settles: bool
+    function: str = ""
 
 
 class Tape:
@@ -192,17 +193,18 @@ class Tape:
         bytes: int | None = None,
         random: bool = False,
         settles: bool = False,
+        function: str = "",
     ) -> None:
         """Append a kernel; the type of its arithmetic is that of its operands.
 
-        name, kind, flops, bytes, random: as for `sim.trace.Op`.
+        name, kind, flops, bytes, random, function: as for `sim.trace.Op`.
         reads, writes: operands and results.
         settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
             this (validate_outputs) for all gradients after the node's own kernels.
         """
         if kind in ("matmul", "attention"):
             self.product_flops += flops
-        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles)
+        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function)
         if self.phase == "forward":
             self._append(kernel, [])
         else:
@@ -251,6 +253,7 @@ class Tape:
             random=kernel.random,
             dtype=next((v.dtype for v in operands if v.dtype in FLOATS), ""),
             splits=self._splits((*reads, *extra), kernel.writes) if self.samples > 1 else (),
+            function=kernel.function,
         )
 
     def _splits(self, reads: Sequence[int], writes: Sequence[Value]) -> tuple[str, ...]:

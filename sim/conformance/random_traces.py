@@ -181,7 +181,10 @@ class _Net:
         overwrites = step.overwrites and old in self.alive and old not in self.saved and old not in self.constant
         saved = [t for t in reads if step.saves_input and not (overwrites and t == old)]
         size = b.bytes_of(old) if overwrites else step.size * self.unit
-        made = [b.tensor(f"{self.name}y{i}", size, layer=self.layer(i), replaces=old if overwrites else None)]
+        function = self.function(step, len(reads))
+        zeros = (step.size + step.took) % 5 / 4 if function == "relu" else None
+        replaces = old if overwrites else None
+        made = [b.tensor(f"{self.name}y{i}", size, layer=self.layer(i), zeros=zeros, replaces=replaces)]
         weight = None
         if step.weight:
             weight = b.tensor(f"{self.name}w{i}", (1 + step.size // 2) * self.unit, "weight", layer=self.layer(i))
@@ -190,6 +193,7 @@ class _Net:
             made.append(b.tensor(f"{self.name}m{i}", (1 + step.size // 4) * self.unit, layer=self.layer(i)))
         inputs = [*reads, weight] if weight is not None else reads
         fields: dict[str, object] = {"layer": self.layer(i), "random": step.mask, "workspace": step.work * self.unit}
+        fields["function"] = function
         if step.work:
             quick = Implementation("quick", QUICKER, 3 * step.work * self.unit)
             fields["alternatives"] = (quick, Implementation("lean", LEANER, 0))
@@ -256,7 +260,9 @@ class _Net:
                 self.gradients.append((weight, writes[-1]))
             inputs = [*come, *saved, *([weight] if weight is not None else [])]
             name = f"{self.forward_name(i, step)}.bwd"
-            self.op(name, self.kind(step), inputs, writes, 2 * step.took, phase="backward", layer=layer)
+            function = self.function(step, len(reads))
+            more: dict[str, object] = {"phase": "backward", "layer": layer, "function": function}
+            self.op(name, self.kind(step), inputs, writes, 2 * step.took, **more)
             for t, new in zip(targets, fresh, strict=True):
                 self.take(gradient, t, new, i)
 
@@ -296,6 +302,12 @@ class _Net:
 
     def layer(self, i: int) -> int:
         return i // self.per_layer if self.per_layer else -1
+
+    def function(self, step: Step, reads: int) -> str:
+        """Ops of one operand without a weight are ReLUs, or with a mask poolings, which save where the maxima were."""
+        if step.weight or reads != 1:
+            return ""
+        return "max_pool" if step.mask else "relu"
 
     def kind(self, step: Step) -> str:
         return self.product if step.weight else "elementwise"

@@ -73,6 +73,7 @@ def fuse(
             dtype=_widest(ops),
             alternatives=(),
             splits=(),
+            function="",
         )
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)

@@ -1,27 +1,28 @@
 """Ready-made rewrites: changes of *what* is computed, as opposed to when memory is held where.
 
 Each takes a trace and returns a new one whose `origin` says what every op and tensor stands for; `values` checks it.
-Further rewrites are in `split` (tensors), `batching` (microbatches), `fuse` (kernels) and `pipeline` (stages on several
-devices); all can be imported from here.
+Further rewrites are in `split` (tensors), `batching` (microbatches), `fuse` (kernels), `encoding` (codecs) and
+`pipeline` (stages on several devices); all can be imported from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
 from sim.errors import TraceError, near
 from sim.rewrites.batching import split_batch
+from sim.rewrites.encoding import Codec, encode
 from sim.rewrites.fuse import fuse
 from sim.rewrites.holding import points, released_by, with_releases
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.split import pack_tensors, split_tensors
 from sim.trace.graph import PERSISTENT, OpColumns, Trace
-from sim.trace.origin import Encoded, Lossy, Origin, Same
+from sim.trace.origin import Origin, Same
 
 __all__ = [
     "Codec",
@@ -226,90 +227,3 @@ def unroll(trace: Trace, n: int) -> Trace:
     outputs = [before[t] for t in trace.outputs]
     carry = [(before[last], first_ids[first]) for last, first in trace.carry]
     return new.build(outputs=outputs, carry=carry, iterations=n)
-
-
-# ---- codecs ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How a tensor is encoded between forward and backward.
-
-    name: appended to the tensor's name.
-    ratio: bytes of the encoding per byte of the tensor.
-    encode_ns, decode_ns: time of each op in ns; None lets the platform's cost model price the bytes they touch.
-    lossless: decoding restores exactly the same values.
-    engine: where they run, "" for the device's main one.
-    workspace: bytes that each needs while it runs.
-    """
-
-    name: str
-    ratio: float | Fraction
-    encode_ns: int | None = None
-    decode_ns: int | None = None
-    lossless: bool = True
-    engine: str = ""
-    workspace: int = 0
-
-
-def encode(trace: Trace, codecs: Mapping[int | str, Codec]) -> Trace:
-    """Keep some tensors encoded between their last forward use and their first backward reader.
-
-    An encode op follows the last forward op that reads (or produces) the tensor, a decode op precedes its first
-    backward reader; backward ops then read the decoded copy.
-
-    trace: the trace to rewrite.
-    codecs: tensor -> how it is encoded.
-
-    Raises TraceError for a tensor that no forward op produces, that no backward op reads, or that is overwritten.
-    """
-    chosen = {trace.tensor_id(tensor): codec for tensor, codec in codecs.items()}
-    c, name = trace.op_columns, trace.tensor_columns.name
-    new = Rewriter(trace)
-    ids = new.all_tensors()
-    encode_after: dict[int, list[int]] = {}
-    decode_before: dict[int, list[int]] = {}
-    encoded: dict[int, int] = {}
-    decoded: dict[int, int] = {}
-    for t, codec in chosen.items():
-        producer, readers = int(trace.producer[t]), trace.readers(t)
-        late = [op for op in readers if c.phase[op] > 0]
-        if producer < 0 or c.phase[producer] > 0 or not late or trace.replaced_by[t] >= 0:
-            raise TraceError(
-                f"encode: tensor {name[t]!r} is not produced in forward, read in backward and never overwritten"
-            )
-        early = max((op for op in readers if op < late[0]), default=producer)
-        encode_after.setdefault(early, []).append(t)
-        decode_before.setdefault(late[0], []).append(t)
-        old, ratio = trace.tensors[t], Fraction(codec.ratio)
-        encoded[t] = new.tensor(
-            old, Encoded(Same(t), codec.name, codec.lossless),
-            name=f"{old.name}.{codec.name}", bytes=-(-old.bytes * ratio // 1), shape=None, dtype="", zeros=None,
-        )  # fmt: skip
-        claim = Same(t) if codec.lossless else Lossy(Same(t), codec.name)
-        decoded[t] = new.tensor(old, claim, name=f"{old.name}.decoded", saved_for="")
-
-    def add(word: str, t: int, anchor: int) -> None:
-        codec = chosen[t]
-        source, target = (ids[t], encoded[t]) if word == "encode" else (encoded[t], decoded[t])
-        new.glue(
-            f"{name[t]}.{word}",
-            "codec",
-            [source],
-            [target],
-            phase=trace.ops[anchor].phase,
-            layer=int(c.layer[anchor]),
-            device=int(c.device[anchor]),
-            engine=codec.engine,
-            workspace=codec.workspace,
-            duration=codec.encode_ns if word == "encode" else codec.decode_ns,
-        )
-
-    for op in trace.ops:
-        for t in decode_before.get(op.id, ()):
-            add("decode", t, op.id)
-        moved = [decoded[t] if t in decoded and op.phase != "forward" else ids[t] for t in op.reads]
-        new.op(op, reads=moved, writes=[ids[t] for t in op.writes])
-        for t in encode_after.get(op.id, ()):
-            add("encode", t, op.id)
-    return new.build(outputs=[ids[t] for t in trace.outputs], carry=[(ids[a], ids[b]) for a, b in trace.carry])

@@ -14,8 +14,10 @@ following identities are used:
   sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
 - A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it.
 - What one member of a group (send and receive, a collective) reads, all members read.
-- A lossless encoding decodes to the original, and is not smaller than `LEAST_CODE`; a lossy one decodes to `Lossy`,
-  which stands for nothing else.
+- A lossless encoding decodes to the original; a lossy one decodes to `Lossy`, which stands for nothing else. A code in
+  a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any other lossless
+  one is not smaller than `LEAST_CODE`.
+- The backward of a function of `SUFFICES` may find, instead of what forward saved, the code that suffices for it.
 - A tensor has the role of the tensor it stands for, unless it is a copy. A base op overwrites in place only what it
   overwrites in the base.
 
@@ -33,9 +35,11 @@ import numpy as np
 
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
+from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.split import ELEMENTWISE
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.op import PHASE_CODE
 from sim.trace.origin import (
     Encoded,
     Expr,
@@ -50,7 +54,7 @@ from sim.trace.origin import (
     leaves,
     map_leaves,
 )
-from sim.trace.tensor import ROLES
+from sim.trace.tensor import ROLES, Tensor
 
 Value = bytes
 LEAST_CODE = Fraction(1, 32)
@@ -215,6 +219,7 @@ class _Check:
                     self.report(
                         "wrong", "", names[t], f"tensor {names[t]!r} exists from the start, {self.say(leaf)} does not"
                     )
+        self.check_formats()
         self.check_roles()
         self.check_in_place()
         members = groups(trace)
@@ -241,9 +246,25 @@ class _Check:
         if isinstance(expr, Lossy):
             return self.size(expr.of)
         if isinstance(expr, Encoded):
+            if expr.codec in FORMATS and isinstance(expr.of, Same):
+                return self.format_size(expr, self.base.tensors[expr.of.id])
             whole = self.size(expr.of)[0]
             return (-(-whole * LEAST_CODE // 1) if expr.lossless else min(whole, 1)), False
         return 0, False
+
+    def format_size(self, expr: Encoded, tensor: Tensor) -> tuple[int, bool]:
+        """As `size`, of a code in a known format."""
+        form = FORMATS[expr.codec]
+        return (tensor.bytes, False) if form.sparse and tensor.zeros is None else (form.size(tensor), True)
+
+    def check_formats(self) -> None:
+        """A code in a known format loses what that format loses."""
+        for t, claim in enumerate(self.claims):
+            form = FORMATS.get(claim.codec) if isinstance(claim, Encoded) and claim.lossless else None
+            if form is not None and not form.lossless:
+                name = self.trace.tensor_columns.name[t]
+                text = f"tensor {name!r} is said to be lossless, but {form.name!r} is a lossy format"
+                self.report("wrong", "", name, text)
 
     def check_roles(self) -> None:
         """Roles must match the base: they decide whether policies may move or drop a tensor."""
@@ -342,13 +363,27 @@ class _Check:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
             enclosing = enclosing.of
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
+        suffices = self.sufficient(leaf, have)
         for t in base.reads(leaf.id):
+            if t in suffices:
+                continue
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
                 wanted = self.settle(wanted)
             if wanted not in have:
                 self.report_read(op, wanted, claims)
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
+
+    def sufficient(self, leaf: Same, have: set[Expr]) -> frozenset[int]:
+        """What a backward op of the base saved in forward, if a code of it is there that suffices; else nothing."""
+        function, base = self.base.op_columns.function.get(leaf.id, ""), self.base
+        if function not in SUFFICES or base.op_columns.phase[leaf.id] != PHASE_CODE["backward"]:
+            return frozenset()
+        saved = frozenset(
+            t for t in base.reads(leaf.id) if base.op_columns.phase[base.producer[t]] == 0 and base.producer[t] >= 0
+        )
+        codes = {Encoded(Same(t, leaf.iteration), SUFFICES[function], True) for t in saved}
+        return saved if codes & have else frozenset()
 
     def report_read(self, op: int, wanted: Same, claims: list[Expr]) -> None:
         name, tensor = self.trace.op_columns.name[op], self.base.tensor_columns.name[wanted.id]

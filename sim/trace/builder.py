@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError, near
 from sim.trace.graph import OpColumns, TensorColumns, Trace
-from sim.trace.op import KIND_CODE, KINDS, PHASE_CODE, PHASES, Implementation, Op
+from sim.trace.op import FUNCTIONS, KIND_CODE, KINDS, PHASE_CODE, PHASES, Implementation, Op
 from sim.trace.tensor import ROLE_CODE, ROLES
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class TraceBuilder:
         self._read_start, self._write_start = array("q", (0,)), array("q", (0,))
         self._sparse: dict[str, dict[int, Any]] = {
             k: {}
-            for k in ("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views")
+            for k in (
+                *("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views"),
+                "function",
+            )
         }
 
     @classmethod
@@ -145,12 +148,15 @@ class TraceBuilder:
         splits: Sequence[str] = (),
         releases: Sequence[int] = (),
         views: Sequence[int] = (),
+        function: str = "",
     ) -> int:
         """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
             raise TraceError(f"op {name!r}: kind {kind!r} is unknown{near(kind, KINDS)}")
         if phase not in PHASE_CODE:
             raise TraceError(f"op {name!r}: phase {phase!r} is unknown{near(phase, PHASES)}")
+        if function and function not in FUNCTIONS:
+            raise TraceError(f"op {name!r}: function {function!r} is unknown{near(function, FUNCTIONS)}")
         if duration is not None and duration < 0:
             raise TraceError(f"op {name!r}: duration is negative ({duration})")
         if bytes is not None and bytes < 0:
@@ -171,6 +177,8 @@ class TraceBuilder:
         for key, value in (("engine", engine), ("group", group), ("alternatives", alternatives), ("splits", splits)):
             if value:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
+        if function:
+            self._sparse["function"][row] = function
         if releases:
             self._sparse["releases"][row] = tuple(releases)
         if any(place >= 0 for place in views):
@@ -223,7 +231,7 @@ class TraceBuilder:
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
-        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
+        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases", "function")
         fields = {name: getattr(op, name) for name in (*names, *more)}
         if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
             fields["views"] = op.views
@@ -272,6 +280,7 @@ class TraceBuilder:
             splits=s["splits"],
             releases=s["releases"],
             views=s["views"],
+            function=s["function"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 

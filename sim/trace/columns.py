@@ -65,6 +65,7 @@ class OpColumns:
     splits: Mapping[int, tuple[str, ...]]
     releases: Mapping[int, tuple[int, ...]]
     views: Mapping[int, tuple[int, ...]]
+    function: Mapping[int, str]
 
 
 class Graph:
@@ -117,6 +118,7 @@ class Graph:
             splits=c.splits.get(i, ()),
             releases=c.releases.get(i, ()),
             views=c.views.get(i, ()),
+            function=c.function.get(i, ""),
         )
 
     def _tensor(self, t: int) -> Tensor:

@@ -70,7 +70,7 @@ _TENSOR = {
     "shape": _LIST,
 }
 _OP = {
-    **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype"), _TEXT),
+    **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype", "function"), _TEXT),
     **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
     **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views"), _LIST),
     "layer": _LAYER,
@@ -169,6 +169,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             ("splits", c.splits),
             ("releases", c.releases),
             ("views", c.views),
+            ("function", c.function),
         ):
             if i in sparse:
                 line[key] = sparse[i]
@@ -364,7 +365,7 @@ class _Reader:
             raise TraceError("it is defined twice")
         self.content.op_ids.add(name)
         self._stands_for(row, self.op_exprs)
-        self._share(row, ("dtype", "engine", "kind", "phase"))
+        self._share(row, ("dtype", "engine", "kind", "phase", "function"))
         if "splits" in row:
             row["splits"] = self._splits(row["splits"])
         if "alternatives" in row:

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.builder import TraceBuilder
-from sim.trace.op import KIND_CODE, PHASE_CODE, SPLITS
+from sim.trace.op import FUNCTIONS, KIND_CODE, PHASE_CODE, SPLITS
 from sim.trace.tensor import ROLE_CODE
 
 Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_SPARSE = ("engine", "group", "splits", "releases", "views")
+_SPARSE = ("engine", "group", "splits", "releases", "views", "function")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
 
@@ -202,6 +202,8 @@ def _take_ops(content: Content, table: _Table) -> None:
 def _checked(content: Content, key: str, value: Any) -> Any:
     """A field that few ops have; an empty one is as good as none."""
     if key in ("engine", "group"):
+        return _text(content, value)
+    if key == "function" and value in ("", *FUNCTIONS):
         return _text(content, value)
     if type(value) is not list:
         raise _Unusual

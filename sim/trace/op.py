@@ -38,6 +38,13 @@ SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 `batch_sum`: all its results are summed over the samples.
 """
 
+FUNCTIONS = ("relu", "max_pool")
+"""What an op of a kind computes, where a policy must tell it from others: the op itself, and its backward.
+
+relu: max(x, 0); its backward needs of the saved result which elements are zero.
+max_pool: the largest element of each window; its backward needs of what was saved where each maximum was.
+"""
+
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
 
@@ -81,6 +88,7 @@ class Op:
     releases: tensors that the program releases when the op ends, in this order. They are not reads and add no edges.
     views: for each result, the position in `reads` of the tensor whose storage it shares, -1 for its own; () where all
         have. A view has no bytes, and whoever reads it reads that tensor, too.
+    function: one of `FUNCTIONS`, "" where it is none of them or not known.
     """
 
     id: int
@@ -104,3 +112,4 @@ class Op:
     splits: tuple[str, ...] = ()
     releases: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
+    function: str = ""

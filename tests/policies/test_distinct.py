@@ -138,14 +138,14 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
 
 
 def convolutions(layers: int) -> Trace:
-    """Convolutions and activations in turn, each convolution with a faster way that needs workspace; a classifier."""
+    """Convolutions and ReLUs in turn, each convolution with a faster way that needs workspace; a classifier."""
     b = TraceBuilder({"batch": 1, "samples": 1})
     made = [b.tensor("x", 1 << 24, "input")]
     faster = (Implementation("gemm", 0.5, 1 << 25),)
     for i in range(layers):
         for kind in ("conv", "elementwise") if i < layers - 1 else ("matmul", "elementwise"):
-            made.append(b.tensor(f"{kind}{i}.out", 1 << 24, layer=i))
-            more = {"alternatives": faster} if kind == "conv" else {}
+            made.append(b.tensor(f"{kind}{i}.out", 1 << 24, layer=i, zeros=0.75 if kind == "elementwise" else None))
+            more = {"conv": {"alternatives": faster}, "elementwise": {"function": "relu"}}.get(kind, {})
             b.op(f"{kind}{i}", kind, reads=made[-2:-1], writes=made[-1:], layer=i, duration=10**6, **more)
     gradient = b.tensor("loss.grad", 1 << 24, "temporary")
     b.op("loss", "loss", reads=made[-1:], writes=[gradient], duration=10**5)
@@ -153,7 +153,8 @@ def convolutions(layers: int) -> Trace:
         for at, kind in ((2 * i + 2, "elementwise"), (2 * i + 1, "conv" if i < layers - 1 else "matmul")):
             reads = [gradient, made[at - 1]]
             gradient = b.tensor(f"{kind}{i}.grad", 1 << 24, "temporary", layer=i)
-            b.op(f"{kind}{i}.bwd", kind, reads=reads, writes=[gradient], layer=i, duration=2 * 10**6, phase="backward")
+            more = {"layer": i, "phase": "backward", "function": "relu" if kind == "elementwise" else ""}
+            b.op(f"{kind}{i}.bwd", kind, reads=reads, writes=[gradient], duration=2 * 10**6, **more)
     return b.build()
 
 

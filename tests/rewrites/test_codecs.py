@@ -1,0 +1,136 @@
+"""Codes: their sizes against printed ratios and counted bytes, and the law of values on what they claim."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.errors import TraceError
+from sim.rewrites.codecs import FORMATS, code_bytes
+from sim.rewrites.encoding import Codec, encode
+from sim.rewrites.values import approximate, departures
+from sim.trace import Trace, TraceBuilder
+from sim.trace.tensor import Tensor
+
+KIB = 1024
+
+
+def fp32(elements: int, zeros: float | None = None) -> Tensor:
+    return Tensor(0, "t", 4 * elements, "activation", dtype="fp32", zeros=zeros)
+
+
+@pytest.mark.parametrize(
+    ("form", "ratio"),
+    [("sign", 32), ("argmax", 8), ("fp32", 1), ("fp16", 2), ("fp10", 3), ("fp8", 4)],
+)
+def test_dense_codes_of_fp32_have_the_published_ratio(form, ratio):
+    assert code_bytes(form, fp32(3 * 256)) == Fraction(4 * 3 * 256, ratio)
+
+
+@pytest.mark.parametrize(("density", "ratio"), [(1, 0.970), (0.5, 1.882), (0.25, 3.556), (0.1, 7.619)])
+def test_zero_value_compression_has_the_printed_ratio(density, ratio):
+    assert 4 * KIB * 100 / code_bytes("zvc", fp32(KIB * 100, 1 - density)) == pytest.approx(ratio, abs=5e-4)
+
+
+@pytest.mark.parametrize(("zeros", "ratio"), [(0.5, 1.59), (0.75, 3.16)])
+def test_sparse_rows_have_the_printed_ratio(zeros, ratio):
+    assert 4 * 256 * 100 / code_bytes("csr", fp32(256 * 100, zeros)) == pytest.approx(ratio, abs=5e-3)
+
+
+@given(st.lists(st.sampled_from((0.0, 1.5, 0.0, -2.0)), min_size=1, max_size=2000))
+def test_sparse_codes_are_as_large_as_what_an_encoder_writes(values):
+    """An encoder of NumPy arrays, not of fractions."""
+    array = np.array(values, np.float32)
+    tensor = Tensor(0, "t", array.nbytes, "activation", shape=array.shape, zeros=float(np.mean(array == 0)))
+    mask, packed = np.packbits(array != 0), array[array != 0]
+    assert abs(code_bytes("zvc", tensor) - mask.nbytes - packed.nbytes) <= 4  # a fraction of a float rounds up
+    rows = [array[i : i + 256] for i in range(0, len(array), 256)]
+    columns = np.concatenate([np.flatnonzero(row) for row in rows]).astype(np.uint8)
+    starts = np.cumsum([np.count_nonzero(row) for row in rows]).astype(np.uint32)
+    assert abs(code_bytes("csr", tensor) - packed.nbytes - columns.nbytes - starts.nbytes) <= 5
+
+
+def test_what_states_no_zeros_has_no_sparse_code():
+    with pytest.raises(TraceError, match="tensor 't': the trace does not say how many of its elements are zero"):
+        code_bytes("csr", fp32(8))
+
+
+# ---- what codes claim ----------------------------------------------------------------------------
+
+
+def relu_net(*, reader: str = "") -> Trace:
+    """x -> relu -> y -> pool -> z -> loss; y is saved for both backward ops, and for `reader` where that is named."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 64, "input"), b.tensor("y", 64, zeros=0.5), b.tensor("z", 16)
+    places, out = b.tensor("places", 32, dtype="int64"), b.tensor("loss.out", 4)
+    b.op("relu", "elementwise", reads=[x], writes=[y], function="relu", duration=1)
+    b.op("pool", "pool", reads=[y], writes=[z, places], function="max_pool", duration=1)
+    b.op("loss", "loss", reads=[z], writes=[out], duration=1)
+    dz, dy, dx = (b.tensor(f"d{n}", s, "temporary") for n, s in (("z", 16), ("y", 64), ("x", 64)))
+    b.op("loss.bwd", "loss", reads=[out], writes=[dz], phase="backward", duration=1)
+    b.op("pool.bwd", "pool", reads=[dz, y, places], writes=[dy], phase="backward", function="max_pool", duration=1)
+    if reader:
+        b.op(reader, "conv", reads=[dy, y], writes=[b.tensor("dw", 8, "temporary")], phase="backward", flops=1)
+    b.op("relu.bwd", "elementwise", reads=[dy, y], writes=[dx], phase="backward", function="relu", duration=1)
+    return b.build(outputs=[dx], carry=())
+
+
+def found(rewritten: Trace, base: Trace) -> list[tuple[str, str]]:
+    return [(one.what, one.op or one.tensor) for one in departures(rewritten, base)]
+
+
+def test_the_code_that_suffices_computes_the_same():
+    base = relu_net()
+    new = encode(base, {}, ["pool.bwd", "relu.bwd"])
+    assert found(new, base) == []
+    sizes = {t.name: t.bytes for t in new.tensors if t.name not in base.tensor_columns.name}
+    assert sizes == {"places.argmax": 2, "y.sign": 2}
+    reads = {op.name: [new.tensors[t].name for t in op.reads] for op in new.ops if op.phase == "backward"}
+    assert reads["pool.bwd"] == ["dz", "places.argmax"]
+    assert reads["relu.bwd"] == ["dy", "y.sign"]
+    assert new.touched[new.op_id("pool.bwd")] == base.touched[base.op_id("pool.bwd")]
+
+
+def test_signs_do_not_suffice_for_who_needs_the_values():
+    base = relu_net(reader="conv.bwd")
+    wrong = encode(base, {}, ["relu.bwd"])
+    assert found(wrong, base) == []  # conv.bwd still reads y itself
+    with pytest.raises(TraceError, match=r"'conv.bwd' is no backward of relu or max_pool"):
+        encode(base, {}, ["conv.bwd"])
+
+
+def test_a_code_of_signs_read_as_values_is_wrong():
+    """Planted: an op that is no ReLU reads the code as if it were enough."""
+    base = relu_net(reader="conv.bwd")
+    liar = encode(relabelled(base, "conv.bwd", "relu"), {}, ["conv.bwd", "relu.bwd"])
+    assert found(relabelled(liar, "conv.bwd", ""), base) == [("wrong", "conv.bwd")]
+
+
+def relabelled(trace: Trace, op: str, function: str) -> Trace:
+    from dataclasses import replace
+
+    functions = {**trace.op_columns.function, trace.op_id(op): function}
+    columns = replace(trace.op_columns, function={key: value for key, value in functions.items() if value})
+    origin = replace(trace.origin, base=relu_net(reader="conv.bwd").content_hash) if trace.origin else None
+    return Trace(
+        trace.tensor_columns, columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=origin
+    )
+
+
+@pytest.mark.parametrize("form", [name for name, form in FORMATS.items() if not form.lossless])
+def test_a_lossy_format_shows_where_it_is_read_and_cannot_pass_for_lossless(form):
+    base = relu_net(reader="conv.bwd")
+    declared = encode(base, {"y": Codec(form, lossless=False)})
+    assert found(declared, base) == [("lossy", "pool.bwd"), ("lossy", "conv.bwd"), ("lossy", "relu.bwd")]
+    assert approximate(declared) == ("y.decoded",)
+    assert found(encode(base, {"y": Codec(form)}), base) == [("wrong", f"y.{form}")]
+
+
+def test_a_code_has_as_many_bytes_as_its_format():
+    base = relu_net(reader="conv.bwd")
+    assert found(encode(base, {"y": Codec("zvc")}), base) == []
+    assert found(encode(base, {"y": Codec("zvc", Fraction(1, 4))}), base) == [("wrong", "y.zvc")]
