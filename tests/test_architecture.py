@@ -150,7 +150,7 @@ def test_a_second_home_of_the_time_of_a_transfer_is_seen(text):
 
 STATED = {
     *("sim/report/page/run.py", "sim/report/tracks.py"),  # show them
-    *("sim/trace/columns.py", "sim/rewrites/rewrite.py"),  # copy them
+    *("sim/trace/columns.py", "sim/rewrites/encoding.py"),  # copy them
     "workloads/measured.py",  # matches them with measured ones
 }
 """Who needs the layers that a trace states for its ops, not those that they have (`op_layers`)."""
