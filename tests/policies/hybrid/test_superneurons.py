@@ -102,6 +102,110 @@ def test_a_segment_is_speed_centric_while_it_fits_into_the_largest_layer(spare, 
     assert {mode: notes[mode] for mode in ("speed", "memory")} == {"speed": (), "memory": (), mode: (ops,)}
 
 
+def test_the_updates_temporaries_are_no_layer():
+    # a batched update of 10 MB of weights, beside layers of some KB
+    trace = transformer(TINY, batch=1, sequence=8, optimizer="adamw_foreach")
+    largest = max(trace.ops, key=lambda op: sum(trace.tensors[t].bytes for t in op.writes))
+    assert largest.phase == "update"
+    layers = [op for op in trace.ops if op.phase != "update"]
+    assert run(trace).plan.notes["l_peak"] == max(
+        op.workspace
+        + sum(
+            trace.tensors[t].bytes
+            for t in {*op.reads, *op.writes}
+            if trace.tensors[t].role in ("activation", "temporary", "input")
+            and t not in [trace.tensors[w].replaces for w in op.writes]
+        )
+        for op in layers
+    )
+
+
+TINY = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 16}
+
+
+@st.composite
+def drawn_nets(draw: st.DrawFn) -> list[tuple[bool, int, int, str]]:
+    """Layers of a chain: whether expensive, bytes, workspace of backward, and what backward reads."""
+    kinds = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+    one = st.tuples(st.integers(1, 60), st.integers(0, 3), st.sampled_from(["in", "out", "both"]))
+    rest = [draw(one) for _ in range(len(kinds) + 2)]
+    # the first and the last layer are expensive, so that the segments are what lies between such layers
+    return [(kind == 0, b, 40 * w, reads) for kind, (b, w, reads) in zip([0, *kinds, 0], rest, strict=True)]
+
+
+def chain_of(layers: list[tuple[bool, int, int, str]]) -> Trace:
+    b = TraceBuilder()
+    x = [b.tensor("x", 10, "input")]
+    for i, (heavy, bytes, _, _) in enumerate(layers):
+        x.append(b.tensor(f"x{i}", bytes))
+        b.op(f"f{i}", "conv" if heavy else "elementwise", reads=x[-2:-1], writes=x[-1:], duration=1)
+    gradient = b.tensor("d", layers[-1][1], "temporary")
+    b.op("loss", "loss", reads=x[-1:], writes=[gradient], phase="backward", duration=1)
+    for i in reversed(range(len(layers))):
+        heavy, _, work, reads = layers[i]
+        before, gradient = gradient, b.tensor(f"d{i}", layers[i - 1][1] if i else 10, "temporary")
+        saved = [*(x[i : i + 1] if reads != "out" else []), *(x[i + 1 : i + 2] if reads != "in" else [])]
+        kind = "conv" if heavy else "elementwise"
+        b.op(f"b{i}", kind, reads=[before, *saved], writes=[gradient], phase="backward", workspace=work, duration=1)
+    return b.build(outputs=[], carry=())
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn_nets())
+def test_modes_and_runs_of_a_chain_are_those_of_the_papers_rule(layers):
+    """The paper's rule in its own terms: layers 1 to N, l^f and l^b, segments between expensive layers."""
+    count = len(layers)
+    out = {-1: 10, **{i: bytes for i, (_, bytes, _, _) in enumerate(layers)}}
+    grad = {i: out[i] for i in out}
+    reads = {i: {"in": {i - 1}, "out": {i}, "both": {i - 1, i}}[way] for i, (_, _, _, way) in enumerate(layers)}
+    forward = [out[i - 1] + out[i] for i in range(count)]
+    backward = [grad[i] + grad[i - 1] + sum(out[j] for j in reads[i]) + layers[i][2] for i in range(count)]
+    l_peak = max(*forward, *backward, out[count - 1] + grad[count - 1])
+    runs = dict.fromkeys(range(count), 0)
+    modes = {}
+    i = 0
+    while i < count:
+        if layers[i][0]:
+            i += 1
+            continue
+        segment = [i]
+        while not layers[segment[-1] + 1][0]:
+            segment.append(segment[-1] + 1)
+        i = segment[-1] + 1
+        # backward layers, the last one first, with what of the segment each reads
+        need = [(j, reads[j] & {*segment}) for j in range(i, segment[0] - 1, -1) if reads[j] & {*segment}]
+        if not need:
+            continue
+        saved = set().union(*(each for _, each in need))
+        checkpoint = segment[0] - 1
+        kept_anyway = any(checkpoint in reads[j] for j in (checkpoint, segment[0]))
+        if not kept_anyway and sum(out[j] for j in saved) <= out[checkpoint]:
+            continue
+        again = [j for j in segment if j <= max(saved)]
+        last = need[0][0]
+        together = sum(out[j] for j in again) + backward[last] - sum(out[j] for j in reads[last] & {*again})
+        modes[tuple(segment)] = "speed" if together <= l_peak else "memory"
+        if together <= l_peak:
+            for j in again:
+                runs[j] += 1
+            continue
+        resident: set[int] = set()
+        for _, wanted in need:
+            if not wanted <= resident:
+                for j in range(segment[0], max(wanted) + 1):
+                    runs[j] += 1
+                resident = wanted
+    trace = chain_of(layers)
+    result = run(trace)
+    assert result.plan.notes["l_peak"] == l_peak
+    assert {
+        tuple(int(trace.ops[op].name[1:]) for op in ops): mode
+        for mode in ("speed", "memory")
+        for ops in result.plan.notes[mode]
+    } == modes
+    assert {j: reruns(result).count(f"f{j}") for j in range(count)} == runs
+
+
 def test_nothing_is_recomputed_whose_backward_follows_at_once():
     trace = net([2, 2])
     b = TraceBuilder()

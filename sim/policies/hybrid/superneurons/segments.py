@@ -11,8 +11,10 @@ from sim.solvers.schedule import Reruns
 from sim.trace.chain import BACKWARD, activations, forward_ops
 from sim.trace.graph import PERSISTENT
 from sim.trace.index import TraceIndex
-from sim.trace.op import KIND_CODE
+from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
+
+UPDATE = PHASE_CODE["update"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def working_set(index: TraceIndex, op: int, without: Collection[int] = ()) -> in
 
 def largest_layer(index: TraceIndex) -> int:
     """l_peak: the largest working set of an op of forward or backward."""
-    return max((working_set(index, op) for op in range(len(index.reads))), default=0)
+    layers = [op for op in range(len(index.reads)) if index.phase[op] != UPDATE]
+    return max((working_set(index, op) for op in layers), default=0)
 
 
 def segment_bytes(index: TraceIndex, segment: Segment) -> int:
