@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy import optimize
 
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.stalls import stalls
@@ -15,8 +20,9 @@ from sim.hardware.platform import Engine, Tier
 from sim.log import WHY
 from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.policies.hybrid.str.tracing import Tracing
-from sim.policies.hybrid.str.windows import windows_of
+from sim.policies.hybrid.str.windows import Windows, windows_of
 from sim.solvers.granularity import by_op
+from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.schedule import TraceIndex
 from sim.trace import Trace, TraceBuilder
@@ -188,3 +194,140 @@ def test_ops_in_place_run():
     for rate in (1, 10**18):
         for method in ("milp", "rounding"):
             assert run(trace, 300, rate=rate, method=method).log.complete
+
+
+# ---- the program, written again --------------------------------------------------------------------
+
+
+@st.composite
+def drawn_steps(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Per forward op its time, bytes, and how far back a second operand lies (0 for none); times of backward ops."""
+    count = draw(st.integers(2, 4))
+    steps = [(draw(st.integers(1, 9)), draw(st.integers(1, 6)), draw(st.integers(0, 2))) for _ in range(count)]
+    return steps, [draw(st.integers(1, 9)) for _ in range(count)]
+
+
+def net_of(steps: list[tuple[int, int, int]], backward: list[int]) -> Trace:
+    """Forward ops of one result each, and a backward that reads each op's operands and the last gradient."""
+    b = TraceBuilder()
+    x: list[int] = []
+    reads: list[list[int]] = []
+    for i, (ns, bytes, back) in enumerate(steps):
+        reads.append(sorted({*x[-1:], *(x[-1 - back : -back] if 0 < back < len(x) else [])}))
+        x.append(b.tensor(f"x{i}", bytes))
+        b.op(f"f{i}", reads=reads[i], writes=[x[i]], duration=ns)
+    gradient: list[int] = []
+    for i in reversed(range(len(steps))):
+        made = b.tensor(f"d{i}", steps[i][1], "temporary")
+        b.op(f"b{i}", reads=[*gradient, *(reads[i] or x[:1])], writes=[made], phase="backward", duration=backward[i])
+        gradient = [made]
+    return b.build(outputs=[], carry=())
+
+
+def written_again(trace: Trace, budget: int, rate_ns: int) -> float | None:
+    """The least recomputation and waiting, by rows over R, S, copies out and in, and the memory of each moment.
+
+    rate_ns: ns per byte of each direction. Nothing here is taken from the package's own program.
+    """
+    n = len(trace.ops)
+    made_by = {t: op.id for op in trace.ops for t in op.writes}
+    size = {t: trace.tensors[t].bytes for t in made_by}
+    cost = [op.duration or 0 for op in trace.ops]
+    values = [t for t in made_by if any(t in op.reads for op in trace.ops)]
+    low: list[float] = []
+    high: list[float] = []
+    price: list[float] = []
+    whole: list[int] = []
+    rows: list[tuple[dict[int, float], float, float]] = []
+
+    def column(least: float = 0, most: float = 1, cost: float = 0, integer: bool = True) -> int:
+        low.append(least), high.append(most), price.append(cost), whole.append(int(integer))
+        return len(low) - 1
+
+    def row(terms: list[tuple[int, float]], least: float = -np.inf, most: float = np.inf) -> None:
+        total: dict[int, float] = {}
+        for c, f in terms:
+            total[c] = total.get(c, 0.0) + f
+        rows.append((total, least, most))
+
+    R = {(t, i): column(float(i == t), 1, 0 if i == t else cost[i]) for t in range(n) for i in range(t + 1)}
+    S = {(t, v): column() for v in values for t in range(made_by[v] + 1, n)}
+    out, into = {key: column() for key in S}, {key: column() for key in S}
+    longest = max(size[v] for v in values) * rate_ns
+    windows, now = [[0]], cost[0]
+    for t in range(1, n):
+        if now >= min(longest, sum(cost)):
+            windows.append([])
+            now = 0
+        windows[-1].append(t)
+        now += cost[t]
+    window = {t: each for each in windows for t in each}
+    for t, v in S:
+        start = [(S[t, v], 1.0), (into[t, v], 1.0)]
+        again = [(R[t, made_by[v]], 1.0)]
+        row([*start, *again, (out[t, v], -1.0)], least=0)
+        if (t + 1, v) in S:
+            row([*start, *again, (S[t + 1, v], -1.0)], least=0)
+        row([*((out[s, v], 1.0) for s, other in out if other == v and s < t), (into[t, v], -1.0)], least=0)
+    for v in values:
+        first = made_by[v]
+        if (first + 1, v) in S:
+            row([(R[first, first], 1.0), (S[first + 1, v], -1.0)], least=0)
+        row([(c, 1.0) for (_, other), c in out.items() if other == v], most=1)
+    for t, k in R:
+        for v in trace.ops[k].reads:
+            has = [(S[t, v], 1.0), (into[t, v], 1.0)] if (t, v) in S else []
+            row([*has, (R[t, made_by[v]], 1.0), (R[t, k], -1.0)], least=0)
+    for each in windows:
+        waits = [(column(0, np.inf, 1, False), -1.0)]
+        again = [(R[t, i], -float(cost[i])) for t in each for i in range(t)]
+        for way in (out, into):
+            row(
+                [*((way[t, v], float(size[v] * rate_ns)) for t, v in way if t in each), *again, *waits],
+                most=sum(cost[t] for t in each),
+            )
+    # what is held while op k of stage t runs: what was there at the start, or has been produced, and is still wanted
+    for t in range(n):
+        for k in range(t + 1):
+            held: list[tuple[int, float]] = [(R[t, k], float(size[w])) for w in trace.ops[k].writes]
+            for v in values:
+                p = made_by[v]
+                if p > t or p == k:
+                    continue
+                inside = window[t]
+                arriving = [into[s, v] for s in inside if s > t and (s, v) in into]
+                held += [(c, float(size[v])) for c in arriving]
+                start = [c for c in (S.get((t, v)), into.get((t, v))) if c is not None]
+                start += [R[t, p]] if p < k else []
+                wanted = [R[t, i] for i in range(k, t + 1) if v in trace.ops[i].reads]
+                wanted += [out[s, v] for s in inside if s <= t and (s, v) in out]
+                wanted += [S[t + 1, v]] if (t + 1, v) in S else []
+                if k == 0:  # what a stage begins with is held at first, wanted or not
+                    wanted += [R[t, t]]
+                resident = column(integer=False)
+                held.append((resident, float(size[v])))
+                for a, b in itertools.product(start, wanted):
+                    row([(resident, -1.0), (a, 1.0), (b, 1.0)], most=1)
+            row(held, most=budget)
+    matrix = np.zeros((len(rows), len(low)))
+    for i, (terms, _, _) in enumerate(rows):
+        for c, f in terms.items():
+            matrix[i, c] = f
+    limits = optimize.LinearConstraint(matrix, [each[1] for each in rows], [each[2] for each in rows])
+    found = optimize.milp(price, constraints=limits, bounds=optimize.Bounds(low, high), integrality=whole)
+    return None if found.x is None else float(found.fun)
+
+
+@settings(max_examples=10, deadline=None)
+@example(([(2, 2, 0), (5, 3, 0), (3, 2, 2)], [2, 3, 2]), 0, 2)
+@given(drawn_steps(), st.integers(0, 6), st.integers(1, 4))
+def test_the_program_finds_what_its_rows_written_again_find(drawn, spare, rate_ns):
+    trace = net_of(*drawn)
+    budget = max(sum(trace.tensors[t].bytes for t in {*op.reads, *op.writes}) for op in trace.ops) + spare
+    nodes = nodes_of(trace)
+    trips = {v: Trip(value.size * rate_ns, value.size * rate_ns) for v, value in enumerate(nodes.values)}
+    answer = Program(nodes, budget, elsewhere=Windows(nodes, trips)).minimise(node_limit=10**6, time_limit=60.0)
+    least = written_again(trace, budget, rate_ns)
+    assert (answer.status == "infeasible") == (least is None)
+    if least is not None:
+        assert abs(answer.bound - least) <= 1
