@@ -184,6 +184,24 @@ def check_trace(trace: Any) -> None:
         raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) return one")
 
 
+class Evaluated:
+    """Of the plans that a planner has replayed the last one and the fastest, with their runs: it mostly returns one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Plan, Run] | None = None
+        self._fastest: tuple[Plan, Run] | None = None
+
+    def add(self, plan: Plan, run: Run) -> None:
+        """Note a run of a plan."""
+        self._last = plan, run
+        if self._fastest is None or run.log.end < self._fastest[1].log.end:
+            self._fastest = plan, run
+
+    def run_of(self, plan: Plan) -> Run | None:
+        """The run of this very plan, None if it is not kept."""
+        return next((run for known, run in filter(None, (self._last, self._fastest)) if known is plan), None)
+
+
 def problem_for(
     trace: Trace,
     platform: Platform,
@@ -191,15 +209,21 @@ def problem_for(
     seed: int = 0,
     history: tuple[Run, ...] = (),
     recompute_limit: float | None = RECOMPUTE_LIMIT,
+    evaluated: Evaluated | None = None,
 ) -> Problem:
-    """The problem that a policy is asked to solve; see `sim.plan.Problem`."""
+    """The problem that a policy is asked to solve; see `sim.plan.Problem`.
+
+    evaluated: notes the replays that the policy asks for.
+    """
+
+    def evaluate(plan: Plan) -> EventLog:
+        run = run_iteration(trace, plan, platform, history, recompute_limit=recompute_limit)
+        if evaluated is not None:
+            evaluated.add(plan, run)
+        return run.log
+
     return Problem(
-        trace=trace,
-        platform=platform,
-        cost=Prices(trace, platform),
-        evaluate=lambda plan: run_iteration(trace, plan, platform, history, recompute_limit=recompute_limit).log,
-        seed=seed,
-        history=history,
+        trace=trace, platform=platform, cost=Prices(trace, platform), evaluate=evaluate, seed=seed, history=history
     )
 
 
@@ -309,16 +333,20 @@ def simulate(
     history: tuple[Run, ...] = ()
     plan_s = 0.0
     for i in range(count):
-        current = traces[min(i, len(traces) - 1)]
+        current, evaluated, last = traces[min(i, len(traces) - 1)], Evaluated(), i == count - 1
         started = time.perf_counter()
         try:
-            problem = problem_for(current, limited, seed=seed, history=history, recompute_limit=recompute_limit)
-            plan = chosen.plan(problem)
+            plan = chosen.plan(
+                problem_for(
+                    current, limited, seed=seed, history=history, recompute_limit=recompute_limit, evaluated=evaluated
+                )
+            )
             plan_s += time.perf_counter() - started
             if not isinstance(plan, Plan):
                 kind = "None" if plan is None else f"a {type(plan).__name__}"
                 raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-            run = run_iteration(current, plan, limited, history, last=i == count - 1, recompute_limit=recompute_limit)
+            known = evaluated.run_of(plan) if last else None  # the replay at the end of a run is that of `evaluate`
+            run = known or run_iteration(current, plan, limited, history, last=last, recompute_limit=recompute_limit)
             history = (*history, run)
         except TiersimError:
             raise
@@ -326,13 +354,12 @@ def simulate(
             if type(error) is KeyboardInterrupt:  # from the user
                 raise
             raise PolicyFailed(f"policy {name!r}: {_fault(chosen, error)}") from error
-    last = history[-1]
     return Result(
         policy=chosen,
         name=name,
         platform=limited,
-        plan=last.plan,
-        log=last.log,
+        plan=history[-1].plan,
+        log=history[-1].log,
         nominal=platform.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,

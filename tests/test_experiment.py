@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import pytest
 
 from sim import compare, largest_batch, load_policy, load_profile, policy_names, simulate, smallest_budget
-from sim.errors import PolicyError, PolicyFailed, ProfileError, TraceError, WorkloadError
+from sim.errors import IllegalPlan, PolicyError, PolicyFailed, ProfileError, TraceError, WorkloadError
+from sim.iterations import run_iteration
 from sim.plan import Drop, Online, Plan
 from sim.policies import FAMILIES, family, policy_class
 from sim.policies.base import Policy
@@ -266,3 +267,38 @@ def test_a_result_draws_itself(tmp_path):
     found = compare(TRACE, PLATFORM, ["keep_all", "full_recompute"], budget="1 GB")
     words = {text.get_text() for axes in found.plot().axes for text in axes.texts}
     assert any("keep_all" in text for text in words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluates(Policy):
+    """Replays three plans and returns one of them."""
+
+    chosen: int = 0
+
+    def plan(self, problem):
+        drops = [(), (Drop(problem.trace.writes(0)[0], after=1),), ()]
+        plans = [Plan(problem.trace, actions) for actions in drops]
+        for plan in plans:
+            try:
+                problem.evaluate(plan)
+            except IllegalPlan:
+                continue
+        return plans[self.chosen]
+
+
+@pytest.mark.parametrize(("chosen", "replays"), [(0, 3), (2, 3)])
+def test_a_plan_that_its_policy_has_replayed_is_not_replayed_again(chosen, replays, monkeypatch):
+    runs = []
+
+    def counted(*arguments, **options):
+        runs.append(arguments[1])
+        return run_iteration(*arguments, **options)
+
+    monkeypatch.setattr("sim.experiment.run_iteration", counted)
+    result = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen))
+    assert len(runs) == replays
+    assert result.log == run_iteration(TRACE, result.plan, PLATFORM).log
+    runs.clear()
+    again = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen), iterations=2)  # before the last, nothing moves back
+    assert len(runs) == 2 * replays + 1
+    assert again.log == result.log

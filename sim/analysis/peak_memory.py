@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from sim.trace.tensor import ROLES
 
 if TYPE_CHECKING:
     import pandas as pd
+
+T = TypeVar("T")
 
 CATEGORIES = (*ROLES, "workspace")
 """What the bytes in a tier are for: the roles of tensors, and workspace."""
@@ -61,8 +64,20 @@ class Peak:
 
 def peak_bytes(log: EventLog) -> dict[str, int]:
     """The peak of every tier, by name."""
+    return dict(_kept(log, "peak_bytes", lambda: _peaks(log)))
+
+
+def _peaks(log: EventLog) -> dict[str, int]:
     tiers, delta = log.change("tier"), log.change("delta")
     return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
+
+
+def _kept(log: EventLog, key: object, make: Callable[[], T]) -> T:
+    """A figure that is asked for more than once, of references in every cell of a sweep; it goes with its log."""
+    known: dict[object, T] = vars(log).setdefault("_figures", {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def mean_bytes(log: EventLog, tier: str | None = None) -> int:
@@ -70,6 +85,10 @@ def mean_bytes(log: EventLog, tier: str | None = None) -> int:
 
     vDNN (Rhu et al. 2016) calls it average memory usage.
     """
+    return _kept(log, ("mean_bytes", tier), lambda: _mean(log, tier))
+
+
+def _mean(log: EventLog, tier: str | None) -> int:
     time, used = memory_over_time(log, tier)
     if not log.end or not len(time):
         return 0

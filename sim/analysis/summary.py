@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -120,9 +120,9 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON values: integers, floats, text, None, and records of them."""
-        found = asdict(self)
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
         more = found.pop("more")
-        return {**found, **more}
+        return {**{key: dict(value) if isinstance(value, dict) else value for key, value in found.items()}, **more}
 
 
 def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> Summary:

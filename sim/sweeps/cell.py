@@ -130,7 +130,8 @@ class Bench:
         if budget is not None:
             limited = self._platforms.get((platform_key, budget), lambda: platform.with_budget(budget))
         limit = task["recompute_limit"]
-        chosen = remembering(policy, self._plans, (trace_key, task["sums"]["policy"]), (platform_key, budget, limit))
+        planner = trace_key, task["sums"]["policy"]
+        chosen = remembering(policy, self._plans, planner, platform_key, (budget, limit))
         result = simulate(
             trace, limited, chosen, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit
         )

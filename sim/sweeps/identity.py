@@ -22,7 +22,10 @@ from sim.policies.base import Policy
 from sim.policies.composition import Composition
 
 PACKAGES = ("sim", "workloads")
-ENGINE = ("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.kept", "sim.experiment", "sim.analysis.summary")
+ENGINE = (
+    *("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.asked", "sim.sweeps.kept"),
+    *("sim.experiment", "sim.analysis.summary"),
+)
 """The modules that turn a trace, a platform and a policy into figures; `sim.sweeps.cell` runs a cell."""
 
 APART = ("sim.report", "sim.pages", "sim.commands", "sim.sweeps")

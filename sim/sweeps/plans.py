@@ -1,40 +1,22 @@
 """Plans made once for the cells that share them: by what of the problem each policy has asked for.
 
 A policy that looks at nothing but the trace plans the same for every machine and budget, so its plan is kept for all
-cells of that trace. A solver's plan is kept for cells with the same machine and budget, such as those with other seeds
-or with a timeline.
+cells of that trace; one that looks at the machine but not at its budget plans the same for every budget. A solver's
+plan is kept for cells with the same machine and budget, such as those with other seeds or with a timeline.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
+from sim.sweeps.asked import BUDGET, MACHINE, SEED, asked
 from sim.sweeps.kept import Kept
-
-MACHINE = frozenset({"platform", "cost", "evaluate", "budget", "home"})
-"""What of a problem depends on machine and budget."""
-
-
-@dataclass(frozen=True)
-class _Asked(Problem):
-    """A problem that knows what of it has been read; copying it reads all.
-
-    read: the names.
-    """
-
-    read: set[str] = field(default_factory=set)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in MACHINE or name == "seed":
-            object.__getattribute__(self, "read").add(name)
-        return super().__getattribute__(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +25,15 @@ class _Remembering(Policy):
 
     policy, kept: a Policy; a Kept.
     trace: all that a plan depends on which looks at nothing but the trace.
-    machine: all else that a plan may depend on, except the seed.
+    machine: what one that looks at the machine depends on, too.
+    limits: all else that a plan may depend on, except the seed.
     """
 
     policy: Any  # declared like this, they are not held against a type in every cell
     kept: Any
     trace: Any
     machine: Any
+    limits: Any
 
     def plan(self, problem: Problem) -> Plan:
         """See `Policy`.
@@ -63,15 +47,17 @@ class _Remembering(Policy):
             if key in self.kept:
                 found: Plan = self.kept.get(key, _never)
                 return found
-        asked = _Asked(**{field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)})
-        made = self._planned(asked)
-        read, held = frozenset(asked.read), weakref.ref(asked.read)
-        del asked
-        is_shared = held() is None and (not read & MACHINE or self.policy.solver)  # what is held may be read later
+        noting = asked(problem)
+        made = self._planned(noting)
+        read, held = frozenset(noting.read), weakref.ref(noting.read)
+        del noting
+        is_shared = held() is None and (BUDGET not in read or self.policy.solver)  # what is held may be read later
         if isinstance(made, Plan) and is_shared and not _is_hurried(made):
-            machine, seed = self.machine if read & MACHINE else None, problem.seed if "seed" in read else None
+            machine = self.machine if read & {MACHINE, BUDGET} else None
+            limits = self.limits if BUDGET in read else None
+            seed = problem.seed if SEED in read else None
             ops = len(problem.trace.op_columns.name)
-            self.kept.get((self.trace, machine, seed), lambda: made, lambda _: ops)
+            self.kept.get((self.trace, machine, limits, seed), lambda: made, lambda _: ops)
         return made
 
     def _planned(self, problem: Problem) -> Plan:
@@ -79,7 +65,8 @@ class _Remembering(Policy):
         return plan
 
     def _keys(self, seed: int) -> tuple[Hashable, ...]:
-        return tuple((self.trace, machine, each) for machine in (None, self.machine) for each in (None, seed))
+        scopes = ((None, None), (self.machine, None), (self.machine, self.limits))
+        return tuple((self.trace, *scope, each) for scope in scopes for each in (None, seed))
 
 
 def _is_hurried(plan: Plan) -> bool:
@@ -91,16 +78,17 @@ def _never() -> Plan:
     raise AssertionError("what is kept need not be made")
 
 
-def remembering(policy: Policy, kept: Kept, trace: Hashable, machine: Hashable) -> Policy:
+def remembering(policy: Policy, kept: Kept, trace: Hashable, machine: Hashable, limits: Hashable) -> Policy:
     """The policy, or one of the same name that gives the same plans and keeps those of first iterations.
 
     kept: a cache that weighs plans by their ops.
     trace: the trace and the policy, as a key.
-    machine: the machine, the budget and the limits of a run, as a key.
+    machine: the machine without its budget, as a key.
+    limits: the budget and the limits of a run, as a key.
     """
     if policy.warm_up:
         return policy
-    return _named(type(policy).__name__)(policy=policy, kept=kept, trace=trace, machine=machine)
+    return _named(type(policy).__name__)(policy=policy, kept=kept, trace=trace, machine=machine, limits=limits)
 
 
 @cache
