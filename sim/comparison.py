@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sim.engine.replay import RECOMPUTE_LIMIT
-from sim.errors import (
-    Deadlock,
-    IllegalPlan,
-    Infeasible,
-    OutOfMemory,
-    PolicyError,
-    PolicyFailed,
-    TiersimError,
-    refusal_kind,
-)
-from sim.experiment import Result, check_trace, simulate, to_platform
+from sim.errors import TiersimError
+from sim.experiment import Result, check_trace, to_platform
 from sim.hardware.platform import Platform
+from sim.parallel import Request, answers
 from sim.policies import label as label_of
 from sim.policies import load, names
 from sim.policies.base import Policy
-from sim.search import smallest_budget
+from sim.rows import Answer, Row, Setting, refused_for_state, states_of
+from sim.rows import answer as answer_to
 from sim.trace.graph import Trace
+from sim.units import to_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-Request = str | tuple[str, Mapping[str, Any]] | Policy | type[Policy]
+Asked = str | tuple[str, Mapping[str, Any]] | Policy | type[Policy]
+
+LITTLE = 10_000
+"""Policies times ops: what takes less time than the start of other processes."""
 
 KEY_COLUMNS = (
     *("policy", "fits", "peak_bytes", "makespan_ns", "overhead", "recompute_ns", "saved_fraction"),
@@ -48,9 +45,10 @@ class Comparison:
     trace, platform: the inputs, the same for all policies.
     rows: one record per policy: `policy`, `fits` (None where the policy does not apply or failed), `fidelity`,
         `manages`, and the keys of `Result.summary`; for a policy that does not fit `refusal` (its kind), `error`,
-        `holders` and `floor_bytes`, the smallest budget found to fit.
+        `holders` and `floor_bytes`, the smallest budget found to fit, None for none.
     results: the results of the policies that fit, by label.
     left_out: policies that were not run -> the reason.
+    notes: what to know of how they were run, a line each.
     """
 
     trace: Trace
@@ -58,6 +56,7 @@ class Comparison:
     rows: tuple[Mapping[str, Any], ...]
     results: Mapping[str, Result] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         fitting = sum(row["fits"] is True for row in self.rows)
@@ -78,6 +77,19 @@ class Comparison:
         """How near runs are to the least makespan that their policies have proven, a line per policy with a proof."""
         return tuple(f"{name}: {line}" for name, result in self.results.items() for line in result.bounds)
 
+    @property
+    def fastest(self) -> str | None:
+        """The label of the fastest policy, of equal ones the simplest by its traits, then the first; None for none."""
+
+        def mechanisms(policy: Policy) -> int:
+            return policy.recomputes + policy.moves + policy.rewrites + policy.online + bool(policy.solver)
+
+        def rank(label: str) -> tuple[int, int, int]:
+            result = self.results[label]
+            return result.log.end, mechanisms(result.policy), result.policy.warm_up
+
+        return min(self.results, key=rank, default=None)
+
     def to_frame(self) -> pd.DataFrame:
         """The rows as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
         import pandas as pd
@@ -97,106 +109,192 @@ class Comparison:
         return report_comparison(self, path, command=command)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a comparison.
+
+    comparison: the rows so far, in the order asked; `left_out` names the rest.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        super().__init__(f"interrupted after {len(comparison.rows)} policies")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is.
+
+    done, total: policies.
+    label: the policy that has just been answered.
+    row: its row.
+    left_s: seconds that the rest will take if it takes as long as what has run, None before anything has.
+    """
+
+    done: int
+    total: int
+    label: str
+    row: Row
+    left_s: float | None
+
+
 def compare(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],
-    policies: Request | Sequence[Request] | None = None,
+    policies: Asked | Sequence[Asked] | None = None,
     *,
     budget: float | str | None = None,
     seed: int = 0,
     iterations: int | None = None,
     recompute_limit: float | None = RECOMPUTE_LIMIT,
-    find_floor: bool = True,
-    on_progress: Callable[[str], None] | None = None,
+    find_floor: bool | None = None,
+    jobs: int | None = 1,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
+
+    Policies that declare to leave weights, gradients and optimizer state in a tier that is too small for them are
+    refused before any policy runs.
 
     trace: the trace to run.
     platform: a platform, or the name or file of a profile.
     policies: a list of names, `(name, parameters)` pairs, policies or their classes, or a single one of these; None for
-        all that apply and plan quickly.
+        all that apply and plan quickly. A name may have parameters: "checkmate(method=rounding)".
     budget, seed, iterations, recompute_limit: see `simulate`.
-    find_floor: search the smallest feasible budget of every policy that does not fit.
-    on_progress: called with the label of each policy before it runs.
+    find_floor: whether to find the smallest feasible budget of policies that do not fit: None for those whose plan
+        ignores the budget, which takes a replay; True for all, by searching; False for none.
+    jobs: how many processes; None for one per processor, or this one alone where there is little to do. The rows are
+        the same. Policies that another process cannot load, such as those of a notebook, run in this one; `notes` says
+        so.
+    on_progress: called for each policy that has been answered.
 
-    Raises PolicyError for an unknown name or parameter, before anything runs.
+    Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
+    Interrupted on Ctrl-C, with the rows so far.
     """
     check_trace(trace)
-    platform = to_platform(platform)
-    chosen = [(label, load(name, **parameters)) for label, name, parameters in map(_parsed, _listed(policies))]
-    rows: list[Mapping[str, Any]] = []
-    results: dict[str, Result] = {}
-    left_out: dict[str, str] = {}
-    for label, policy in chosen:
-        if policies is None and policy.slow:
-            left_out[label] = "plans slowly; name it to run it"
-            continue
-        if on_progress is not None:
-            on_progress(label)
-        traits = {"policy": label, "fidelity": policy.fidelity, "manages": policy.manages}
-        try:
-            result = simulate(
-                trace,
-                platform,
-                policy,
-                budget=budget,
-                seed=seed,
-                iterations=iterations,
-                recompute_limit=recompute_limit,
-            )
-            rows.append({**traits, **result.summary(), "plan_s": result.plan_s})
-            results[label] = result
-        except (Infeasible, Deadlock) as error:
-            rows.append({**traits, **_refusal(error)})
-            if find_floor:
-                with suppress(
-                    PolicyError, IllegalPlan, PolicyFailed
-                ):  # a fault at another budget leaves the floor unknown
-                    floor = smallest_budget(
-                        trace,
-                        platform,
-                        policy,
-                        seed=seed,
-                        iterations=iterations,
-                        recompute_limit=recompute_limit,
-                        tolerance=0.02,
-                    )
-                    rows[-1] = {**rows[-1], "floor_bytes": floor}
-        except PolicyError as error:
-            if policies is None:
-                left_out[label] = str(error)
+    if jobs is not None and jobs < 1:
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+    setting = Setting(trace, to_platform(platform), budget, seed, iterations, recompute_limit, find_floor)
+    requests = [_request(each) for each in _listed(policies)]
+    work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress)
+    try:
+        work.refuse()
+        work.run(jobs)
+    except KeyboardInterrupt:
+        raise Interrupted(work.comparison(interrupted=True)) from None
+    return work.comparison()
+
+
+class _Work:
+    """A comparison under way: requests by position, and their answers so far."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        requests: Sequence[Request],
+        *,
+        apply_all: bool,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.setting = setting
+        self.requests = requests
+        self.apply_all = apply_all
+        self.on_progress = on_progress
+        self.answers: dict[int, Answer] = {}
+        self.notes: list[str] = []
+        self.slow = {i for i, each in enumerate(requests) if not apply_all and each.policy.slow}
+        self.began = time.monotonic()
+        self.refused = 0
+
+    @property
+    def open(self) -> list[int]:
+        """Positions without an answer."""
+        return [i for i in range(len(self.requests)) if i not in self.answers and i not in self.slow]
+
+    def refuse(self) -> None:
+        """Answer for the policies that leave too much state in place."""
+        setting = self.setting
+        limited = setting.platform if setting.budget is None else setting.platform.with_budget(to_bytes(setting.budget))
+        states = states_of(setting.trace, setting.platform)
+        for i in self.open:
+            row = refused_for_state(self.requests[i].label, self.requests[i].policy, states, limited)
+            if row is not None:
+                self.refused += 1
+                self.note(i, Answer(row))
+
+    def run(self, jobs: int | None) -> None:
+        """Answer for all others: in other processes, then here for those that these could not load."""
+        todo = self.open
+        if jobs is None:
+            from sim.sweeps.pool import usable_cpus  # brings what sweeps need with it
+
+            is_little = len(todo) * len(self.setting.trace.op_columns.name) <= LITTLE
+            jobs = 1 if is_little else usable_cpus()
+        count = min(jobs, len(todo))
+        if count > 1:
+            todo.sort(key=lambda i: -_effort(self.requests[i].policy))  # what takes long must not begin last
+            from sim.sweeps.execute import stopping
+
+            with stopping(answers([self.requests[i] for i in todo], self.setting, count)) as found:
+                for position, answer, why in found:
+                    if answer is None:
+                        self.notes.append(f"{self.requests[todo[position]].label}: ran in this process: {why}")
+                    else:
+                        self.note(todo[position], answer)
+        for i in self.open:
+            self.note(i, answer_to(self.requests[i].label, self.requests[i].policy, self.setting))
+
+    def note(self, i: int, answer: Answer) -> None:
+        """One more answer."""
+        self.answers[i] = answer
+        if self.on_progress is not None:
+            total, ran = len(self.requests) - len(self.slow), len(self.answers) - self.refused
+            left = (time.monotonic() - self.began) / ran * (total - len(self.answers)) if ran else None
+            self.on_progress(Progress(len(self.answers), total, self.requests[i].label, answer.row, left))
+
+    def comparison(self, *, interrupted: bool = False) -> Comparison:
+        """The answers in the order asked."""
+        rows: list[Row] = []
+        results: dict[str, Result] = {}
+        left_out: dict[str, str] = {}
+        for i, request in enumerate(self.requests):
+            answer = self.answers.get(i)
+            if i in self.slow:
+                left_out[request.label] = "plans slowly; name it to run it"
+            elif answer is None:
+                assert interrupted
+                left_out[request.label] = "interrupted before it ended"
+            elif answer.does_not_apply and not self.apply_all:
+                left_out[request.label] = str(answer.row["error"])
             else:
-                rows.append({**traits, "fits": None, "error": str(error)})
-        except (IllegalPlan, PolicyFailed) as error:
-            rows.append({**traits, "fits": None, "error": str(error)})
-    return Comparison(trace, platform, tuple(rows), results, left_out)
+                rows.append(answer.row)
+                if answer.result is not None:
+                    results[request.label] = answer.result
+        setting, notes = self.setting, tuple(sorted(self.notes))
+        return Comparison(setting.trace, setting.platform, tuple(rows), results, left_out, notes)
 
 
-def _listed(policies: Request | Sequence[Request] | None) -> Sequence[Request]:
+def _effort(policy: Policy) -> int:
+    """How much longer than others a policy takes, as far as its traits tell: what it measures first, and solves."""
+    return policy.warm_up + bool(policy.solver) + policy.online
+
+
+def _listed(policies: Asked | Sequence[Asked] | None) -> Sequence[Asked]:
     """The requests as a list; a single one may be given without."""
     if policies is None:
         return names()
     is_pair = isinstance(policies, tuple) and len(policies) == 2 and isinstance(policies[1], Mapping)
     is_one = is_pair or isinstance(policies, (str, Policy, type))
-    return cast("Sequence[Request]", (policies,) if is_one else policies)
+    return cast("Sequence[Asked]", (policies,) if is_one else policies)
 
 
-def _parsed(request: Request) -> tuple[str, str | Policy, Mapping[str, Any]]:
-    """(label, policy, parameters) of one request."""
-    if isinstance(request, str):
-        return request, request, {}
-    if isinstance(request, (Policy, type)):
-        policy = load(request)
-        return label_of(policy), policy, {}
-    name, parameters = request
+def _request(asked: Asked) -> Request:
+    """A request with its label and its policy. Raises PolicyError."""
+    if isinstance(asked, str):
+        return Request(asked, asked, {}, load(asked))
+    if isinstance(asked, (Policy, type)):
+        policy = load(asked)
+        return Request(label_of(policy), policy, {}, policy)
+    name, parameters = asked
     arguments = ", ".join(f"{key}={value}" for key, value in parameters.items())
-    return (f"{name}({arguments})" if arguments else name), name, parameters
-
-
-def _refusal(error: TiersimError) -> dict[str, Any]:
-    row: dict[str, Any] = {"fits": False, "refusal": refusal_kind(error), "error": str(error)}
-    row["floor_bytes"] = getattr(error, "floor_bytes", None)
-    if isinstance(error, OutOfMemory):
-        row["holders"] = [list(holder) for holder in error.holders]
-        row["full"] = list(error.full)
-    return row
+    label = f"{name}({arguments})" if arguments else name
+    return Request(label, name, parameters, load(name, **parameters))

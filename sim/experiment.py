@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import time
 import traceback
@@ -111,7 +113,17 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """All figures of the run as one record; see `sim.analysis.summary`."""
+        return copy.deepcopy(self._figures)
+
+    @cached_property
+    def _figures(self) -> dict[str, Any]:
         return summarize(self.log, self.reference() if self.reference else None).as_dict()
+
+    def referring(self, reference: Callable[[], Reference] | None) -> Result:
+        """The same result, with its figures as they are, and another function that computes its reference."""
+        other = dataclasses.replace(self, reference=reference)
+        vars(other)["_figures"] = self._figures
+        return other
 
     @property
     def bounds(self) -> tuple[str, ...]:

@@ -68,22 +68,25 @@ def write_text(path: Path, text: str) -> Path:
     return write_aside(path, write)
 
 
-def write_run(result: Result, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
-    """summary.json, view.json.gz, memory.png, lanes.png and the timeline of one run."""
-    from sim.report.draw import save_figure
-    from sim.report.lanes import plot_lanes
-    from sim.report.plot import plot_memory
+def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures: bool = True) -> list[Path]:
+    """summary.json, view.json.gz, the timeline of one run, and with `figures` memory.png and lanes.png."""
     from sim.report.timeline import write_timeline
     from sim.views import NAME, write_view
 
     name = "timeline.pftrace.gz" if len(result.log.intervals) > LARGE_TIMELINE else "timeline.pftrace"
-    return [
+    written = [
         write_text(folder / "summary.json", to_json({**about, **result.summary()}) + "\n"),
         write_view(result, folder / NAME),
-        save_figure(plot_memory(result.log), folder / "memory.png"),
-        save_figure(plot_lanes(result.log), folder / "lanes.png"),
         write_timeline(result.log, folder / name),
     ]
+    if figures:
+        from sim.report.draw import save_figure
+        from sim.report.lanes import plot_lanes
+        from sim.report.plot import plot_memory
+
+        written.append(save_figure(plot_memory(result.log), folder / "memory.png"))
+        written.append(save_figure(plot_lanes(result.log), folder / "lanes.png"))
+    return written
 
 
 def write_analyses(found: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -93,10 +96,13 @@ def write_analyses(found: Mapping[str, Any], folder: Path) -> list[Path]:
     return [write_text(folder / f"{name}.csv", analysis_csv(records)) for name, records in found.items()]
 
 
-def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str) -> list[Path]:
-    """comparison.json, .csv, .txt and .png, a view of each run that fits, and the files of the fastest run."""
-    from sim.report.draw import save_figure
-    from sim.report.plot import plot_comparison
+def write_comparison(
+    comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str, figures: bool = False
+) -> list[Path]:
+    """comparison.json, .csv and .txt, a view of each run that fits, the files of the fastest run.
+
+    figures: also draw comparison.png and the figures of the fastest run.
+    """
     from sim.report.table import comparison_csv
     from sim.views import row_view, write_view
 
@@ -109,10 +115,11 @@ def write_comparison(comparison: Comparison, folder: Path, *, about: Mapping[str
     for i, row in enumerate(comparison.rows):
         if row["policy"] in comparison.results:
             written.append(write_view(comparison.results[row["policy"]], row_view(folder, i), title=row["policy"]))
-    budget = next((result.platform.budget for result in comparison.results.values()), None)
-    written.append(save_figure(plot_comparison(comparison.rows, budget=budget), folder / "comparison.png"))
-    if comparison.results:
-        fastest = min(comparison.results, key=lambda name: comparison.results[name].log.end)
+    if figures:
+        from sim.report.draw import save_figure
+
+        written.append(save_figure(comparison.plot(), folder / "comparison.png"))
+    if (fastest := comparison.fastest) is not None:
         best = comparison.results[fastest]
-        written += write_run(best, folder, about={**about, "policy": fastest})
+        written += write_run(best, folder, about={**about, "policy": fastest}, figures=figures)
     return written

@@ -64,7 +64,8 @@ def test_run_of_what_does_not_fit_exits_1_with_one_line(capsys):
 
 
 def test_files_are_written_to_the_folder(capsys, tmp_path):
-    code, *_ = tiersim("compare", "--profile", "a100_40_pcie", *JOB, "-o", tmp_path / "out", capsys=capsys)
+    words = ["compare", "--profile", "a100_40_pcie", *JOB, "-o", tmp_path / "out", "--figures"]
+    code, *_ = tiersim(*words, capsys=capsys)
     assert code == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"comparison.csv", "comparison.json", "comparison.png", "memory.png", "summary.json"} <= names

@@ -27,7 +27,11 @@ BESIDE: Mapping[str, Figure] = {
         "text", "status", "of a cell of a sweep: ok, infeasible, not_applicable, failed, …", column=(1, "status")
     ),
     "error": Figure("text", "error", "what kept it from running", 3, (13, "error")),
-    "refusal": Figure("text", "refusal", "the kind of a refusal: out_of_memory, thrashing, deadlock or infeasible"),
+    "refusal": Figure(
+        "text",
+        "refusal",
+        "the kind of a refusal: out_of_memory, thrashing, deadlock, infeasible, or state (of training)",
+    ),
     "floor_bytes": Figure(
         "bytes", "smallest budget known to fit", "a budget below which none was found to fit", 4, (12, "fits from")
     ),

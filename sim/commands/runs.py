@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,10 @@ from sim.commands.options import (
     say,
     workload,
 )
+from sim.commands.progress import told
+
+if TYPE_CHECKING:
+    from sim.comparison import Comparison
 
 WRITTEN = "name, path/to/file.py:Class, or several: 'zero_offload + rotor(slots=200)'"
 POLICY = Option(
@@ -45,8 +50,26 @@ ANALYSIS = Option(
     ],
     None,
 )
+JOBS = Option("jobs", Annotated[int | None, typer.Option(min=1, help="processes; default: one per core")], None)
+FLOORS = Option(
+    "floors",
+    Annotated[
+        bool,
+        typer.Option(
+            "--floors",
+            help="search the smallest budget of each policy that does not fit; default: of those that one replay tells",
+        ),
+    ],
+    False,
+)
+FIGURES = Option(
+    "figures", Annotated[bool, typer.Option("--figures", help="draw figures into the folder of -o")], False
+)
 RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
-COMPARED = (PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY, OUT, JSON)
+COMPARED = (
+    *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY),
+    *(FLOORS, JOBS, OUT, FIGURES, JSON),
+)
 
 
 @takes(*RUN)
@@ -101,47 +124,79 @@ def compare(ctx: typer.Context, **options: Any) -> None:
 
 
 def _compare(options: dict[str, Any], command: str) -> None:
+    from sim.comparison import Interrupted
     from sim.comparison import compare as run_all
-    from sim.outputs import check_folder, to_json, write_comparison
-    from sim.policies import names
+    from sim.outputs import check_folder
+
+    if options["figures"] and not options["out"]:
+        raise typer.BadParameter("--figures: name their folder: -o DIR")
+    folder = check_folder(options["out"], "comparison") if options["out"] else None
+    platform, work = platform_of(options["profile"], options["set_"]), workload(options)
+    limit = budget_of(options["budget"], work, platform)
+    stopped = False
+    try:
+        comparison = run_all(
+            work,
+            platform,
+            _asked(options["policies"]),
+            budget=limit,
+            seed=options["seed"],
+            iterations=options["iterations"],
+            **limit_of(options["recompute_limit"]),
+            find_floor=options["floors"] or None,
+            jobs=options["jobs"],
+            on_progress=told(),
+        )
+    except Interrupted as stop:
+        comparison, stopped = stop.comparison, True
+    _present(comparison, options, command, limit, folder)
+    if stopped:
+        print(f"tiersim: stopped: {len(comparison.rows)} rows so far", file=sys.stderr)
+        raise typer.Exit(130)
+    if comparison.failed:
+        raise typer.Exit(1)
+
+
+def _asked(policies: str | None) -> list[str] | None:
+    """The names in a list, None for those that `compare` chooses."""
+    if policies == "all":
+        from sim.policies import names
+
+        return list(names())
+    if not policies:
+        return None
+    from sim.policies.writing import split_outside
+
+    return [name for name in split_outside(policies, ",") if name]
+
+
+def _present(comparison: Comparison, options: dict[str, Any], command: str, limit: int | None, folder: Any) -> None:
+    """Write and print a comparison."""
+    from sim.outputs import to_json, write_comparison
     from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
 
-    folder = check_folder(options["out"], "comparison") if options["out"] else None
-    asked = None
-    if options["policies"] == "all":
-        asked = list(names())
-    elif options["policies"]:
-        from sim.policies.writing import split_outside
-
-        asked = [name for name in split_outside(options["policies"], ",") if name]
-    platform, work = platform_of(options["profile"], options["set_"]), workload(options)
-    limit = budget_of(options["budget"], work, platform)
-    comparison = run_all(
-        work,
-        platform,
-        asked,
-        budget=limit,
-        seed=options["seed"],
-        iterations=options["iterations"],
-        **limit_of(options["recompute_limit"]),
-        on_progress=lambda name: say(f"… {name}"),
+    work, platform = comparison.trace, comparison.platform
+    unknown = (row for row in comparison.rows if row["fits"] is False and row["floor_bytes"] is None)
+    floors = [] if options["floors"] else [row["policy"] for row in unknown if row["refusal"] != "state"]
+    notes = (
+        *comparison.bounds,
+        *comparison.notes,
+        *([f"smallest budget not searched: {', '.join(floors)}: --floors"] if floors else []),
+        *(f"not run: {name}: {why}" for name, why in comparison.left_out.items()),
     )
-    notes = (*comparison.bounds, *(f"not run: {name}: {why}" for name, why in comparison.left_out.items()))
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
     footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=notes)
     if folder:
         text = comparison_text(comparison.rows, footer=footer)
         about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
-        for path in write_comparison(comparison, folder, about=about, text=text):
+        for path in write_comparison(comparison, folder, about=about, text=text, figures=options["figures"]):
             say(f"wrote {path}")
     if options["json"]:
         print(to_json([dict(row) for row in comparison.rows]))
     else:
         print_comparison(comparison.rows, footer=footer)
-    if comparison.failed:
-        raise typer.Exit(1)
 
 
 DEMO = {
@@ -155,12 +210,13 @@ DEMO = {
 """The demo's options; `docs/demo.md` says why these."""
 
 
-@takes(OUT._replace(default="tiersim-demo"), JSON)
+@takes(JOBS, OUT._replace(default="tiersim-demo"), FIGURES, JSON)
 def demo(**options: Any) -> None:
     """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
     _compare({**defaults(COMPARED), **DEMO, **options}, "tiersim demo")
     if not options["json"]:
-        print(f"\nTables, figures and a timeline for ui.perfetto.dev are in {options['out']}/")
+        what = "Tables, figures and a timeline" if options["figures"] else "Tables and a timeline"
+        print(f"\n{what} for ui.perfetto.dev are in {options['out']}/")
 
 
 @takes(Option("examples", Annotated[int, typer.Option(help="random examples per law", min=1)], 50), PARAM, SEED, JSON)

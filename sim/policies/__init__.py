@@ -9,6 +9,7 @@ where it defines one policy.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -209,7 +210,8 @@ def _is_file(name: str) -> bool:
 
 
 def _module_name(path: Path) -> str:
-    return f"tiersim_policy_{abs(hash(str(path.resolve())))}"
+    """The same in every process, so that what a policy pickles can be read in another."""
+    return f"tiersim_policy_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
 
 
 def _line(error: BaseException) -> str:

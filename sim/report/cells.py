@@ -58,19 +58,25 @@ class Standing:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Rows that fit by time, then those that do not by their smallest feasible budget, then those that were not run."""
+    """Rows that fit by time, then those that do not by their smallest feasible budget, then those that were not run.
 
-    def key(row: Row) -> tuple[int, float, float, str]:
+    Of rows that are equal, those that recompute and move less come first, then in the order given.
+    """
+
+    def key(row: Row) -> tuple[int, float, float, int]:
         if row["fits"]:
-            return 0, row["makespan_ns"], row["peak_bytes"], row["policy"]
+            done = total(row.get("recompute_ns") or 0) + total(row.get("moved_bytes") or 0)
+            return 0, row["makespan_ns"], row["peak_bytes"], done
         floor = row.get("floor_bytes")
-        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, row["policy"]
+        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, 0
 
     return sorted(rows, key=key)
 
 
 def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str, Standing]:
     """By policy, for the rows that fit. Equal to the fastest is a row whose time is at most 1 + model_error of it.
+
+    All rows that take as long as the fastest are the fastest, whichever of them comes first.
 
     Raises ValueError on a negative error.
     """
@@ -83,7 +89,7 @@ def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str
     found = {}
     for row in fitting:
         over = row["makespan_ns"] / best - 1 if best else 0.0
-        found[row["policy"]] = Standing(over, over <= model_error, row is fitting[0])
+        found[row["policy"]] = Standing(over, over <= model_error, row["makespan_ns"] == best)
     return found
 
 
@@ -123,7 +129,7 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
     lines = []
     standing = standings(rows, model_error)
     if any(s.same and not s.is_fastest for s in standing.values()):
-        fastest = next(policy for policy, s in standing.items() if s.is_fastest)
+        fastest = " and ".join(policy for policy, s in standing.items() if s.is_fastest)
         lines.append(
             f"{SAME} not distinguishable from {fastest}, the fastest: within the model's own error of "
             f"{percent(model_error)}"
@@ -183,10 +189,13 @@ def _freedoms(rows: Sequence[Row]) -> str:
 
 
 def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
-    """One line for each row that does not fit: the smallest budget known to fit, and what holds the memory."""
-    lines = []
+    """One line for each row that does not fit: the smallest budget known to fit, and what holds the memory.
+
+    Policies that were refused for the state that they leave in place share a line, which comes first.
+    """
+    lines = [f"{', '.join(names)}: not run: {why}, and are left there" for why, names in _left_in_place(rows).items()]
     for row in ordered(rows):
-        if row["fits"]:
+        if row["fits"] or row.get("refusal") == "state":
             continue
         if row["fits"] is None:
             lines.append(f"{row['policy']}: not run: {row.get('error') or 'no reason given'}")
@@ -204,6 +213,15 @@ def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
             parts.append(str(row["error"]))
         lines.append(f"{row['policy']}: does not fit: {'; '.join(parts)}")
     return lines
+
+
+def _left_in_place(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The policies that were refused for the state of training alone, by what they were told."""
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("refusal") == "state":
+            refused.setdefault(str(row["error"]), []).append(row["policy"])
+    return refused
 
 
 # ---- text of one value -------------------------------------------------------------------------

@@ -8,12 +8,14 @@ those of a Dask scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sim.errors import TiersimError
 from sim.sweeps.cell import Bench, Outcome
 
+T = TypeVar("T")
 TRIES = 3
 """How many processes a cell may kill: the first with others under way, then alone."""
 
@@ -42,6 +44,17 @@ class Executor(Protocol):
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
         """Yield each job's id and outcome once, as it finishes; closing the iterator stops all work."""
+
+
+@contextmanager
+def stopping(outcomes: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Outcomes of an executor; at the end all its workers are stopped, whatever the reason."""
+    try:
+        yield outcomes
+    finally:
+        close = getattr(outcomes, "close", None)
+        if close:
+            close()
 
 
 class Inline:

@@ -12,7 +12,7 @@ from sim.errors import TiersimError
 from sim.sweeps.cell import Outcome
 from sim.sweeps.execute import TRIES, Executor, Inline, Job, killed, timed_out
 from sim.sweeps.identity import sources_stamp
-from sim.sweeps.process import CHANGED, Worker
+from sim.sweeps.process import BENCH, CHANGED, Worker
 
 STILLBORN = 10
 """Workers in a row that may die before they are ready."""
@@ -29,14 +29,16 @@ class Local:
     outcome is `timed_out`.
 
     jobs: how many processes.
+    bench: what runs the jobs in each process, see `sim.sweeps.process.Worker`.
     """
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, bench: str = BENCH) -> None:
         self.jobs = jobs
+        self.bench = bench
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
         """See `Executor`."""
-        pool = _Pool(jobs, min(self.jobs, len(jobs)))
+        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench)
         try:
             yield from pool.run()
         finally:
@@ -46,7 +48,8 @@ class Local:
 class _Pool:
     """The workers of one run, the jobs to hand out, by group, and those whose worker died."""
 
-    def __init__(self, jobs: Sequence[Job], size: int) -> None:
+    def __init__(self, jobs: Sequence[Job], size: int, bench: str) -> None:
+        self.bench = bench
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
         for job in jobs:
             self.groups.setdefault(job.group, deque()).append(job)
@@ -109,7 +112,7 @@ class _Pool:
 
     def start(self) -> None:
         """Start a worker; it reports when it is ready."""
-        worker = Worker()
+        worker = Worker(bench=self.bench)
         self.workers[worker.output.fileno()] = worker
         self.selector.register(worker.output, selectors.EVENT_READ)
 

@@ -17,6 +17,8 @@ from sim.sweeps.cell import Outcome
 from sim.sweeps.execute import Job, timed_out
 
 CHANGED = "the program was changed while the sweep ran; continue with --resume"
+BENCH = "sim.sweeps.cell:Bench"
+"""What runs the cells of a sweep."""
 
 
 class Died(Exception):
@@ -28,14 +30,15 @@ class Worker:
 
     idle_s: seconds without a job after which it ends by itself; None for never.
     folder: its working folder, if that exists; None for that of this process.
+    bench: `module:Class` of what runs the jobs; its method `run` takes a task and returns an outcome, both JSON values.
     """
 
-    def __init__(self, idle_s: float | None = None, folder: str | None = None) -> None:
+    def __init__(self, idle_s: float | None = None, folder: str | None = None, bench: str = BENCH) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment.setdefault(name, "1")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from sim.sweeps.worker import main; main({idle_s})"],
+            [sys.executable, "-c", f"from sim.sweeps.worker import main; main({idle_s}, {bench!r})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -6,15 +6,14 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
 from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
 from sim.sweeps.cell import STATUSES
-from sim.sweeps.execute import Executor, Job
+from sim.sweeps.execute import Executor, Job, stopping
 from sim.sweeps.frame import frame
 from sim.sweeps.pool import executor_for
 from sim.sweeps.store import ANSWERS, Writer
@@ -184,7 +183,7 @@ def _run(
     progress = Progress(len(cells), len(records))
     progress._left.update(str(cell.labels["policy"]) for cell in todo.values())
     where = {"host": platform.node(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    with _closing(chosen.run([_job(cell, writer) for cell in todo.values()])) as outcomes:
+    with stopping(chosen.run([_job(cell, writer) for cell in todo.values()])) as outcomes:
         for id, outcome in outcomes:
             cell = todo[id]
             outcome = {"row": outcome["row"], "ran": {**where, **outcome["ran"]}}
@@ -211,19 +210,6 @@ def _files(cells: list[Cell]) -> list[Named]:
         *trace_files(names["trace"]),
         *model_files(names["model"]),
     ]
-
-
-@contextmanager
-def _closing(
-    outcomes: Iterator[tuple[str, dict[str, Any]]],
-) -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
-    """Stop all workers at the end, whatever the reason."""
-    try:
-        yield outcomes
-    finally:
-        close = getattr(outcomes, "close", None)
-        if close:
-            close()
 
 
 def _job(cell: Cell, writer: Writer | None) -> Job:

@@ -10,24 +10,28 @@ import os
 import queue
 import sys
 import threading
+from importlib import import_module
 
 
-def main(idle_s: float | None = None) -> None:
-    """Run tasks until there are no more, or none has come for `idle_s` seconds."""
+def main(idle_s: float | None, bench: str) -> None:
+    """Run tasks until there are no more, or none has come for `idle_s` seconds.
+
+    bench: `module:Class` of what runs them.
+    """
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the output of libraries is not an outcome
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
 
-    from sim.sweeps.cell import Bench
     from sim.sweeps.identity import sources_stamp
 
-    bench = Bench()
+    module, _, name = bench.partition(":")
+    runs = getattr(import_module(module), name)()
     try:
         out.write(sources_stamp().encode() + b"\n")
         out.flush()
         while True:
-            outcome = bench.run(json.loads(tasks.get(timeout=idle_s)))
+            outcome = runs.run(json.loads(tasks.get(timeout=idle_s)))
             out.write(json.dumps(outcome).encode() + b"\n")
             out.flush()
     except (BrokenPipeError, queue.Empty):  # the driver has ended, or needs it no longer

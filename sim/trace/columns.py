@@ -77,7 +77,10 @@ class Graph:
     def __init__(self, tensors: TensorColumns, ops: OpColumns) -> None:
         self.tensor_columns = tensors
         self.op_columns = ops
-        for column in (*vars(tensors).values(), *vars(ops).values()):
+        self._make_read_only()
+
+    def _make_read_only(self) -> None:
+        for column in (*vars(self.tensor_columns).values(), *vars(self.op_columns).values()):
             if isinstance(column, np.ndarray):
                 column.setflags(write=False)
 

@@ -98,6 +98,15 @@ class Trace(Graph):
                 pairs.append((last, first))
         return tuple(pairs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The trace itself; what is computed from it on demand, and may be large, is computed again elsewhere."""
+        kept = ("tensor_columns", "op_columns", "origin", "outputs", "carry", "content_hash")
+        return {**{key: vars(self)[key] for key in kept if key in vars(self)}, "meta": dict(self.meta)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, meta=MappingProxyType(state["meta"]))
+        self._make_read_only()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.content_hash == other.content_hash
 

@@ -1,0 +1,173 @@
+"""Rows of a comparison computed in processes: inputs and answers are pickled, one file each, and equal serial ones.
+
+What an answer shares with its inputs (trace, platform, policy) is pickled as a reference to them, so that it refers to
+the caller's own objects. A policy that cannot be pickled, or that another process cannot load, has no answer here.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sim.experiment import reference_for
+from sim.policies import admit_source, executed_source, load, policy_files
+from sim.policies.base import Policy
+from sim.rows import Answer, Setting, answer, failed
+
+
+@dataclass(frozen=True)
+class Request:
+    """A policy to run.
+
+    given: its name, or itself.
+    parameters: of one given by name.
+    policy: the loaded policy.
+    """
+
+    label: str
+    given: str | Policy
+    parameters: Mapping[str, Any]
+    policy: Policy
+
+
+def answers(requests: Sequence[Request], setting: Setting, jobs: int) -> Iterator[tuple[int, Answer | None, str]]:
+    """Positions of requests with their answers as they come; without an answer, why there is none.
+
+    Closing the iterator stops all processes.
+    """
+    from sim.sweeps.execute import Job, stopping
+    from sim.sweeps.pool import Local
+
+    with tempfile.TemporaryDirectory(prefix="tiersim-") as name:
+        folder = Path(name)
+        (folder / "setting").write_bytes(_dumped(setting))
+        tasks = []
+        for i, request in enumerate(requests):
+            task = {"id": str(i), "folder": name}
+            try:
+                (folder / f"request-{i}").write_bytes(_dumped(_portable(request)))
+            except Exception as error:  # whatever the objects of a user's policy raise
+                yield i, None, _line(error)
+                continue
+            tasks.append(Job(task, group=str(i)))
+        with stopping(Local(jobs, bench="sim.parallel:Bench").run(tasks)) as outcomes:
+            for id, outcome in outcomes:
+                i = int(id)
+                if why := outcome.get("why"):
+                    yield i, None, why
+                elif "row" in outcome:  # its process died each time
+                    yield i, failed(requests[i].label, requests[i].policy, outcome["row"]["error"]), ""
+                else:
+                    path = folder / f"answer-{i}"
+                    yield i, _unpacked(path.read_bytes(), setting, requests[i].policy), ""
+                    path.unlink()
+
+
+class Bench:
+    """Runs requests one after another in this process; see `sim.sweeps.worker`."""
+
+    def __init__(self) -> None:
+        self._settings: dict[str, Setting] = {}
+
+    def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the answer to a file. `why`: what keeps this process from answering, "" for nothing."""
+        folder, i = Path(task["folder"]), task["id"]
+        try:
+            if task["folder"] not in self._settings:
+                self._settings[task["folder"]] = pickle.loads((folder / "setting").read_bytes())
+            setting = self._settings[task["folder"]]
+            label, given, parameters, sources = pickle.loads((folder / f"request-{i}").read_bytes())
+            for path, source in sources.items():
+                admit_source(Path(path), source)
+            policy = load(given, **parameters)
+        except Exception as error:
+            return {"why": _line(error)}
+        was_on = gc.isenabled()
+        gc.disable()  # as in a sweep's cell: a replay makes many objects, most of which its last reference frees
+        try:
+            found = answer(label, policy, setting)
+        finally:
+            if was_on:
+                gc.enable()
+        try:
+            data = _packed(found, setting, policy)
+        except Exception as error:
+            return {"why": _line(error)}
+        (folder / f"answer-{i}").write_bytes(data)
+        return {"why": ""}
+
+
+def _portable(request: Request) -> tuple[str, str | Policy, Mapping[str, Any], Mapping[str, bytes]]:
+    """What another process needs to load the same policy: sources of files as they were executed here."""
+    sources = {}
+    if isinstance(request.given, str):
+        for path in policy_files(request.given).values():
+            source = executed_source(path)
+            if source is not None:
+                sources[os.path.abspath(path)] = source
+    elif type(request.given).__module__ == "__main__":
+        raise pickle.PicklingError(f"{type(request.given).__name__} is defined in the program itself")
+    return request.label, request.given, dict(request.parameters), sources
+
+
+# ---- pickles -----------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Writes shared objects by name, and read-only mappings as such."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.names = names
+
+    def persistent_id(self, thing: Any) -> str | None:
+        return self.names.get(id(thing))
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (MappingProxyType, (dict(thing),)) if isinstance(thing, MappingProxyType) else NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self.shared = shared
+
+    def persistent_load(self, name: str) -> Any:
+        return self.shared[name]
+
+
+def _names(setting: Setting, policy: Policy) -> list[tuple[str, Any]]:
+    return [("trace", setting.trace), ("platform", setting.platform), ("policy", policy)]
+
+
+def _dumped(thing: Any, shared: Iterable[tuple[str, Any]] = ()) -> bytes:
+    """A pickle in which these objects stand by name."""
+    out = io.BytesIO()
+    _Pickler(out, {id(each): name for name, each in shared}).dump(thing)
+    return out.getvalue()
+
+
+def _packed(found: Answer, setting: Setting, policy: Policy) -> bytes:
+    result = found.result
+    bare = None if result is None else result.referring(None)  # a function of this process cannot travel
+    return _dumped(replace(found, result=bare), _names(setting, policy))
+
+
+def _unpacked(data: bytes, setting: Setting, policy: Policy) -> Answer:
+    found: Answer = _Unpickler(io.BytesIO(data), dict(_names(setting, policy))).load()
+    if found.result is None:
+        return found
+    traces = [setting.trace] * (len(found.result.warm_up) + 1)
+    return replace(found, result=found.result.referring(lambda: reference_for(policy, traces, setting.platform)))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

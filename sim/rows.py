@@ -1,0 +1,122 @@
+"""The row of one policy in a comparison: its figures, or why it does not fit, does not apply or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sim.engine.replay import RECOMPUTE_LIMIT
+from sim.errors import (
+    Deadlock,
+    IllegalPlan,
+    Infeasible,
+    OutOfMemory,
+    PolicyError,
+    PolicyFailed,
+    TiersimError,
+    refusal_kind,
+)
+from sim.experiment import Result, reference_run, simulate
+from sim.floors import State, state_in, too_small
+from sim.hardware.platform import Platform
+from sim.policies.base import Policy
+from sim.search import smallest_budget
+from sim.trace.graph import Trace
+from sim.units import format_bytes
+
+FLOOR_TOLERANCE = 0.02
+"""How near, relatively, a searched floor is to a budget that does not fit."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all policies of a comparison share; `compare` says what each means."""
+
+    trace: Trace
+    platform: Platform
+    budget: float | str | None = None
+    seed: int = 0
+    iterations: int | None = None
+    recompute_limit: float | None = RECOMPUTE_LIMIT
+    find_floor: bool | None = None
+
+    @property
+    def replay(self) -> dict[str, Any]:
+        """Options of `simulate` that searches take, too."""
+        return {"seed": self.seed, "iterations": self.iterations, "recompute_limit": self.recompute_limit}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one policy: its row, and its run if it fits."""
+
+    row: Row
+    result: Result | None = None
+    does_not_apply: bool = False
+
+
+def answer(label: str, policy: Policy, setting: Setting) -> Answer:
+    """Run one policy; where it does not fit, find its floor."""
+    about = _about(label, policy)
+    try:
+        result = simulate(setting.trace, setting.platform, policy, budget=setting.budget, **setting.replay)
+        return Answer({**about, **result.summary(), "plan_s": result.plan_s}, result)
+    except (Infeasible, Deadlock) as error:
+        row = {**about, **_refusal(error)}
+    except PolicyError as error:
+        return replace(failed(label, policy, str(error)), does_not_apply=True)
+    except (IllegalPlan, PolicyFailed) as error:
+        return failed(label, policy, str(error))
+    if setting.find_floor is not False:
+        with suppress(PolicyError, IllegalPlan, PolicyFailed):  # a fault at another budget leaves the floor unknown
+            floor = smallest_budget(
+                *(setting.trace, setting.platform, policy),
+                tolerance=FLOOR_TOLERANCE,
+                search=setting.find_floor is True,
+                **setting.replay,
+            )
+            row["floor_bytes"] = row["floor_bytes"] if floor is None else floor
+    return Answer(row)
+
+
+def failed(label: str, policy: Policy, error: str) -> Answer:
+    """The answer of a policy that neither fits nor is refused."""
+    return Answer({**_about(label, policy), "fits": None, "error": error})
+
+
+def states_of(trace: Trace, platform: Platform) -> tuple[State, ...]:
+    """The state of training in each tier; none where nothing runs even with unlimited memory."""
+    try:
+        return state_in(reference_run(trace, platform))
+    except TiersimError:
+        return ()
+
+
+def refused_for_state(label: str, policy: Policy, states: Sequence[State], limited: Platform) -> Row | None:
+    """The row of a policy that leaves more state in a tier than that can hold, whatever it decides; else None."""
+    state = too_small(policy, states, limited)
+    if state is None:
+        return None
+    capacity = limited.tier(state.tier).capacity
+    what, most = "weights, gradients and optimizer state", format_bytes(state.bytes)
+    if state.placed_bytes > capacity:
+        what, most = "weights and optimizer state", format_bytes(state.placed_bytes)
+    error = f"{what} alone take {most} of {state.tier!r}, which has {format_bytes(capacity)}"
+    return {**_about(label, policy), "fits": False, "refusal": "state", "error": error, "floor_bytes": None}
+
+
+def _about(label: str, policy: Policy) -> dict[str, Any]:
+    return {"policy": label, "fidelity": policy.fidelity, "manages": policy.manages}
+
+
+def _refusal(error: TiersimError) -> dict[str, Any]:
+    row: dict[str, Any] = {"fits": False, "refusal": refusal_kind(error), "error": str(error)}
+    row["floor_bytes"] = getattr(error, "floor_bytes", None)
+    if isinstance(error, OutOfMemory):
+        row["holders"] = [list(holder) for holder in error.holders]
+        row["full"] = list(error.full)
+    return row
