@@ -216,7 +216,7 @@ class _Work:
         limited = setting.platform if setting.budget is None else setting.platform.with_budget(to_bytes(setting.budget))
         states = states_of(setting.trace, setting.platform)
         for i in self.open:
-            row = refused_for_state(self.requests[i].label, self.requests[i].policy, states, limited)
+            row = refused_for_state(self.requests[i].label, self.requests[i].policy, states, limited, setting)
             if row is not None:
                 self.refused += 1
                 self.note(i, Answer(row))

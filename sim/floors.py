@@ -21,6 +21,9 @@ from sim.trace.tensor import ROLES
 STATE = ("weights", "gradients", "optimizer_state")
 """The words of `manages` for the state of training, as opposed to activations."""
 
+HOLDERS = 10
+"""How many of the largest tensors a refusal names."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -29,11 +32,13 @@ class State:
     tier: its name.
     bytes: the most at any moment.
     placed_bytes: from the start, before there are gradients.
+    holders: (tensor name, bytes, role) of the largest that are placed there.
     """
 
     tier: str
     bytes: int
     placed_bytes: int
+    holders: tuple[tuple[str, int, str], ...] = ()
 
 
 def state_in(kept: EventLog) -> tuple[State, ...]:
@@ -43,16 +48,22 @@ def state_in(kept: EventLog) -> tuple[State, ...]:
     """
     codes = [ROLES.index(role) for role, word in MANAGED_AS.items() if word in STATE]
     tensor, cause = kept.change("tensor"), kept.change("cause")
-    rows = (tensor >= 0) & np.isin(kept.trace.tensor_columns.role[tensor], codes)
+    columns = kept.trace.tensor_columns
+    rows = (tensor >= 0) & np.isin(columns.role[tensor], codes)
     found = []
     for i, tier in enumerate(kept.platform.tiers):
         here = rows & (kept.change("tier") == i)
         delta, time = kept.change("delta")[here], kept.change("time")[here]
-        most = placed = int(delta[cause[here] == CAUSE["placed"]].sum())
+        first = here & (cause == CAUSE["placed"])
+        most = placed = int(kept.change("delta")[first].sum())
         if len(delta) and _is_sequence(kept):  # which gradients are live together follows from the order of ops
             ends = np.flatnonzero(np.diff(time, append=time[-1] + 1))  # the last change of each instant
             most = max(most, int(np.cumsum(delta)[ends].max()))
-        found.append(State(tier.name, most, placed))
+        largest = sorted(
+            zip(kept.change("delta")[first].tolist(), tensor[first].tolist()), key=lambda row: (-row[0], row[1])
+        )
+        holders = ((columns.name[t], size, ROLES[columns.role[t]]) for size, t in largest[:HOLDERS])
+        found.append(State(tier.name, most, placed, tuple(holders)))
     return tuple(found)
 
 
@@ -60,11 +71,16 @@ def left_in_place(policy: Policy, state: State) -> int:
     """The bytes of a state that a policy leaves in its tier whatever it decides, as far as its traits tell.
 
     0 for a policy that manages any part of the state: it may place or shard the rest, too. One that rewrites the trace
-    may change how long gradients live, but not what lies there from the start.
+    may change how long gradients live, but not what is resident from the start.
     """
     if set(policy.manages) & set(STATE):
         return 0
     return state.placed_bytes if policy.rewrites else state.bytes
+
+
+def decides_nothing(policy: Policy) -> bool:
+    """Whether a policy declares none of what a policy can do, so that its plan is to keep everything."""
+    return not (policy.recomputes or policy.moves or policy.rewrites or policy.online)
 
 
 def too_small(policy: Policy, states: Sequence[State], limited: Platform) -> State | None:

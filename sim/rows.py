@@ -19,7 +19,7 @@ from sim.errors import (
     refusal_kind,
 )
 from sim.experiment import Result, reference_run, simulate
-from sim.floors import State, state_in, too_small
+from sim.floors import State, decides_nothing, state_in, too_small
 from sim.hardware.platform import Platform
 from sim.policies.base import Policy
 from sim.search import smallest_budget
@@ -96,17 +96,28 @@ def states_of(trace: Trace, platform: Platform) -> tuple[State, ...]:
         return ()
 
 
-def refused_for_state(label: str, policy: Policy, states: Sequence[State], limited: Platform) -> Row | None:
+def refused_for_state(
+    label: str, policy: Policy, states: Sequence[State], limited: Platform, setting: Setting
+) -> Row | None:
     """The row of a policy that leaves more state in a tier than that can hold, whatever it decides; else None."""
     state = too_small(policy, states, limited)
     if state is None:
         return None
-    capacity = limited.tier(state.tier).capacity
+    capacity, floor = limited.tier(state.tier).capacity, None
     what, most = "weights, gradients and optimizer state", format_bytes(state.bytes)
     if state.placed_bytes > capacity:
         what, most = "weights and optimizer state", format_bytes(state.placed_bytes)
-    error = f"{what} alone take {most} of {state.tier!r}, which has {format_bytes(capacity)}"
-    return {**_about(label, policy), "fits": False, "refusal": "state", "error": error, "floor_bytes": None}
+    if decides_nothing(policy) and setting.find_floor is not False:
+        floor = smallest_budget(setting.trace, setting.platform, policy, search=False, **setting.replay)
+    return {
+        **_about(label, policy),
+        "fits": False,
+        "refusal": "state",
+        "error": f"{what} alone take {most} of {state.tier!r}, which has {format_bytes(capacity)}",
+        "floor_bytes": floor,
+        "holders": [list(holder) for holder in state.holders],
+        "full": [state.tier],
+    }
 
 
 def _about(label: str, policy: Policy) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def smallest_budget(
     platform: a platform, or the name or file of a profile.
     policy: see `simulate`.
     tolerance: the result is this close, relatively, to a budget that does not fit.
-    search: whether to search for a policy that heeds the budget, planning each anew; without, the result is None there.
+    search: whether to search for a policy that heeds the budget, which plans for each; without, the result is None.
     options: further arguments of `simulate`.
     """
     check_trace(trace)

@@ -38,7 +38,7 @@ def takes(*options: Option) -> Callable[[Callable[..., None]], Callable[..., Non
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def call(*args: Any, **given: Any) -> None:
-            command(*args, **{option.name: given.pop(option.name) for option in options}, **given)
+            command(*args, **{o.name: given.pop(o.name, o.default) for o in options}, **given)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -142,7 +142,8 @@ JSON = Option(
     Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")],
     False,
 )
-Json = JSON.type
+JOBS = Option("jobs", Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per core")], None)
+Json, Jobs = JSON.type, JOBS.type
 
 
 def workload(options: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import typer
 from sim.commands.declaring import Option, defaults, takes
 from sim.commands.options import (
     BUDGET,
+    JOBS,
     JSON,
     OUT,
     PARAM,
@@ -50,7 +51,6 @@ ANALYSIS = Option(
     ],
     None,
 )
-JOBS = Option("jobs", Annotated[int | None, typer.Option(min=1, help="processes; default: one per core")], None)
 FLOORS = Option(
     "floors",
     Annotated[

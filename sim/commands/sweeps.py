@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands.options import Json, parameters
+from sim.commands.options import Jobs, Json, parameters
 
 Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 
@@ -14,7 +14,7 @@ Folder = Annotated[str, typer.Argument(help="folder of a sweep")]
 def sweep(
     study: Annotated[str, typer.Argument(help="study file, TOML; docs/sweeps.md describes its keys")],
     out: Annotated[str | None, typer.Option("-o", "--out", help="folder of results; default: the study's name")] = None,
-    jobs: Annotated[int | None, typer.Option(help="worker processes; default: one per core")] = None,
+    jobs: Jobs = None,
     resume: Annotated[bool, typer.Option("--resume", help="run only the cells that have no answer yet")] = False,
     dask: Annotated[
         str | None, typer.Option(help="run on a Dask cluster: address, scheduler file, or slurm (with --jobs)")

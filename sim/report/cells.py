@@ -45,38 +45,39 @@ class Standing:
 
     over: slowdown against the fastest, as a fraction.
     same: whether it is within the model's error of the fastest.
+    is_fastest: whether it is the fastest, of several that take as long the simplest.
+    ties: whether it is another of those.
     """
 
     over: float
     same: bool
     is_fastest: bool
+    ties: bool = False
 
     def __str__(self) -> str:
-        if self.is_fastest:
-            return "fastest"
+        if self.is_fastest or self.ties:
+            return "fastest" if self.is_fastest else "as fast"
         return f"{SAME if self.same else ''} {percent(self.over, sign=True)}".strip()
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
     """Rows that fit by time, then those that do not by their smallest feasible budget, then those that were not run.
 
-    Of rows that are equal, those that recompute and move less come first, then in the order given.
+    Of rows that are equal, the simpler one comes first: that recomputes and moves less, and manages less.
     """
 
-    def key(row: Row) -> tuple[int, float, float, int]:
+    def key(row: Row) -> tuple[int, float, float, int, int, str]:
         if row["fits"]:
             done = total(row.get("recompute_ns") or 0) + total(row.get("moved_bytes") or 0)
-            return 0, row["makespan_ns"], row["peak_bytes"], done
+            return 0, row["makespan_ns"], row["peak_bytes"], done, len(row.get("manages") or ()), row["policy"]
         floor = row.get("floor_bytes")
-        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, 0
+        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, 0, 0, row["policy"]
 
     return sorted(rows, key=key)
 
 
 def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str, Standing]:
     """By policy, for the rows that fit. Equal to the fastest is a row whose time is at most 1 + model_error of it.
-
-    All rows that take as long as the fastest are the fastest, whichever of them comes first.
 
     Raises ValueError on a negative error.
     """
@@ -89,7 +90,8 @@ def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str
     found = {}
     for row in fitting:
         over = row["makespan_ns"] / best - 1 if best else 0.0
-        found[row["policy"]] = Standing(over, over <= model_error, row["makespan_ns"] == best)
+        first = row is fitting[0]
+        found[row["policy"]] = Standing(over, over <= model_error, first, not first and row["makespan_ns"] == best)
     return found
 
 
@@ -128,8 +130,8 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
     """What the signs in a comparison mean, for those that occur in it."""
     lines = []
     standing = standings(rows, model_error)
-    if any(s.same and not s.is_fastest for s in standing.values()):
-        fastest = " and ".join(policy for policy, s in standing.items() if s.is_fastest)
+    if any(s.same and not (s.is_fastest or s.ties) for s in standing.values()):
+        fastest = " and ".join(policy for policy, s in standing.items() if s.is_fastest or s.ties)
         lines.append(
             f"{SAME} not distinguishable from {fastest}, the fastest: within the model's own error of "
             f"{percent(model_error)}"
@@ -193,7 +195,12 @@ def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
 
     Policies that were refused for the state that they leave in place share a line, which comes first.
     """
-    lines = [f"{', '.join(names)}: not run: {why}, and are left there" for why, names in _left_in_place(rows).items()]
+    lines = []
+    for why, refused in _left_in_place(rows).items():
+        parts = [f"{', '.join(row['policy'] for row in refused)}: not run: {why}, and are left there"]
+        named = (row for row in refused if row.get("floor_bytes"))
+        parts += [f"{row['policy']} fits from {format_bytes(row['floor_bytes'], binary=binary)}" for row in named]
+        lines.append("; ".join(parts))
     for row in ordered(rows):
         if row["fits"] or row.get("refusal") == "state":
             continue
@@ -215,12 +222,12 @@ def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
     return lines
 
 
-def _left_in_place(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The policies that were refused for the state of training alone, by what they were told."""
-    refused: dict[str, list[str]] = {}
+def _left_in_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of policies that were refused for the state of training alone, by what they were told."""
+    refused: dict[str, list[Row]] = {}
     for row in rows:
         if row.get("refusal") == "state":
-            refused.setdefault(str(row["error"]), []).append(row["policy"])
+            refused.setdefault(str(row["error"]), []).append(row)
     return refused
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.solvers.silence import off_stdout
+
 Picker = Callable[[Sequence[float], Sequence[float], float], list[bool]]
 
 QUANTA = 10_000
@@ -53,12 +55,13 @@ def by_ilp(memory: Sequence[float], runtime: Sequence[float], room: float) -> li
     """Most runtime saved, by an integer program on unrounded memory."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    found = milp(
-        -np.array(runtime),
-        constraints=LinearConstraint(np.array(memory), ub=room),
-        integrality=np.ones(len(memory)),
-        bounds=Bounds(0, 1),
-    )
+    with off_stdout():
+        found = milp(
+            -np.array(runtime),
+            constraints=LinearConstraint(np.array(memory), ub=room),
+            integrality=np.ones(len(memory)),
+            bounds=Bounds(0, 1),
+        )
     return [bool(one == 1) for one in found.x]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from sim.solvers.silence import off_stdout
+
 Terms = list[tuple[int, float]]
 """A sum: (column, factor) of each part."""
 INF = math.inf
@@ -67,13 +69,14 @@ class LinearProgram:
 
         rows, columns, factors = self._cells
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._least), len(self._cost)))
-        return milp(
-            np.array(self._cost),
-            integrality=None if relaxed else np.array(self._whole),
-            bounds=Bounds(np.array(self._low), np.array(self._high)),
-            constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
-            options=options,
-        )
+        with off_stdout():
+            return milp(
+                np.array(self._cost),
+                integrality=None if relaxed else np.array(self._whole),
+                bounds=Bounds(np.array(self._low), np.array(self._high)),
+                constraints=LinearConstraint(matrix, np.array(self._least), np.array(self._most)),
+                options=options,
+            )
 
 
 def limit_of(solution: Any) -> str:

@@ -48,7 +48,7 @@ class Local:
 class _Pool:
     """The workers of one run, the jobs to hand out, by group, and those whose worker died."""
 
-    def __init__(self, jobs: Sequence[Job], size: int, bench: str) -> None:
+    def __init__(self, jobs: Sequence[Job], size: int, bench: str = BENCH) -> None:
         self.bench = bench
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
         for job in jobs:

@@ -99,7 +99,7 @@ class Trace(Graph):
         return tuple(pairs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The trace itself; what is computed from it on demand, and may be large, is computed again elsewhere."""
+        """The trace itself; what is computed from it on demand, and may be large, does not travel."""
         kept = ("tensor_columns", "op_columns", "origin", "outputs", "carry", "content_hash")
         return {**{key: vars(self)[key] for key in kept if key in vars(self)}, "meta": dict(self.meta)}
 
