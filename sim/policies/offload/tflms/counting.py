@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sim.plan import Problem
 from sim.policies.offload.tflms.swaps import Settings, Stay, Swaps
+from sim.solvers.spans import spans
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.liveness import freeable
 
 DELAY = 1
 """Ops for which a result stays resident while it is copied out, where computation does not wait for that copy."""
@@ -26,20 +26,13 @@ def fits(problem: Problem, swaps: Swaps, settings: Settings, share: float) -> bo
 
 def counted(trace: Trace, swaps: Swaps, settings: Settings, device: int = 0) -> Sequence[int]:
     """Per op the bytes of results and inputs resident on a device while it runs, its workspace included."""
-    c, dies, end = trace.tensor_columns, freeable(trace), len(trace.ops) - 1
+    c, end = trace.tensor_columns, len(trace.ops) - 1
     change = [0] * (end + 3)
-    for t, size in enumerate(c.bytes.tolist()):
-        users = trace.readers(t)
-        produced = int(trace.producer[t])
-        first = produced if produced >= 0 else (users[0] if users else -1)
-        if c.role[t] in PERSISTENT or not size or first < 0 or trace.op_columns.device[first] != device:
+    for t, span in spans(trace, device).items():
+        if c.role[t] in PERSISTENT:
             continue
-        last = max((*users, first, int(trace.released[t]))) if dies[t] else end
-        over = trace.replaced_by[t]
-        if over >= 0:
-            last = int(trace.producer[over]) - 1
-        whole = Stay(-1, first if produced >= 0 else 0, last)
-        for i, stay in enumerate(swaps.get(t, (whole,))):
+        size = int(c.bytes[t])
+        for i, stay in enumerate(swaps.get(t, (Stay(-1, *span),))):
             begin = stay.first if settings.waits_in or not i else stay.begin + 1
             stop = stay.last + (DELAY if t in swaps and not i and not settings.waits_out else 0)
             change[begin] += size

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sim.hardware.platform import Platform
 from sim.plan import Action, Move, Wait
+from sim.solvers.spans import may_swap
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
 
@@ -91,20 +92,8 @@ class Swapper:
         return actions + [action for _, steps in sorted(back, key=lambda pair: pair[0]) for action in steps]
 
     def _may_leave(self, tensor: int) -> bool:
-        trace, c = self._trace, self._trace.tensor_columns
-        ops = [int(trace.producer[tensor]), *trace.readers(tensor)]
-        engine, group, device = trace.op_columns.engine, trace.op_columns.group, trace.op_columns.device
-        shape = c.shape.get(tensor)
-        return bool(
-            ops[0] >= 0
-            and len(ops) > 1
-            and c.role[tensor] in SWAPPED
-            and c.bytes[tensor]
-            and trace.replaced_by[tensor] < 0
-            and tensor not in trace.outputs
-            and (shape is None or len(shape) > 1)
-            and not any(op in engine or op in group or device[op] != device[ops[0]] for op in ops)
-        )
+        shape = self._trace.tensor_columns.shape.get(tensor)
+        return (shape is None or len(shape) > 1) and may_swap(self._trace, tensor, SWAPPED)
 
     def _stays(self, tensor: int, settings: Settings) -> list[Stay]:
         source = int(self._trace.producer[tensor])

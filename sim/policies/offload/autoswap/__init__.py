@@ -1,0 +1,88 @@
+"""AutoSwap: absences across the highest load, ranked by a score, are swapped until the load is low enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.declared import Size
+from sim.errors import PolicyError
+from sim.plan import Action, Plan, Problem
+from sim.policies.base import Policy, by_parameter
+from sim.policies.offload.autoswap.choosing import choose
+from sim.policies.offload.autoswap.curve import curve_of
+from sim.policies.offload.autoswap.scheduling import actions_of, scheduled
+from sim.solvers.cascade import cascade
+from sim.units import to_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSwap(Policy):
+    """Swap a result between two accesses with the highest load between them, by score, until the limit is kept.
+
+    The load curve has the bytes resident during each op, without stalls. A candidate is two consecutive accesses of one
+    tensor, one before and one after the op of the highest load. Candidates are taken in order of a score, and the
+    curve falls by their bytes in between, until it is within the limit. Copies out begin at the first access, in
+    order; copies in end just in time for the second, each before the one that is needed next. Where such copies hold
+    more than the limit, mode `limit` holds the device for the copy out, and begins the copy in when it fits; mode
+    `no_overhead` accepts the load.
+    Scores: `doa`, the duration of absence; `aoa`, the area of absence: the time that both copies leave of it times the
+    bytes, or over them where it is negative; `wdoa`, the weighted duration: the load above the limit, summed over
+    the ops of the absence; `swdoa`, the same on the curve as earlier choices have left it.
+    Source: Zhang, Yeung, Shu, He, Wang, "Efficient Memory Management for GPU-based Deep Learning Systems",
+        arXiv:1903.06631; the order of `doa`, the vote and the schedule as in the swap device of its public code (Apache
+        SINGA).
+    Bounds: `no_overhead` takes the time of unlimited memory where copies of both directions do not slow each other;
+        `limit` keeps to the limit where the candidates suffice. O(candidates x (candidates + ops)). Slower than
+        `swap_all` where those that cross the highest load do not suffice, or where a score takes absences that are too
+        short first, as `wdoa` and `swdoa` do.
+    Headline: up to 34.2 % less memory without overhead. Here, on `p100`: Inception-v4 28.9 %, ResNet-50 23.2 %, VGG-16
+        15.8 %, whose first results are as large as their copies are late.
+    Departs: times and lifetimes are those of the trace and the cost model, not of measured iterations, and no absence
+        spans two iterations, so that weights stay. An access that writes has no buffer of ops behind it. The published
+        code subtracts the copy out twice in `doa`, and sums `wdoa` over the wrong counter; here as the paper says.
+        A sum of the scores, whose weights it finds by Bayesian optimisation, is left out. Its other half is the policy
+        `smartpool`. Tensors beyond the host's capacity go on to the tier behind it.
+
+    score: by which candidates are ranked: one of the four, or `vote` for the sum of the ranks under `doa`, `aoa` and
+        `wdoa`.
+    mode: what is done where copies that would cost no time exceed the limit.
+    limit: bytes that are to be resident at most; None: the budget.
+    least: bytes of the smallest tensor that is swapped.
+    Notes of the plan: `load_bytes`, the highest load with all that is chosen away.
+    Raises PolicyError for an unknown score or mode, a negative size, or a platform without a host tier.
+    """
+
+    moves = True
+    needs = frozenset({"host"})
+    fidelity = "equations"
+    rarely = "it moves only what is away across the highest load, and no more than the budget lacks"
+    other_values = by_parameter(
+        score="swdoa",
+        mode="no_overhead",
+        limit="200 MB",
+        least="30 MB",
+    )
+
+    score: Literal["doa", "aoa", "wdoa", "swdoa", "vote"] = "doa"
+    mode: Literal["limit", "no_overhead"] = "limit"
+    limit: Size | None = None
+    least: Size = 0
+
+    def plan(self, problem: Problem) -> Plan:
+        """Moves, and waits where the limit asks for them, of each device on its own."""
+        trace, platform = problem.trace, problem.platform
+        if platform.host is None:
+            raise PolicyError(f"autoswap: {platform.name} has no host tier to swap to")
+        host = platform.host.name
+        actions: list[Action] = []
+        load = 0
+        for device in range(trace.devices):
+            home = platform.home(device)
+            limit = home.capacity if self.limit is None else to_bytes(self.limit)
+            curve = curve_of(problem, device, host)
+            chosen, after = choose(curve, limit, self.score, to_bytes(self.least))
+            trips = scheduled(curve, chosen, limit if self.mode == "limit" else None)
+            actions += actions_of(trips, home.name, host)
+            load = max(load, after)
+        return Plan(trace, cascade(trace, platform, actions, host), notes={"load_bytes": load})

@@ -1,0 +1,64 @@
+"""The load curve of a device: when each op would run, and how many bytes are resident meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.plan import Problem
+from sim.solvers.spans import may_swap, spans
+from sim.trace.tensor import ROLE_CODE
+
+SWAPPED = (ROLE_CODE["activation"], ROLE_CODE["temporary"])
+
+
+class Variable(NamedTuple):
+    """A tensor that may leave.
+
+    bytes: its size.
+    out_ns, in_ns: the time of a copy in each direction, alone.
+    accesses: positions on the curve of the ops that produce and read it, in order.
+    """
+
+    bytes: int
+    out_ns: int
+    in_ns: int
+    accesses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """ops: of the device, by id. start, end: of each in ns, without stalls. load: bytes resident during each."""
+
+    ops: tuple[int, ...]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    load: NDArray[np.int64]
+    variables: Mapping[int, Variable]
+
+
+def curve_of(problem: Problem, device: int, host: str) -> Curve:
+    """The curve of one device, with everything resident from its production to its last use, workspaces included."""
+    trace, cost, home = problem.trace, problem.cost, problem.platform.home(device).name
+    c = trace.op_columns
+    ops = tuple(np.flatnonzero(c.device == device).tolist())
+    took = [0 if op in c.engine else cost.op_ns(op) for op in ops]
+    end = np.cumsum(np.array(took, np.int64))
+    change = np.zeros(len(trace.ops) + 1, np.int64)
+    size = trace.tensor_columns.bytes
+    for t, span in spans(trace, device).items():
+        change[span.first] += size[t]
+        change[span.last + 1] -= size[t]
+    load = (np.cumsum(change)[: len(trace.ops)] + c.workspace)[list(ops)].astype(np.int64)
+    position = {op: i for i, op in enumerate(ops)}
+    variables = {}
+    for t in range(len(trace.tensors)):
+        if may_swap(trace, t, SWAPPED) and int(trace.producer[t]) in position:
+            accesses = tuple(position[op] for op in (int(trace.producer[t]), *trace.readers(t)))
+            copies = cost.move_ns(t, home, host), cost.move_ns(t, host, home)
+            variables[t] = Variable(int(size[t]), *copies, accesses)
+    return Curve(ops, end - np.array(took, np.int64), end, load, variables)

@@ -1,0 +1,77 @@
+"""When the copies of what was chosen begin, and where the device waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.plan import Action, Move, Wait
+from sim.policies.offload.autoswap.choosing import Absence
+from sim.policies.offload.autoswap.curve import Curve
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A tensor that leaves after one op and whose copy back begins before another; ids.
+
+    wait: the op before which the device waits until it is away, None for nowhere.
+    """
+
+    tensor: int
+    leaves: int
+    wait: int | None
+    returns: int
+
+
+def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None) -> list[Trip]:
+    """The trips of these absences, by when they leave.
+
+    limit: bytes that are not exceeded while copies are under way: for that the device waits, and copies in begin late;
+        None: they may be, and a tensor whose absence is too short for both copies stays.
+    """
+    start, load = curve.start.copy(), curve.load.copy()
+    for one in chosen:
+        load[one.left + 1 : one.back] -= one.bytes
+    away: dict[Absence, int] = {}
+    waits: dict[Absence, int] = {}
+    free = 0
+    for one in sorted(chosen, key=lambda one: (one.left, one.back)):
+        free = max(int(start[one.left] + curve.end[one.left] - curve.start[one.left]), free) + one.out_ns
+        gone = int(np.searchsorted(start, free))
+        full = _above(load[one.left + 1 : min(gone, one.back)] + one.bytes, limit)
+        if len(full):
+            gone = waits[one] = one.left + 1 + int(full[0])
+            start[gone:] += free - int(start[gone])
+        load[one.left + 1 : min(gone, one.back)] += one.bytes
+        away[one] = gone
+    trips = []
+    queue = int(start[-1]) + 1 if len(start) else 0
+    for one in sorted(chosen, key=lambda one: (-one.back, -one.left)):
+        begin = int(np.searchsorted(start, min(int(start[one.back]), queue) - one.in_ns, side="right")) - 1
+        if limit is None and begin < away[one]:
+            continue
+        begin = min(max(begin, away[one], one.left + 1), one.back)
+        full = _above(load[begin : one.back] + one.bytes, limit)
+        begin += int(full[-1]) + 1 if len(full) else 0
+        load[begin : one.back] += one.bytes
+        queue = int(start[begin])
+        wait = waits.get(one)
+        trips.append(Trip(one.tensor, curve.ops[one.left], None if wait is None else curve.ops[wait], curve.ops[begin]))
+    return sorted(trips, key=lambda trip: (trip.leaves, trip.returns, trip.tensor))
+
+
+def _above(load: NDArray[np.int64], limit: int | None) -> NDArray[np.intp]:
+    """Where a load exceeds the limit."""
+    return np.flatnonzero(load > limit) if limit is not None else np.zeros(0, np.intp)
+
+
+def actions_of(trips: Sequence[Trip], home: str, host: str) -> list[Action]:
+    """The moves and waits; where a wait and a copy in have the same anchor, the wait precedes it."""
+    actions: list[Action] = []
+    for trip in trips:
+        actions.append(Move(trip.tensor, host, after=trip.leaves))
+        actions += [] if trip.wait is None else [Wait(trip.tensor, before=trip.wait)]
+    return [*actions, *(Move(trip.tensor, home, before=trip.returns) for trip in trips)]
