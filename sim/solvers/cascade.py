@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from sim.hardware.platform import Platform
 from sim.plan import Action, Change, Drop, Memory, Move
 from sim.trace.graph import Trace
@@ -31,6 +33,9 @@ def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: s
     plain = tuple(actions)
     if len(chain) == 1:
         return plain
+    spare = [platform.tier(name).capacity - _resident(trace, platform, name) for name in chain]
+    if _all_fit(trace, plain, chain, spare[0]):
+        return plain
     anchored: dict[At, list[Action]] = {}
     for action in plain:
         anchored.setdefault(_at(trace, action), []).append(action)
@@ -39,7 +44,6 @@ def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: s
         for action in acts:
             if isinstance(action, Move) and action.to not in chain:
                 back.setdefault(trace.tensor_id(action.tensor), []).append(at)
-    spare = [platform.tier(name).capacity - _resident(trace, platform, name) for name in chain]
     shelves = _Shelves(spare, trace.tensor_columns.bytes.tolist())
     never: At = (len(trace.ops), 0)
     planned: list[Action] = []
@@ -71,6 +75,13 @@ def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: s
     return tuple(planned)
 
 
+def _all_fit(trace: Trace, actions: Iterable[Action], chain: Sequence[str], spare: int) -> bool:
+    """Whether all that is ever offloaded fits in the host at once, so that nothing goes on to a tier behind it."""
+    offloaded = {action.tensor: action.to for action in actions if isinstance(action, Move) and action.to in chain}
+    size = trace.tensor_columns.bytes
+    return set(offloaded.values()) <= {chain[0]} and sum(int(size[trace.tensor_id(t)]) for t in offloaded) <= spare
+
+
 def _at(trace: Trace, action: Action) -> At:
     anchor = action.after if action.before is None else action.before
     assert anchor is not None
@@ -79,24 +90,23 @@ def _at(trace: Trace, action: Action) -> At:
 
 def _resident(trace: Trace, platform: Platform, tier: str) -> int:
     """The most bytes that ops of the tier's own engines keep there at once, where offload has no say."""
-    c, count = trace.op_columns, len(trace.ops)
-    homes = {
-        key: platform.engines[platform.engine_for(*key)].home
-        for key in {(int(c.device[op]), c.engine.get(op, "")) for op in range(count)}
-    }
-    change = [0] * (count + 1)
-    kept = set(trace.outputs)
-    for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
-        producer = int(trace.producer[t])
-        first = producer if producer >= 0 else next(iter(trace.readers(t)), -1)
-        if first >= 0 and trace.replaced_by[t] < 0 and homes[int(c.device[first]), c.engine.get(first, "")] == tier:
-            change[0 if producer < 0 or trace.tensor_columns.replaces[t] >= 0 else producer] += size
-            change[count if t in kept or producer < 0 else int(trace.last_use[t]) + 1] -= size
-    most = now = 0
-    for delta in change:
-        now += delta
-        most = max(most, now)
-    return most
+    c, t, count = trace.op_columns, trace.tensor_columns, len(trace.ops)
+    here = np.zeros(count, np.bool_)  # per op whether its engine has its home there
+    for device in range(trace.devices):
+        here[c.device == device] = platform.engines[platform.engine_for(device)].home == tier
+    for op, engine in c.engine.items():
+        here[op] = platform.engines[platform.engine_for(int(c.device[op]), engine)].home == tier
+    if not here.any():
+        return 0
+    made = trace.producer >= 0
+    first = np.where(made, trace.producer, trace.first_read)
+    own = np.flatnonzero((first >= 0) & (trace.replaced_by < 0) & here[first])
+    to_end = ~made
+    to_end[list(trace.outputs)] = True
+    change = np.zeros(count + 1, np.int64)
+    np.add.at(change, np.where(made & (t.replaces < 0), trace.producer, 0)[own], t.bytes[own])
+    np.subtract.at(change, np.where(to_end, count, trace.last_use + 1)[own], t.bytes[own])
+    return int(np.cumsum(change).max(initial=0))
 
 
 @dataclass

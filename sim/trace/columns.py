@@ -194,6 +194,15 @@ class Graph:
         return np.diff(self._readers[0])
 
     @cached_property
+    def first_read(self) -> NDArray[np.int32]:
+        """The first op that reads each tensor, -1 for none. Shape (tensors,)."""
+        start, ids = self._readers
+        out = np.full(len(start) - 1, -1, np.int32)
+        read = np.flatnonzero(np.diff(start) > 0)
+        out[read] = ids[start[read]]
+        return out
+
+    @cached_property
     def last_use(self) -> NDArray[np.int32]:
         """The last op that reads or writes each tensor, -1 for one that no op touches. Shape (tensors,)."""
         start, ids = self._readers

@@ -132,7 +132,8 @@ class Engines:
             clock.at(clock.now + fixed, ENDS + work.op, lambda _: done(int(clock.env.now)))
             return
         name = self._platform.engines[prepared.engine[work.op]].name
-        flow = Flow(bytes, ((name, prepared.flow_rate[work.op], prepared.charges[name]),), done, ENDS + work.op)
+        users = self._flows.number(((name, prepared.flow_rate[work.op], prepared.charges[name]),))
+        flow = Flow(bytes, users, done, ENDS + work.op)
 
         def begin(_: object) -> None:
             clock.catch_up()

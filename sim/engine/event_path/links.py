@@ -120,6 +120,7 @@ class Links:
         self._free = [link.copy_engines for link in self._links]
         self._queues: list[list[tuple[tuple[int, ...], Job]]] = [[] for _ in self._links]
         self._shared = [link.name in prepared.charges for link in self._links]
+        self._users: dict[tuple[int, ...], int] = {}
         self._running: dict[Job, None] = {}
         self.stale: set[int] = set()
         self._sequence = count()
@@ -176,8 +177,9 @@ class Links:
         if not shared or not part:  # 0 bytes share nothing
             self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
             return
-        users = tuple(self._user(link) for link in job.route)
-        flow = Flow(part, users, lambda at: self._end(job, at), job.rank)
+        if job.route not in self._users:
+            self._users[job.route] = self._flows.number(tuple(self._user(link) for link in job.route))
+        flow = Flow(part, self._users[job.route], lambda at: self._end(job, at), job.rank)
         job.share(flow)
         if fixed and is_first:
             self._clock.at(now + fixed, COPIES, lambda _: self._begin_flow(flow))
