@@ -54,10 +54,15 @@ class Replacement(Online):
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """The first in order that can leave, until their bytes are enough."""
-        return self.send(need.tier, need.short, memory) if need.tier in self._going else ()
+        return self.send(need.tier, need.short, memory)
 
     def send(self, tier: str, short: int, memory: Memory, excluded: Collection[int] = ()) -> list[Action]:
-        """The moves of those first in order, except the excluded, until so many bytes more will be free."""
+        """The moves of those first in order, except the excluded, until so many bytes more will be free.
+
+        None where the tier is not one of `homes`, as where an engine of the host finds no space there.
+        """
+        if tier not in self._going:
+            return []
         answer: list[Action] = []
         self.below.begin()
         freed = self.waiting(tier, memory)

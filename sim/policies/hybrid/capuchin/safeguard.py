@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from sim.errors import Deadlock, OutOfMemory, Thrashing
-from sim.log import EventLog
+from sim.log import WHY, EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies.hybrid.capuchin.guide import Guide
 
@@ -22,19 +24,27 @@ def no_slower(
     A plan that gives way notes as `next` what the feedback makes of the guide that was tried.
     """
     fastest = min(past, key=lambda run: run.log.end)
-    tried = plan_of(guide)
+    tried, passive = plan_of(guide), plan_of(None)
     log = _replayed(problem, tried)
-    if log is not None and log.end <= fastest.log.end:
+    # where carried tensors move, an iteration begins with them elsewhere than the measured one did
+    shifted = _replayed(problem, passive) if any(_carried_move(run.log) for run in past) else None
+    limit = fastest.log.end if shifted is None else min(fastest.log.end, shifted.end)
+    if log is not None and log.end <= limit:
         return tried
-    # an iteration may begin with carried tensors elsewhere than the measured one did, so that all are tried from there
     known = fastest.plan.notes.get("guide")
-    others = [plan_of(known), plan_of(None)] if known is not None else [plan_of(None)]
+    others = [plan_of(known), passive] if known is not None else [passive]
     found = [(log.end, tried)] if log is not None else []
     found += [(replayed.end, plan) for plan in others if (replayed := _replayed(problem, plan)) is not None]
     best = min(found, key=lambda one: one[0], default=(0, others[-1]))[1]
     if best is tried:
         return tried
     return replace(best, notes={**best.notes, "next": guide if log is None else guide.after(log, feedback)})
+
+
+def _carried_move(log: EventLog) -> bool:
+    """Whether a tensor that is carried to the next iteration was copied."""
+    moved = log.interval("tensor")[log.interval("why") == WHY["move"]]
+    return bool(np.isin(moved, [tensor for pair in log.trace.carry for tensor in pair]).any())
 
 
 def _replayed(problem: Problem, plan: Plan) -> EventLog | None:
