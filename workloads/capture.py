@@ -9,7 +9,10 @@ Departs from a run on a GPU:
 - Kernels are those of PyTorch's CPU path, except that dropout, attention and the default form of optimizers are CUDA's
   (see `workloads.capturing.kernels`); with `kernels="cpu"` these are the CPU's, too. Workspaces inside kernels are
   unknown.
-- Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`), but gradients are not scaled.
+- Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`). A gradient scaler has to be
+  created by the step, or by the function of a reference: without a GPU PyTorch disables one that exists before.
+- A step for a GPU is captured as it is (see `workloads.capturing.cuda_calls`). Where it reads values outside the model,
+  all goes well: they are finite, and no gradient overflows (see `workloads.capturing.asked`).
 - Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
 - Compiled functions run uncompiled, and a compiled module is refused.
 - Hugging Face's models (version 5) take their batches to be without padding, unless a mask with padding is given with
@@ -33,7 +36,9 @@ from sim.errors import TiersimError, WorkloadError, near
 from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
+from workloads.capturing.cuda_calls import answered
 from workloads.capturing.kernels import CHOICES, mapped_to_cuda
+from workloads.capturing.places import line_of
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.substitute import fake_like, fake_module
@@ -109,7 +114,7 @@ def capture(
     padded = has_padding(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
-        with mode:
+        with mode, answered("cpu", _unnoted):
             args, kwargs = _arguments(fake_like(torch, inputs))
             target_arguments, _ = _arguments(fake_like(torch, targets))
     recorder = Recorder(model, cuda=kernels == "cuda")
@@ -136,6 +141,7 @@ def capture(
         stack.enter_context(mode)
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         stack.enter_context(cuda_autocast(recorder.count))
+        stack.enter_context(answered("cpu", recorder.assume))
         stack.enter_context(nullcontext() if padded else unpadded(recorder.assume))
         recorder.know_module()
         for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
@@ -226,7 +232,7 @@ def capture_from_reference(reference: str, **changes: Any) -> Trace:
     if not callable(function):
         hint = near(function_name, (name for name in vars(source) if name[0] != "_"))
         raise WorkloadError(f"{reference!r}: no function {function_name!r}{hint}")
-    with _named_errors(f"{reference!r}"):
+    with _named_errors(f"{reference!r}"), answered("cpu", _unnoted):
         given = function()
     if not isinstance(given, Mapping) or "module" not in given:
         raise WorkloadError(f"{reference!r}: must return a dict with at least 'module'")
@@ -289,4 +295,9 @@ def _named_errors(doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        raise WorkloadError(f"{doing} failed: {type(error).__name__}: {first}") from error
+        line = f" at {place}" if (place := line_of(error.__traceback__)) else ""
+        raise WorkloadError(f"{doing} failed{line}: {type(error).__name__}: {first}") from error
+
+
+def _unnoted(_: str) -> None:
+    """Where the tensors of a step come from makes no difference."""

@@ -5,8 +5,7 @@ acts as the CPU's autocast, on CPU tensors. The two cast different ops: on CUDA 
 losses run in fp32, on a CPU mostly in 16 bits. So CUDA's lists (from PyTorch's documentation of `torch.amp`) apply from
 the first such region on. Nesting and disabling contexts work as usual.
 
-Departs: gradient scalers stay disabled, and ops that only the CPU's list casts to fp32 (Fourier transforms, some linear
-algebra) are cast.
+Departs: ops that only the CPU's list casts to fp32 (Fourier transforms, some linear algebra) are cast.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from math import prod
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError
+from workloads.capturing import asked
 from workloads.capturing.arithmetic import flops_of
+from workloads.capturing.places import line_of
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
 
@@ -44,6 +46,7 @@ class Recorder:
         self.flops = import_module("torch.utils.flop_counter").flop_registry
         self.fake: Any = import_module("torch._subclasses.fake_tensor")
         self._asks_device = self.torch.ops.prim.device.default
+        self._asks_value = self.torch.ops.aten._local_scalar_dense.default
         self.cuda = cuda
         self.recording = Recording(version=str(self.torch.__version__))
         self.names = {id(module): name for name, module in root.named_modules()}
@@ -243,11 +246,18 @@ class Recorder:
             self.fake.DynamicOutputShapeException,
             self.fake.UnsupportedOperatorException,
         ) as error:
+            if func is self._asks_value and not self._stack:
+                value, assumed = asked.answer(args[0])
+                self.assume(assumed)
+                return value
             where = f"module {self._module()!r}" if self._module() else "the step"
+            line = f" at {place}" if (place := line_of()) else ""
             raise WorkloadError(
-                f"op {func} in {where} cannot run without data: {type(error).__name__}; "
-                "capture a variant without it, or import a trace of a real run"
+                f"op {func} in {where} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
+                "import a trace of a real run"
             ) from error
+        if not self._stack:
+            asked.note(func._opname, args, out)
         if func.namespace not in IGNORED:
             self._record(func, args, kwargs, out)
         return out
@@ -420,6 +430,12 @@ def _numbered(path: str) -> str:
         if part.isdecimal():
             return ".".join(parts[: i + 1])
     return ""
+
+
+def _way_out(func: Any) -> str:
+    if func._opname == "_local_scalar_dense":
+        return "what it reads decides on what is computed: capture a variant in which that is fixed"
+    return "the shape of its result depends on data: capture a variant with a fixed one (a mask instead of a selection)"
 
 
 def _plain(dtype: Any) -> str:

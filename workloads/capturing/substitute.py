@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from sim.errors import WorkloadError
+from workloads.capturing.cuda_calls import answered
 
 
 def fake_like(torch: Any, value: Any) -> Any:
@@ -71,14 +72,18 @@ def _refuse_compiled(module: Any) -> None:
 
 def _built(torch: Any, mode: Any, build: Any) -> Any:
     try:
-        with torch.device("meta"):
+        with answered("meta", _unnoted), torch.device("meta"):
             module = build()
     except Exception:
-        with mode:  # it reads values while it is built
+        with mode, answered("cpu", _unnoted):  # it reads values while it is built
             module = build()
     if not isinstance(module, torch.nn.Module):
         raise WorkloadError(f"module: the function returned {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _unnoted(_: str) -> None:
+    """Where a module is built makes no difference."""
 
 
 def _fake(torch: Any, tensor: Any) -> Any:

@@ -1,0 +1,113 @@
+"""A script written for a GPU, on a PyTorch without one: what it asks of CUDA, answered while a step is captured.
+
+Tensors and modules that it sends to "cuda" stay where they are, and what it creates there is created in their place:
+fake tensors have no data, wherever they are. Synchronisation, statistics of memory, events and ranges of profilers do
+nothing. Gradient scalers that are created now are enabled, as they would be with a GPU.
+
+Departs: `torch.cuda.is_available()` says what it always says, and streams are not answered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+CUDA = re.compile(r"cuda(:\d+)?")
+NOTE = "tensors sent to or created on a GPU stay fake"
+
+NOTHING = (
+    *("synchronize", "empty_cache", "ipc_collect", "set_device", "init", "reset_peak_memory_stats"),
+    *("reset_max_memory_allocated", "reset_accumulated_memory_stats"),
+    *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
+)
+ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
+
+
+class Event:
+    """A `torch.cuda.Event` that measures nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any, **__: Any) -> None:
+        """Nothing runs."""
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        """One millisecond."""
+        return 1.0
+
+
+@contextmanager
+def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
+    """Answer a script's calls of CUDA while the context lasts.
+
+    device: where tensors stand that it wants on a GPU: "cpu", or "meta" while a module is built there.
+    assumed: is called with a note each time a tensor would go to a GPU.
+    """
+    torch: Any = import_module("torch")
+    modes: Any = import_module("torch.overrides")
+    tensor = torch.Tensor
+    stay = {tensor.cuda, tensor.pin_memory}
+    here = torch.device(device)
+
+    def is_gpu(value: Any) -> bool:
+        if isinstance(value, str):
+            return CUDA.fullmatch(value) is not None
+        return isinstance(value, torch.device) and value.type == "cuda"
+
+    class Mode(modes.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is tensor.__format__ and args[0].dim() == 0:
+                return format(args[0].item(), args[1])  # a fake tensor has no format
+            if func in stay:
+                assumed(NOTE)
+                return args[0]
+            index = func is tensor.to and len(args) > 1 and type(args[1]) is int
+            wanted = kwargs.get("device")
+            if index or is_gpu(wanted) or type(wanted) is int or any(map(is_gpu, args)):
+                assumed(NOTE)
+                args = tuple(here if is_gpu(x) or (index and i == 1) else x for i, x in enumerate(args))
+                if wanted is not None:
+                    kwargs = {**kwargs, "device": here}
+            return func(*args, **kwargs)
+
+    module_to = torch.nn.Module.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is None and layout is None and (is_gpu(device) or device == here):
+            return self  # fake parameters that are watched can't be exchanged, and need not be
+        return module_to(self, *args, **kwargs)
+
+    answers: dict[str, Any] = {**dict.fromkeys(NOTHING, _nothing), **dict.fromkeys(ZERO, _zero), "Event": Event}
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            inner, _, name = name.rpartition(".")
+            stack.enter_context(
+                patch.object(import_module(".".join(filter(None, ("torch.cuda", inner)))), name, answer)
+            )
+        common = import_module("torch.cuda.amp.common")
+        stack.enter_context(patch.object(common, "amp_definitely_not_available", lambda: False))
+        stack.enter_context(patch.object(torch.nn.Module, "to", to))
+        stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
+        stack.enter_context(Mode())
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """No GPU has to be asked."""
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0

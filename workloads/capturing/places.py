@@ -1,0 +1,41 @@
+"""Where in a script something happened: the line of the person who wrote it, not of PyTorch or of this package."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+OWN = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("workloads", "sim"))
+INSTALLED = f"{os.sep}site-packages{os.sep}"
+
+
+def line_of(error_trace: TracebackType | None = None) -> str:
+    """The innermost line of a stack that belongs neither to PyTorch nor to this package, "" without one.
+
+    If it belongs to another installed package, the script's own line is named, too.
+
+    error_trace: of an error; by default the current stack.
+    """
+    frames = traceback.extract_stack() if error_trace is None else traceback.extract_tb(error_trace)
+    torch = str(Path(str(import_module("torch").__file__)).parent) + os.sep
+    others = [f for f in reversed(frames) if not _is_inside(f.filename, (torch, *OWN))]
+    if not others:
+        return ""
+    inner = others[0]
+    written = next((f for f in others if INSTALLED not in f.filename), inner)
+    if written is inner:
+        return _shown(inner)
+    return f"{_shown(inner)}, called at {_shown(written)}"
+
+
+def _is_inside(file: str, folders: Iterable[str]) -> bool:
+    return file.startswith("<") or any(file.startswith(folder) for folder in folders) or "unittest/mock.py" in file
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    line = f" ({frame.line[:100]})" if frame.line else ""
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}{line}"
