@@ -27,7 +27,7 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -59,6 +59,7 @@ ARGUMENTS = (
     "warm_up",
     "kernels",
     "rounding",
+    "layers",
 )
 """The keys that the dict of a reference given to `capture_from_reference` may have."""
 
@@ -78,6 +79,7 @@ def capture(
     warm_up: int = 1,
     kernels: str = "cuda",
     rounding: int = 1,
+    layers: str | Sequence[str] | None = None,
 ) -> Trace:
     """Capture one training iteration of `module` in its steady state.
 
@@ -98,9 +100,11 @@ def capture(
     kernels: "cuda" for a CUDA GPU's dropout and attention kernels, foreach optimizers, and step counters on the host,
         which needs no GPU; "cpu" for those of PyTorch on a CPU.
     rounding: sizes are rounded up to multiples of this many bytes; PyTorch's CUDA allocator rounds to 512.
+    layers: which parts of the module are its layers: names of classes (`EncoderBlock`) or paths (`encoder.layers.*`),
+        or patterns of these; by default what repeats (see `workloads.capturing.layers`).
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
-    (a layer is a part of the module's tree up to its first number), `torch` (version), `folded` (views), `on_host`
+    (paths of modules), `torch` (version), `folded` (views), `on_host`
     (storages left out), and, if there are any, `assumed` (what the capture could not know, and how often it was asked)
     and `uncounted`: products, convolutions and attention whose FLOPs are unknown, so that their time is that of their
     bytes.
@@ -117,7 +121,7 @@ def capture(
         with mode, answered("cpu", _unnoted):
             args, kwargs = _arguments(fake_like(torch, inputs))
             target_arguments, _ = _arguments(fake_like(torch, targets))
-    recorder = Recorder(model, cuda=kernels == "cuda")
+    recorder = Recorder(model, cuda=kernels == "cuda", layers=layers)
     if kernels == "cuda" and tuned is not None:
         _prefer_foreach(tuned)
 

@@ -17,6 +17,7 @@ from typing import Any
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
 from workloads.capturing.arithmetic import flops_of
+from workloads.capturing.layers import layer_paths
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
@@ -36,11 +37,11 @@ class Recorder:
 
     root: the module.
     cuda: whether the step stands for one on a GPU.
-    layers: prefixes of module paths that end in a number, in the order of the model; an op belongs to the layer whose
-        prefix starts its module's path.
+    layers: paths of the modules that are layers, in the order of the model; an op belongs to the layer in which its
+        module is.
     """
 
-    def __init__(self, root: Any, *, cuda: bool) -> None:
+    def __init__(self, root: Any, *, cuda: bool, layers: str | Sequence[str] | None = None) -> None:
         self.torch: Any = import_module("torch")
         self.leaves = import_module("torch.utils._pytree").tree_leaves
         self.flops = import_module("torch.utils.flop_counter").flop_registry
@@ -51,10 +52,7 @@ class Recorder:
         self.recording = Recording(version=str(self.torch.__version__))
         self.names = {id(module): name for name, module in root.named_modules()}
         self.root = root
-        self.layers: dict[str, int] = {}
-        for name in self.names.values():
-            if prefix := _numbered(name):
-                self.layers.setdefault(prefix, len(self.layers))
+        self.layers = {path: i for i, path in enumerate(layer_paths(root, layers))}
         self.recording.layers = tuple(self.layers)
         self.parameters: dict[int, str] = {}
         self.active = False
@@ -420,16 +418,9 @@ class Recorder:
         return self._path[index] if index >= 0 else ""
 
     def _layer(self, path: str) -> int:
-        return self.layers.get(_numbered(path), -1)
-
-
-def _numbered(path: str) -> str:
-    """The part of a module's path up to its first number, "" without one."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return ""
+        parts = path.split(".")
+        prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        return next((self.layers[prefix] for prefix in prefixes if prefix in self.layers), -1)
 
 
 def _way_out(func: Any) -> str:

@@ -1,0 +1,154 @@
+"""Layers are what repeats, wherever it stands, or what one says they are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
+
+from torch import nn  # noqa: E402
+
+from sim.errors import WorkloadError  # noqa: E402
+from sim.trace.layers import blocks  # noqa: E402
+from workloads.capture import capture  # noqa: E402
+from workloads.capturing.layers import layer_paths  # noqa: E402
+
+W = 8
+
+
+class Block(nn.Module):
+    """Its parts are numbered, as those of torchvision's vision transformer are."""
+
+    def __init__(self, parts=2):
+        super().__init__()
+        self.mlp = nn.Sequential(*(nn.Linear(W, W) for _ in range(parts)))
+        self.parts = nn.ModuleList(Inner() for _ in range(2))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.mlp(x)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(W, W)
+
+    def forward(self, x):
+        return x + self.project(x)
+
+
+class Down(Inner):
+    """A part that stands between blocks."""
+
+
+def run(module, x):
+    for part in module.children():
+        x = part(x)
+    return x
+
+
+def net(**parts):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part())
+
+        def forward(self, x):
+            return run(self, x)
+
+    return Net
+
+
+class Stack(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        return run(self.layers, x)
+
+
+def named(blocks):
+    """A sequence of named parts."""
+    whole = nn.Sequential()
+    for i in range(blocks):
+        whole.add_module(f"encoder_layer_{i}", Block())
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("build", "paths"),
+    [
+        (net(stem=Inner, layers=partial(named, 3), head=Inner), [f"layers.encoder_layer_{i}" for i in range(3)]),
+        (net(one=Stack, head=partial(nn.Linear, W, W)), ["one.layers.0", "one.layers.1"]),
+        (net(one=partial(Stack, 1)), ["one.layers.0"]),  # a list of one is a list
+        (net(encoder=Stack, decoder=Stack), [f"{x}.layers.{i}" for x in ("encoder", "decoder") for i in (0, 1)]),
+        (net(a=Inner, b=Inner, c=Inner, d=Down), ["a", "b", "c", "d"]),  # a network of modules as attributes
+        (net(a=Inner, b=Inner, c=nn.Identity), ["a", "b"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(Inner(), Inner()), Down(), nn.Sequential(Inner()), Down()),
+            ["0.0", "0.1", "1", "2.0", "3"],
+        ),
+        (lambda: nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Linear(W, W)), ["0", "1", "2"]),
+        (lambda: nn.Sequential(nn.Sequential(nn.Linear(W, W), nn.ReLU()), nn.Linear(W, W)), ["0", "1"]),
+        (net(only=partial(nn.Linear, W, W)), []),
+        (  # simple parts of a list are layers beside others
+            net(layers=partial(named, 2), up=lambda: nn.ModuleList(nn.Linear(W, W) for _ in range(2))),
+            ["layers.encoder_layer_0", "layers.encoder_layer_1", "up.0", "up.1"],
+        ),
+    ],
+)
+def test_layers_are_what_repeats(build, paths):
+    assert list(layer_paths(build())) == paths
+
+
+@pytest.mark.parametrize("key", ["_no_split_modules", "_repeated_blocks"])
+def test_a_model_may_say_what_its_layers_are(key):
+    model = nn.Sequential(nn.Sequential(Block(), Block()), Down(), Down())
+    assert list(layer_paths(model)) == ["0.0", "0.1", "1", "2"]
+    setattr(model, key, ["Block", "Embeddings"])
+    assert list(layer_paths(model)) == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "paths"),
+    [
+        (
+            "Inner",
+            ["stem", "one.layers.0.parts.0", "one.layers.0.parts.1", "one.layers.1.parts.0", "one.layers.1.parts.1"],
+        ),
+        ("Block", ["one.layers.0", "one.layers.1"]),
+        (["stem", "one.layers.[1-9]"], ["stem", "one.layers.1"]),
+        (("Block", "Inner"), ["stem", "one.layers.0", "one.layers.1"]),  # the outermost
+    ],
+)
+def test_one_may_say_what_the_layers_are(wanted, paths):
+    trace = capture(net(stem=Inner, one=Stack), torch.zeros(2, W), loss=torch.sum, layers=wanted)
+    assert trace.meta["layer_names"] == paths
+    inside = {op.name: op.layer for op in trace.ops if op.phase == "forward" and op.kind == "matmul"}
+    for name, layer in inside.items():
+        assert layer == next((i for i, path in enumerate(paths) if name.startswith(f"{path}.")), -1)
+
+
+def test_what_is_no_part_is_refused_with_the_nearest():
+    with pytest.raises(WorkloadError, match=r"layers: 'Blok' is no class and no path .*did you mean 'Block'"):
+        capture(Stack, torch.zeros(2, W), loss=torch.sum, layers="Blok")
+
+
+def test_each_layer_is_one_block_of_the_trace():
+    trace = capture(net(stem=Inner, layers=partial(named, 3)), torch.zeros(2, W), loss=torch.sum)
+    assert trace.meta["layers"] == 3
+    assert [block.layer for block in blocks(trace) if block.layer >= 0] == [0, 1, 2]
+    assert all(block.backward for block in blocks(trace))
+
+
+@pytest.mark.parametrize(("name", "count"), [("vit_b_16", 12), ("densenet121", 7), ("resnet50", 16), ("swin_t", 15)])
+def test_torchvisions_models_have_the_layers_of_their_papers(name, count):
+    models = pytest.importorskip("torchvision").models
+    with torch.device("meta"):
+        assert len(layer_paths(getattr(models, name)())) == count
