@@ -136,7 +136,7 @@ def test_one_may_say_what_the_layers_are(wanted, paths):
 
 
 def test_what_is_no_part_is_refused_with_the_nearest():
-    with pytest.raises(WorkloadError, match=r"layers: 'Blok' is no class and no path .*did you mean 'Block'"):
+    with pytest.raises(WorkloadError, match=r"layers: 'Blok' is neither a class nor a path .*did you mean 'Block'"):
         capture(Stack, torch.zeros(2, W), loss=torch.sum, layers="Blok")
 
 

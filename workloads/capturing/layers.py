@@ -28,7 +28,7 @@ def layer_paths(root: Any, wanted: str | Sequence[str] | None = None) -> tuple[s
 
     wanted: classes or paths, by name or by pattern (`*`, `?`, `[0-5]`); None to find what repeats.
 
-    Raises WorkloadError where something wanted is no part of the module, naming the nearest that is.
+    Raises WorkloadError where something wanted is not a part of the module, naming the nearest that is.
     """
     if wanted is not None:
         return _outermost(_asked_for(root, [wanted] if isinstance(wanted, str) else list(wanted)))
@@ -56,7 +56,7 @@ def _asked_for(root: Any, wanted: list[str]) -> list[str]:
     for name in wanted:
         if not isinstance(name, str) or not any(_fits(pair, name) for pair in modules):
             raise WorkloadError(
-                f"layers: {name!r} is no class and no path of a part of the module{near(str(name), known)}"
+                f"layers: {name!r} is neither a class nor a path of a part of the module{near(str(name), known)}"
             )
     return [pair[0] for pair in modules if any(_fits(pair, name) for name in wanted)]
 
