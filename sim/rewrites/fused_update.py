@@ -23,11 +23,11 @@ def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
     operands and once as results: 28 bytes per parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
     optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
-    return fuse(trace, _tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)
+    return fuse(trace, tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)
 
 
-def _tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
-    """The ops in groups: those that belong together, each group in program order."""
+def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
+    """Ops of the optimizer in groups, as `fuse_updates` joins them, each group in program order."""
     device, kept = trace.op_columns.device, set(ops)
     root = {op: op for op in ops}
 
@@ -48,10 +48,10 @@ def _tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
         for other in joined & kept:
             if device[other] == device[op]:
                 root[max(find(op), find(other))] = min(find(op), find(other))
-    tiles: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for op in ops:
-        tiles.setdefault(find(op), []).append(op)
-    return list(tiles.values())
+        found.setdefault(find(op), []).append(op)
+    return list(found.values())
 
 
 def _touched(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> int:

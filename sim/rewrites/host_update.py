@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sim.errors import PolicyError
 from sim.rewrites.rewriter import Rewriter
@@ -23,17 +25,18 @@ def device_updates(trace: Trace) -> list[int]:
 
 
 class Split:
-    """Which ops update, and which tensors cross between them and the rest, by ids of the old trace.
+    """Which ops update on the CPU, and which tensors cross between them and the rest, by ids of the old trace.
 
+    updates: of the device's ops of the update phase, all where none are given.
     last_use: per tensor the last op other than an update that reads or produces it.
     read: the tensors that updates read.
     gradients: tensors that updates need and other ops produce.
     weights: tensors that exist from the beginning and that both need, with the value each ends as.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, updates: Collection[int] | None = None) -> None:
         self.trace = trace
-        self.updates = set(device_updates(trace))
+        self.updates = set(device_updates(trace) if updates is None else updates)
         self.last_use: dict[int, int] = {}
         used: dict[int, None] = {}
         self.read: set[int] = set()
@@ -129,3 +132,38 @@ def updated_on_host(split: Split, delayed: bool = False, in_place: bool = False)
         carry += [(out.tensors[t], before) for t, before in out.before.items()]
     out.trace = new.build(outputs=ends, carry=carry)
     return out
+
+
+class Resident(NamedTuple):
+    """A trace with weights that are in two places: copies on the device beside those on the host.
+
+    copies: per copy the last op that reads it, and its new value.
+    """
+
+    trace: Trace
+    copies: Mapping[int, tuple[int, int]]
+
+
+def with_resident(trace: Trace, reads: Mapping[int, Sequence[int]]) -> Resident:
+    """Some ops read a resident copy of a weight; its update makes a new one for the next iteration.
+
+    Ops keep their ids. reads: per weight, which an op updates, the ops that read the copy, in order.
+    """
+    new, copies = Rewriter(trace), dict[int, tuple[int, int]]()
+    new.all_tensors()
+    copy_of: dict[tuple[int, int], int] = {}  # per op and weight
+    fresh_of: dict[int, int] = {}  # per last value of a weight
+    ends = [(t, last) for last, t in trace.carry if t in reads]
+    carry = list(trace.carry)
+    for t, end in ends:
+        old, final = trace.tensors[t], trace.tensors[end]
+        copy = new.tensor(old, name=f"{old.name}.resident")
+        fresh = new.tensor(final, name=f"{final.name}.resident", replaces=None)
+        copies[copy] = reads[t][-1], fresh
+        fresh_of[end] = fresh
+        carry.append((fresh, copy))
+        copy_of.update({(op, t): copy for op in reads[t]})
+    for op in trace.ops:
+        made = [fresh_of[t] for t in op.writes if t in fresh_of]
+        new.op(op, reads=[copy_of.get((op.id, t), t) for t in op.reads], writes=[*op.writes, *made])
+    return Resident(new.build(outputs=[*trace.outputs, *fresh_of.values()], carry=carry), copies)

@@ -5,7 +5,7 @@ A *run* is a maximal sequence of ops of one layer and phase on a device, those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -19,29 +19,48 @@ from sim.trace.tensor import ROLE_CODE
 UPDATE = PHASE_CODE["update"]
 
 
-def stream_weights(trace: Trace, platform: Platform, far: str, ahead: int) -> tuple[tuple[Action, ...], dict[int, str]]:
+def stream_weights(
+    trace: Trace, platform: Platform, far: str, ahead: int, *, but: Collection[int] = (), weighted: bool = False
+) -> tuple[tuple[Action, ...], dict[int, str]]:
     """Fetches and releases of the weights that reside in `far`, in order of their ops; and where they begin.
 
     A weight that a run reads is fetched when the run `ahead` of them earlier begins, and released when its own run
     ends, unless one of the next `ahead` runs reads it, too. One that the device itself updates goes back then; one
     that the host's processor updates in place only comes. What another op of another engine, in a group or of a
     second device touches stays where it is.
+
+    but: weights to leave out. weighted: see `runs_of`.
     """
-    runs: dict[int, list[list[int]]] = {}  # per device
-    position = [0] * len(trace.ops)  # of an op's run among those of its device
-    for run in layer_runs(trace, range(len(trace.ops))):
-        own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
-        for op in run:
-            position[op] = len(own)
-        own.append(run)
+    runs, position = runs_of(trace, platform, weighted)
     actions: list[tuple[int, Action]] = []
     place = {}
     for weight, readers in streamed(trace, platform):
+        if weight in but:
+            continue
         place[weight] = far
         device = int(trace.op_columns.device[readers[0]])
         home = platform.home(device).name
         actions += _visits(trace, weight, readers, runs[device], position, home, far, ahead)
     return tuple(action for _, action in sorted(actions, key=lambda row: row[0])), place
+
+
+def runs_of(trace: Trace, platform: Platform, weighted: bool = False) -> tuple[dict[int, list[list[int]]], list[int]]:
+    """Per device its runs, in order; per op the position of its run among those, 0 for updates on the host.
+
+    weighted: count those alone that read weights of these; others are part of the run before.
+    """
+    runs: dict[int, list[list[int]]] = {}
+    position = [0] * len(trace.ops)
+    reading = {op for _, readers in streamed(trace, platform) for op in readers} if weighted else set()
+    for run in layer_runs(trace, [op for op in range(len(trace.ops)) if not _on_host(trace, platform, op)]):
+        own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
+        if own and weighted and not reading.intersection(run):
+            own[-1] += run
+        else:
+            own.append(run)
+        for op in run:
+            position[op] = len(own) - 1
+    return runs, position
 
 
 def _visits(

@@ -163,3 +163,15 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(Infeasible, match=r"the update 'adam0' needs 60 B of pinned memory at once; 'host' has 55 B"):
         simulate(trace, with_drive(host=55), "zero_infinity")
     assert simulate(trace, with_drive(host=60 * 2), "zero_infinity").log.complete
+
+
+def test_a_drive_that_writes_slowly_holds_the_reads_back_and_reading_ahead_hides_them() -> None:
+    trace = layers(12, 100, 200, 400)
+    # a tile is 600 B of gradient, states and new weight; its writes take ten times as long as its reads
+    slow, ends = with_drive(write=GB // 10, cpu_rate=100 * GB), []
+    for tiles in (0, 1, 2):
+        done = simulate(trace, slow, "zero_infinity", tiles=tiles).summary()
+        assert done["peak_by_tier"]["host"] <= (tiles + 4) * 600, "one is updated, two are written, one arrives"
+        even = with_drive(cpu_rate=2 * GB)
+        ends.append(simulate(trace, even, "zero_infinity", tiles=tiles).log.end)
+    assert ends[0] > ends[1] >= ends[2]

@@ -76,7 +76,7 @@ class Update:
     def streams(self, ahead: int) -> Iterator[Action]:
         """Per tile the reads from the drive, `ahead` tiles early, and the writes behind it.
 
-        A tile begins when the buffers of the tile `ahead` + 1 before it are written.
+        A tile begins when the buffers of the tile `ahead` + 2 before it are written.
         """
         trace, device = self.new.trace, self.new.trace.op_columns.device
         reads: list[tuple[int, Action]] = []
@@ -94,7 +94,7 @@ class Update:
                 yield Drop(t, self.host, after=users[-1])
             elif t not in self.gradients:
                 yield Move(end, drive[t], after=int(trace.producer[end]))
-                if (later := self.tile[users[-1]] + ahead + 1) < len(tiles):
+                if (later := self.tile[users[-1]] + ahead + 2) < len(tiles):
                     yield Wait(end, before=tiles[later])
         yield from (action for _, action in sorted(reads, key=lambda row: row[0]))
 

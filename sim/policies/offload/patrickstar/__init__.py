@@ -1,0 +1,186 @@
+"""PatrickStar: weights and their gradients live in chunks, which move between device and host as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from sim.declared import Size
+from sim.errors import PolicyError, ProfileError
+from sim.hardware.platform import Platform
+from sim.plan import Action, Move, Plan, Problem
+from sim.policies.base import Policy, by_parameter
+from sim.policies.offload.patrickstar.chunks import Walk, chunks_of
+from sim.policies.offload.patrickstar.measured import non_model
+from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
+from sim.rewrites.host_update import CPU, OnHost, Split, device_updates, updated_on_host
+from sim.trace.graph import Trace
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+from sim.units import to_bytes
+
+UPDATE = PHASE_CODE["update"]
+WEIGHT, GRADIENT, STATE = (ROLE_CODE[role] for role in ("weight", "gradient", "optimizer_state"))
+TILES = 0.8
+"""Of the memory that is left, the part that optimizer states on the device may fill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatrickStar(Policy):
+    """Chunks of weights are fetched when an op reads one of theirs, and evicted farthest next use first.
+
+    Weights of a device are dealt to chunks in the order in which they are first read. A chunk is fetched and evicted as
+    a whole. In backward a weight makes way for its gradient, which takes its place in the chunk. How many bytes of
+    chunks the device may hold at a moment (before each op) is what the rest, measured in the iteration before, leaves
+    of `share` of its memory, less two chunks. Where that is short, the chunk goes to the host whose next use on the
+    device is farthest ahead (Belady's MIN), counting on into the next iteration. The first iteration measures: chunks
+    may use only `warm_up_share`, and the least recently used one is evicted. As many tiles of the optimizer (the
+    parameters of one layer) as fit beside the peak of the rest are updated on the device, where their states stay;
+    the CPU updates the others in order, after their gradients have come down.
+    Source: Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management", IEEE TPDS
+        34(1), 2023, arXiv:2108.05818, and its repository (PatrickStar 0.4.6). `prefetch` and `share=0.9` are those of
+        Gemini in Colossal-AI.
+    Bounds: no policy that fetches on access evicts fewer equal chunks. Model state of a parameter in 16 bits with
+        Adam: 14 bytes where its update does not read the 16-bit weight, which its gradient then replaces; 16
+        otherwise. Padding of chunks: less than one chunk per list; it is counted in `padding` of the plan's notes,
+        and takes no memory here. Plans in O(ops x chunks).
+    Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight that its
+        update will read, so that such a weight is evicted without a copy. Gradients of the CPU's tiles do not return
+        to the device. One device's chunks are its own: nothing is dealt to several ranks. Optimizer states on the
+        device never leave it. What is measured is exact; the paper samples.
+
+    chunk: bytes of weights in a chunk, an int or text such as "128 MB" (64 Mi elements in 16 bits).
+    share: part of the device's memory that is counted on after the first iteration.
+    warm_up_share: part of the device's memory for chunks in the first iteration.
+    prefetch: how many chunks ahead of the one that is read are fetched, as far as there is space; 0 fetches on access.
+    Raises PolicyError for a chunk of no bytes, or a platform without host tier or engine `cpu`.
+    """
+
+    moves = True
+    rewrites = True
+    needs = frozenset({"host", "cpu"})
+    warm_up = 1
+    fidelity = "equations"
+    saves = MappingProxyType({"fusion": "an optimizer step is one kernel per tile, which touches each operand once"})
+    manages = ("gradients", "optimizer_state", "weights")
+    other_values = by_parameter(chunk=1 << 24, share=0.5, prefetch=2)
+    unseen = by_parameter(warm_up_share="the iteration that it shapes is not the one whose result is reported")
+
+    chunk: Size = 1 << 27
+    share: Annotated[float, Gt(0), Le(1)] = 0.8
+    warm_up_share: Annotated[float, Gt(0), Le(1)] = 0.2
+    prefetch: Annotated[int, Ge(0)] = 0
+
+    def __post_init__(self) -> None:
+        if not to_bytes(self.chunk):
+            raise PolicyError("patrickstar: chunk is 0; expected a size such as '128 MB'")
+
+    def plan(self, problem: Problem) -> Plan:
+        """Which tiles the CPU updates; where each chunk is at each op."""
+        platform, trace = problem.platform, problem.trace
+        if platform.host is None:
+            raise PolicyError(f"patrickstar: {platform.name} has no host tier to move chunks to")
+        try:
+            host = platform.engines[platform.engine_for(0, CPU)].home
+        except ProfileError:
+            raise PolicyError(f"patrickstar: {platform.name} has no engine {CPU!r} to update on") from None
+        updates = device_updates(trace)
+        rest = non_model(problem.history[-1].log) if problem.history else {}
+        budgets = {d: platform.home(d).capacity for d in range(trace.devices)}
+        kept = self._kept(trace, budgets, rest) if problem.history else []
+        stay = {op for tile in kept for op in tile}
+        updates = [op for op in updates if op not in stay]
+        fused = fuse_updates(trace, updates) if updates else trace
+        own = {trace.op_columns.name[op] for op in stay}
+        split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in own])
+        new = updated_on_host(split, in_place=True) if split.updates else None
+        whole = new.trace if new else fused
+        actions: list[Action] = []
+        place: dict[int, str] = {}
+        size = to_bytes(self.chunk)
+        padding = 0
+        for device, budget in budgets.items():
+            home, names = platform.home(device).name, whole.op_columns.name
+            chunks = chunks_of(whole, platform, device, size, _gradients(whole))
+            if not chunks:
+                continue
+            padding += sum(max(size - chunk.bytes, 0) for chunk in chunks)
+            place |= {w.id: home if w.on_device else host for chunk in chunks for w in chunk.weights}
+            room = [int(self.warm_up_share * budget)] * len(names)
+            if problem.history:
+                states = sum(_states(trace, tile) for tile in kept if trace.op_columns.device[tile[0]] == device)
+                most = int(self.share * budget) - states - 2 * max(chunk.bytes for chunk in chunks)
+                used = [rest.get(name, 0) for name in (*names, "")]
+                room = [most - max(used[k : k + 2]) for k in range(len(names))]
+            walk = Walk(whole, chunks, room, home, host, belady=bool(problem.history))
+            actions += walk.actions(self.prefetch)
+        if new:
+            actions += _rest(split, new, host, actions)
+        place |= _states_placed(whole, platform, host)
+        return Plan(whole, tuple(actions), place=place, notes={"padding": padding, "tiles_on_device": len(kept)})
+
+    def _kept(self, trace: Trace, budgets: Mapping[int, int], rest: Mapping[str, int]) -> list[list[int]]:
+        """The first tiles whose states fit, per device, into `TILES` of what weights and the peak of the rest leave."""
+        c, t = trace.op_columns, trace.tensor_columns
+        optimizer = [op for op in device_updates(trace) if c.kind[op] == OPTIMIZER]
+        grouped = sorted(tiles(trace, optimizer))
+        found = []
+        for device, budget in budgets.items():
+            own = [op for op in range(len(c.name)) if c.device[op] == device]
+            read = {x for op in own for x in trace.reads(op)}
+            weights = sum(int(t.bytes[x]) for x in read if t.role[x] == WEIGHT and trace.producer[x] < 0)
+            left = (budget - weights - max((rest.get(c.name[op], 0) for op in own), default=0)) * TILES
+            for tile in (tile for tile in grouped if c.device[tile[0]] == device):
+                left -= _states(trace, tile)
+                if left < 0:
+                    break
+                found.append(tile)
+        return found
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The update beside the device, as here; without memory to save it may still be the faster one."""
+        return {"chunks": self.plan(problem)}
+
+
+def _states(trace: Trace, tile: Sequence[int]) -> int:
+    """Bytes of the optimizer states that a tile has."""
+    t, read = trace.tensor_columns, {x for op in tile for x in trace.reads(op)}
+    return sum(int(t.bytes[x]) for x in read if t.role[x] == STATE and trace.producer[x] < 0)
+
+
+def _states_placed(trace: Trace, platform: Platform, host: str) -> dict[int, str]:
+    """Optimizer states begin where their update runs, wherever the iteration before has left them."""
+    c, t, found = trace.op_columns, trace.tensor_columns, dict[int, str]()
+    for op in range(len(c.name)):
+        if c.phase[op] == UPDATE and op not in c.group:
+            where = host if op in c.engine else platform.home(int(c.device[op])).name
+            found |= {x: where for x in trace.reads(op) if t.role[x] == STATE and trace.producer[x] < 0}
+    return found
+
+
+def _gradients(trace: Trace) -> dict[int, tuple[int, int]]:
+    """Per weight its gradient, and the CPU's op that reads that or -1: an update's weights and gradients, in order."""
+    c, t = trace.op_columns, trace.tensor_columns
+    origin = dict(trace.carry)
+    found: dict[int, tuple[int, int]] = {}
+    for op in range(len(c.name)):
+        if c.phase[op] != UPDATE or op in c.group:
+            continue
+        weights = sorted({origin[x] for x in trace.writes(op) if x in origin and t.role[origin[x]] == WEIGHT})
+        gradients = sorted(x for x in trace.reads(op) if t.role[x] == GRADIENT and trace.producer[x] >= 0)
+        for w, g in zip(weights, gradients, strict=False):
+            if t.bytes[g] <= t.bytes[w] and t.replaces[g] < 0:
+                found.setdefault(w, (g, op if op in c.engine else -1))
+    return found
+
+
+def _rest(split: Split, new: OnHost, host: str, planned: Sequence[Action]) -> Iterator[Action]:
+    """Gradients that are in no chunk leave when they are complete; the CPU's first update waits for none of them."""
+    moved = {action.tensor for action in planned if isinstance(action, Move)}
+    for t in split.ready():
+        if new.tensors[t] not in moved:
+            yield Move(new.tensors[t], host, after=new.ops[split.last_use[t]])
