@@ -24,7 +24,9 @@ class WeightStreaming(Policy):
     the time. What an op on another engine or in a group reads stays where it is by default.
     Source: the schedule of Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
         Learning", SC 2021, arXiv:2104.07857, sections 5 and 6.2, on one device and without NVMe; "offload_param" with
-        "cpu" in DeepSpeed's ZeRO-3.
+        "cpu" in DeepSpeed's ZeRO-3. `zero_offload(weights=host) + weight_streaming` is the mechanism of FSDP2's
+        `CPUOffloadPolicy` on one device: per step of N fp32 parameters up to 4N bytes up per pass, 4N of gradients
+        down, and all 16N bytes of the model on the host.
     Bounds: weights resident at once: those of `ahead` + 1 neighbouring runs; bytes from the host per step: at most
         each weight's once per run that reads it. Time at least those bytes over the link's rate. O(ops + operands).
     Departs: DeepSpeed fetches by module and by a budget of live parameters, and takes order and reuse from the first

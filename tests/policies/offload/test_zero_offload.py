@@ -317,3 +317,27 @@ def test_it_keeps_any_budget_and_what_it_sends_is_what_the_update_needs(data: st
     assert sum(done.out.values()) == sum(int(size[t]) for t in down)
     assert sum(done.back.values()) == sum(int(size[t]) for t in up)
     assert result.log.counters["implicit_moves"] == 0
+
+
+def test_about_thirteen_billion_parameters_fit_a_v100_bound_by_its_own_memory() -> None:
+    """Published: 13 B (65 layers of 4096) on one V100 of 32 GB with 1.5 TB of host; with checkpoints, batch 4."""
+    peaks, hosts, sizes = [], [], []
+    for count in (4, 8):
+        config = {"model_type": "gpt2", "n_layer": count, "n_embd": 4096, "n_head": 32, "n_positions": 1024}
+        trace = transformer({**config, "vocab_size": 50257}, batch=4, sequence=1024, precision="mixed_fp16",
+                            attention="eager")  # fmt: skip
+        done = simulate(trace, "v100_32", "zero_offload + full_recompute").summary()
+        peaks.append(done["peak_bytes"])
+        hosts.append(done["peak_by_tier"]["host"])
+        sizes.append(trace.meta["parameters"])
+    card, host = (load_profile("v100_32").tier(name).capacity for name in ("hbm", "host"))
+    layer = (sizes[1] - sizes[0]) / 4
+
+    def parameters(used: list[int], capacity: int) -> float:
+        """Of the largest model that fits: each further layer takes as much as those between the two."""
+        return sizes[0] + (capacity - used[0]) // ((used[1] - used[0]) / 4) * layer
+
+    assert abs(parameters(peaks, card) / 13e9 - 1) < 0.15
+    assert parameters(hosts, host) > 4 * parameters(peaks, card), "the device binds, not the host"
+    # what a layer takes of the device: its weights in 16 bits, and one checkpoint
+    assert peaks[1] - peaks[0] == 4 * (2 * layer + 2 * 4 * 1024 * 4096)

@@ -121,3 +121,17 @@ def test_a_delayed_update_refuses_weights_on_the_host():
 def test_a_machine_without_host_is_refused():
     with pytest.raises(PolicyError, match="no host tier"):
         simulate(net(), machine(host=False), "weight_streaming")
+
+
+def test_joined_they_are_fsdp_s_offload_of_parameters():
+    """FSDP2 keeps fp32 originals, gradients and states on the host: 16 bytes a parameter, 4 up per pass, 4 down."""
+    trace = transformer({**SMALL, "tie_word_embeddings": False}, batch=2, sequence=64, precision="amp_bf16")
+    parameters = trace.meta["parameters"]
+    result = simulate(trace, machine(), "zero_offload(weights=host) + weight_streaming")
+    summary = result.summary()
+    moved, steps = summary["moved_bytes"], 4 * 200  # step counters
+    assert moved["d2h"] == 4 * parameters
+    assert 4 * parameters <= moved["h2d"] <= 8 * parameters
+    assert 0 <= summary["peak_by_tier"]["host"] - 16 * parameters <= steps
+    placed = result.memory.query("tier == 'hbm' and cause == 'placed'").tensor
+    assert {result.log.trace.tensors[result.log.trace.tensor_id(name)].role for name in placed} == {"input"}

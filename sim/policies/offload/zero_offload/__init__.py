@@ -11,6 +11,7 @@ from sim.declared import Size
 from sim.errors import PolicyError, ProfileError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
+from sim.policies.offload.zero_offload.cut import cheapest_cut
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import CPU, OnHost, Split, device_updates, updated_on_host
 from sim.solvers.streaming import buckets
@@ -30,7 +31,7 @@ class ZeroOffload(Policy):
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
         arXiv:2101.06840, for one device; on several, each device sends what its own update ops read.
     Bounds: with 16-bit weights and gradients of M elements 2M bytes go down and 2M up, the least for
-        any split that keeps the update on the CPU. Time = forward + backward + last bucket + the longer of
+        any split that keeps optimizer states on the CPU. Time = forward + backward + last bucket + the longer of
         updates and copies up (+ one tile). Model state on the device: weights and one bucket.
     Departs: an update is priced by the platform's model of the CPU, even where a duration was measured. A trace
         whose optimizer takes all parameters in one op, as a captured one does, has one tile. Ops of the update
@@ -49,6 +50,8 @@ class ZeroOffload(Policy):
     weights: where new weights go: back to the `device`, or they stay on the `host` for another policy to fetch, as in
         `zero_offload(weights=host) + weight_streaming`; then this one does not manage weights, and alone it leaves each
         op waiting for those that it reads.
+    partition: which ops of the update the CPU runs: those of the whole `phase`, or of the `cut` of the data-flow graph
+        with the fewest bytes across it (section 3), which may leave clipping or scaling on the device.
     Raises PolicyError for a bucket that is not a size, a platform without host tier or an engine `cpu`, a delayed
         update in several steps, or one whose weights stay on the host.
     """
@@ -60,10 +63,12 @@ class ZeroOffload(Policy):
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
     other_values = by_parameter(bucket=1 << 26, delayed=True, weights="host")
+    unseen = by_parameter(partition="needs an update with ops besides the optimizer's: test_zero_offload_cut.py")
 
     bucket: Size = 0
     delayed: bool = False
     weights: Literal["device", "host"] = "device"
+    partition: Literal["phase", "cut"] = "phase"
 
     def __post_init__(self) -> None:
         # traits that a parameter decides
@@ -84,9 +89,12 @@ class ZeroOffload(Policy):
         except ProfileError:
             raise PolicyError(f"zero_offload: {platform.name} has no engine {CPU!r} to update on") from None
         updates = device_updates(trace)
-        if not updates:
+        chosen = cheapest_cut(trace) if self.partition == "cut" else updates
+        if not chosen:
             return Plan(trace)
-        split = Split(fuse_updates(trace, updates))
+        fused = fuse_updates(trace, chosen)
+        stay = {trace.op_columns.name[op] for op in {*updates} - {*chosen}}
+        split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         if self.delayed:
             split.check_independent("zero_offload")
         new = updated_on_host(split, self.delayed, in_place=self.weights == "host")
