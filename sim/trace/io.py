@@ -32,7 +32,8 @@ from typing import IO, Any
 
 from sim.errors import TraceError, near
 from sim.trace.graph import Trace
-from sim.trace.io_columns import Content, take_columns
+from sim.trace.io_columns import Content, Table, take_columns
+from sim.trace.io_scan import scan
 from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
 from sim.trace.tensor import ROLES
@@ -232,6 +233,11 @@ def _check_lengths(lines: IO[bytes], reader: _Reader, max_bytes: int, total: int
             raise reader.error(f"{is_long or f'the file holds more than {max_bytes}'} bytes")
 
 
+def _is_plain(block: bytes) -> bool:
+    """Whether every line begins and ends as an object does."""
+    return block.startswith(b"{") and block.endswith(b"}\n") and block.count(b"}\n{") == block.count(b"\n") - 1
+
+
 class _Reader:
     """Checks lines one by one and collects their content."""
 
@@ -250,13 +256,17 @@ class _Reader:
 
     def take(self, block: bytes) -> None:
         """Read a block of lines."""
+        plain = scan(block, self.decode) if _is_plain(block) and self.header and not self.has_origin else None
+        if plain is not None and take_columns(self.content, plain):
+            self.content.line += plain.lines
+            return
         rows = self._parse_all(block)
         if rows is None or self.has_origin:
             self._take_one_by_one(rows or map(self._parse, BytesIO(block)))
             return
         first_op = next((i for i, row in enumerate(rows) if "op" in row), len(rows))
         for part in (rows[:first_op], rows[first_op:]):
-            if part and take_columns(self.content, part):
+            if part and take_columns(self.content, Table(part)):
                 self.content.line += len(part)
             else:
                 self._take_one_by_one(part)
@@ -283,16 +293,14 @@ class _Reader:
 
     def _parse_all(self, block: bytes) -> list[dict[str, Any]] | None:
         """The content of plain lines, parsed together; None where any line needs to be parsed on its own."""
-        lines = block.count(b"\n")
-        is_plain = block.startswith(b"{") and block.endswith(b"}\n") and block.count(b"}\n{") == lines - 1
-        if self.header is None or not is_plain:
+        if self.header is None or not _is_plain(block):
             return None
         try:
             rows = self.decode((b"[" + block[:-1].replace(b"\n", b",") + b"]").decode())
         except (ValueError, RecursionError):
             return None
         # as many keys as key delimiters: no line has a duplicate key
-        if len(rows) != lines or block.count(b'":') != sum(map(len, rows)):
+        if len(rows) != block.count(b"\n") or block.count(b'":') != sum(map(len, rows)):
             return None
         return rows  # type: ignore[no-any-return]
 

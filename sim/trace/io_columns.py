@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.builder import TraceBuilder
+from sim.trace.io_scan import Scan, Unusual
 from sim.trace.op import FUNCTIONS, KIND_CODE, PHASE_CODE, SPLITS
 from sim.trace.tensor import ROLE_CODE
 
@@ -25,7 +26,7 @@ _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces"
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
 _SPARSE = ("engine", "group", "splits", "releases", "views", "function")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
-_MOST = {"layer": 2**31 - 1, "device": 2**16, "priority": 2**31 - 1}
+_RANGE = {"layer": (-1, 2**31 - 1), "device": (0, 2**16), "priority": (-(2**31), 2**31 - 1)}
 
 
 @dataclass(eq=False)
@@ -50,13 +51,8 @@ class Content:
     produced: bytearray = field(default_factory=bytearray)
 
 
-class _Unusual(Exception):
-    """These lines must be read one by one."""
-
-
-def take_columns(content: Content, rows: list[Row]) -> bool:
+def take_columns(content: Content, table: Table | Scan) -> bool:
     """Add the lines to the content if they are plain and all tensors or all ops. Returns whether it did."""
-    table = _Table(rows)
     try:
         if table.has("tensor", _TENSOR_KEYS):
             _take_tensors(content, table)
@@ -64,12 +60,12 @@ def take_columns(content: Content, rows: list[Row]) -> bool:
             _take_ops(content, table)
         else:
             return False
-    except _Unusual:
+    except Unusual:
         return False
     return True
 
 
-class _Table:
+class Table:
     """Some lines by layout, which is their keys in order: most lines share one with many others.
 
     rows: the lines.
@@ -100,18 +96,17 @@ class _Table:
         """A column of different texts."""
         names = [row[key] for row in self.rows]
         if not _all(names, str) or len(set(names)) < len(names):
-            raise _Unusual
+            raise Unusual
         return names
 
-    def numbers(self, key: str, default: int | None) -> Ints:
+    def numbers(self, key: str, default: int | None, least: int, most: int) -> Ints:
         """A column of whole numbers in range; where a line has none, the default, which may be out of range."""
-        least = -1 if key == "layer" else -(2**31) if key == "priority" else 0
         column = np.full(len(self.rows), default or 0, np.int64)
         for where, columns in self.layouts:
             if key in columns:
-                column[_indices(where)] = _whole(columns[key], least, _MOST.get(key, 2**62))
+                column[_indices(where)] = _whole(columns[key], least, most)
             elif default is None:
-                raise _Unusual
+                raise Unusual
         return column
 
     def codes(self, key: str, table: dict[Any, int], default: Any) -> Ints:
@@ -120,7 +115,7 @@ class _Table:
         for where, columns in self.layouts:
             if key in columns:
                 if not _all(columns[key], type(default)) or not table.keys() >= set(columns[key]):
-                    raise _Unusual
+                    raise Unusual
                 column[_indices(where)] = [table[word] for word in columns[key]]
         return column
 
@@ -129,7 +124,7 @@ class _Table:
         column = [""] * len(self.rows)
         for i, word in self.sparse(key):
             if type(word) is not str:
-                raise _Unusual
+                raise Unusual
             column[i] = known.setdefault(word, word)
         return column
 
@@ -142,20 +137,20 @@ class _Table:
         """The ids of all lines one after the other, and how many each line has; names are left to the other path."""
         lists = [row.get(key, _NONE) for row in self.rows]
         if not _all(lists, list):
-            raise _Unusual
+            raise Unusual
         return _whole(list(chain.from_iterable(lists)), 0, count - 1), list(map(len, lists))
 
 
 _NONE: list[int] = []
 
 
-def _take_tensors(content: Content, table: _Table) -> None:
+def _take_tensors(content: Content, table: Table | Scan) -> None:
     names = table.names("tensor")
     if not content.tensor_ids.keys().isdisjoint(names):
-        raise _Unusual
+        raise Unusual
     numbers = {
-        "bytes": table.numbers("bytes", None),
-        "layer": table.numbers("layer", -1),
+        "bytes": table.numbers("bytes", None, 0, 2**62),
+        "layer": table.numbers("layer", -1, *_RANGE["layer"]),
         "role": table.codes("role", ROLE_CODE, "activation"),
     }
     dtypes = table.texts("dtype", content.texts)
@@ -163,7 +158,7 @@ def _take_tensors(content: Content, table: _Table) -> None:
     reasons = [(i, _text(content, reason)) for i, reason in table.sparse("saved_for")]
     deferred = table.sparse("replaces")
     if any(old is None for _, old in deferred) or not all(reason for _, reason in reasons):
-        raise _Unusual
+        raise Unusual
     first = content.builder.extend_tensors(names, dtypes, numbers)
     content.tensor_ids.update(zip(names, range(first, first + len(names)), strict=True))
     content.produced.extend(bytes(len(names)))
@@ -173,11 +168,11 @@ def _take_tensors(content: Content, table: _Table) -> None:
     content.deferred += [(first + i, old, content.line + i + 1) for i, old in deferred]
 
 
-def _take_ops(content: Content, table: _Table) -> None:
+def _take_ops(content: Content, table: Table | Scan) -> None:
     names = table.names("op")
     if not content.op_ids.isdisjoint(names):
-        raise _Unusual
-    numbers = {key: table.numbers(key, default) for key, default in _OP_NUMBERS.items()}
+        raise Unusual
+    numbers = {key: table.numbers(key, default, *_RANGE.get(key, (0, 2**62))) for key, default in _OP_NUMBERS.items()}
     numbers["kind"] = table.codes("kind", KIND_CODE, "other")
     numbers["phase"] = table.codes("phase", PHASE_CODE, "forward")
     numbers["random"] = table.codes("random", {False: 0, True: 1}, False)
@@ -185,7 +180,7 @@ def _take_ops(content: Content, table: _Table) -> None:
     reads, writes = table.ids("reads", count), table.ids("writes", count)
     produced = np.frombuffer(content.produced, np.uint8)
     if len(np.unique(writes[0])) < len(writes[0]) or produced[writes[0]].any():
-        raise _Unusual
+        raise Unusual
     sparse = [(key, i, _checked(content, key, value)) for key in _SPARSE for i, value in table.sparse(key)]
     dtypes = table.texts("dtype", content.texts)
     first = content.builder.extend_ops(names, dtypes, numbers, reads, writes)
@@ -206,32 +201,32 @@ def _checked(content: Content, key: str, value: Any) -> Any:
     if key == "function" and value in ("", *FUNCTIONS):
         return _text(content, value)
     if type(value) is not list:
-        raise _Unusual
+        raise Unusual
     if key == "releases":
         return tuple(_whole(value, 0, len(content.tensor_ids) - 1).tolist())
     if key == "splits":
         if not _all(value, str) or not set(value) <= set(SPLITS):
-            raise _Unusual
+            raise Unusual
         return content.splits.setdefault(tuple(value), tuple(value))
     if not _all(value, int):
-        raise _Unusual
+        raise Unusual
     return tuple(value) if any(place >= 0 for place in value) else ()
 
 
 def _text(content: Content, value: Any) -> str:
     if type(value) is not str:
-        raise _Unusual
+        raise Unusual
     return content.texts.setdefault(value, value)
 
 
 def _shape(content: Content, sizes: Any) -> tuple[int, ...]:
     if type(sizes) is not list or not _all(sizes, int):
-        raise _Unusual
+        raise Unusual
     shape = tuple(sizes)
     known = content.shapes.get(shape)
     if known is None:
         if any(not 0 <= size <= 2**62 for size in shape):
-            raise _Unusual
+            raise Unusual
         known = content.shapes[shape] = shape
     return known
 
@@ -239,13 +234,13 @@ def _shape(content: Content, sizes: Any) -> tuple[int, ...]:
 def _whole(values: Sequence[Any], least: int, most: int) -> Ints:
     """Whole numbers in range as an array."""
     if not _all(values, int):
-        raise _Unusual
+        raise Unusual
     try:
         column = np.array(values, np.int64)
     except OverflowError:
-        raise _Unusual from None
+        raise Unusual from None
     if len(column) and (int(column.min()) < least or int(column.max()) > most):
-        raise _Unusual
+        raise Unusual
     return column
 
 
