@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sim.policies import policy_file
+from sim.report.files import write_aside
 from sim.report.page import SavedView, write_run_page
 from tests.report.test_page import read, tiersim
 
@@ -31,6 +32,12 @@ class Mine(Policy):
         return Plan(problem.trace)
 """
 JOB = ["--profile", "mt3000_survey", "--model", "gpt2", "--batch", "1", "--seq", "64"]
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Figures are empty files here: to draw one takes longer than all else that a test does."""
+    monkeypatch.setattr("sim.report.draw.save_figure", lambda figure, path: write_aside(path, lambda file: None))
 
 
 @pytest.fixture
