@@ -12,7 +12,7 @@ import pytest
 
 from sim import load_profile, simulate
 from sim.errors import Deadlock, Infeasible, PolicyError
-from sim.hardware.platform import Platform
+from sim.hardware.platform import Allocator, Platform
 from sim.policies import names, policy_class
 from sim.policies.base import Beside, default_of
 from sim.search import smallest_budget
@@ -21,7 +21,7 @@ from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused")
-SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways")
+SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
@@ -44,7 +44,16 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         "knots": (knotted, a100, int(0.7 * _peak(knotted, a100))),
         "branches": (branches(12, 1), a100, None),
         "few ways": (few, a100, int(0.8 * _peak(few, a100))),
+        # what plans give no address takes the highest free range, and leaves holes
+        "addresses": (layer, with_addresses(a100), int(1.02 * _peak(layer, a100))),
     }
+
+
+def with_addresses(platform: Platform) -> Platform:
+    """The same machine, where plans give addresses in the device's memory."""
+    home = platform.home(0).name
+    planned = (dataclasses.replace(t, allocator=Allocator("planned")) if t.name == home else t for t in platform.tiers)
+    return dataclasses.replace(platform, tiers=tuple(planned))
 
 
 def two_ways(stages: int) -> Trace:
