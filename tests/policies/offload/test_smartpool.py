@@ -85,9 +85,10 @@ def test_the_largest_comes_first_and_each_takes_the_smallest_gap() -> None:
     # 8 and 5 are always live: 0 to 8, 8 to 13; 4 lies above them while 3 is not live; 3 and 1 share what 4 leaves
     blocks = [Block(0, 8, Span(0, 9)), Block(1, 5, Span(0, 9)), Block(2, 4, Span(0, 3)), Block(3, 3, Span(4, 6))]
     assert placed(blocks) == [0, 8, 13, 13]
-    # gaps of 5 (0 to 5) and 3 (9 to 12) below a block that ends at 14: 3 bytes take the smaller one
-    around = [Block(0, 9, Span(0, 0)), Block(1, 5, Span(0, 1)), Block(2, 4, Span(1, 1))]
-    assert placed(around) == [0, 9, 0]
+    # during op 1 gaps of 10 (0 to 10) and 5 (16 to 21), below what lies on blocks of op 0: 3 bytes take the smaller
+    sizes = [(10, 0, 0), (6, 0, 1), (5, 0, 0), (4, 0, 1), (3, 1, 1)]
+    around = [Block(t, size, Span(first, last)) for t, (size, first, last) in enumerate(sizes)]
+    assert placed(around) == [0, 10, 16, 21, 16]
 
 
 def in_place() -> Trace:
