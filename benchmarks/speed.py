@@ -22,6 +22,7 @@ from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.hardware.profile import load_profile
 from sim.plan import Plan
 from sim.policies import load
 from sim.trace.graph import Trace
@@ -53,18 +54,21 @@ def bare(ops: int) -> None:
 
 
 def cases(trace: Trace) -> dict[str, Callable[[], object]]:
-    """What is measured: replays of a ready plan, and whole online runs, on one trace."""
+    """What is measured: replays of a ready plan, and whole runs, planning included, on one trace."""
     machine = platform()
     prepare(trace, machine)  # flat lists, made once a trace and shared by all runs, as in a sweep
     peak = peak_bytes(replay(Plan(trace), machine))["hbm"]
     recompute = load("full_recompute").plan(problem_for(trace, machine))
     swap = load("swap_all").plan(problem_for(trace, machine))
     prepare(swap.trace, machine)
-    tight = int(0.6 * peak)
+    tight, shipped = int(0.6 * peak), load_profile("a100_80_sxm")
     return {
         "keep_all": lambda: replay(Plan(trace), machine),
         "full_recompute": lambda: replay(recompute, machine),
         "swap_all": lambda: replay(swap, machine),
+        "swap_all, planned": lambda: simulate(trace, shipped, "swap_all", budget="10 TB"),
+        "dtr with room": lambda: simulate(trace, machine, "dtr"),
+        "lru_tiering at 0.6": lambda: simulate(trace, machine, "lru_tiering", budget=tight),
         "dtr_eq at 0.6": lambda: simulate(trace, machine, "dtr", heuristic="dtr_eq", budget=tight),
         "dtr at 0.6": lambda: simulate(trace, machine, "dtr", heuristic="dtr", budget=tight),
     }

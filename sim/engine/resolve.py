@@ -96,6 +96,7 @@ class Resolved:
         self._prepared = prepared
         self._tier_ids: Mapping[str, int] = platform.tier_ids
         self._ops, self._tensors = len(prepared.times.total), len(prepared.trace.tensor_columns.name)
+        self._homes = [prepared.home[engine] for engine in prepared.main]
         known = prepared.plans.get(id(plan))
         is_known = known is not None and known[0]() is plan  # a plan that has run before on this machine
         self.anchored: Anchored = known[1] if known is not None and is_known else Anchored()
@@ -121,7 +122,7 @@ class Resolved:
         planned, more = self.anchored.columns, self._unpressed
         if planned is None or more is None or not len(more.tensor):
             return planned
-        tier = np.full(len(more.tensor), self._prepared.home[self._prepared.main[0]])
+        tier = np.full(len(more.tensor), self._homes[0])
         passed = np.searchsorted(planned.before, more.before, "right")
         after = np.zeros(len(more.tensor), np.int64)
         drops = (more.tensor, tier, more.before, passed, after)
@@ -172,6 +173,10 @@ class Resolved:
         return op not in prepared.group_of and prepared.engine[op] == prepared.main[prepared.device[op]]
 
     def _resolve(self, action: Action, device: int) -> Act:
+        if type(action) is Drop and type(action.tensor) is int and 0 <= action.tensor < self._tensors:
+            tier = self._tier_ids.get(action.tier) if action.tier is not None else self._homes[device]
+            if tier is not None:  # as online parts drop; what is not so plain takes the general way
+                return Act("drop", action.tensor, tier)
         trace = self._prepared.trace
         if isinstance(action, Recompute):
             return Act("recompute", trace.op_id(action.op))
@@ -183,8 +188,7 @@ class Resolved:
                 raise IllegalPlan(f"{action}: wire is negative")
             return Act("move", tensor, self._tier(action.to, action), action)
         if isinstance(action, Drop):
-            home = self._prepared.home[self._prepared.main[device]]
-            return Act("drop", tensor, home if action.tier is None else self._tier(action.tier, action))
+            return Act("drop", tensor, self._homes[device] if action.tier is None else self._tier(action.tier, action))
         raise IllegalPlan(f"{action!r} is not an action; there are Drop, Recompute, Move and Wait")
 
     def _tier(self, name: str, where: object) -> int:

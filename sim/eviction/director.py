@@ -163,6 +163,15 @@ class Director(Evictor):
         """A drop, None ahead of need: a drop takes no time."""
         return None if self.early else Drop(tensor, tier)
 
+    def _stays(self, tensor: int, tier: str, memory: Memory) -> bool:
+        """Whether `evict` has no move for it, so that ahead of need it need not be ranked."""
+        under_way, host = memory.in_flight(tensor), self.host
+        if under_way is not None or host is None or tier not in self.trips:
+            return under_way is None or under_way != host
+        if self.copies[tensor] & self.bit[host]:
+            return False
+        return self.line.size[tensor] > memory.free(host) or self.prefers_drop(tensor, tier)
+
     def prefers_drop(self, tensor: int, tier: str) -> bool:
         """Whether a copy out and back takes longer than recomputing it."""
         return self.copy_ns(tensor, tier) > self.recompute_ns(tensor)
@@ -210,7 +219,8 @@ class Director(Evictor):
         if short <= 0:
             return []
         dropped = [int(a.tensor) for a in answer if isinstance(a, Drop)]
-        pinned_now = [t for t in (*self.line.reads[op], *dropped) if t not in self.pinned]
+        staying = (t for t in self.candidates[tier].ids.tolist() if self._stays(t, tier, memory))
+        pinned_now = [t for t in (*self.line.reads[op], *dropped, *staying) if t not in self.pinned]
         self.pinned.update(pinned_now)
         self.early = True
         try:

@@ -70,6 +70,7 @@ class Evictor(Online):
             random=self.random,
         )
         self.pinned: set[int] = set()
+        self._has_views, self._banishes = bool(lineage.view_of), rules.deallocation == "banish"
         self._pins = [0] * count
         self._produced = [False] * count
         self._banished = [False] * count
@@ -89,7 +90,8 @@ class Evictor(Online):
     def notice(self, change: Change) -> None:
         """Update the state."""
         what, tensor, tier, now = change
-        if tensor in self.line.view_of:
+        copies = self.copies
+        if self._has_views and tensor in self.line.view_of:
             self._notice_view(change)
         elif what == "read":
             if self._overwritten:
@@ -97,28 +99,26 @@ class Evictor(Online):
             self._ended = -1
             self._pins[tensor] += 1
             self.pinned.add(tensor)
-            if not self._released[tensor] or self.rules.deallocation != "banish":
-                self.table.access[tensor] = (
-                    now  # under banishing a recomputation on the way to another tensor does not count as an access
-                )
+            if not self._banishes or not self._released[tensor]:
+                # under banishing a recomputation on the way to another tensor does not count as an access
+                self.table.access[tensor] = now
             if tensor in self._leaving:
                 self.stay(tensor)
         elif what == "came":
-            if not self.copies[tensor]:
+            if not copies[tensor]:
                 self._arrive(tensor, now)
             elif self.rules.reload_is_access:
                 self.table.access[tensor] = now
-            self.copies[tensor] |= self.bit[tier]
-            candidates = self.candidates.get(tier)
-            if candidates is not None and self.line.evictable[tensor] and not self.fixed[tensor]:
-                candidates.add(tensor)
+            copies[tensor] |= self.bit[tier]
+            if self.line.evictable[tensor] and not self.fixed[tensor] and tier in self.candidates:
+                self.candidates[tier].add(tensor)
         else:
-            self.copies[tensor] &= ~self.bit[tier]
-            candidates = self.candidates.get(tier)
-            if candidates is not None:
-                candidates.remove(tensor)
-            self._leaving.pop(tensor, None)
-            if not self.copies[tensor] and not self.evicted[tensor]:
+            copies[tensor] &= ~self.bit[tier]
+            if tier in self.candidates:
+                self.candidates[tier].remove(tensor)
+            if tensor in self._leaving:
+                del self._leaving[tensor]
+            if not copies[tensor] and not self.evicted[tensor]:
                 if self._pins[tensor]:
                     self._overwritten.append(tensor)
                 else:
@@ -151,7 +151,7 @@ class Evictor(Online):
         if first:
             self._produced[tensor] = True
             table.access[tensor] = now
-            if line.evictable[tensor] and line.size[tensor]:
+            if self.rules.ignore_small and line.evictable[tensor] and line.size[tensor]:
                 self._produced_bytes += line.size[tensor]
                 self._produced_count += 1
         if producer < 0:
@@ -162,10 +162,11 @@ class Evictor(Online):
             self._strays.add(tensor)
         # results come before the reads that the op unlocks; of a first run the first result comes last
         made = line.writes[producer]
-        place = made.index(tensor) if len(made) > 1 else 0
+        count = len(made)
+        place = made.index(tensor) if count > 1 else 0
         if first and place == 0:
-            place = len(made)
-        table.order[tensor] = self._order - len(line.reads[producer]) - len(made) - 1 + place
+            place = count
+        table.order[tensor] = self._order - len(line.reads[producer]) - count - 1 + place
         if self.evicted[tensor]:
             self.evicted[tensor] = False
             if self.price is not None:
@@ -181,7 +182,7 @@ class Evictor(Online):
             if locks[tensor] <= 0:
                 locks[tensor] = 0
                 self.pinned.discard(tensor)
-                if self._released[tensor] and self.rules.deallocation == "banish":
+                if self._banishes and self._released[tensor]:
                     self._due.append(tensor)
             order[tensor] = at
             at += 1
@@ -219,7 +220,8 @@ class Evictor(Online):
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
         """Free what the op before was the last to use; save what this one would make impossible to make."""
-        self._lose_overwritten()
+        if self._overwritten:
+            self._lose_overwritten()
         line = self.line
         device = line.device[op]
         done = self._at.get(device, -1)
@@ -227,13 +229,13 @@ class Evictor(Online):
         if done >= 0:
             if not line.writes[done]:
                 self._end(done)
-            holders, let_go = self._holders, line.releases.get(done, ())
-            for tensor in (*line.reads[done], *let_go):
+            holders, freeable, let_go = self._holders, line.freeable, line.releases.get(done, ())
+            for tensor in (*line.reads[done], *let_go) if let_go else line.reads[done]:
                 holders[tensor] -= 1
-                if not holders[tensor] and line.freeable[tensor]:
+                if not holders[tensor] and freeable[tensor]:
                     self._due.append(tensor)
             for tensor in line.writes[done]:
-                if not holders[tensor] and line.freeable[tensor] and tensor not in let_go:
+                if not holders[tensor] and freeable[tensor] and tensor not in let_go:
                     self._due.append(tensor)
         self._ended = -1
         answer: list[Action] = self._free_the_dead(memory) if self._due else []
@@ -257,7 +259,7 @@ class Evictor(Online):
                 continue
             self._released[tensor] = True
             recomputable = self.line.counts[tensor] and not self.fixed[tensor]
-            if self.rules.deallocation == "banish":
+            if self._banishes:
                 if not self._banished[tensor] and not self._has_evicted_child(tensor):
                     answer += self._banish(tensor)
             elif not recomputable:
@@ -281,7 +283,7 @@ class Evictor(Online):
                 if tier in self.candidates:
                     self.candidates[tier].remove(tensor)
                     self._leaving[tensor] = tier
-        return answer + self._drop_views(tensor)
+        return answer + self._drop_views(tensor) if self._has_views else answer
 
     def _has_evicted_child(self, tensor: int) -> bool:
         strays, copies, kin = self._strays, self.copies, self.kin
@@ -363,7 +365,8 @@ class Evictor(Online):
             self._leaving[tensor] = need.tier
             if isinstance(action, Drop) and self.copies[tensor] == self.bit[need.tier]:
                 self._lose(tensor)
-                answer += self._drop_views(tensor)
+                if self._has_views:
+                    answer += self._drop_views(tensor)
         return answer
 
     def choose(self, candidates: CandidateSet, tier: str, memory: Memory, barred: set[int]) -> int:

@@ -49,17 +49,17 @@ class Decisions:
 
     def apply(self, acts: Iterable[Act], device: int, op: int, *, online: bool = False) -> None:
         """Drops and moves at an op. online: they answer a question, and must leave pinned tensors alone."""
-        residency, lifetimes = self._residency, self._lifetimes
-        produced = residency.produced
+        lifetimes, produced, copies = self._lifetimes, self._residency.produced, self._residency.copies
+        pins = lifetimes.pins
         for act in acts:
             _, tensor, tier, move = act
             if not produced[tensor]:
                 raise self._illegal(act, op, "it has not been produced yet")
-            if online and lifetimes.pins[tensor]:
+            if online and pins[tensor]:
                 raise self._illegal(act, op, "it is pinned by an op under way")
             if move is not None:
                 self._transfers.move(tensor, move, tier, device, op)
-            elif residency.copies[tensor] & 1 << tier:
+            elif copies[tensor] & 1 << tier:
                 # where the plan keeps dead tensors, dropping one is what frees it
                 cause = FREED if lifetimes.is_dead(tensor) else DROPPED
                 lifetimes.release(tensor, tier, op, cause)

@@ -55,7 +55,10 @@ class Device:
                 else:
                     apply(before[op], device, op)
             if asks and (answer := parts.decisions.before(op, device)):
-                yield from perform.actions(answer, op, online=True)
+                if any(act.kind in ("wait", "recompute") for act in answer):
+                    yield from perform.actions(answer, op, online=True)
+                else:
+                    apply(answer, device, op, online=True)
             entry = plain[op]
             if entry is None:
                 yield from perform.op(op)

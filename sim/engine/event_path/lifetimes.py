@@ -168,8 +168,7 @@ class Lifetimes:
 
     def release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """Release one copy now, or when its last reader or its transfer has done with it."""
-        transfer = self._in_flight.get(tensor)
-        if self.pins[tensor] or (transfer is not None and transfer.touches(tier)):
+        if self.pins[tensor] or (tensor in self._in_flight and self._in_flight[tensor].touches(tier)):
             self._release_later(tensor, tier, op, cause)
         else:
             self._release_now(tensor, tier, op, cause)
