@@ -101,16 +101,20 @@ class LeastRecent(Replacement):
     def notice(self, change: Change) -> None:
         """Keep the order of last use, with its times."""
         super().notice(change)
-        if not self.manages(change):
+        what, tensor, tier, now = change
+        if tier not in self.used or not self.movable[tensor]:
             return
-        tensor, (seldom, often) = change.tensor, self.used[change.tier]
-        if change.what == "read":
-            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+        seldom, often = self.used[tier]
         was = seldom.pop(tensor, None)
+        if not self._hits:  # all are alike
+            if what == "came" or (what == "read" and was is not None):
+                seldom[tensor] = now
+            return
+        if what == "read":
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
         was = often.pop(tensor, was)
-        if change.what == "came" or (change.what == "read" and was is not None):
-            frequent = self._hits and self._reads.get(tensor, 0) >= self._hits
-            (often if frequent else seldom)[tensor] = change.now
+        if what == "came" or (what == "read" and was is not None):
+            (often if self._reads.get(tensor, 0) >= self._hits else seldom)[tensor] = now
 
     def order(self, tier: str, now: int) -> Iterable[int]:
         """The least recently used first."""
