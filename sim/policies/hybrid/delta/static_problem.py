@@ -10,6 +10,7 @@ from sim.solvers.knapsack import Group, least_cover
 from sim.solvers.located import index_of
 from sim.solvers.schedule import schedule_of
 from sim.trace.index import TraceIndex
+from sim.trace.kept import kept
 from sim.trace.tensor import ROLE_CODE
 
 
@@ -48,10 +49,10 @@ def static_problem(
     if trace.devices > 1 or {*engine.reaches} - {engine.home}:
         return None
     once = sum(problem.cost.op_ns(op) for op in range(len(index.reads)))
-    held = schedule_of(index, {}).peaks()[1:]
+    held = kept(trace, "held_in_order", problem.platform.timing_hash, lambda: schedule_of(index, {}).peaks()[1:])
     worst = max(range(len(held)), key=held.__getitem__, default=-1)
     need = held[worst] - problem.budget if held else 0
-    cost = least_cover(_groups(problem, index, worst, roles, trips), need)
+    cost = least_cover(_groups(problem, index, worst, roles, trips), need) if need > 0 else 0
     if cost is None:
         return None
     name = trace.op_columns.name[worst] if need > 0 else ""
