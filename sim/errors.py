@@ -78,7 +78,10 @@ class Infeasible(TiersimError):
 
     floor_bytes: the smallest budget known to fit, None if unknown.
     log: the `EventLog` of the run until then, None if nothing ran.
+    plan: the `Plan` that ran, None if nothing did.
     """
+
+    plan: Any = None
 
     def __init__(self, message: str, *, floor_bytes: int | None = None, log: Any = None) -> None:
         self.floor_bytes = floor_bytes

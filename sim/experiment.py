@@ -19,7 +19,7 @@ from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import RECOMPUTE_LIMIT
-from sim.errors import PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
+from sim.errors import Infeasible, PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -346,6 +346,7 @@ def simulate(
     plan_s = 0.0
     for i in range(count):
         current, evaluated, last = traces[min(i, len(traces) - 1)], Evaluated(), i == count - 1
+        plan = None
         started = time.perf_counter()
         try:
             plan = chosen.plan(
@@ -360,6 +361,9 @@ def simulate(
             known = evaluated.run_of(plan) if last else None  # the replay at the end of a run is that of `evaluate`
             run = known or run_iteration(current, plan, limited, history, last=last, recompute_limit=recompute_limit)
             history = (*history, run)
+        except Infeasible as error:
+            error.plan = plan
+            raise
         except TiersimError:
             raise
         except BaseException as error:  # `sys.exit()` in a policy must not end the program

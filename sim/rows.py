@@ -66,7 +66,7 @@ def answer(label: str, policy: Policy, setting: Setting) -> Answer:
         result = simulate(setting.trace, setting.platform, policy, budget=setting.budget, **setting.replay)
         return Answer({**about, **result.summary(), "plan_s": result.plan_s}, result)
     except (Infeasible, Deadlock) as error:
-        row = {**about, **_refusal(error)}
+        row, ran = {**about, **_refusal(error)}, getattr(error, "plan", None)
     except PolicyError as error:
         return replace(failed(label, policy, str(error)), does_not_apply=True)
     except (IllegalPlan, PolicyFailed) as error:
@@ -77,6 +77,7 @@ def answer(label: str, policy: Policy, setting: Setting) -> Answer:
                 *(setting.trace, setting.platform, policy),
                 tolerance=FLOOR_TOLERANCE,
                 search=setting.find_floor is True,
+                ran=ran,
                 **setting.replay,
             )
             row["floor_bytes"] = row["floor_bytes"] if floor is None else floor

@@ -49,6 +49,7 @@ def smallest_budget(
     *,
     tolerance: float = 0.005,
     search: bool = True,
+    ran: Plan | None = None,
     **options: Any,
 ) -> int | None:
     """The smallest budget in bytes found to fit, by bisection; None if none fits.
@@ -63,6 +64,7 @@ def smallest_budget(
     policy: see `simulate`.
     tolerance: the result is this close, relatively, to a budget that does not fit.
     search: whether to search for a policy that heeds the budget, which plans for each; without, the result is None.
+    ran: the policy's plan for some budget that is too small, where it is known.
     options: further arguments of `simulate`.
     """
     check_trace(trace)
@@ -73,7 +75,7 @@ def smallest_budget(
     homes = [platform.home(device).name for device in range(trace.devices)]
     least = max(bounds(everything, home).memory_bytes for home in homes)
     least = max([least, *(left_in_place(chosen, each) for each in state_in(everything) if each.tier in homes)])
-    plan = fixed_plan(trace, platform, chosen, least, **replay)
+    plan = fixed_plan(trace, platform, chosen, ran or platform.with_budget(least), **replay)
     if plan is None:
         highest = max(peak_bytes(everything)[home] for home in homes)
         if not search:
@@ -129,7 +131,7 @@ def fixed_plan(
     trace: Trace,
     platform: Platform,
     policy: Policy,
-    budget: int,
+    small: Plan | Platform,
     *,
     seed: int = 0,
     iterations: int | None = None,
@@ -137,12 +139,15 @@ def fixed_plan(
 ) -> Plan | None:
     """The plan of a policy that ignores the budget; None where it heeds it, decides while it runs, or measures first.
 
-    A policy counts as ignoring the budget if it plans the same for this one and for unlimited memory.
+    A policy counts as ignoring the budget if it plans the same for a small one and for unlimited memory.
+
+    small: its plan for that, or the machine to plan for.
     """
     if policy.online or policy.warm_up or (iterations or 1) > 1:
         return None
-    plans = []
-    for limited in (platform.with_budget(budget), unlimited(platform)):
+    plans = [small] if isinstance(small, Plan) else []
+    machines = [] if isinstance(small, Plan) else [small]
+    for limited in (*machines, unlimited(platform)):
         try:
             plan = policy.plan(problem_for(trace, limited, seed=seed, recompute_limit=recompute_limit))
         except Infeasible:
@@ -154,8 +159,8 @@ def fixed_plan(
         if not isinstance(plan, Plan):
             return None
         plans.append(plan)
-    small, ample = plans
-    is_fixed = small.online is None is ample.online and small.keep_dead == ample.keep_dead and small.decides_as(ample)
+    tight, ample = plans
+    is_fixed = tight.online is None is ample.online and tight.keep_dead == ample.keep_dead and tight.decides_as(ample)
     return ample if is_fixed else None
 
 

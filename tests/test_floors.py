@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sim import load_policy, load_profile
+from sim import compare, load_policy, load_profile
 from sim.experiment import reference_run
 from sim.floors import State, left_in_place, state_in, too_small
 from sim.plan import Plan
@@ -116,6 +116,13 @@ def test_a_plan_that_ignores_the_budget_is_made_twice_and_its_floor_is_exact():
     assert len(asked) == 2
     assert fits(TRACE, PLATFORM, "keep_all", budget=floor)
     assert not fits(TRACE, PLATFORM, "keep_all", budget=floor - 1)
+
+
+def test_a_plan_that_has_run_is_not_made_again_for_its_floor():
+    asked.clear()
+    (row,) = compare(TRACE, PLATFORM, Counted(), budget=int(smallest_budget(TRACE, PLATFORM, "keep_all") - 1)).rows
+    assert row["floor_bytes"] == smallest_budget(TRACE, PLATFORM, "keep_all")
+    assert len(asked) == 2  # for the budget, and for unlimited memory
 
 
 def test_a_policy_that_heeds_the_budget_is_searched_on_request_alone():

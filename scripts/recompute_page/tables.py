@@ -53,9 +53,9 @@ def overheads(result: Results) -> str:
     """Time added per policy and budget, with the bound first and the best in bold."""
     peak = result.job["peak_bytes"]
     head = ["policy", *(f"{budget / 1e9:.1f} GB<br>{budget / peak:.0%}" for budget in result.budgets)]
-    head += ["smallest", "above the bound", "planner s", "× bare loop", "solver"]
+    head += ["smallest", "above the bound", "planner s", "solver"]
     rows = [["*proven bound*", *(percent(result.bound(b)) for b in result.budgets), size(result.job["floor_bytes"])]]
-    rows[0] += [NONE] * 4
+    rows[0] += [NONE] * 3
     best = {budget: result.winner(budget)[0] for budget in result.budgets}
     for label in result.labels:
         if not result.of(label):
@@ -74,7 +74,6 @@ def overheads(result: Results) -> str:
                 size(least["peak_bytes"]) if least else NONE,
                 percent(result.above_bound(label)),
                 seconds(statistics.median(row["plan_s"] for row in cells)),
-                f"{statistics.median(row['loops'] for row in cells):,.0f}",
                 solver(cells),
             ]
         )
@@ -142,18 +141,17 @@ def winners(result: Results) -> str:
 
 def deep(rows: Sequence[Mapping[str, Any]]) -> str:
     """Planning and replaying on the deep trace."""
-    head = ("policy", "planner s", "planner and replay s", "× bare loop", "")
+    head = ("policy", "planner s", "planner and replay s", "")
     shown = [
         [
             f"`{row['label']}`",
             seconds(row["plan_s"]) if "plan_s" in row else NONE,
             seconds(row["total_s"]),
-            f"{row['loops']:,.0f}",
             {"ok": "", "more memory": "does not fit the budget: replayed in more"}.get(row["status"], row["status"]),
         ]
         for row in rows
     ]
-    return table(head, shown, (1, 2, 3))
+    return table(head, shown, (1, 2))
 
 
 def misfits(result: Results) -> list[str]:

@@ -94,9 +94,8 @@ COLUMNS = """\
 Time added in percent of the iteration without a limit, at each budget (GB, and as a part of the peak without a
 limit). Of a policy with several sets of parameters the fastest that fits counts. Bold: the fastest. ✗: does not fit.
 *smallest*: the least peak found. *above the bound*: median over the budgets that fit, in points. *planner s*: median
-wall time of planning, on a machine with other work on it. *× bare loop*: processor time of planning and replaying
-over that of a bare SimPy loop with as many timeouts as the trace has ops, in the same process: that does not depend
-on the machine, or little. *solver*: what the solver said of its plan, and how often; only `optimal` is proven, and
+wall time of planning, on a machine with other work on it; [how fast it is](performance.md) has times that are measured
+together. *solver*: what the solver said of its plan, and how often; only `optimal` is proven, and
 `feasible` without a limit is an answer over stages or by rounding. A gap is the solver's own. †: does more than drop
 and recompute (it deals out the batch in parts, captures graphs, or offloads weights), so that no bound holds for it,
 and it is not counted as the fastest. \\*: a reconstruction, since details of the system were not public.

@@ -1,0 +1,291 @@
+"""Writes docs/performance.md and its figure: how long simulations take, and what peers take for the same work.
+
+python scripts/make_performance.py             write the page and the figure from docs/performance.json
+python scripts/make_performance.py --check     say whether the page is current; exit status 1 where it is not
+python scripts/make_performance.py --measure   measure all cases, each in processes of its own (ten minutes), then write
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA, PAGE, FIGURE = (ROOT / "docs" / f"performance.{end}" for end in ("json", "md", "png"))
+sys.path.insert(0, str(ROOT))
+ROUNDS = 2
+"""Processes per case, of which the quickest counts: other work on the machine only adds to a time."""
+LIMIT_S = 120
+"""Seconds after which a process is ended, and larger traces of its kind and policy are not tried."""
+DEPTHS = (12, 24, 48, 96, 192, 384, 768)
+CURVES: Mapping[str, tuple[tuple[str, float | None], ...]] = {
+    "w1": (
+        ("keep_all", None),
+        ("full_recompute", None),
+        ("swap_all", None),
+        ("dtr(heuristic=dtr_eq)", 0.6),
+        ("dtr", 0.6),
+    ),
+    "gpt2": (("keep_all", None), ("full_recompute", None), ("swap_all", 0.6), ("dtr", 0.6), ("rotor", 0.6)),
+}
+TITLES = {
+    "w1": "W1, a GPT-like stack of L layers: 22 L − 1 ops without an update",
+    "gpt2": "GPT-2 medium with 12 to 384 layers: a whole iteration with AdamW in mixed precision",
+}
+LARGEST = {"w1": 768, "gpt2": 384}
+COMMANDS = {
+    "tiersim demo": ["demo"],
+    "tiersim compare, Llama 2 7B on ascend_910b": ["compare", "--profile", "ascend_910b", "--model", "llama2-7b"],
+}
+
+
+class Peer(NamedTuple):
+    """What another program took for the same work, as measured once, on another day and elsewhere.
+
+    case: our case of the same work: kind, size, policy, share.
+    seconds: of the peer.
+    """
+
+    name: str
+    work: str
+    case: tuple[str, int, str, float | None]
+    seconds: float
+
+
+def _simrd(layers: int, policy: str, words: str, ms: float) -> Peer:
+    case = ("w1", layers, policy, None if policy == "keep_all" else 0.6)
+    return Peer("simrd", f"W1, L = {layers}: {words}", case, ms / 1000)
+
+
+def _rotor(layers: int, seconds: float) -> Peer:
+    return Peer("Rotor, C", f"chain of {layers} blocks, 500 slots", ("chain", layers, "rotor(slots=500)", 0.3), seconds)
+
+
+EQ = "dtr(heuristic=dtr_eq)"
+PEERS = (
+    *(_simrd(n, "keep_all", "nothing evicted", ms) for n, ms in ((12, 4.8), (24, 12.4), (48, 34), (96, 111))),
+    *(_simrd(n, EQ, "DTR with classes, 0.6", ms) for n, ms in ((12, 11), (24, 32), (48, 103), (96, 365))),
+    *(_simrd(n, "dtr", "DTR in full, 0.6", ms) for n, ms in ((12, 74), (24, 464), (48, 3360), (96, 29500))),
+    *(_rotor(n, s) for n, s in ((24, 0.10), (48, 0.58), (192, 13.9))),
+)
+
+
+# ---- measuring ---------------------------------------------------------------------------------
+
+
+def key(kind: str, size: int, policy: str, share: float | None) -> str:
+    """A case as a key of the data."""
+    return f"{kind} {size} {policy}{'' if share is None else f' {share}'}"
+
+
+def run_case(kind: str, size: int, policy: str, share: float | None) -> dict[str, Any]:
+    """The quickest of some processes."""
+    words = [sys.executable, "-m", "benchmarks.simulate", kind, str(size), policy, *([str(share)] if share else [])]
+    found = []
+    for _ in range(ROUNDS):
+        try:
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return {"status": "timed out"}
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}:\n{done.stderr}")
+        found.append(json.loads(done.stdout))
+    best = min(found, key=lambda record: record["cpu_s"])
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in best.items()}
+
+
+def run_command(words: Sequence[str]) -> dict[str, float]:
+    """Wall and processor seconds of a command, its processes included, with the wall time of starting Python."""
+    import resource
+
+    with tempfile.TemporaryDirectory() as folder:
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "sim", *words, "-o", folder], cwd=ROOT, capture_output=True, check=False)
+        wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2)}
+
+
+def measure() -> dict[str, Any]:
+    """All cases."""
+    cases, given_up = {}, set()
+    wanted = [(kind, n, *run) for kind, runs in CURVES.items() for n in DEPTHS if n <= LARGEST[kind] for run in runs]
+    for case in dict.fromkeys([*wanted, *(peer.case for peer in PEERS)]):
+        curve = (case[0], *case[2:])
+        if curve not in given_up:
+            cases[key(*case)] = run_case(*case)
+            if cases[key(*case)]["status"] == "timed out":
+                given_up.add(curve)
+            print(key(*case), cases[key(*case)], file=sys.stderr)
+    commands = {name: run_command(words) for name, words in COMMANDS.items()}
+    machine = f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}"
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "rounds": ROUNDS, "limit_s": LIMIT_S}
+    about["load"] = round(os.getloadavg()[1], 1)
+    return {**about, "cases": cases, "commands": commands}
+
+
+def cores() -> int:
+    """Processors that this program may use."""
+    from sim.sweeps.pool import usable_cpus
+
+    return usable_cpus()
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+def seconds(value: float) -> str:
+    """Seconds with a unit, to two digits."""
+    unit, factor = next((pair for pair in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if value * pair[1] >= 1), ("µs", 1e6))
+    return f"{digits(value * factor)} {unit}"
+
+
+def digits(value: float) -> str:
+    """Two digits, whole numbers from ten on."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first columns are text."""
+    marks = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, marks, *rows)) + "\n"
+
+
+def curve(data: Mapping[str, Any], kind: str) -> str:
+    """Ratios to a bare loop and seconds, a row per depth and a column per policy."""
+    rows = []
+    for depth in (n for n in DEPTHS if n <= LARGEST[kind]):
+        found = [data["cases"].get(key(kind, depth, *run)) for run in CURVES[kind]]
+        ops = next((record["ops"] for record in found if record and "ops" in record), 0)
+        cells = [
+            "–" if not r or r["status"] != "ok" else f"{digits(r['ratio'])} ({seconds(r['cpu_s'])})" for r in found
+        ]
+        rows.append([str(depth), f"{ops:,}", *cells])
+    heads = [f"`{policy}`{f' at {share:.0%}' if share else ''}" for policy, share in CURVES[kind]]
+    return table(["layers", "ops", *heads], rows, 0)
+
+
+def peers(data: Mapping[str, Any]) -> str:
+    """What peers took, and what `simulate()` takes."""
+    rows = []
+    for peer in PEERS:
+        record = data["cases"].get(key(*peer.case))
+        if not record or record["status"] != "ok":
+            continue
+        ours, ops = record["cpu_s"], record["ops"]
+        per_op = f"{digits(peer.seconds / ops * 1e6)} → {digits(ours / ops * 1e6)}"
+        rows.append([peer.name, peer.work, seconds(peer.seconds), seconds(ours), digits(peer.seconds / ours), per_op])
+    return table(["peer", "work", "peer\\*", "tiersim", "peer over tiersim", "µs per op"], rows, 2)
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page."""
+    commands = [[f"`{name}`" if "," not in name else name, f"{r['wall_s']:.1f} s", f"{r['cpu_s']:.1f} s"]
+                for name, r in data["commands"].items()]  # fmt: skip
+    curves = "\n".join(f"### {TITLES[kind]}\n\n{curve(data, kind)}" for kind in CURVES)
+    return TEXT.format(
+        machine=data["machine"],
+        date=data["date"],
+        rounds="one process" if data["rounds"] == 1 else f"{data['rounds']} processes",
+        limit=data["limit_s"],
+        load=data["load"],
+        curves=curves,
+        peers=peers(data),
+        commands=table(["command", "wall", "processor"], commands),
+    )
+
+
+TEXT = """\
+# How fast it is
+
+Every time is one of `simulate()` as a user calls it: on a shipped profile (`a100_40_pcie`), planning included, the
+first call on its trace in a fresh process, and nothing done to Python's garbage collector. Processor time, the
+least of {rounds}. `python scripts/make_performance.py --measure` repeats all measurements; `benchmarks/simulate.py`
+is one case.
+
+Measured on {date}: {machine}, with a load of {load}. Seconds depend on the machine and on its other work; the *ratio*,
+to a bare SimPy loop of `timeout`s, one per op, in the same process, depends on them less. A ratio below 1 is possible,
+since a run that is a straight sequence is computed as arrays.
+
+## Growth
+
+Ratio to the bare loop, and processor time. A percentage is the budget, of what keeping everything needs. –: not
+done within {limit} s, or infeasible; then larger ones were not tried.
+
+![Time per op over the number of ops](performance.png)
+
+{curves}
+Below some thousand ops much of a figure is one or two passes of Python's collector over all that is loaded (some 15 ms
+each), which a bare loop never sets off.
+
+Left out of each figure: starting Python and imports, building or reading the trace, reading the profile, figures of
+the summary (analyses, the run with unlimited memory), tables and plots. Included: preparing the trace for the
+machine, planning, replay, the log.
+
+## Peers
+
+The same work elsewhere. \\*: second-hand, measured once on another day and on a machine with other work, not by the
+program that made this page; a factor below two says nothing. A peer above 1 is slower than tiersim.
+
+{peers}
+What the figures exclude on the peers' side: simrd (the simulator of Dynamic Tensor Rematerialization, in Python)
+has no transfers, no second tier, no log of intervals and no planning; its time is that of the replay. Rotor's C
+program fills its table and returns the sequence; that is compared with our whole `simulate()`: the table in NumPy,
+the plan, the replay and the log. `dtr` agrees with simrd's printed results to the nanosecond, and `rotor` with
+published optima (see their tests).
+
+## Commands
+
+From the shell's prompt to the end, the start of Python, all processes and the files of `-o` included. Wall time is
+for two free cores only if the load above is small; processor time is that of all processes together.
+
+{commands}
+"""
+
+
+def draw(data: Mapping[str, Any], path: Path) -> None:
+    """Microseconds per op over ops, a panel per kind."""
+    from sim.report.draw import FONT, new_figure, save_figure
+
+    figure = new_figure(9, 3.2)
+    for i, (kind, runs) in enumerate(CURVES.items()):
+        axes = figure.add_subplot(1, 2, i + 1)
+        for policy, share in runs:
+            records = [data["cases"].get(key(kind, n, policy, share)) for n in DEPTHS]
+            points = [(r["ops"], r["cpu_s"] / r["ops"] * 1e6) for r in records if r and r["status"] == "ok"]
+            axes.plot(*zip(*points), marker="o", markersize=3, linewidth=1, label=policy)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("ops", fontsize=FONT)
+        axes.set_ylabel("µs per op", fontsize=FONT)
+        axes.set_title({"w1": "W1", "gpt2": "GPT-2 medium"}[kind], fontsize=FONT)
+        axes.legend(fontsize=6.5, frameon=False)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    save_figure(figure, path)
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    if "--measure" in sys.argv:
+        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page(data)
+    if "--check" in sys.argv:
+        print("stale: docs/performance.md" if stale else "current")
+        sys.exit(stale)
+    PAGE.write_text(page(data), encoding="utf-8")
+    draw(data, FIGURE)
+    print("written: docs/performance.md")
+
+
+if __name__ == "__main__":
+    main()
