@@ -24,7 +24,8 @@ from sim.declared import allows_tuples, declarations
 from sim.deprecation import present_names
 from sim.errors import PolicyError, TiersimError, near
 from sim.policies.base import Policy, label
-from sim.policies.composition import Composition, Part
+from sim.policies.composition import Composition
+from sim.policies.composition.ownership import Part
 from sim.policies.writing import Term, terms
 
 __all__ = [

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.log import EventLog
-from sim.plan import Action, Drop, Move, Plan, Problem, Run
-from sim.policies.base import FIDELITIES, Policy, joins, label
+from sim.plan import Action, Plan, Problem, Run
+from sim.policies.base import FIDELITIES, Policy, joins
 from sim.policies.composition import selectors
 from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
-from sim.policies.composition.selectors import CHECKPOINTS, REST, Mask
-from sim.trace.chain import saved_tensors
+from sim.policies.composition.ownership import Part, is_narrowed, own_ops, owners, taken_away
+from sim.policies.composition.rewriting import implemented_among, rewrites
+from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
 
 ATTEMPTS = 8
 """Budgets that planners are given in turn, until their plan, replayed with the others', fills the true one."""
 PRECISION = 0.005
 """Of the budget: an interval as small as this ends that search before its last attempt."""
-
-
-class Part(NamedTuple):
-    """A policy and what it owns: all that it manages, or of that what a selector names, "" for all."""
-
-    policy: Policy
-    selector: str = ""
-
-    @property
-    def label(self) -> str:
-        """The policy as it is written."""
-        return label(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +46,8 @@ class Composition(Policy):
     Source: what users combine today, such as ZeRO-Offload with activation checkpointing (DeepSpeed's
         `activation_checkpointing`), or selective recomputation with offload by module (Megatron-LM).
     Bounds: time at least that of the slowest part alone on what it owns; no optimality carries over.
-    Departs: published combinations decide jointly; here each part decides for itself. A rewrite that only chooses other
-        implementations holds on the whole trace, whatever its part's selector names.
+    Departs: published combinations decide jointly; here each part decides for itself. Of a rewrite that only chooses
+        other implementations, what is about ops without a result that the selector names is left out.
 
     parts: what is combined.
     Raises PolicyError for two owners of a tensor, a selector that matches nothing, a rewrite that is restricted to
@@ -216,7 +202,11 @@ class Composition(Policy):
         trace, made = problem.trace, list[_Made]()
         for i, part in enumerate(self.parts):
             asked = self._asked(problem, trace, budget, made, i)
-            made = _with(made, part, part.policy.plan(asked), trace, asked.trace)
+            plan = part.policy.plan(asked)
+            if part.selector and not rewrites(plan.trace, asked.trace):
+                own = own_ops(self.parts, i, asked.trace)
+                plan = replace(plan, trace=implemented_among(own, plan.trace, asked.trace))
+            made = _with(made, part, plan, trace, asked.trace)
             trace = made[-1].plan.trace
         return self._joined(made, trace, problem)
 
@@ -247,7 +237,9 @@ class Composition(Policy):
         kept = []
         for each, own in zip(made, owned, strict=True):
             actions = restricted(each.actions, trace, own)
-            narrowed = len(actions) < len(each.actions) or (each.plan.online is not None and _is_narrowed(each, own))
+            narrowed = len(actions) < len(each.actions) or (
+                each.plan.online is not None and is_narrowed(each.part, own, each.plan.trace)
+            )
             if each.rewrites and narrowed:
                 raise PolicyError(
                     f"{each.part.label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}"
@@ -318,8 +310,8 @@ def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace, seen: Tra
     """
     if plan.trace is seen:
         plan = replace(plan, trace=given)
-    actions, rewrites = [by_ids(action, plan.trace) for action in plan.actions], _differ(plan.trace, given)
-    last = _Made(part, plan, actions, plan.place, given=given, rewrites=rewrites, aware=seen is not given)
+    actions, changed = [by_ids(action, plan.trace) for action in plan.actions], rewrites(plan.trace, given)
+    last = _Made(part, plan, actions, plan.place, given=given, rewrites=changed, aware=seen is not given)
     return [*(each.over(given, plan.trace, part.label) for each in made), last]
 
 
@@ -332,7 +324,7 @@ def _as_it_runs(trace: Trace, made: Sequence[_Made]) -> Trace:
     """The trace as such a part sees it: with the reads of the recomputations that the parts before it have planned."""
     owned = owners([each.part for each in made], [each.actions for each in made], trace)
     actions = [action for each, own in zip(made, owned, strict=True) for action in restricted(each.actions, trace, own)]
-    return with_recomputation(trace, actions, _taken_away(actions, trace))
+    return with_recomputation(trace, actions, taken_away(actions, trace))
 
 
 def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozenset[int]:
@@ -363,81 +355,6 @@ class _Fitting:
         return True
 
 
-def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Trace) -> list[frozenset[int]]:
-    """The tensors that each part owns. Raises PolicyError naming one that two own.
-
-    actions: what each part has planned, for `checkpoints`.
-    """
-    masks: list[Mask] = []
-    for part in parts:
-        mask = selectors.roles(trace, part.policy.manages)
-        if part.selector:
-            named = selectors.selected(trace, part.selector)
-            mask &= named
-            if part.policy.manages and named.any() and not mask.any():
-                words = ", ".join(part.policy.manages)
-                raise PolicyError(f"{part.label!r} manages {words}; {part.selector!r} names none of that")
-        masks.append(mask)
-    relative = {i: {REST, CHECKPOINTS} & {*selectors.terms(part.selector)} for i, part in enumerate(parts)}
-    taken = np.full(len(trace.tensor_columns.name), -1)
-    for i in (i for i, words in relative.items() if not words):
-        _refuse_two(masks[i], taken, i, parts, trace)
-        taken[masks[i]] = i
-    for i in relative:
-        if REST in relative[i]:
-            masks[i] &= (taken < 0) | (taken == i)
-            taken[masks[i]] = i
-    left = [i for i in relative if CHECKPOINTS in relative[i]]
-    if left:
-        others = [
-            action
-            for i in relative
-            if i not in left
-            for action in restricted(actions[i], trace, np.flatnonzero(masks[i]).tolist())
-        ]
-        resident = _resident(others, trace)
-        found = np.full(len(taken), -1)
-        for i in left:
-            masks[i] &= resident
-            _refuse_two(masks[i], found, i, parts, trace)
-            found[masks[i]] = i
-        for i in relative:
-            if i not in left:
-                masks[i] &= found < 0
-    return [frozenset(np.flatnonzero(mask).tolist()) for mask in masks]
-
-
-def _refuse_two(mask: Mask, taken: NDArray[np.int64], i: int, parts: Sequence[Part], trace: Trace) -> None:
-    """Raise PolicyError where part i would own what another one has taken; taken: per tensor its owner, or -1."""
-    twice = np.flatnonzero(mask & (taken >= 0))
-    if len(twice):
-        tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
-        raise PolicyError(
-            f"tensor {trace.tensor_columns.name[tensor]!r} has two owners, {other.label!r} and {parts[i].label!r}; "
-            f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'"
-        )
-
-
-def _is_narrowed(made: _Made, own: frozenset[int]) -> bool:
-    """Whether a part owns less of the trace that it has made than its policy manages."""
-    return len(own) < int(selectors.roles(made.plan.trace, made.part.policy.manages).sum())
-
-
-def _resident(actions: Sequence[Action], trace: Trace) -> Mask:
-    """Per tensor whether it stays from forward to backward, for a backward op or for a recomputation there."""
-    gone = _taken_away(actions, trace)
-    found = np.zeros(len(gone), np.bool_)
-    found[saved_tensors(with_recomputation(trace, actions, gone))] = True
-    return found & ~gone
-
-
-def _taken_away(actions: Iterable[Action], trace: Trace) -> Mask:
-    """Per tensor whether an action drops or moves it."""
-    found = np.zeros(len(trace.tensor_columns.name), np.bool_)
-    found[[trace.tensor_id(action.tensor) for action in actions if isinstance(action, Drop | Move)]] = True
-    return found
-
-
 def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:
     """Earlier iterations as part i planned them, where what it was given ran and not a later rewrite of it."""
     found = []
@@ -450,11 +367,3 @@ def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:
 
 def _workspace(trace: Trace) -> int:
     return int(trace.op_columns.workspace.max(initial=0))
-
-
-def _differ(new: Trace, old: Trace) -> bool:
-    """Whether a rewrite has changed more than how ops are implemented."""
-    if new is old:
-        return False
-    names = [(list(trace.op_columns.name), list(trace.tensor_columns.name)) for trace in (new, old)]
-    return names[0] != names[1]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,13 +24,14 @@ from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
 from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, label, load, names, policy_class, policy_files
-from sim.policies.composition import Part, joined
+from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
+from sim.policies.composition.ownership import Part
 from sim.policies.writing import terms, text_of
 from sim.sweeps.identity import policy_identity
 from sim.trace import TraceBuilder
 from tests.policies.offload.conftest import machine
-from workloads import transformer
+from workloads import cnn, transformer
 
 QUICK = [name for name in names() if not policy_class(name).slow]
 TOGETHER = (
@@ -342,6 +344,7 @@ def test_files_in_a_composition_are_known():
 BAD = {
     "full_recompute + swap_all": "has two owners, 'full_recompute' and 'swap_all'",
     "zero_offload + zero_offload": "has two owners, 'zero_offload' and 'zero_offload'",
+    "zero_offload + optimizer_in_backward": "both rewrite the trace for it, so name one of them",
     "layers 20-30: full_recompute": "'layers 20-30' matches no tensor of this trace: it has layers 0 to 11",
     "*.atn: swap_all": "did you mean",
     "layer one: swap_all": "a selector is 'layers 0-7'",
@@ -369,6 +372,28 @@ def test_what_cannot_be_combined_is_said_in_one_line(text, gpt2):
         simulate(gpt2, "mt3000_survey", text)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["layers 0-4: {}", "layers 0-4: {}; rest: keep_all", "layers 5-99: keep_all; rest: {}"]
+)
+@pytest.mark.parametrize("name", ["vdnn(algorithm=m)", "tso"])
+def test_implementations_are_chosen_among_the_parts_own_ops(text, name):
+    trace = cnn("googlenet", batch=4, image=64)
+    platform = load_profile("a100_40_pcie")
+    whole, part = (simulate(trace, platform, policy).plan.trace for policy in (name, text.format(name)))
+    ops = trace.op_columns
+    layer = [max((trace.tensors[t].layer for t in trace.writes(op)), default=-1) for op in range(len(trace.ops))]
+    least = -1 if "rest: {}" in text else 0  # the rest is what has no layer, too
+    inside = np.array([least <= each <= 4 for each in layer])
+    for column in ("workspace", "duration", "flops", "bytes"):
+        before, now = getattr(ops, column), getattr(part.op_columns, column)
+        assert np.array_equal(now[~inside], before[~inside])
+    assert {*part.op_columns.alternatives} >= {op for op in ops.alternatives if not inside[op]}
+    if name != "tso":  # that chooses by the time and memory that there are
+        assert np.array_equal(part.op_columns.workspace[inside], whole.op_columns.workspace[inside])
+        assert (part.op_columns.workspace != ops.workspace).any()
+    assert (whole.op_columns.workspace != ops.workspace)[~inside].any()
 
 
 def test_an_online_rewrite_is_not_restricted_either():

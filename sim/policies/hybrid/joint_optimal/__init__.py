@@ -13,7 +13,7 @@ from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments
 from sim.policies.hybrid.joint_optimal.copies import Copies, host_of, trip
-from sim.policies.hybrid.joint_optimal.trips import Replays, choice_of, movable
+from sim.policies.hybrid.joint_optimal.trips import ATTEMPTS, NODES, STEP, Replays, choice_of, movable
 from sim.solvers.granularity import by_op
 from sim.solvers.located import index_of
 from sim.solvers.milp import Program
@@ -28,11 +28,6 @@ PLANS = (
     "program order, each at most once there, and bring nothing back there that is resident or recomputed there"
 )
 """The plans that the program chooses from, and that its bound is about."""
-
-ATTEMPTS = 4
-NODES = 1_000_000
-STEP = 50
-"""The program is given this part of the budget less after an answer of which no plan fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

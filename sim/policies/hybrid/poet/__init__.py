@@ -14,7 +14,7 @@ from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.joint_optimal.copies import Trip, host_of
 from sim.policies.hybrid.joint_optimal.returns import ahead, choice_with, copy_times
-from sim.policies.hybrid.joint_optimal.trips import Replays
+from sim.policies.hybrid.joint_optimal.trips import ATTEMPTS, NODES, STEP, Replays
 from sim.policies.hybrid.poet.pages import Pages
 from sim.policies.hybrid.poet.prices import Prices, once, prices_of
 from sim.solvers.granularity import by_op
@@ -33,11 +33,6 @@ PLANS = (
     "ended, and when an op has ended bring back what was copied before and is neither resident nor recomputed there"
 )
 """The plans that the program chooses from, and that its bound is about."""
-
-ATTEMPTS = 4
-NODES = 1_000_000
-STEP = 50
-"""The program is given this part of the budget less after an answer of which no plan fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

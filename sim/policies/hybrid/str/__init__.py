@@ -13,7 +13,7 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.joint_optimal.returns import ahead, choice_with, copy_times
-from sim.policies.hybrid.joint_optimal.trips import Choice, Replays
+from sim.policies.hybrid.joint_optimal.trips import NODES, Choice, Replays
 from sim.policies.hybrid.str.tracing import Tracing
 from sim.policies.hybrid.str.windows import Windows
 from sim.solvers.granularity import by_op
@@ -28,7 +28,6 @@ ATTEMPTS = 6
 STEP = 25
 """The program is given this part of the budget less where no plan of an answer fits."""
 LEVELS = 12
-NODES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
