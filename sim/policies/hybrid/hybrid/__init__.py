@@ -9,17 +9,23 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.errors import OutOfMemory
+from sim.log import WHY
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.hybrid.drafts import Drafts, Replayed, replayed
 from sim.policies.offload.swap_all import SwapAll
 from sim.solvers.outcome import nothing_fits
+from sim.trace.op import PHASE_CODE
 from sim.units import format_bytes
 
 SEARCHES = 3
 """Where a replay shows what the model did not know, it goes on from that, at most so often in all."""
 REPLAYS = 3
 """The fastest drafts that fit are replayed, so many."""
+UPDATE = (
+    "; it is the update that does not fit, of which nothing is kept, offloaded or recomputed here: join a policy for "
+    "it, as in 'optimizer_in_backward + hybrid' or 'zero_offload + hybrid'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ class Hybrid(Policy):
             best = replayed(problem, drafts, drafts.least(self.rounds))
         if not best.fits:
             what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
-            raise nothing_fits(problem, what, best.draft.least_bytes)
+            raise nothing_fits(problem, what, best.draft.least_bytes, end=UPDATE if _ends_in_update(best) else "")
         if best.ns > plain.draft.ns and problem.platform.host is not None:
             return _faster(problem, best, SwapAll().plan(problem))
         return best.plan
@@ -99,6 +105,16 @@ class Hybrid(Policy):
                 seen.add(tuple(draft.choice))
                 runs.append(replayed(problem, drafts, draft))
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
+
+
+def _ends_in_update(run: Replayed) -> bool:
+    """Whether a replay found too little memory in the update, where this policy chooses nothing."""
+    if run.log is None:
+        return False
+    trace = run.log.trace
+    ran = set(run.log.interval("op")[run.log.interval("why") == WHY["run"]].tolist())
+    first = next((op for op in range(len(trace.ops)) if op not in ran), -1)
+    return bool(first >= 0 and trace.op_columns.phase[first] == PHASE_CODE["update"])
 
 
 def _faster(problem: Problem, best: Replayed, other: Plan) -> Plan:
