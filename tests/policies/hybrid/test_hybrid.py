@@ -328,3 +328,11 @@ def test_where_the_update_does_not_fit_the_refusal_names_what_does():
         simulate(trace, "mt3000_survey", "hybrid", budget=budget)
     for text in ("optimizer_in_backward + hybrid", "zero_offload + hybrid"):
         assert simulate(trace, "mt3000_survey", text, budget=budget).log.complete
+
+
+def test_where_the_host_is_too_small_the_refusal_names_the_host():
+    config = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+    trace = transformer(config, batch=4, sequence=128)
+    small = load_profile("a100_40_pcie", overrides={"tiers.host.capacity": "3 MB"})
+    with pytest.raises(OutOfMemory, match="in 'host'"):  # which holds the states, and not a budget that would do
+        simulate(trace, small, "zero_offload + hybrid", budget="30 MB")

@@ -88,6 +88,9 @@ class Hybrid(Policy):
         if best is None:
             best = replayed(problem, drafts, drafts.least(self.rounds))
         if not best.fits:
+            devices = range(problem.trace.devices)
+            if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
+                raise best.refusal  # no budget helps where another tier is short
             what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
             raise nothing_fits(problem, what, best.draft.least_bytes, end=UPDATE if _ends_in_update(best) else "")
         if best.ns > plain.draft.ns and problem.platform.host is not None:

@@ -313,13 +313,14 @@ class Drafts:
 class Replayed:
     """A draft, its plan and its replay, as far as that went.
 
-    lacking: bytes that were short where it ended, 0 where it fits. log: None where nothing ran.
+    lacking: bytes that were short where it ended, 0 where it fits. log: None where nothing ran. refusal: why it ended.
     """
 
     draft: Draft
     plan: Plan
     lacking: int
     log: EventLog | None
+    refusal: OutOfMemory | None = None
 
     @property
     def fits(self) -> bool:
@@ -338,4 +339,4 @@ def replayed(problem: Problem, drafts: Drafts, draft: Draft) -> Replayed:
     try:
         return Replayed(draft, plan, 0, problem.evaluate(plan))
     except OutOfMemory as error:
-        return Replayed(draft, plan, max(error.need_bytes - error.free_bytes, 1), error.log)
+        return Replayed(draft, plan, max(error.need_bytes - error.free_bytes, 1), error.log, error)
