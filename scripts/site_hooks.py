@@ -24,6 +24,7 @@ READMES = {"index.md": "README.md", "zh.md": "README.zh.md", "machines/index.md"
 """Pages that are a file of the repository elsewhere."""
 
 HOW_TO = (
+    "get-advice",
     "fine-tune",
     "combine-policies",
     "add-a-policy",

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sim.advice import Advice, advise
     from sim.comparison import Comparison, compare
     from sim.conformance import check_policy
     from sim.errors import (
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from sim.trace.io import save as save_trace
 
 _HOMES = {
+    "sim.advice": ("Advice", "advise"),
     "sim.conformance": ("check_policy",),
     "sim.errors": (
         *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "PolicyFailed", "ProfileError"),
@@ -82,10 +84,12 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "simulate",
     "compare",
     "sweep",
+    "advise",
     "smallest_budget",
     "largest_batch",
     "Result",
     "Comparison",
+    "Advice",
     "Platform",
     "Trace",
     "TraceBuilder",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands import lists, measure, report, runs, sweeps, traces
+from sim.commands import advise, lists, measure, report, runs, sweeps, traces
 from sim.commands.declaring import Command
 
 app = typer.Typer(
@@ -19,7 +19,8 @@ app = typer.Typer(
     help="Compare memory policies for training on accelerators that you do not have.",
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(runs.demo, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
+    *(runs.demo, advise.advise, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
+    *(advise.largest_batch, advise.smallest_budget),
     *(lists.profiles, lists.policies, lists.models),
     *(measure.calibrate, measure.validate),
 )

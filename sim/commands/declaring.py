@@ -92,9 +92,16 @@ def _analyses() -> Collection[str]:
     return analyses()
 
 
+def _goals() -> Collection[str]:
+    from sim.advice.question import GOALS
+
+    return GOALS
+
+
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
     **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "frozen_dtype")},
     "validated": _validated,
     "analyses": _analyses,
+    "goals": _goals,
 }
 """The registries that help may list; imported only when help is printed."""

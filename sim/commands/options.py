@@ -196,13 +196,29 @@ def platform_of(profile: str, changes: list[str] | None) -> Any:
     """The platform of a profile, with the figures of `--set` changed."""
     from sim.hardware.profile import load_profile
 
-    overrides = {}
+    return load_profile(profile, overrides=overrides(changes) or None)
+
+
+def overrides(changes: list[str] | None) -> dict[str, str]:
+    """The figures that `--set` changes, by path."""
+    found = {}
     for change in changes or ():
         path, equals, value = change.partition("=")
         if not equals:
             raise typer.BadParameter(f'--set {change!r}: expected PATH=VALUE, as in tiers.hbm.bandwidth="300 GB/s"')
-        overrides[path.strip()] = value.strip()
-    return load_profile(profile, overrides=overrides or None)
+        found[path.strip()] = value.strip()
+    return found
+
+
+def names_of(policies: str | None) -> list[str] | None:
+    """The policies and compositions that a list with commas names, "all" being every policy; None for none."""
+    if policies == "all":
+        from sim.policies import names
+
+        return list(names())
+    from sim.policies.writing import split_outside
+
+    return [name for name in split_outside(policies, ",") if name] if policies else None
 
 
 def parameters(pairs: list[str] | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sim.commands.options import (
     command_line,
     label,
     limit_of,
+    names_of,
     parameters,
     platform_of,
     say,
@@ -138,7 +139,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
         comparison = run_all(
             work,
             platform,
-            _asked(options["policies"]),
+            names_of(options["policies"]),
             budget=limit,
             seed=options["seed"],
             iterations=options["iterations"],
@@ -155,19 +156,6 @@ def _compare(options: dict[str, Any], command: str) -> None:
         raise typer.Exit(130)
     if comparison.failed:
         raise typer.Exit(1)
-
-
-def _asked(policies: str | None) -> list[str] | None:
-    """The names in a list, None for those that `compare` chooses."""
-    if policies == "all":
-        from sim.policies import names
-
-        return list(names())
-    if not policies:
-        return None
-    from sim.policies.writing import split_outside
-
-    return [name for name in split_outside(policies, ",") if name]
 
 
 def _present(comparison: Comparison, options: dict[str, Any], command: str, limit: int | None, folder: Any) -> None:

@@ -30,25 +30,36 @@ class Local:
 
     jobs: how many processes.
     bench: what runs the jobs in each process, see `sim.sweeps.process.Worker`.
+    keeps: whether idle processes wait for the next `run`, with what they have cached, until `close`.
     """
 
-    def __init__(self, jobs: int, bench: str = BENCH) -> None:
+    def __init__(self, jobs: int, bench: str = BENCH, *, keeps: bool = False) -> None:
         self.jobs = jobs
         self.bench = bench
+        self.keeps = keeps
+        self._idle: list[Worker] = []
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
         """See `Executor`."""
-        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench)
+        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench, self._idle)
+        self._idle = []
         try:
             yield from pool.run()
         finally:
+            if self.keeps:
+                self._idle = pool.release()
             pool.stop()
+
+    def close(self) -> None:
+        """End the processes that were kept."""
+        while self._idle:
+            self._idle.pop().close()
 
 
 class _Pool:
     """The workers of one run, the jobs to hand out, by group, and those whose worker died."""
 
-    def __init__(self, jobs: Sequence[Job], size: int, bench: str = BENCH) -> None:
+    def __init__(self, jobs: Sequence[Job], size: int, bench: str = BENCH, workers: Sequence[Worker] = ()) -> None:
         self.bench = bench
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
         for job in jobs:
@@ -60,11 +71,14 @@ class _Pool:
         self.stamp = sources_stamp()
         self.workers: dict[int, Worker] = {}
         self.selector = selectors.DefaultSelector()
+        for worker in workers:
+            self.add(worker)
 
     def run(self) -> Iterator[tuple[str, Outcome]]:
         """Outcomes as they come."""
-        for _ in range(self.size):
+        while len(self.workers) < self.size:
             self.start()
+        self.feed()
         while self.groups or self.suspects or any(worker.job for worker in self.workers.values()):
             limits = [left for worker in self.workers.values() if (left := worker.left_s) is not None]
             for key, _ in self.selector.select(min(limits, default=None)):
@@ -112,9 +126,20 @@ class _Pool:
 
     def start(self) -> None:
         """Start a worker; it reports when it is ready."""
-        worker = Worker(bench=self.bench)
+        self.add(Worker(bench=self.bench))
+
+    def add(self, worker: Worker) -> None:
+        """Listen to a worker."""
         self.workers[worker.output.fileno()] = worker
         self.selector.register(worker.output, selectors.EVENT_READ)
+
+    def release(self) -> list[Worker]:
+        """The idle workers, which this run then no longer has."""
+        idle = [worker for worker in self.workers.values() if worker.ready and worker.job is None]
+        for worker in idle:
+            self.selector.unregister(worker.output)
+            del self.workers[worker.output.fileno()]
+        return idle
 
     def bury(self, worker: Worker) -> Iterator[tuple[str, Outcome]]:
         """Replace a worker that has died; its job will run alone, or is given up."""

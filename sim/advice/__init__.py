@@ -1,0 +1,138 @@
+"""What should I do with this model on this machine? A search over policies and compositions, and its answer.
+
+    from sim.advice import advise
+
+    print(advise("gpt2-xl", "mt3000_survey", batch=1).text())
+
+The candidates are all policies that plan quickly, and compositions of those that manage state with those that manage
+activations (`candidates`). Each is run as a cell of a sweep, in a process of its own and within the time of the search.
+Nothing is estimated: whatever the answer names has been simulated.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from sim.advice.answer import Advice
+from sim.advice.goals import at_one_batch, ceiling, fastest_batch, largest_batch, least_memory
+from sim.advice.question import GOALS, Question, question
+from sim.advice.reasons import Change, Flip, changes, flips
+from sim.advice.state import State, state_of
+from sim.advice.trials import OnRow, Row, Trials, best, fits, speed
+from sim.errors import TiersimError
+from sim.trace.graph import Trace
+from sim.units import parse_bytes
+
+__all__ = ["GOALS", "Advice", "Change", "Flip", "Question", "State", "advise"]
+
+
+ASIDE = 0.25
+"""The part of the search's time that is kept for the reasons: what would change the answer, or make it fit."""
+
+
+def advise(
+    workload: str | os.PathLike[str] | Trace,
+    platform: str | os.PathLike[str],
+    *,
+    goal: str = "throughput",
+    batch: int | None = None,
+    budget: int | str | None = None,
+    figures: Mapping[str, str] | None = None,
+    policies: Sequence[str] | None = None,
+    seconds: float = 60.0,
+    jobs: int | None = None,
+    seed: int = 0,
+    on_row: OnRow | None = None,
+    **axes: Any,
+) -> Advice:
+    """Search for the policy, or composition, to use for a workload on a machine.
+
+    workload: the name of a model, the path of a Hugging Face `config.json`, or a trace.
+    platform: the name or file of a hardware profile.
+    goal: `throughput`: the most samples per second, at `batch` or, where none is given, at the best batch.
+        `memory`: the least memory in which the job runs. `batch`: the largest batch that fits.
+    budget: bytes of each device, as an int, text such as "7 GB", or a part of the unconstrained peak ("80%").
+    figures: figures of the profile to change, by path.
+    policies: names of policies and compositions, the only ones to try; None for all that may help.
+    seconds: wall-clock time of the search; runs that were started may take half as long again.
+    jobs: processes; None for one per processor.
+    seed: of policies that draw random numbers.
+    on_row: called with each finished run, how many of its round have ended, and how many it has.
+    axes: options of `workloads.transformer`: `sequence`, `precision`, …
+
+    Raises TiersimError for an unknown goal; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
+    """
+    if not seconds > 0:
+        raise TiersimError(f"seconds: value {seconds}: expected more than 0")
+    fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
+    if goal == "batch" and (isinstance(workload, Trace) or batch is not None):
+        raise TiersimError("goal 'batch': expected a model by name, and no batch: the search chooses it")
+    if not isinstance(workload, Trace):
+        axes = {**axes, "batch": 1 if batch is None else batch}
+    elif batch is not None:
+        axes = {**axes, "batch": batch}  # refused, with a word
+    with tempfile.TemporaryDirectory(prefix="tiersim-advice-") as folder:
+        rest = {"goal": goal, "seed": seed, "policies": None if policies is None else tuple(policies)}
+        asked = question(workload, platform, Path(folder), axes=axes, figures=figures or {}, **rest)
+        if budget is not None:
+            asked = _limited(asked, budget, fixed)
+        state = state_of(asked.trace, asked.limited)
+        search = {"batch": largest_batch, "memory": least_memory}.get(goal, at_one_batch if fixed else fastest_batch)
+        with closing(Trials((1 - ASIDE) * seconds, jobs, on_row)) as trials:
+            rows = search(asked, trials)
+            trials.extend(seconds)
+            return _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
+
+
+def _limited(asked: Question, budget: int | str, fixed: bool) -> Question:
+    from dataclasses import replace
+
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        if not fixed:
+            raise TiersimError(f"budget {budget!r}: a part of the unconstrained peak needs a batch")
+        share = float(budget.strip().removesuffix("%")) / 100
+        return replace(asked, budget=int(share * ceiling(asked).peak))
+    return replace(asked, budget=parse_bytes(budget) if isinstance(budget, str) else int(budget))
+
+
+def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) -> Advice:
+    """The best of the rows by the goal, and the reasons."""
+    winner = _winner(asked, rows)
+    if winner is None:
+        found = changes(asked, trials)
+        return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found),
+                      skipped=trials.skipped, elapsed_s=trials.seconds - trials.left_s)  # fmt: skip
+    chosen = asked if asked.is_fixed else asked.changed(batch=winner["batch"])
+    others = [row for row in rows if row["policy"] != winner["policy"] and row.get("batch") == winner.get("batch")
+              and row["budget"] == winner["budget"]]  # fmt: skip
+    skipped = trials.skipped
+    flipped, tried, known = flips(chosen, winner, rows, trials) if asked.goal == "throughput" else ([], 0, 0)
+    return Advice(
+        question=chosen,
+        state=state,
+        rows=tuple(rows),
+        best=winner,
+        runner_up=best(others),
+        ceiling=ceiling(chosen),
+        flips=tuple(flipped),
+        figures_tried=tried,
+        figures_all=known,
+        skipped=skipped,
+        elapsed_s=trials.seconds - trials.left_s,
+    )
+
+
+def _winner(asked: Question, rows: Sequence[Row]) -> Row | None:
+    fitting = [row for row in rows if fits(row)]
+    if asked.goal == "batch" and fitting:
+        largest = max(row["batch"] for row in fitting)
+        return best(row for row in fitting if row["batch"] == largest)
+    if asked.goal == "memory" and fitting:
+        least = min(row["peak_bytes"] for row in fitting)
+        return min((row for row in fitting if row["peak_bytes"] <= least * 1.001), key=lambda row: -speed(row))
+    return best(fitting)

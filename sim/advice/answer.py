@@ -1,0 +1,202 @@
+"""The answer, as data and in words: what to use and why, what is next, what would change it, and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sim.advice.goals import Ceiling
+from sim.advice.question import Question
+from sim.advice.reasons import Change, Flip, above, difference, kind
+from sim.advice.state import State
+from sim.advice.trials import Row, fits, speed
+from sim.analysis.pareto import pareto
+from sim.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = 8
+USUAL = {"attention": "sdpa", "loss": "torch", "micro_batches": 1}
+"""Options of a workload that are named only if they have another value."""
+KINDS = {
+    "recomputation": "it recomputes for {recompute} and copies nothing",
+    "copies": "it copies {moved}, waits {stall} for that, and recomputes nothing",
+    "both": "it recomputes for {recompute}, copies {moved} and waits {stall} for that",
+    "neither": "everything stays where it is: nothing is recomputed, nothing copied",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer.
+
+    question: what was asked.
+    state: what of the job is there before any activation.
+    rows: every run of the search: the labels of a cell, `status`, and the figures of a summary.
+    best: the row to take by the goal; None where nothing fits.
+    runner_up: the best of another policy; None where there is none.
+    ceiling: what unlimited memory would give at the best batch.
+    flips: assumed figures that decide between the best and others.
+    figures_tried, figures_all: how many assumed figures were varied, and how many there are.
+    changes: where nothing fits, changes of the workload with which it does.
+    skipped: runs for which no time was left.
+    """
+
+    question: Question
+    state: State
+    rows: tuple[Row, ...]
+    best: Row | None
+    runner_up: Row | None
+    ceiling: Ceiling
+    flips: tuple[Flip, ...] = ()
+    figures_tried: int = 0
+    figures_all: int = 0
+    changes: tuple[Change, ...] = ()
+    skipped: int = 0
+    elapsed_s: float = field(default=0.0, compare=False)
+
+    @property
+    def front(self) -> list[Row]:
+        """The runs at the best batch that no other beats in both time and peak, by peak."""
+        return pareto(self.at_best)
+
+    @property
+    def at_best(self) -> list[Row]:
+        """The runs that fit at the best batch, by time."""
+        if self.best is None:
+            return []
+        same = [row for row in self.rows if fits(row) and row.get("batch") == self.best.get("batch")]
+        return sorted(same, key=lambda row: row["makespan_ns"])
+
+    def to_frame(self) -> pd.DataFrame:
+        """All runs of the search as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
+        import pandas as pd
+
+        return pd.json_normalize([dict(row) for row in self.rows])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer as plain values, for JSON."""
+        return {
+            "question": {**self.question.workload, "profile": self.question.profile, "goal": self.question.goal,
+                         "figures": dict(self.question.figures), "budget": self.question.budget},
+            "state": asdict(self.state),
+            "best": self.best,
+            "runner_up": self.runner_up,
+            "unlimited": asdict(self.ceiling),
+            "front": self.front,
+            "flips": [asdict(flip) for flip in self.flips],
+            "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
+            "skipped": self.skipped,
+            "verdict": self.text().splitlines(),
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """The answer in words."""
+        return "\n".join(_verdict(self)) + "\n"
+
+
+def _verdict(advice: Advice) -> list[str]:
+    """The lines of the answer."""
+    asked, top = advice.question, advice.best
+    lines = [f"{_workload(advice)} on {asked.profile}, {format_bytes(advice.state.capacity)} of {advice.state.tier}",
+             advice.state.text(), ""]  # fmt: skip
+    if top is None:
+        return [*lines, *_nothing(advice), *_end(advice)]
+    lines.append(_use(advice, top))
+    if advice.runner_up is not None:
+        lines.append(_next(top, advice.runner_up))
+    lines += [*_decisive(advice), "", *_front(advice), *_end(advice)]
+    return lines
+
+
+def _workload(advice: Advice) -> str:
+    axes = dict(advice.question.workload)
+    name = axes.pop("model", axes.pop("trace", ""))
+    shown = ", ".join(f"{key} {value}" for key, value in axes.items() if USUAL.get(key) != value)
+    return f"{name}, {shown}" if shown else str(name)
+
+
+def figures(row: Row) -> str:
+    """ "4.3 s per iteration, 236 tokens/s, peak 7.2 GB"."""
+    rate = f"{row['tokens_per_s']:,.4g} tokens/s" if row.get("tokens_per_s") else f"{speed(row):.4g} samples/s"
+    return f"{_ms(row['makespan_ns'])} per iteration, {rate}, peak {_gb(row['peak_bytes'])}"
+
+
+def _ms(ns: int) -> str:
+    return format_time(ns, digits=3)
+
+
+def _gb(size: int) -> str:
+    return format_bytes(size, digits=3)
+
+
+def _why(row: Row) -> str:
+    return KINDS[kind(row)].format(
+        recompute=_ms(row["recompute_ns"]),
+        moved=_gb(sum(row["moved_bytes"].values())),
+        stall=_ms(sum(row["stall_ns"].values())),
+    )
+
+
+def _use(advice: Advice, top: Row) -> str:
+    at = f" at batch {top['batch']}" if "batch" in top else ""
+    slower = above(top, advice.ceiling)
+    less = "as fast as" if slower < 0.0005 else f"{100 * slower:.2g} % slower than"
+    goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
+    end = f"{less} with unlimited memory. In each iteration {_why(top)}."
+    return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
+
+
+def _next(top: Row, other: Row) -> str:
+    over = 100 * (speed(top) / speed(other) - 1)
+    text = "as fast" if abs(over) < 0.05 else f"{abs(over):.2g} % {'slower' if over > 0 else 'faster'}"
+    peak = other["peak_bytes"] - top["peak_bytes"]
+    more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
+    parts = ", ".join([*difference(top, other), *more])
+    return f"Next: {other['policy']}, {text}{': ' if parts else ''}{parts}."
+
+
+def _decisive(advice: Advice) -> Iterator[str]:
+    if not advice.figures_tried:
+        return
+    left, tried = advice.figures_all - advice.figures_tried, f"{advice.figures_tried} assumed figures of the profile"
+    rest = f" ({left} more were not tried)" if left else ""
+    if not advice.flips:
+        yield f"None of {tried}, halved or doubled, makes another policy faster by 1 %{rest}."
+        return
+    paths = len({flip.path for flip in advice.flips})
+    yield f"Of {tried}, halved and doubled, {paths} would change this{rest}:"
+    for flip in advice.flips:
+        by = "which alone fits" if flip.lead == float("inf") else f"faster by {100 * flip.lead:.2g} %"
+        yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
+
+
+def _front(advice: Advice) -> Iterator[str]:
+    front = advice.front
+    yield f"Of {len(advice.at_best)} runs that fit, no other has both less time and a lower peak than these:"
+    for row in front[-SHOWN:]:
+        yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {row['policy']}"
+    if len(front) > SHOWN:
+        yield f"  and {len(front) - SHOWN} slower ones of lower peak"
+
+
+def _nothing(advice: Advice) -> Iterator[str]:
+    runs = len(advice.rows)
+    if runs:
+        yield f"Nothing fits: {runs} policies and compositions were run."
+    else:
+        yield "Nothing fits: no policy or composition moves enough of the state."
+    for change in advice.changes:
+        yield f"With {change.text}, {change.best['policy']} fits: {figures(change.best)}."
+    if not advice.changes:
+        yield "None of the changes that were tried makes it fit."
+
+
+def _end(advice: Advice) -> Iterator[str]:
+    if advice.skipped:
+        yield f"{advice.skipped} runs were left out for lack of time: give the search more (--seconds)"
+    late = sum(row["status"] == "timed_out" for row in advice.rows)
+    if late:
+        yield f"{late} runs were ended because they took more than half of the search's time"

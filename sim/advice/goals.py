@@ -1,0 +1,148 @@
+"""The three searches: the fastest batch, the least memory, the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sim.advice.candidates import candidates
+from sim.advice.question import Question
+from sim.advice.state import state_of
+from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
+from sim.analysis.peak_memory import home_peak
+from sim.errors import Infeasible
+from sim.experiment import reference_run, unlimited
+
+LARGEST = 1 << 16
+FLAT = 1.01
+"""A doubled batch that brings less than this factor in speed, even with unlimited memory, is not worth more of them."""
+FEW = 3
+MEMORY_STEP = 0.01
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What unlimited memory would give.
+
+    speed: samples, or iterations, per second; 0 where it cannot run even then.
+    peak: bytes of the home tier.
+    """
+
+    speed: float
+    peak: int
+
+
+def ceiling(asked: Question) -> Ceiling:
+    """The run of everything kept, with unlimited memory."""
+    trace = asked.trace
+    try:
+        log = reference_run(trace, unlimited(asked.platform))
+    except Infeasible:
+        return Ceiling(0.0, 0)
+    samples = trace.meta.get("samples") or 1
+    return Ceiling(samples * 1e9 / max(1, log.end), home_peak(log))
+
+
+def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
+    """All candidates, those that are likely to win first, unless one of them is as fast as with unlimited memory."""
+    first, rest = candidates_for(asked)
+    rows = trials.run(asked, first) if first else []
+    if not rest or _top(rows) >= ceiling(asked).speed * (1 - EQUAL):
+        return rows
+    return rows + trials.run(asked, rest)
+
+
+def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
+    """Powers of two with a few candidates each, then what lies around the best, then all candidates at the best.
+
+    A batch is left out that could not win even with unlimited memory. Ends where nothing fits, or where another
+    doubling would bring less than `FLAT` even with unlimited memory.
+    """
+    rows: list[Row] = []
+    batch, above = 1, 0.0
+    while batch <= LARGEST and trials.left_s:
+        each = asked.changed(batch=batch)
+        most = ceiling(each).speed
+        if most > _top(rows):
+            new = _few(each, trials, most)
+            rows += new
+            if not any(map(fits, new)):
+                break
+        if most <= above * FLAT:
+            break
+        batch, above = batch * 2, most
+    found = best(rows)
+    if found is not None:
+        for near in sorted({found["batch"] * 3 // 4, found["batch"] * 3 // 2} - {row["batch"] for row in rows}):
+            each = asked.changed(batch=near)
+            if near and (most := ceiling(each).speed) > _top(rows):
+                rows += _few(each, trials, most)
+        found = best(rows)
+        assert found is not None
+        rows += at_one_batch(asked.changed(batch=found["batch"]), trials)
+    return rows
+
+
+def _few(asked: Question, trials: Trials, most: float) -> list[Row]:
+    """The first candidate, and the next `FEW` unless that is as fast as with unlimited memory."""
+    first, _ = candidates_for(asked)
+    rows = trials.run(asked, first[:1]) if first else []
+    if _top(rows) >= most * (1 - EQUAL) or len(first) < 2:
+        return rows
+    return rows + trials.run(asked, first[1 : 1 + FEW])
+
+
+def largest_batch(asked: Question, trials: Trials) -> list[Row]:
+    """Doubling until no candidate fits, then bisection, each time with the candidates that fitted the batch below."""
+    rows: list[Row] = []
+    fitting, failing = 0, 1
+    names: Sequence[str] = [name for part in candidates_for(asked.changed(batch=1)) for name in part]
+    while failing <= LARGEST and trials.left_s:
+        new = trials.run(asked.changed(batch=failing), names)
+        rows += new
+        held = [str(row["policy"]) for row in new if fits(row)]
+        if not held:
+            break
+        names, fitting, failing = held, failing, failing * 2
+    while failing - fitting > 1 and fitting and trials.left_s:
+        middle = (fitting + failing) // 2
+        new = trials.run(asked.changed(batch=middle), names)
+        rows += new
+        held = [str(row["policy"]) for row in new if fits(row)]
+        if held:
+            names, fitting = held, middle
+        else:
+            failing = middle
+    return rows
+
+
+def least_memory(asked: Question, trials: Trials) -> list[Row]:
+    """Bisection over the budget, each time with the candidates that fitted the budget above."""
+    capacity = asked.platform.home(0).capacity
+    high = capacity if asked.budget is None else asked.budget
+    first, rest = candidates_for(asked)
+    rows = trials.run(asked, [*first, *rest])
+    names = [str(row["policy"]) for row in rows if fits(row)]
+    high = min([high, *(int(row["peak_bytes"]) for row in rows if fits(row))])
+    low = 0
+    while names and high - low > MEMORY_STEP * high and trials.left_s:
+        middle = (low + high) // 2
+        new = trials.run(replace(asked, budget=middle), names)
+        rows += new
+        held = [row for row in new if fits(row)]
+        if held:
+            names, high = [str(row["policy"]) for row in held], min(int(row["peak_bytes"]) for row in held)
+        else:
+            low = middle
+    return rows
+
+
+def candidates_for(asked: Question) -> tuple[list[str], list[str]]:
+    """The candidates to try first, and the rest: those that were named, or all that may help."""
+    if asked.policies is not None:
+        return list(asked.policies), []
+    return candidates(state_of(asked.trace, asked.limited))
+
+
+def _top(rows: Sequence[Row]) -> float:
+    return max((speed(row) for row in rows if fits(row)), default=0.0)

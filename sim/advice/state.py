@@ -1,0 +1,84 @@
+"""What of a training job's memory is there before any activation: weights, optimizer state, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.hardware.platform import Platform
+from sim.policies import load
+from sim.policies.traits import MANAGED_AS
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.tensor import ROLE_CODE
+from sim.units import format_bytes
+
+WORDS = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of the training state, and of the memory that it begins in.
+
+    tier: name of that memory.
+    capacity: its bytes, within the budget.
+    weights, optimizer_state: bytes of all tensors of that role; they live through the whole iteration.
+    gradients: bytes of those that the optimizer reads; how many of them live at once depends on the optimizer.
+    resident: what each role keeps in `tier` from the start unless a policy manages the role, by the word that
+        policies declare.
+    """
+
+    tier: str
+    capacity: int
+    weights: int
+    gradients: int
+    optimizer_state: int
+    resident: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer_state
+
+    def left_by(self, policy: str) -> int:
+        """Bytes of weights and optimizer state that a policy, or a composition, must leave where they begin."""
+        moved = set(load(policy).manages)
+        return sum(size for role, size in self.resident.items() if role not in moved)
+
+    def text(self) -> str:
+        """One line: what there is of each, and whether the memory holds it."""
+        each = [f"{word} {format_bytes(getattr(self, key))}" for key, word in WORDS.items() if getattr(self, key)] or [
+            "none"
+        ]
+        held = sum(self.resident.values())
+        verdict = ""
+        if held > self.capacity:
+            verdict = f": weights and optimizer state alone exceed the {format_bytes(self.capacity)} of {self.tier}"
+        elif self.bytes > self.capacity:
+            verdict = f": together more than the {format_bytes(self.capacity)} of {self.tier}"
+        return f"state: {', '.join(each)}{verdict}"
+
+
+def state_of(trace: Trace, platform: Platform) -> State:
+    """The state of a trace on the first device of a machine; O(tensors)."""
+    home = platform.home(0)
+    columns = trace.tensor_columns
+    own = columns.replaces < 0  # what is written in place has the storage of what it replaces
+    begins = own & (trace.producer < 0) & np.isin(columns.role, PERSISTENT)
+    resident = {
+        str(MANAGED_AS[role]): int(columns.bytes[begins & (columns.role == ROLE_CODE[role])].sum())
+        for role in ("weight", "optimizer_state")
+    }
+    made = np.flatnonzero((trace.producer >= 0) & np.isin(columns.role, PERSISTENT))
+    updates = np.unique(trace.producer[made]).tolist()  # the ops that update what persists
+    read = {t for op in updates for t in trace.reads(op) if columns.role[t] == ROLE_CODE["gradient"]}
+    gradients = sum(int(columns.bytes[t]) for t in {_storage(trace, t) for t in read})
+    return State(home.name, home.capacity, resident["weights"], gradients, resident["optimizer_state"], resident)
+
+
+def _storage(trace: Trace, tensor: int) -> int:
+    """The first tensor in the storage of this one, which scaled or clipped gradients share."""
+    while trace.tensor_columns.replaces[tensor] >= 0:
+        tensor = int(trace.tensor_columns.replaces[tensor])
+    return tensor

@@ -1,0 +1,116 @@
+"""advise, largest-batch, smallest-budget: questions with one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from sim.commands.declaring import Option, takes
+from sim.commands.options import (
+    AXES,
+    BUDGET,
+    JOBS,
+    JSON,
+    MODEL,
+    PARAM,
+    PROFILE,
+    SEED,
+    SET,
+    TRACE,
+    WORDS,
+    budget_of,
+    names_of,
+    overrides,
+    parameters,
+    platform_of,
+    say,
+    workload,
+)
+
+GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
+SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
+OF_BATCH = Option(
+    "batch", Annotated[int | None, typer.Option(help="samples per iteration; default: the search chooses")], None
+)
+POLICIES = Option("policies", Annotated[str | None, typer.Option(help="try only these: a,b + c,…")], None)
+POLICY = Option("policy", Annotated[str, typer.Option(help="a policy or a composition")], "keep_all")
+QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLICIES, SECONDS, JOBS, SEED, JSON)
+
+
+@takes(*QUESTION)
+def advise(ctx: typer.Context, **options: Any) -> None:
+    """Say what to use for a model on a machine: policy or composition, batch, why, and what would change the answer."""
+    from sim.advice import advise as search
+    from sim.outputs import to_json
+
+    if options["trace"]:
+        subject, axes = workload({"ctx": ctx, **options}), {}
+    elif options["model"]:
+        axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES[1:]}
+        subject, axes = options["model"], {key: value for key, value in axes.items() if value is not None}
+    else:
+        raise typer.BadParameter("give --model NAME or --trace FILE")
+    how = {key: options[key] for key in ("goal", "batch", "budget", "seconds", "jobs", "seed")}
+    figures = overrides(options["set_"])
+    policies = names_of(options["policies"])
+    advice = search(subject, options["profile"], figures=figures, policies=policies, on_row=_told, **how, **axes)
+    print(to_json(advice.as_dict()) if options["json"] else advice.text(), end="\n" if options["json"] else "")
+    if advice.best is None:
+        raise typer.Exit(1)
+
+
+@takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, JSON)
+def largest_batch(**options: Any) -> None:
+    """Find the largest batch that a policy fits, and its time; `advise --goal batch` tries all policies."""
+    from sim.experiment import simulate
+    from sim.search import largest_batch as search
+
+    platform, given = platform_of(options["profile"], options["set_"]), parameters(options["param"])
+    made: dict[int, Any] = {}
+
+    def make(batch: int) -> Any:
+        return made.setdefault(batch, workload({**options, "trace": None, "batch": batch}))
+
+    budget = budget_of(options["budget"], make(1), platform)
+    how = {"budget": budget, "seed": options["seed"], **given}
+    batch = search(make, platform, options["policy"], **how)
+    result = simulate(make(batch), platform, options["policy"], **how) if batch else None
+    _answer({"policy": options["policy"], "batch": batch}, result, options["json"], f"batch {batch}")
+
+
+@takes(PROFILE, POLICY, MODEL, TRACE, *AXES, SET, PARAM, SEED, JSON)
+def smallest_budget(ctx: typer.Context, **options: Any) -> None:
+    """Find the smallest memory that a policy fits, and its time there; `advise --goal memory` tries all policies."""
+    from sim.experiment import simulate
+    from sim.search import smallest_budget as search
+    from sim.units import format_bytes
+
+    platform, given = platform_of(options["profile"], options["set_"]), parameters(options["param"])
+    trace, how = workload({"ctx": ctx, **options}), {"seed": options["seed"], **given}
+    budget = search(trace, platform, options["policy"], **how)
+    result = None if budget is None else simulate(trace, platform, options["policy"], budget=budget, **how)
+    text = "" if budget is None else f"a budget of {format_bytes(budget)}"
+    _answer({"policy": options["policy"], "budget_bytes": budget}, result, options["json"], text)
+
+
+def _answer(found: Mapping[str, Any], result: Any, as_json: bool, text: str) -> None:
+    """Print what was found and the figures of its run. Exits with 1 where nothing fits."""
+    from sim.advice.answer import figures
+    from sim.outputs import to_json
+
+    summary = {} if result is None else result.summary()
+    if as_json:
+        print(to_json({**found, **summary}))
+    elif result is None:
+        print(f"{found['policy']}: nothing fits")
+    else:
+        print(f"{found['policy']}: {text}: {figures(summary)}")
+    if result is None:
+        raise typer.Exit(1)
+
+
+def _told(row: Mapping[str, Any], done: int, of: int) -> None:
+    at = f" at batch {row['batch']}" if "batch" in row else ""
+    say(f"… {done} of {of}: {row['policy']}{at}: {row['status']}")

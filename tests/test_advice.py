@@ -1,0 +1,232 @@
+"""Advice: what it names has been run, nothing it left out is better, and its sentences agree with its rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sim.advice import advise
+from sim.advice.candidates import candidates
+from sim.advice.goals import candidates_for
+from sim.advice.question import Question
+from sim.advice.reasons import FACTORS, difference, kind
+from sim.advice.state import state_of
+from sim.advice.trials import Trials, best, fits, speed
+from sim.errors import Infeasible, TiersimError
+from sim.experiment import simulate
+from sim.hardware.profile import load_profile
+from sim.policies import load, names
+from sim.search import fits as it_fits
+from tests.test_cli import tiersim
+from workloads import transformer
+
+CONFIG = {
+    "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 211,
+}  # fmt: skip
+AXES = {"sequence": 64, "precision": "amp_bf16"}
+FEW = ("keep_all", "full_recompute", "swap_all", "selective_recompute")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def trace_of(config, **axes):
+    return transformer(config, **{"batch": 4, **AXES, **axes})
+
+
+def row(policy, time, *, recompute=0, moved=0, stall=0, peak=100, **more):
+    """A row of a search, made by hand."""
+    figures = {"recompute_ns": recompute, "moved_bytes": {"d2h": moved}, "stall_ns": {"transfer": stall}}
+    return {"policy": policy, "status": "ok", "makespan_ns": time, "peak_bytes": peak, "codec_ns": 0, **figures, **more}
+
+
+def test_the_state_of_adamw_is_sixteen_bytes_a_parameter(config):
+    trace, platform = trace_of(config, precision="fp32"), load_profile("a100_40_pcie")
+    layer = 12 * 64**2 + 13 * 64  # the matrices of a layer, its biases and norms
+    parameters = 3 * layer + 2 * 64 + (211 + 64) * 64
+    state = state_of(trace, platform)
+    assert (state.weights, state.optimizer_state) == (4 * parameters, 8 * parameters)
+    assert state.gradients == 4 * parameters
+    assert state.bytes == 16 * parameters
+
+
+def test_what_leaves_more_state_than_the_memory_holds_is_no_candidate(config):
+    trace, platform = trace_of(config), load_profile("a100_40_pcie")
+    ample = state_of(trace, platform)
+    held = ample.weights + ample.optimizer_state
+    small = state_of(trace, platform.with_budget(held - 1))
+    every = [name for part in candidates(ample) for name in part]
+    left = [name for part in candidates(small) for name in part]
+    assert {"keep_all", "full_recompute", "swap_all"} <= set(every) - set(left)
+    assert left
+    assert all(set(load(name).manages) & {"weights", "optimizer_state"} for name in left)
+    for name in ("keep_all", "full_recompute", "swap_all"):  # none of them can run
+        assert not it_fits(trace, platform, name, budget=held - 1)
+
+
+def test_every_quick_policy_is_a_candidate_and_each_once(config):
+    first, rest = candidates(state_of(trace_of(config), load_profile("a100_40_pcie")))
+    assert len({*first, *rest}) == len(first) + len(rest)
+    assert {name for name in names() if not load(name).slow} <= {*first, *rest}
+
+
+def test_the_answer_was_run_and_repeats_and_is_the_best_of_its_candidates(config):
+    trace = trace_of(config)
+    budget = int(0.8 * simulate(trace, "mt3000_survey").summary()["peak_bytes"])
+    advice = advise(config, "mt3000_survey", batch=4, budget=budget, policies=FEW, jobs=1, **AXES)
+    assert advice.best is not None
+    again = simulate(trace, "mt3000_survey", advice.best["policy"], budget=budget).summary()
+    assert (again["makespan_ns"], again["peak_bytes"]) == (advice.best["makespan_ns"], advice.best["peak_bytes"])
+    for name in FEW:
+        try:
+            other = simulate(trace, "mt3000_survey", name, budget=budget)
+        except Infeasible:
+            continue
+        assert advice.best["makespan_ns"] <= 1.005 * other.log.end
+    assert f"Use {advice.best['policy']} at batch 4" in advice.text()
+    assert advice.best in advice.front
+    assert {r["policy"] for r in advice.rows if "assumed" not in r} == set(FEW)
+
+
+def test_a_part_of_the_peak_is_one_of_keeping_everything(config):
+    peak = simulate(trace_of(config), "mt3000_survey").summary()["peak_bytes"]
+    advice = advise(config, "mt3000_survey", batch=4, budget="50%", policies=["full_recompute"], jobs=1, **AXES)
+    assert advice.question.budget == peak // 2
+    with pytest.raises(TiersimError, match="needs a batch"):
+        advise(config, "mt3000_survey", budget="50%", **AXES)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(config):
+    budget = 40_000_000
+    advice = advise(config, "a100_40_pcie", goal="batch", budget=budget, policies=FEW, jobs=1, **AXES)
+    batch = advice.best["batch"]
+    some = [
+        it_fits(trace_of(config, batch=b), "a100_40_pcie", name, budget=budget) for b in (batch + 1,) for name in FEW
+    ]
+    assert batch > 1
+    assert not any(some)
+
+
+def test_the_least_memory_is_near_what_no_candidate_fits(config):
+    advice = advise(config, "a100_40_pcie", goal="memory", batch=4, policies=FEW, jobs=1, **AXES)
+    peak, trace = advice.best["peak_bytes"], trace_of(config)
+    assert it_fits(trace, "a100_40_pcie", advice.best["policy"], budget=peak)
+    assert not any(it_fits(trace, "a100_40_pcie", name, budget=int(0.98 * peak)) for name in FEW)
+
+
+def test_no_batch_that_was_left_out_is_faster(config):
+    budget = 40_000_000
+    advice = advise(config, "a100_40_pcie", budget=budget, policies=FEW, jobs=1, **AXES)
+    for batch in (1, 2, 8, 32, 64, 128):
+        for name in FEW:
+            try:
+                other = simulate(trace_of(config, batch=batch), "a100_40_pcie", name, budget=budget)
+            except Infeasible:
+                continue
+            assert speed(advice.best) >= 0.98 * other.summary()["samples_per_s"], (batch, name)
+
+
+def test_where_nothing_fits_it_says_with_which_change_something_does(config):
+    few = ("keep_all", "full_recompute")
+    peak = simulate(trace_of(config, batch=1), "a100_40_pcie").summary()["peak_bytes"]
+    advice = advise(config, "a100_40_pcie", batch=16, budget=peak, policies=few, jobs=1, **AXES)
+    assert advice.best is None
+    assert advice.changes
+    for change in advice.changes:
+        changed = trace_of(config, **{"batch": 16, **change.options})
+        assert it_fits(changed, "a100_40_pcie", change.best["policy"], budget=peak)
+        assert change.text in advice.text()
+    assert "Nothing fits" in advice.text()
+
+
+def test_a_figure_that_decides_is_found_and_decides(config):
+    trace, rows = trace_of(config), {}
+    budget = int(0.8 * simulate(trace, "mt3000_survey").summary()["peak_bytes"])
+    advice = advise(config, "mt3000_survey", batch=4, budget=budget, policies=FEW, jobs=1, **AXES)
+    for flip in advice.flips:
+        for policy in (flip.policy, advice.best["policy"]):
+            machine = load_profile("mt3000_survey", overrides={flip.path: flip.value})
+            rows[policy] = simulate(trace, machine, policy, budget=budget).log.end
+        assert rows[flip.policy] < rows[advice.best["policy"]] / 1.009, flip
+    assert advice.figures_tried == advice.figures_all > 0
+
+
+def test_equal_speeds_go_to_the_simplest():
+    rows = [row("a + b", 1000), row("c", 1003, recompute=5), row("d", 1004), row("e", 1006, peak=1)]
+    assert best(rows)["policy"] == "d"
+    assert best([row("a", 1000), {**row("b", 1), "status": "infeasible"}])["policy"] == "a"
+    assert best([]) is None
+
+
+def test_the_reason_names_what_costs_more():
+    fast, slow = row("a", 1_000_000, moved=7, stall=0), row("b", 1_500_000, recompute=500_000)
+    assert (kind(fast), kind(slow)) == ("copies", "recomputation")
+    assert difference(fast, slow) == ["500 us more recomputation"]
+    assert kind(row("c", 1)) == "neither"
+    assert kind(row("c", 1, moved=1, recompute=1)) == "both"
+
+
+def test_a_search_without_time_says_so_and_keeps_what_it_has(config):
+    asked = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie")
+    trials = Trials(1e-9, jobs=1)
+    assert trials.run(asked, FEW) == []
+    assert trials.skipped == len(FEW)
+    assert FACTORS[0] < 1 < FACTORS[1]
+
+
+def test_named_policies_are_the_only_candidates(config):
+    asked = Question({"model": config, **AXES}, "a100_40_pcie", policies=FEW)
+    assert candidates_for(asked) == (list(FEW), [])
+
+
+def test_a_trace_is_advised_on_as_it_is(config):
+    trace = trace_of(config)
+    advice = advise(trace, "a100_40_pcie", policies=["keep_all"], jobs=1)
+    assert all(map(fits, advice.rows))
+    assert advice.best["makespan_ns"] == simulate(trace, "a100_40_pcie").log.end
+    with pytest.raises(TiersimError, match="a trace is fixed"):
+        advise(trace, "a100_40_pcie", batch=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"goal": "thruput"}, "did you mean 'throughput'"),
+        ({"seconds": 0}, "seconds: value 0"),
+        ({"goal": "batch", "batch": 2}, "goal 'batch'"),
+        ({"sequnce": 4}, "did you mean 'sequence'"),
+        ({"policies": ["swapall"]}, "did you mean 'swap_all'"),
+        ({"figures": {"links.d2h.speed": "1 GB/s"}}, "links.d2h.speed"),
+    ],
+)
+def test_a_mistake_is_named(config, asked, word):
+    with pytest.raises(TiersimError, match=word):
+        advise(config, "a100_40_pcie", **{"sequence": 64, **asked})
+
+
+def test_on_the_command_line(config, capsys):
+    words = ["advise", "--profile", "a100_40_pcie", "--model", config, "--batch", "2", "--seq", "64"]
+    code, out, err = tiersim(*words, "--policies", "keep_all,full_recompute", "--jobs", "1", "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["best"]["policy"] == "keep_all"
+    code, out, _ = tiersim(*words, "--budget", "1 MB", "--policies", "keep_all", "--seconds", "5", capsys=capsys)
+    assert code == 1
+    assert "Nothing fits" in out
+
+
+def test_largest_batch_and_smallest_budget_on_the_command_line(config, capsys):
+    job = ["--profile", "a100_40_pcie", "--policy", "full_recompute", "--model", config, "--seq", "64", "--json"]
+    code, out, _ = tiersim("largest-batch", *job, "--budget", "20 MB", capsys=capsys)
+    found = json.loads(out)
+    assert code == 0
+    assert it_fits(trace_of(config, batch=found["batch"]), "a100_40_pcie", "full_recompute", budget=20_000_000)
+    assert not it_fits(trace_of(config, batch=found["batch"] + 1), "a100_40_pcie", "full_recompute", budget=20_000_000)
+    code, out, _ = tiersim("smallest-budget", *job, "--batch", "4", capsys=capsys)
+    found = json.loads(out)
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    assert not it_fits(trace_of(config), "a100_40_pcie", "full_recompute", budget=int(0.99 * found["budget_bytes"]))
