@@ -573,4 +573,7 @@ def test_what_comes_before_a_backward_pass_is_a_forward_pass_in_each_micro_batch
         one("aten::mul")
         one("aten::add_", "Optimizer.step#SGD.step")
     step = ["forward", "backward"] * 2 + ["backward", "update"]
-    assert [op.phase for op in chrome(tmp_path, *events).ops if op.name[0].isdigit()] == step * 2
+    trace = chrome(tmp_path, *events)
+    assert [op.phase for op in trace.ops if op.name[0].isdigit()] == step * 2
+    assert trace.meta["assumed"]["optimizer steps read as one iteration, since prof.step() marks none"] == 2
+    assert not any("optimizer steps" in key for key in chrome(tmp_path, *events[: len(events) // 2]).meta["assumed"])

@@ -13,7 +13,9 @@ therefore has exactly the allocator's own peak.
 Assumptions: an input is the newest live storage of equal size, preferring those that the forward op of the same
 sequence number touched; inputs without a match were allocated before the recording and are left out; an op whose name
 ends in `_` writes its first input in place. Memory that the allocator held before the first event is one tensor that
-stays to the end. Time between ops (Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
+stays to the end. A recording without marked steps is one iteration, however often it calls an optimizer; if that is
+more than once, meta["assumed"] says so. Time between ops (Python, the launch of views) is not replayed; it is in
+meta["between_ops_ns"].
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 KEPT = ("Sequence number", "Input type", "Input Dims")
 """The arguments of a call that are used; others are not stored."""
 MARK = re.compile(r"ProfilerStep#(\d{1,12})")
+UPDATE = "Optimizer.step#"
+"""How the profiler's names of an optimizer's steps begin."""
 MOST_INPUTS = 4096
 MOST_TOUCHED = 64
 """How many storages are remembered per sequence number."""
@@ -170,6 +174,9 @@ class _Reader:
             by_device = {
                 device: [event for event in events if start <= event.time < end] for device, events in by_device.items()
             }
+        elif (updates := sum(call.name.startswith(UPDATE) for call in self.calls)) > 1:
+            # several iterations, or several optimizers of one: nothing in the recording tells which
+            self.assumed["optimizer steps read as one iteration, since prof.step() marks none"] = updates
         amount = {device: sum(abs(e.bytes) for e in events) for device, events in by_device.items()}
         device = max(by_device, key=lambda d: amount[d], default=(0, -1))
         self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
