@@ -27,7 +27,7 @@ def ends(result) -> dict[str, int]:
 @pytest.mark.parametrize(("window", "forward"), [(1, 145), (2, 130), (3, 115), (4, 100), (6, 100)])
 def test_ten_layers_with_copies_half_as_long_again_take_as_long_as_counted_by_hand(window, forward) -> None:
     # F = 10, H = 15: (10 - w) 15 + 10, down to the ten layers' own time
-    done = simulate(layers(10, 15, 10, 20), machine(cpu_rate=INSTANT), "stronghold", window=window)
+    done = simulate(layers(10, 15, 10, 20), machine(cpu_rate=INSTANT), "stronghold", resident=True, window=window)
     assert ends(done)["f9"] == forward
     assert ends(done)["f0.bwd"] == forward + 200
     assert done.log.counters["implicit_moves"] == done.log.counters["returned_moves"] == 0
@@ -37,12 +37,18 @@ def test_ten_layers_with_copies_half_as_long_again_take_as_long_as_counted_by_ha
 @pytest.mark.parametrize("copy", [5, 10, 12, 15, 20, 35])
 def test_the_smallest_window_that_hides_every_copy_is_chosen(copy) -> None:
     count, forward = 10, 10
-    done = simulate(layers(count, copy, forward, 100), machine(cpu_rate=INSTANT), "stronghold")
+    done = simulate(layers(count, copy, forward, 100), machine(cpu_rate=INSTANT), "stronghold", resident=True)
     expected = 1 if copy <= forward else math.ceil(count - (count - 1) * forward / copy)
     assert done.plan.notes["window"] == expected
     assert ends(done)["f9"] == count * forward
     if expected > 1:
-        less = simulate(layers(count, copy, forward, 100), machine(cpu_rate=INSTANT), "stronghold", window=expected - 1)
+        less = simulate(
+            layers(count, copy, forward, 100),
+            machine(cpu_rate=INSTANT),
+            "stronghold",
+            resident=True,
+            window=expected - 1,
+        )
         assert ends(less)["f9"] == max((count - expected + 1) * copy + forward, count * forward) > count * forward
 
 
@@ -59,7 +65,7 @@ def test_a_slower_link_never_shrinks_the_window() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_the_device_holds_the_weights_of_a_window_and_one_layer(window) -> None:
-    done = simulate(layers(10, 1000, 2000, 4000), machine(cpu_rate=INSTANT), "stronghold", window=window)
+    done = simulate(layers(10, 1000, 2000, 4000), machine(cpu_rate=INSTANT), "stronghold", resident=True, window=window)
     rows = done.memory[done.memory.tier == "hbm"]
     weights = {t.name for t in done.plan.trace.tensors if t.role == "weight"}
     held = rows[rows.tensor.isin(weights)].groupby("time_ns").delta_bytes.sum().cumsum()
@@ -71,7 +77,7 @@ def test_the_device_holds_the_weights_of_a_window_and_one_layer(window) -> None:
 def test_updates_begin_when_their_gradients_have_arrived_and_first_layers_go_up_last() -> None:
     # 3 layers, weights of 10 B, links of 1 B/ns, updates of 25 ns: backward ends at 100, 140, 180
     trace, on = layers(3, 10, 20, 40), machine(cpu_rate=4 * 10**9)
-    done = simulate(trace, on, "stronghold", window=1)
+    done = simulate(trace, on, "stronghold", resident=True, window=1)
     rows = done.events
     runs = {row.op: (row.start_ns, row.end_ns) for row in rows[rows.lane == "cpu"].itertuples()}
     # the device reaches the update of a layer at the end of the next op, and the last when its gradient has arrived
@@ -80,18 +86,20 @@ def test_updates_begin_when_their_gradients_have_arrived_and_first_layers_go_up_
     assert list(zip(up.tensor, up.start_ns, up.end_ns, strict=True)) == [("w0.new.resident", 230, 240)]
     assert done.log.end == 240
     assert (
-        simulate(layers(3, 10, 20, 40), machine(cpu_rate=4 * 10**9), "stronghold", window=1, iterations=3).log.end
+        simulate(
+            layers(3, 10, 20, 40), machine(cpu_rate=4 * 10**9), "stronghold", resident=True, window=1, iterations=3
+        ).log.end
         == 240
     )
 
 
 def test_little_memory_takes_the_largest_window_that_fits_and_keeps_to_it() -> None:
     trace = layers(10, 1000, 100, 4000)  # copies take ten times as long as forward: all layers would be needed
-    ample = simulate(trace, machine(cpu_rate=INSTANT), "stronghold")
+    ample = simulate(trace, machine(cpu_rate=INSTANT), "stronghold", resident=True)
     assert ample.plan.notes["window"] == 10
     found = []
     for budget in (5_100, 6_100, 8_100):
-        done = simulate(trace, machine(budget, cpu_rate=INSTANT), "stronghold")
+        done = simulate(trace, machine(budget, cpu_rate=INSTANT), "stronghold", resident=True)
         assert done.summary()["peak_bytes"] <= budget
         found.append(done.plan.notes["window"])
     assert found == [found[0], found[0] + 1, found[0] + 3]
@@ -100,9 +108,10 @@ def test_little_memory_takes_the_largest_window_that_fits_and_keeps_to_it() -> N
 def test_the_search_finds_the_fastest_window() -> None:
     trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
     card = load_profile("a100_40_pcie")
-    each = {w: simulate(trace, card, "stronghold", window=w).log.end for w in range(1, 7)}
-    searched = simulate(trace, card, "stronghold", choice="search")
-    assert searched.log.end == min(each.values()) <= simulate(trace, card, "stronghold").log.end
+    each = {w: simulate(trace, card, "stronghold", resident=True, window=w).log.end for w in range(1, 7)}
+    searched = simulate(trace, card, "stronghold", resident=True, choice="search")
+    assert searched.log.end == min(each.values())
+    assert searched.log.end <= simulate(trace, card, "stronghold", resident=True).log.end
     assert searched.plan.notes["window"] == min(each, key=lambda w: (each[w], w))
 
 
@@ -110,13 +119,21 @@ def test_gradients_that_are_kept_to_the_end_count_to_the_end() -> None:
     trace = layers(3, 10, 20, 40)
     gradients = [trace.tensor_id(f"g{i}") for i in range(3)]
     kept = Trace(trace.tensor_columns, trace.op_columns, outputs=[*trace.outputs, *gradients], carry=trace.carry)
-    assert simulate(kept, machine(cpu_rate=INSTANT), "stronghold").log.complete
+    assert simulate(kept, machine(cpu_rate=INSTANT), "stronghold", resident=True).log.complete
+
+
+def test_the_first_layers_are_fetched_where_they_are_not_resident_and_recomputation_reads_them() -> None:
+    trace = layers(4, 10, 20, 40)
+    alone = simulate(trace, machine(cpu_rate=INSTANT), "stronghold", window=1)
+    assert ends(alone)["f3"] == 10 + 4 * 20
+    step = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16")
+    assert simulate(step, machine(), "stronghold + full_recompute").log.complete
 
 
 def test_what_is_wrong_is_named() -> None:
     trace = layers(2, 10, 20, 40)
     with pytest.raises(PolicyError, match="window is -1"):
-        simulate(trace, machine(), "stronghold", window=-1)
+        simulate(trace, machine(), "stronghold", resident=True, window=-1)
     with pytest.raises(PolicyError, match="toy has no host tier"):
         simulate(trace, machine(host=False), "stronghold")
     with pytest.raises(PolicyError, match="toy has no engine 'cpu'"):

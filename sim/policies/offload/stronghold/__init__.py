@@ -23,7 +23,8 @@ class Stronghold(Policy):
     """A window of layers has its weights on the device; the next comes in while one runs, the CPU updates behind it.
 
     Layers are runs of ops of one layer and phase that read weights, with what follows without any (a loss), those of
-    no layer included. The first `window` of them have their weights on the device when the iteration begins. While
+    no layer included. The first `window` of them are fetched when the iteration begins, or with `resident` are on the
+    device then, where the end of the iteration before has brought them. While
     layer i runs, that of i + window is fetched, and at its end the device's copy is released; the last `window` stay
     for backward, which does the same in reverse. A layer's gradients leave as they are produced. Its update is an op of
     the CPU that begins once they have arrived, beside backward, and new weights of the first layers go up when they
@@ -34,9 +35,9 @@ class Stronghold(Policy):
     none meets all, it is the largest that fits.
     Source: Sun et al., "STRONGHOLD: Fast and Affordable Billion-Scale Deep Learning Model Training", SC 2022 (abstract:
         the working window, the analytic choice of its size, updates beside backward).
-    Bounds: layers of equal times F and copies H: no stall from window 1 on if H <= F, else from L - (L - 1) F / H on;
-        with a smaller window w forward takes (L - w) H + F. Weights on the device: those of window + 1 layers.
-        Plans in O(ops + operands) per window tried.
+    Bounds: with `resident`, layers of equal times F and copies H: no stall from window 1 on if H <= F, else from
+        L - (L - 1) F / H on; with a smaller window w forward takes (L - w) H + F. Weights on the device: those of
+        window + 1 layers. Plans in O(ops + operands) per window tried.
     Departs: the paper's inequalities are per window; the cumulative form is exact for a link that copies in order.
         Times are those of the platform's model, not of profiled iterations. One executor and one CPU worker; no drive
         behind the host, no MILP over windows of different lengths. Condition (4) assumes the next iteration at once.
@@ -44,6 +45,9 @@ class Stronghold(Policy):
         layer's end.
 
     window: layers whose weights the device holds ahead; 0 chooses it.
+    resident: whether the weights of the first layers are on the device when the iteration begins, as in the paper.
+        What forward reads there is then a copy, which backward fetches from the host instead, so that no recomputation
+        can read it: leave it off for `stronghold + full_recompute`.
     choice: how it is chosen: by the `formula` above, or by `search`: every window that fits is replayed and the fastest
         taken, the smallest among equals.
     Raises PolicyError for a platform without host tier or engine `cpu`.
@@ -55,10 +59,11 @@ class Stronghold(Policy):
     fidelity = "reconstruction"
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")
-    other_values = by_parameter(window=3, choice="search")
+    other_values = by_parameter(window=3, choice="search", resident=True)
 
     window: Annotated[int, Ge(0)] = 0
     choice: Literal["formula", "search"] = "formula"
+    resident: bool = False
 
     def plan(self, problem: Problem) -> Plan:
         """The plan for the window that is given or chosen."""
@@ -76,29 +81,29 @@ class Stronghold(Policy):
         cost = problem.cost.over(early, platform)
         windows = Window(early, arrived, platform, cost, host)
         if self.window:
-            return _planned(problem, windows, self.window)
+            return _planned(problem, windows, self.window, self.resident)
         if self.choice == "formula":
-            return _planned(problem, windows, windows.chosen())
+            return _planned(problem, windows, windows.chosen(), self.resident)
         best: tuple[int, int, Plan] | None = None
         for window in windows.distinct():
-            plan = _planned(problem, windows, window)
+            plan = _planned(problem, windows, window, self.resident)
             try:
                 end = problem.evaluate(plan).end
             except (Infeasible, Deadlock):
                 continue
             if best is None or (end, window) < best[:2]:
                 best = end, window, plan
-        return best[2] if best else _planned(problem, windows, 1)
+        return best[2] if best else _planned(problem, windows, 1, self.resident)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The update beside the device, as here; without memory to save it may still be the faster one."""
         return {"the update on the CPU": self.plan(problem)}
 
 
-def _planned(problem: Problem, windows: Window, window: int) -> Plan:
+def _planned(problem: Problem, windows: Window, window: int, stays: bool) -> Plan:
     """The plan for a window."""
     trace, platform, host = windows.trace, problem.platform, windows.host
-    resident = with_resident(trace, windows.first_reads(window))
+    resident = with_resident(trace, windows.first_reads(window) if stays else {})
     whole = resident.trace
     actions: list[Action] = []
     streamed, place = stream_weights(whole, platform, host, window, but=resident.copies, weighted=True)
