@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.lowering  # the partitioner looks it up as an attribute
 from torch import nn
 from torch._functorch import config
 from torch._functorch import partitioners as theirs
@@ -15,6 +16,8 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
 
 from sim.trace import Trace, TraceBuilder
+
+Partition = tuple[set[str], set[str], set[str], int]
 
 
 @dataclass
@@ -24,9 +27,16 @@ class Joint:
     module: torch.fx.GraphModule
     fwd_outputs: int
     static: list[int]
+    known: dict[Any, Partition] = field(default_factory=dict)
 
-    def partition(self, budget: float, **options: Any) -> tuple[set[str], set[str], set[str], int]:
+    def partition(self, budget: float, **options: Any) -> Partition:
         """What PyTorch saves, reruns, and computes in forward, by name; and the bytes saved of what forward makes."""
+        key = (budget, *sorted(options.items()))
+        if key not in self.known:
+            self.known[key] = self._partition(budget, **options)
+        return self.known[key]
+
+    def _partition(self, budget: float, **options: Any) -> Partition:
         with config.patch(activation_memory_budget=budget, **options):
             forward, backward = theirs.min_cut_rematerialization_partition(
                 self.module, None, num_fwd_outputs=self.fwd_outputs, static_lifetime_input_indices=self.static
