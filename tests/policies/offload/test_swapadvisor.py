@@ -103,6 +103,27 @@ def test_every_chromosome_is_topological_and_within_the_memory(seed: int, share:
             assert program.swaps(genes.order, genes.allocation, "hbm", "host") is not None
 
 
+def test_where_a_class_for_each_size_takes_too_much_sizes_share_one() -> None:
+    # five ops of two tensors each, 10 bytes and a size of their own: with a class each that is 10 + 11 + ... + 15
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    made = [b.tensor(f"y{i}", 10 + i) for i in range(6)]
+    b.op("f0", reads=[x], writes=[made[0]], duration=10)
+    for i in range(5):
+        b.op(f"f{i + 1}", reads=[made[i]], writes=[made[i + 1]], duration=10)
+    out = b.tensor("out", 1)
+    b.op("last", reads=[made[0], made[5]], writes=[out], duration=10)
+    trace = b.build(outputs=[out])
+    program = Program(trace)
+    fine = Search(program, predecessors(trace), 80, lambda genes: 0.0, 0).start()
+    coarse = Search(program, predecessors(trace), 60, lambda genes: 0.0, 0).start()
+    assert fine is not None
+    assert coarse is not None
+    assert fine.allocation.classes == (0, 1, 2, 3, 4, 5)
+    assert coarse.allocation.classes == (2, 2, 2, 5, 5, 5)  # 12 is within a quarter of 10, 15 of 13
+    assert Search(program, predecessors(trace), 20, lambda genes: 0.0, 0).start() is None
+
+
 def test_where_everything_fits_nothing_is_swapped(run) -> None:
     trace = net([("conv", 10, 20, 20)] * 5)
     keep = run(trace, "keep_all")

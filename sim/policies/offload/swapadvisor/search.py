@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ class Genes:
     order: tuple[int, ...]
     allocation: Allocation
 
+
+RATIOS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0, 1e18)
+"""How many times the smallest tensor of a class the largest may be, where a class for each size takes too much."""
 
 Fitness = Callable[[Genes], float]
 """The time of a run in ns; infinite where it does not fit."""
@@ -38,9 +42,19 @@ class Search:
         self._fitness, self._known = fitness, dict[Genes, float]()
 
     def start(self) -> Genes | None:
-        """Program order, each size its own class; None where an op alone does not fit."""
-        own = Allocation(tuple(range(len(self._program.sizes))), (0,) * len(self._program.sizes))
-        return self.repaired(Genes(tuple(range(len(self._before))), own))
+        """Program order, each size its own class; where their buffers do not fit, the finest classes that do.
+
+        None where none do.
+        """
+        sizes = self._program.sizes
+        for ratio in (1.0, *RATIOS):
+            classes = [bisect_right(sizes, size * ratio) - 1 for size in sizes]
+            coarse = tuple(next(c for c in _tops(classes) if c >= i) for i in range(len(sizes)))
+            order = tuple(range(len(self._before)))
+            genes = self.repaired(Genes(order, Allocation(coarse, (0,) * len(sizes))))
+            if genes is not None and self.time(genes) < float("inf"):
+                return genes
+        return None
 
     def run(self, start: Genes, population: int, generations: int, good: float) -> tuple[Genes, list[float]]:
         """The fittest, and the time of the fittest of each generation; ends early at a time that is good enough."""
@@ -125,6 +139,15 @@ class Search:
         low = max((position[other] + 1 for other in self._before[op]), default=0)
         high = min((position[other] for other in self._after[op]), default=len(order))
         order.insert(self._random.randint(low, high), op)
+
+
+def _tops(classes: Sequence[int]) -> list[int]:
+    """From the smallest size on, the largest of the class that begins there, then of the one that begins behind it."""
+    tops, i = list[int](), 0
+    while i < len(classes):
+        tops.append(classes[i])
+        i = classes[i] + 1
+    return tops
 
 
 def _rising(classes: Sequence[int]) -> tuple[int, ...]:
