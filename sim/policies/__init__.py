@@ -1,9 +1,8 @@
 """The policies: the file is the registration.
 
-`policies/offload/vdnn.py` is the policy `vdnn` of family `offload`, and so is a package of that name, whose other
-files serve it alone. Others register theirs through the
-entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`, or `path/to/file.py` alone
-where it defines one policy.
+`policies/offload/swap_all.py` is the policy `swap_all` of family `offload`, and so is a package of that name. Others
+register theirs through the entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`, or
+`path/to/file.py` alone where it defines one policy.
 """
 
 from __future__ import annotations
