@@ -62,6 +62,9 @@ class Move:
     keep: do not release the source.
     priority: the lowest value is copied first where transfers queue.
     wire: bytes on the link and at the destination if the link compresses, else None.
+    codec: bytes/s, counted before compression, that the codec beside the copy engines takes in this copy, whether it
+        compresses or restores what was compressed; None for that of the link, or of the copy that compressed it.
+        Where neither says one the link alone sets the pace.
     before, after: the op that anchors the action.
     """
 
@@ -72,6 +75,7 @@ class Move:
     wire: int | None = None
     before: int | str | None = None
     after: int | str | None = None
+    codec: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ def random_platforms(
         copies = 2 if flags & 2 else 1
         tiers["host"] = {"kind": "ddr", **sourced, **sizes, "bandwidth": "2 GB/s"}
         common = {**sourced, "fixed": fixed, "copy_engines": copies}
+        if flags & 33 == 33:
+            common["codec"] = "2 GB/s"
         links["d2h"] = {"from": "hbm", "to": "host", "rate": rate[0], **common}
         links["h2d"] = {"from": "host", "to": "hbm", "rate": rate[1], **common}
         if flags & 12 == 12:

@@ -60,7 +60,13 @@ def _ops(ledger: Ledger) -> None:
 def _one_transfer(ledger: Ledger, copy: Copy) -> None:
     links = [ledger.log.platform.links[link] for link in copy.route]
     fixed = 0 if copy.tensor < 0 else sum(link.fixed for link in links)  # a row of a group is one of many links
+    whole = int(ledger.trace.tensor_columns.bytes[copy.tensor]) if copy.tensor >= 0 else 0
     for link in links:
+        if link.codec and 0 < copy.bytes != whole and whole * NANO > link.codec * (copy.end - copy.start - fixed):
+            raise LawBroken(
+                f"link {link.name!r} compresses or restores {whole} B in {copy.end - copy.start} ns "
+                f"({fixed} ns of them fixed); its codec takes {link.codec} B/s"
+            )
         if copy.bytes * NANO > link.rate * (copy.end - copy.start - fixed):
             raise LawBroken(
                 f"link {link.name!r} carries {copy.bytes} B in {copy.end - copy.start} ns ({fixed} ns of them fixed); "

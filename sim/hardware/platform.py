@@ -106,6 +106,8 @@ class Link:
     rate: bytes/s.
     fixed: ns per transfer.
     copy_engines: how many transfers run at once.
+    codec: bytes/s, counted before compression, at which its copy engines compress or restore; 0 where they cannot, or
+        nobody says.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Link:
     rate: int
     fixed: int = 0
     copy_engines: int = 1
+    codec: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +356,8 @@ class Platform:
         parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
         if any(engine.lacks for engine in self.engines):
             parts = (*parts, tuple(engine.lacks for engine in self.engines))
+        if any(link.codec for link in self.links):
+            parts = (*parts, tuple(link.codec for link in self.links))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @cached_property

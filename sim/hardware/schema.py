@@ -369,6 +369,8 @@ class LinkPart(Sourced):
     copy_engines: how many copies run at once; further ones queue (default 1)
     egress: peer links only: what one device can send, and what it can receive, over all of them together
     energy: energy of a byte copied
+    codec: bytes per second, counted before compression, at which its copy engines compress, and restore what was
+        compressed (cDMA); leave it out where they cannot
     """
 
     start: Annotated[TierName, Field(alias="from")]
@@ -379,6 +381,7 @@ class LinkPart(Sourced):
     copy_engines: Count | None = None
     egress: Rate | None = None
     energy: Energy | None = None
+    codec: Rate | None = None
 
 
 class PoolPart(Sourced):

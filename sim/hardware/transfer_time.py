@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 
@@ -16,7 +17,7 @@ class Pace(NamedTuple):
     rate: int
 
 
-def transfer_ns(bytes: int, rate: int, fixed: int = 0) -> int:
+def transfer_ns(bytes: int, rate: int | Fraction, fixed: int = 0) -> int:
     """Nanoseconds of an uncontended transfer: the fixed time plus bytes / rate, rounded up.
 
     bytes: bytes on the wire.
@@ -27,3 +28,11 @@ def transfer_ns(bytes: int, rate: int, fixed: int = 0) -> int:
     102
     """
     return fixed - (-bytes * 10**9 // rate)
+
+
+def codec_rate(bytes: int, wire: int, codec: int) -> Fraction:
+    """Bytes/s on the wire at which a codec compresses, or restores, a tensor of `bytes` bytes in `wire` bytes.
+
+    codec: bytes/s that it takes, or gives, counted before compression.
+    """
+    return Fraction(codec * wire, bytes)

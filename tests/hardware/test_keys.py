@@ -54,6 +54,10 @@ CHANGES = {
     "links.fixed": ('fixed = "10 us"', 'fixed = "20 us"'),
     "links.copy_engines": ("copy_engines = 1", "copy_engines = 2"),
     "links.egress": ('egress = "2 GB/s"', 'egress = "0.5 GB/s"'),
+    "links.codec": (
+        'fixed = "10 us"\ncopy_engines = 1',
+        'fixed = "10 us"\ncopy_engines = 1\ncodec = "100 MB/s"',
+    ),
     "links.energy": ('energy = "60 pJ/B"\n\n[links.h2d]', 'energy = "90 pJ/B"\n\n[links.h2d]'),
     "pools.per_device": ("[pools.pcie]\nper_device = true", '[pools.pcie]\nper_device = true\nrate = "1 GB/s"'),
     "pools.duplex": ("factors = { d2h = 0.95, h2d = 0.47 }", 'duplex = "half"\nfactors = { d2h = 0.95, h2d = 0.47 }'),
@@ -121,6 +125,8 @@ class There(Policy):
             actions += [Move(tensor, to=host, after=first), Move(beside, to=f"near{at}", after=first)]
             actions += [Move(trace.tensor_id(f"v{device}"), to=f"hbm{at}", after=first)]
             actions += [Wait(tensor, before=last), Move(tensor, to=f"hbm{at}", before=last)]
+            # compressed, where the links have a codec
+            actions += [Move(trace.tensor_id(f"n{device}"), to=host, keep=True, wire=1 << 19, after=f"norm{device}")]
         return Plan(trace, tuple(actions), place=place)
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from sim.engine.prepare import Charges
 
-Users = tuple[tuple[str, int, Charges], ...]
+Users = tuple[tuple[str, int | Fraction, Charges], ...]
 """Of one flow: (name, rate limit in bytes/s, what it charges) of each link or engine that it uses."""
 
 Demand = Mapping[int, Fraction]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import count
 
@@ -59,19 +60,23 @@ class Job:
 
     bytes: what has not been started.
     rank: that of its end, see `clock`.
+    most: bytes/s at which a codec beside the links takes or gives its bytes, None for none.
     chunk: bytes between points where one of higher priority may go first, 0 for none.
     key: its place in the queues, least first; unique, and () while it stands in none.
     began: when its first chunk started, -1 before.
     ends: when the present chunk ends if it is not slowed down.
     """
 
-    __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "rank", "route")
+    __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "most", "rank", "route")
 
-    def __init__(self, route: tuple[int, ...], bytes: int, rank: int, chunk: int = 0) -> None:
+    def __init__(
+        self, route: tuple[int, ...], bytes: int, rank: int, chunk: int = 0, most: Fraction | None = None
+    ) -> None:
         self.route = route
         self.bytes = bytes
         self.rank = rank
         self.chunk = chunk
+        self.most = most
         self.key: tuple[int, ...] = ()
         self.began = -1
         self.ends = -1
@@ -91,7 +96,7 @@ class Job:
         """It is to be forgotten."""
         self.is_waiting = False
 
-    def start(self, now: int, fixed: int, rate: int) -> int:
+    def start(self, now: int, fixed: int, rate: int | Fraction) -> int:
         """Start its next chunk; the bytes of that. Only the first one pays the route's fixed time."""
         self.is_waiting = False
         if self.began < 0:
@@ -120,7 +125,7 @@ class Links:
         self._free = [link.copy_engines for link in self._links]
         self._queues: list[list[tuple[tuple[int, ...], Job]]] = [[] for _ in self._links]
         self._shared = [link.name in prepared.charges for link in self._links]
-        self._users: dict[tuple[int, ...], int] = {}
+        self._users: dict[tuple[tuple[int, ...], Fraction | None], int] = {}
         self._running: dict[Job, None] = {}
         self.stale: set[int] = set()
         self._sequence = count()
@@ -171,24 +176,30 @@ class Links:
             heappop(self._queues[i])
             self._free[i] -= 1
             shared = shared or self._shared[i]
-        fixed, rate = self._platform.pace(job.route)
+        fixed, rate = self._pace(job)
         is_first = job.began < 0
         part = job.start(now, fixed, rate)
         if not shared or not part:  # 0 bytes share nothing
             self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
             return
-        if job.route not in self._users:
-            self._users[job.route] = self._flows.number(tuple(self._user(link) for link in job.route))
-        flow = Flow(part, self._users[job.route], lambda at: self._end(job, at), job.rank)
+        use = job.route, job.most
+        if use not in self._users:
+            self._users[use] = self._flows.number(tuple(self._user(link, job.most) for link in job.route))
+        flow = Flow(part, self._users[use], lambda at: self._end(job, at), job.rank)
         job.share(flow)
         if fixed and is_first:
             self._clock.at(now + fixed, COPIES, lambda _: self._begin_flow(flow))
         else:
             self._flows.start(flow, now)
 
-    def _user(self, link: int) -> tuple[str, int, Charges]:
-        name = self._links[link].name
-        return name, self._links[link].rate, self._charges.get(name, ())
+    def _pace(self, job: Job) -> tuple[int, int | Fraction]:
+        """Fixed ns and bytes/s of a job alone on its route, at most those of its codec."""
+        fixed, rate = self._platform.pace(job.route)
+        return fixed, rate if job.most is None or rate < job.most else job.most
+
+    def _user(self, link: int, most: Fraction | None) -> tuple[str, int | Fraction, Charges]:
+        name, rate = self._links[link].name, self._links[link].rate
+        return name, rate if most is None or rate < most else most, self._charges.get(name, ())
 
     def _begin_flow(self, flow: Flow) -> None:
         self._clock.catch_up()
@@ -219,6 +230,6 @@ class Links:
             end = max(end, job.ends if job.flow is None else job.flow.ends_at(now, job.ends))
         waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
         for job in (*running, *waiting.values()):  # of one that runs the later chunks
-            fixed, rate = self._platform.pace(job.route)
+            fixed, rate = self._pace(job)
             end += transfer_ns(job.bytes, rate, fixed if job.began < 0 else 0)
         return end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 from sim.engine.event_path.clock import COPIES, Clock, Wake
 from sim.engine.event_path.links import Job
@@ -39,6 +40,7 @@ class Transfer(Job):
         sizes: tuple[int, int],
         device: int,
         op: int,
+        most: Fraction | None = None,
     ) -> None:
         self.then = then
         self.tensor = tensor
@@ -51,7 +53,7 @@ class Transfer(Job):
         self.followers: tuple[Move, ...] = ()
         self.waiters: tuple[Wake, ...] = ()
         self.drop_target = False
-        super().__init__(route, self.wire, COPIES + tensor)
+        super().__init__(route, self.wire, COPIES + tensor, most=most)
 
     def done(self, now: int) -> None:
         """The copy is complete."""

@@ -7,6 +7,7 @@ outside every queue, first come first served. At most one per tensor at a time.
 from __future__ import annotations
 
 from collections import deque
+from fractions import Fraction
 from functools import partial
 
 from sim.engine.event_path.clock import FOLLOWS
@@ -14,6 +15,7 @@ from sim.engine.event_path.lifetimes import MOVED_OUT
 from sim.engine.event_path.links import Links, Routes
 from sim.engine.event_path.residency import LEAVING, Transfer
 from sim.engine.event_path.state import State
+from sim.hardware.transfer_time import codec_rate
 from sim.plan import Move
 
 
@@ -33,6 +35,8 @@ class Transfers:
         self._ops = state.ops
         self._links = links
         self._routes = routes
+        self._links_by_id = state.platform.links
+        self._codec: dict[int, int] = {}
         self._outside: list[deque[Transfer]] = [deque() for _ in state.space.names]
 
     # ---- asking ------------------------------------------------------------------------------
@@ -85,7 +89,8 @@ class Transfers:
         size = self._size[tensor]
         wire = space.size_in(tensor, source) if space.compressed else size
         sizes = (size, wire) if move.wire is None else (move.wire, move.wire)
-        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
+        most = None if sizes[1] == size or move.wire == wire else self._codec_pace(tensor, route, sizes[1], move)
+        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op, most)
         residency.begin_transfer(transfer)
         if self._outside[target] or self._space_queues[target] or not space.fits(target, transfer.size):
             self._outside[target].append(transfer)
@@ -101,9 +106,18 @@ class Transfers:
         source, route = self._routes.source(tensor, held, target)
         move = Move(tensor, self._space.names[target], keep=True)
         sizes = (self._size[tensor], self._space.size_in(tensor, source))
-        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op)
+        most = None if sizes[0] == sizes[1] else self._codec_pace(tensor, route, sizes[1], move)
+        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op, most)
         self._residency.begin_transfer(transfer)
         self._admit(transfer, op)
+
+    def _codec_pace(self, tensor: int, route: tuple[int, ...], wire: int, move: Move) -> Fraction | None:
+        """Bytes/s on the wire that the codec of a copy allows, None where nothing says how fast it is."""
+        stated = self._codec.get(tensor) if move.codec is None else move.codec
+        if stated is not None:
+            self._codec[tensor] = stated
+        rates = [rate for rate in (stated, *(self._links_by_id[i].codec for i in route)) if rate]
+        return codec_rate(self._size[tensor], wire, min(rates)) if rates and wire and self._size[tensor] else None
 
     def adopt(self, transfer: Transfer, op: int) -> None:
         """A device whose op waits for a transfer outside the queues has space for it."""
