@@ -34,7 +34,11 @@ class Codec:
     workspace: int = 0
 
 
-def encode(trace: Trace, codecs: Mapping[int | str, Codec], sufficient: Iterable[int | str] = ()) -> Trace:
+Codecs = Mapping[int, Codec] | Mapping[str, Codec] | Mapping[int | str, Codec]
+"""By tensor, given by id or name, how it is encoded."""
+
+
+def encode(trace: Trace, codecs: Codecs, sufficient: Iterable[int | str] = ()) -> Trace:
     """Keep some tensors encoded between their last forward use and their first backward reader.
 
     An encode op follows the last forward op that reads (or produces) the tensor, a decode op precedes its first
@@ -55,7 +59,7 @@ def encode(trace: Trace, codecs: Mapping[int | str, Codec], sufficient: Iterable
 class _Encoding:
     """One rewrite by `encode`."""
 
-    def __init__(self, trace: Trace, codecs: Mapping[int | str, Codec], sufficient: Iterable[int | str]) -> None:
+    def __init__(self, trace: Trace, codecs: Codecs, sufficient: Iterable[int | str]) -> None:
         self.old, self.new = trace, Rewriter(trace)
         self.ids = self.new.all_tensors()
         self.after: dict[int, list[tuple[int, int, Codec]]] = {}

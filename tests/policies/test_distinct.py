@@ -20,7 +20,7 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
-LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused")
+LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
 
@@ -140,6 +140,7 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "chain": (chain, a100, int(0.5 * _peak(chain, a100))),
         "w1": (layers, a100, int(0.6 * _peak(layers, a100))),
         "convolutions": (convolutions(8), a100, None),
+        "tight convolutions": (convolutions(8), a100, int(0.7 * _peak(convolutions(8), a100))),
         "roomy": (eager, survey, None),
         "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),
@@ -153,9 +154,11 @@ def convolutions(layers: int) -> Trace:
     faster = (Implementation("gemm", 0.5, 1 << 25),)
     for i in range(layers):
         for kind in ("conv", "elementwise") if i < layers - 1 else ("matmul", "elementwise"):
-            made.append(b.tensor(f"{kind}{i}.out", 1 << 24, layer=i, zeros=0.75 if kind == "elementwise" else None))
+            made.append(
+                b.tensor(f"{kind}{i}.out", 1 << 24, layer=i, zeros=0.75 if kind == "elementwise" and i % 2 else None)
+            )
             more = {"conv": {"alternatives": faster}, "elementwise": {"function": "relu"}}.get(kind, {})
-            b.op(f"{kind}{i}", kind, reads=made[-2:-1], writes=made[-1:], layer=i, duration=10**6, **more)
+            b.op(f"{kind}{i}", kind, reads=made[-2:-1], writes=made[-1:], layer=i, duration=5 * 10**5, **more)
     gradient = b.tensor("loss.grad", 1 << 24, "temporary")
     b.op("loss", "loss", reads=made[-1:], writes=[gradient], duration=10**5)
     for i in reversed(range(layers)):
@@ -163,7 +166,7 @@ def convolutions(layers: int) -> Trace:
             reads = [gradient, made[at - 1]]
             gradient = b.tensor(f"{kind}{i}.grad", 1 << 24, "temporary", layer=i)
             more = {"layer": i, "phase": "backward", "function": "relu" if kind == "elementwise" else ""}
-            b.op(f"{kind}{i}.bwd", kind, reads=reads, writes=[gradient], duration=2 * 10**6, **more)
+            b.op(f"{kind}{i}.bwd", kind, reads=reads, writes=[gradient], duration=10**6, **more)
     return b.build()
 
 

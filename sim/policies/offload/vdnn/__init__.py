@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from sim.declared import OneOf
 from sim.errors import OutOfMemory, PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
-from sim.policies.base import Beside, Policy, by_parameter, own_name
+from sim.policies.base import Beside, Fidelity, Policy, by_parameter, own_name
 from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller
 from sim.policies.offload.vdnn.layers import Layers
 from sim.solvers.cascade import cascade
@@ -59,7 +59,7 @@ class Vdnn(Policy):
     moves = True
     rewrites = True
     needs = frozenset({"host"})
-    fidelity = "equations"
+    fidelity: ClassVar[Fidelity] = "equations"
     saves = MappingProxyType({"implementation": "vDNN chooses the algorithm of each convolution with its workspace"})
     rarely = "it moves what convolutions read, and few random nets have many; it rewrites only what it must"
     other_values = by_parameter(
