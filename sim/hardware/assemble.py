@@ -52,6 +52,7 @@ class _Assembly:
             description=self.profile.description,
             notes=self.profile.notes,
             energy=self.energy,
+            op_time=self.profile.op_time,
         )
 
     # ---- names -------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class _Assembly:
                     bandwidth_share=self._shares(part),
                     launch=part.launch.value.number,
                     main=part.main,
+                    cores=part.cores.value.number if part.cores else 0,
                     lacks=tuple(kind for kind in KINDS if part.unit_of(kind) == "none"),
                 )
 

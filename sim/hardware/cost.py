@@ -3,6 +3,12 @@
 Time of an op = launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth), unless the trace has a measured
 duration. The sum fits published GEMM measurements better than the maximum of the two terms. Operands in another tier
 are charged at that tier's bandwidth.
+
+A platform with `op_time = "bound"` has the performance bound of DeepCuts instead (Jung, Dao, Lee, PLDI 2021): an op
+takes launch + max(FLOPs / (efficiency * peak * waves), bytes / (share * bandwidth)). `waves` is the part of the cores
+that blocks of `TILE` by `TILE` results keep busy, the last wave included; 1 where nobody says how many cores there
+are. Its terms for shared memory and for what fits into a block need the tiles of a kernel, of which a trace says
+nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +25,15 @@ from sim.errors import ProfileError
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
+
+TILE = 128
+"""Rows and columns of the results that a block of a product computes, as in the tiles that libraries prefer."""
+
+TILED = ("matmul", "conv", "attention")
+"""Kinds of op that are computed in such blocks."""
+
+RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "fp64": 8}
+"""Bytes of an element of a product's result, 4 in other types."""
 
 STAND_INS = {
     "bf16": ("fp16", "tf32", "fp32"),
@@ -120,6 +135,11 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed)
     touched = np.where(measured, 0, trace.touched)
+    if platform.op_time == "bound":
+        alone = np.array([unit.launch for unit in platform.engines], np.int64)[engine]
+        cores = np.array([unit.cores for unit in platform.engines], np.int64)[engine]
+        bound = _bounded(trace, np.arange(count), whole, alone, cores, _ceil_ns(touched, rate))
+        whole = np.where(measured, whole, bound)
     total = whole + _ceil_ns(touched, rate)
     return OpTimes(engine, whole, touched, rate, total)
 
@@ -148,7 +168,44 @@ def ns_on(trace: Trace, ops: NDArray[np.int64], platform: Platform, engine: int)
     c, unit = trace.op_columns, platform.engines[engine]
     kind = KINDS[c.kind[ops[0]]]
     rate = np.full(len(ops), bytes_per_second(unit, kind, platform.tier(unit.home)), np.int64)
-    return _fixed_ns(unit, kind, c.dtype[int(ops[0])], c.flops[ops]) + _ceil_ns(trace.touched[ops], rate)
+    fixed, bytes = _fixed_ns(unit, kind, c.dtype[int(ops[0])], c.flops[ops]), _ceil_ns(trace.touched[ops], rate)
+    if platform.op_time == "bound":
+        each = np.ones(len(ops), np.int64)
+        fixed = _bounded(trace, ops, fixed, unit.launch * each, unit.cores * each, bytes)
+    return fixed + bytes
+
+
+def _bounded(
+    trace: Trace,
+    ops: NDArray[np.int64],
+    fixed: NDArray[np.int64],
+    launch: NDArray[np.int64],
+    cores: NDArray[np.int64],
+    bytes: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Nanoseconds of launch and of what arithmetic takes longer than the bytes, which are added to that.
+
+    fixed: launch and arithmetic; bytes: ns of the bytes touched.
+    """
+    c, size = trace.op_columns, trace.tensor_columns.bytes
+    tiled = np.isin(c.kind[ops], [KINDS.index(kind) for kind in TILED]) & (cores > 0)
+    arithmetic = (fixed - launch).astype(np.float64)
+    for i in np.flatnonzero(tiled & (arithmetic > 0)).tolist():
+        made = trace.writes(int(ops[i]))
+        dtype = c.dtype[int(ops[i])]
+        elements = max((int(size[t]) for t in made), default=0) // RESULT_BYTES.get(dtype, 4)
+        arithmetic[i] /= waves(max(1, ceil(elements / TILE**2)), int(cores[i]))
+    whole: NDArray[np.int64] = launch + np.maximum(np.ceil(arithmetic - 1e-6).astype(np.int64) - bytes, 0)
+    return whole
+
+
+def waves(blocks: int, cores: int) -> float:
+    """Part of the cores that so many equal blocks keep busy, until the last wave of them has ended.
+
+    >>> waves(80, 80), waves(81, 80), waves(40, 80)
+    (1.0, 0.50625, 0.5)
+    """
+    return blocks / (cores * ceil(blocks / cores))
 
 
 def _fixed_ns(unit: Engine, kind: str, dtype: str, flops: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,6 +11,9 @@ from functools import cached_property
 from sim.errors import ProfileError, near
 from sim.hardware.transfer_time import Pace, transfer_ns
 
+OP_TIMES = ("sum", "bound")
+"""How the two parts of an op's time meet: added up, or the longer one counts (`sim.hardware.cost`)."""
+
 STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
 """How certain a figure is, best first."""
 
@@ -83,6 +86,7 @@ class Engine:
     launch: fixed ns per op.
     lacks: kinds of op that it cannot run.
     main: whether it runs the device's ops unless they name another engine.
+    cores: among which blocks of a product are shared out, 0 where nobody says.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Engine:
     launch: int = 0
     main: bool = True
     lacks: tuple[str, ...] = field(default=(), repr=False)
+    cores: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,7 @@ class Platform:
     notes: what to know when reading results.
     energy: joules per op-second by engine and joules per byte by link, where all parts have it.
     budget: bytes of the home tiers if `with_budget` set them, else None.
+    op_time: how long ops take, one of `OP_TIMES`.
 
     Raises ProfileError where a part refers to another that does not exist.
     """
@@ -173,6 +179,7 @@ class Platform:
     notes: tuple[str, ...] = ()
     energy: Mapping[str, float] = field(default_factory=dict)
     budget: int | None = None
+    op_time: str = "sum"
 
     def __post_init__(self) -> None:
         tiers = {tier.name for tier in self.tiers}
@@ -356,6 +363,8 @@ class Platform:
         parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
         if any(engine.lacks for engine in self.engines):
             parts = (*parts, tuple(engine.lacks for engine in self.engines))
+        if self.op_time != "sum":
+            parts = (*parts, self.op_time, tuple(engine.cores for engine in self.engines))
         if any(link.codec for link in self.links):
             parts = (*parts, tuple(link.codec for link in self.links))
         return hashlib.sha256(repr(parts).encode()).hexdigest()

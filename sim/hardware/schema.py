@@ -29,7 +29,7 @@ from pydantic import (
 from sim import units
 from sim.errors import UnitError, near
 from sim.hardware.cost import STAND_INS
-from sim.hardware.platform import STANDINGS, Fact
+from sim.hardware.platform import OP_TIMES, STANDINGS, Fact
 from sim.trace.op import KINDS
 
 N = TypeVar("N")
@@ -162,6 +162,7 @@ UserName = Annotated[str, PlainValidator(_known("links", "engines"))]
 Kind = Annotated[str, PlainValidator(_one_of((*KINDS, "default"), f"one of {', '.join(KINDS)}, default"))]
 OpKey = Annotated[str, PlainValidator(_one_of(OP_KEYS, _OP_KEY))]
 Dtype = Annotated[str, PlainValidator(_one_of(tuple(STAND_INS), f"one of {', '.join(STAND_INS)}"))]
+OpTime = Annotated[str, PlainValidator(_one_of(OP_TIMES, f"one of {', '.join(OP_TIMES)}"))]
 Duplex = Annotated[str, PlainValidator(_one_of(DUPLEX, f"one of {', '.join(DUPLEX)}"))]
 PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -426,6 +427,8 @@ class ProfileFile(Model):
     description: one line: what machine it is
     notes: list of text: what to know when reading results
     devices: whole number (default 1)
+    op_time: `"sum"` (default): an op takes its arithmetic and its bytes one after the other, which fits measurements;
+        or `"bound"`: the longer of the two, with whole waves of blocks where `cores` are stated (DeepCuts' bound)
     tiers: memories, see below
     engines: what runs ops
     links: what copies
@@ -436,6 +439,7 @@ class ProfileFile(Model):
     description: Annotated[str, Field(min_length=1)]
     notes: tuple[str, ...] = ()
     devices: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
+    op_time: OpTime = "sum"
     tiers: Annotated[dict[PartName, TierPart], Field(min_length=1)]
     engines: Annotated[dict[PartName, EnginePart], Field(min_length=1)]
     links: dict[PartName, LinkPart] = {}

@@ -28,6 +28,7 @@ from workloads import transformer
 
 CHANGES = {
     "devices": ("devices = 2", "devices = 1"),
+    "op_time": ("devices = 2", 'devices = 2\nop_time = "bound"'),
     "tiers.per_device": ('kind = "ddr"', 'kind = "ddr"\nper_device = true'),
     "tiers.capacity": ('value = "15 MB"', 'value = "5 MB"'),
     "tiers.bandwidth": ('bandwidth = "1 GB/s"\nlatency', 'bandwidth = "2 GB/s"\nlatency'),
