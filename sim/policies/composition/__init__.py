@@ -237,9 +237,9 @@ class Composition(Policy):
         kept = []
         for each, own in zip(made, owned, strict=True):
             actions = restricted(each.actions, trace, own)
-            narrowed = len(actions) < len(each.actions) or (
-                each.plan.online is not None and is_narrowed(each.part, own, each.plan.trace)
-            )
+            # what an online part, or a rewrite alone, does with a tensor stands in no action
+            unsaid = each.plan.online is not None or (each.part.selector and not each.actions)
+            narrowed = len(actions) < len(each.actions) or (unsaid and is_narrowed(each.part, own, each.plan.trace))
             if each.rewrites and narrowed:
                 raise PolicyError(
                     f"{each.part.label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}"

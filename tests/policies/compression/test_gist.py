@@ -132,6 +132,16 @@ def test_a_transformer_with_gelu_has_only_reduced_precision(v100):
     assert set(simulate(trace, v100, Gist(precision="fp8"), budget=BUDGET).plan.notes["codes"]) == {"fp8"}
 
 
+def test_it_joins_with_what_manages_other_roles_and_is_not_cut_in_parts(v100):
+    trace = net(zeros="cdma", optimizer="adamw_foreach")
+    alone = simulate(trace, v100, Gist(), budget=BUDGET)
+    for text in ("activations: gist", "gist + zero_offload", "gist + optimizer_in_backward"):
+        joined = simulate(trace, v100, text, budget=BUDGET)
+        assert joined.summary()["codec_ns"] == alone.summary()["codec_ns"], text
+    with pytest.raises(PolicyError, match=r"'gist' rewrites the trace and cannot be restricted to 'layers 0-5'"):
+        simulate(trace, v100, "layers 0-5: gist; rest: keep_all", budget=BUDGET)
+
+
 def test_switches_and_parameters(v100):
     assert simulate(net(zeros="cdma"), v100, Gist(**NONE), budget=BUDGET).plan.notes["codes"] == {}
     with pytest.raises(PolicyError, match=r"precision is 'fp61'; expected .*fp16"):
