@@ -9,7 +9,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from sim.plan import Action, Move, Plan, Problem, Wait
-from sim.policies.base import by_parameter
+from sim.policies.base import Beside, by_parameter
 from sim.policies.offload.vdnn import Vdnn
 from sim.policies.offload.vdnn_pp.compression import compressed
 
@@ -49,7 +49,7 @@ class VdnnPp(Vdnn):
     without a CPU engine; OutOfMemory from `dyn` where not even `all` with least workspace fits.
     """
 
-    other_values = by_parameter(compress=True, zeros=None)
+    other_values = by_parameter(compress=Beside(True, variant="all"), zeros=Beside(0.9, variant="all", compress=True))
 
     compress: bool = False
     zeros: Annotated[float, Ge(0), Le(1)] = 0.5
