@@ -88,7 +88,9 @@ class _Encoding:
         function = trace.op_columns.function.get(op, "")
         saved = [t for t in trace.reads(op) if _is_saved(trace, t)]
         if function not in SUFFICES or not trace.op_columns.phase[op] or not saved:
-            raise TraceError(f"encode: op {name!r} is no backward of {' or '.join(SUFFICES)} of what forward saved")
+            raise TraceError(
+                f"encode: op {name!r} is not the backward of {' or '.join(SUFFICES)} of what forward saved"
+            )
         form = SUFFICES[function]
         kept = result_of(trace, saved)
         if kept not in self.shared:

@@ -99,12 +99,12 @@ def test_signs_do_not_suffice_for_who_needs_the_values():
     base = relu_net(reader="conv.bwd")
     wrong = encode(base, {}, ["relu.bwd"])
     assert found(wrong, base) == []  # conv.bwd still reads y itself
-    with pytest.raises(TraceError, match=r"'conv.bwd' is no backward of relu or max_pool"):
+    with pytest.raises(TraceError, match=r"'conv.bwd' is not the backward of relu or max_pool"):
         encode(base, {}, ["conv.bwd"])
 
 
 def test_a_code_of_signs_read_as_values_is_wrong():
-    """Planted: an op that is no ReLU reads the code as if it were enough."""
+    """Planted: an op other than a ReLU's reads the code as if it were enough."""
     base = relu_net(reader="conv.bwd")
     liar = encode(relabelled(base, "conv.bwd", "relu"), {}, ["conv.bwd", "relu.bwd"])
     assert found(relabelled(liar, "conv.bwd", ""), base) == [("wrong", "conv.bwd")]

@@ -34,7 +34,7 @@ class Cdma(Vdnn):
         the throughput that the paper provides for, `codec`. Run-length and dictionary compression, which the
         paper compares, are left out. Of a tensor of which the trace states no zeros (`Tensor.zeros`) none is taken to
         be zero. Compression reads the device's memory beside what computes there, without slowing it down. Where the
-        host is too small for what vDNN offloads, the choice of what goes on to the next tier counts bytes before
+        host is too small for what vDNN offloads, the choice of what is moved on to the next tier counts bytes before
         compression; so does a copy from there that passes the host.
 
     codec: bytes/s, counted before compression; where a link states its own, the slower of the two. None for those of

@@ -286,7 +286,7 @@ def written_again(trace: Trace, budget: int, rate_ns: int) -> float | None:
                 [*((way[t, v], float(size[v] * rate_ns)) for t, v in way if t in each), *again, *waits],
                 most=sum(cost[t] for t in each),
             )
-    # what is held while op k of stage t runs: what was there at the start, or has been produced, and is still wanted
+    # what is held while op k of stage t runs: what existed at the start, or has been produced, and is read later
     for t in range(n):
         for k in range(t + 1):
             held: list[tuple[int, float]] = [(R[t, k], float(size[w])) for w in trace.ops[k].writes]

@@ -108,7 +108,7 @@ def test_a_gradient_takes_its_weights_place() -> None:
 def test_gradients_come_down_and_weights_go_up_once_where_chunks_fit() -> None:
     trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
     elements = trace.meta["parameters"]
-    # room for every chunk, and for no optimizer state
+    # every chunk fits beside the rest, and no optimizer state
     rest = max(non_model(simulate(trace, machine(), "zero_offload").log).values())
     budget = rest + 2 * elements + 6 * 20_000
     done = simulate(trace, machine(budget), "patrickstar", chunk=20_000, share=1.0)

@@ -124,7 +124,7 @@ def test_a_machine_without_host_is_refused():
 
 
 def test_joined_they_are_fsdp_s_offload_of_parameters():
-    """FSDP2 keeps fp32 originals, gradients and states on the host: 16 bytes a parameter, 4 up per pass, 4 down."""
+    """FSDP2 keeps fp32 originals, gradients and states on the host: 16 bytes per parameter, 4 up per pass, 4 down."""
     trace = transformer({**SMALL, "tie_word_embeddings": False}, batch=2, sequence=64, precision="amp_bf16")
     parameters = trace.meta["parameters"]
     result = simulate(trace, machine(), "zero_offload(weights=host) + weight_streaming")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
 from sim.plan import Action, Move, Plan, Problem, Wait
-from sim.policies.base import Beside, by_parameter
+from sim.policies.base import Beside, Fidelity, by_parameter
 from sim.policies.offload.vdnn import Vdnn
 from sim.policies.offload.vdnn_pp.compression import compressed
 
@@ -49,6 +49,7 @@ class VdnnPp(Vdnn):
     without a CPU engine; OutOfMemory from `dyn` where not even `all` with least workspace fits.
     """
 
+    fidelity: ClassVar[Fidelity] = "equations"
     other_values = by_parameter(compress=Beside(True, variant="all"), zeros=Beside(0.9, variant="all", compress=True))
 
     compress: bool = False
