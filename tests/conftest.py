@@ -17,6 +17,11 @@ LOCKS = "TIERSIM_TEST_LOCKS"
 TESTS = Path(__file__).parent
 QUICK = {
     "sim": ("test_units.py", "test_public_api.py", "test_quick.py"),
+    "sim.advice": (
+        "test_advice.py::test_equal_speeds",
+        "test_advice.py::test_the_reason",
+        "test_advice.py::test_the_state",
+    ),
     "sim.analysis": (
         "analysis/test_time.py",
         "analysis/test_figures.py",

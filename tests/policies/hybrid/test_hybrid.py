@@ -302,9 +302,9 @@ def test_a_draft_that_just_misses_the_budget_is_followed_by_one_that_fits(monkey
 CELLS = json.loads((Path(__file__).parents[3] / "benchmarks" / "hybrid.json").read_text(encoding="utf-8"))
 
 
-def test_on_the_grid_it_is_never_slower_than_another_policy():
+def test_on_the_grid_it_is_never_slower_than_what_does_not_contain_it():
     for cell in CELLS:
-        others = [took for name, took in cell["overhead"].items() if name != "hybrid" and took is not None]
+        others = [took for name, took in cell["overhead"].items() if "hybrid" not in name and took is not None]
         assert cell["overhead"]["hybrid"] <= min(others, default=INFINITE) + 1e-4, cell
 
 
