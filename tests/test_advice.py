@@ -198,6 +198,8 @@ def test_a_trace_is_advised_on_as_it_is(config):
     [
         ({"goal": "thruput"}, "did you mean 'throughput'"),
         ({"seconds": 0}, "seconds: value 0"),
+        ({"seconds": float("nan")}, "seconds: value nan"),
+        ({"jobs": 0}, "jobs: value 0: expected at least 1"),
         ({"goal": "batch", "batch": 2}, "goal 'batch'"),
         ({"sequnce": 4}, "did you mean 'sequence'"),
         ({"policies": ["swapall"]}, "did you mean 'swap_all'"),

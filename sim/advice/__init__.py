@@ -69,6 +69,8 @@ def advise(
     """
     if not seconds > 0:
         raise TiersimError(f"seconds: value {seconds}: expected more than 0")
+    if jobs is not None and jobs < 1:
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
     if goal == "batch" and (isinstance(workload, Trace) or batch is not None):
         raise TiersimError("goal 'batch': expected a model by name, and no batch: the search chooses it")

@@ -142,7 +142,7 @@ JSON = Option(
     Annotated[bool, typer.Option("--json", help="machine-readable output on standard output, and nothing else")],
     False,
 )
-JOBS = Option("jobs", Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per core")], None)
+JOBS = Option("jobs", Annotated[int | None, typer.Option(help="worker processes; default: one per core")], None)
 Json, Jobs = JSON.type, JOBS.type
 
 
