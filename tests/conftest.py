@@ -65,6 +65,8 @@ LONG = (
     "policies/composition/test_composition.py::test_a_single_part_gives",
     "policies/hybrid/test_delta.py::test_no_run_beats",
     "policies/hybrid/test_hybrid.py::test_no_whole_choice",
+    "policies/hybrid/test_hybrid.py::test_where_the_host_is_too_small",
+    "policies/hybrid/test_hybrid.py::test_where_the_update_does_not_fit",
     "policies/hybrid/test_joint_optimal.py::test_no_plan",
     "policies/hybrid/test_olla.py::test_a_real_step",
     "policies/hybrid/test_poet.py::test_no_plan_of_its_class",

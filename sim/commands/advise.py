@@ -31,9 +31,7 @@ from sim.commands.options import (
 
 GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
-OF_BATCH = Option(
-    "batch", Annotated[int | None, typer.Option(help="samples per iteration; default: the search chooses")], None
-)
+OF_BATCH = Option("batch", Annotated[int | None, typer.Option(help="samples per iteration")], None)
 POLICIES = Option("policies", Annotated[str | None, typer.Option(help="try only these: a,b + c,…")], None)
 POLICY = Option("policy", Annotated[str, typer.Option(help="a policy or a composition")], "keep_all")
 QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLICIES, SECONDS, JOBS, SEED, JSON)
@@ -41,7 +39,10 @@ QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLIC
 
 @takes(*QUESTION)
 def advise(ctx: typer.Context, **options: Any) -> None:
-    """Say what to use for a model on a machine: policy or composition, batch, why, and what would change the answer."""
+    """Say what to use for a model on a machine: policy or composition, why, and what would change the answer.
+
+    Without --batch the search chooses the batch, too.
+    """
     from sim.advice import advise as search
     from sim.outputs import to_json
 

@@ -17,6 +17,7 @@ NOT_DRAWN = {
         "another way to write a peak and efficiencies: test_mapping.py",
     ),
     **dict.fromkeys(("engines.power", "links.energy"), "energy changes no time and no byte"),
+    "op_time": "the law takes the time of an op from `op_times`; the bound's closed form is in hardware/test_bound.py",
     "links.egress": "becomes a pool of its own, and pools are drawn",
 }
 """Keys that change a run and are not drawn, with the reason."""
