@@ -28,11 +28,11 @@ from sim.commands.options import (
     say,
     workload,
 )
+from sim.commands.runs import POLICIES
 
 GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
 OF_BATCH = Option("batch", Annotated[int | None, typer.Option(help="samples per iteration")], None)
-POLICIES = Option("policies", Annotated[str | None, typer.Option(help="try only these: a,b + c,…")], None)
 POLICY = Option("policy", Annotated[str, typer.Option(help="a policy or a composition")], "keep_all")
 QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLICIES, SECONDS, JOBS, SEED, JSON)
 
