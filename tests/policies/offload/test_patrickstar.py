@@ -11,6 +11,7 @@ import pytest
 from sim.errors import PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.plan import Move
 from sim.policies.offload.patrickstar.measured import non_model
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
@@ -103,6 +104,30 @@ def test_a_gradient_takes_its_weights_place() -> None:
     assert 6 * 1000 <= held["gradient"] <= 7 * 1000, "one on its way is in both places"
     assert held["optimizer_state"] == 6 * 4000
     assert not departures(done.plan.trace, trace)
+
+
+def test_each_weight_makes_way_for_its_own_gradient() -> None:
+    # one update of two parameters; backward makes the gradient of the last one first, so that its id is the lower one
+    b = TraceBuilder()
+    large, small = b.tensor("large", 1000, "weight"), b.tensor("small", 10, "weight")
+    x, y, z = b.tensor("x", 1, "input"), b.tensor("y", 1), b.tensor("z", 1)
+    b.op("f0", "matmul", reads=[x, large], writes=[y], duration=10)
+    b.op("f1", "matmul", reads=[y, small], writes=[z], duration=10)
+    of_small, between = b.tensor("small.grad", 10, "gradient"), b.tensor("dy", 1, "temporary")
+    b.op("b1", "matmul", reads=[z, y, small], writes=[of_small, between], phase="backward", duration=10)
+    of_large = b.tensor("large.grad", 1000, "gradient")
+    b.op("b0", "matmul", reads=[between, x, large], writes=[of_large], phase="backward", duration=10)
+    state = b.tensor("state", 20_000, "optimizer_state")  # more than the device has: the CPU updates
+    news = [b.tensor("large.new", 1000, "weight", replaces=large), b.tensor("small.new", 10, "weight", replaces=small)]
+    news.append(b.tensor("state.new", 20_000, "optimizer_state", replaces=state))
+    reads = [of_large, large, of_small, small, state]
+    b.op("adam", "optimizer", reads=reads, writes=news, phase="update", duration=10)
+    done = simulate(b.build(), machine(10_000), "patrickstar", chunk=1000, share=1.0)
+    whole = done.plan.trace
+    # both are in chunks, and leave when the update wants them; what is in none leaves as soon as it is complete
+    down = {whole.tensor_columns.name[m.tensor]: m for m in done.plan.actions if isinstance(m, Move) and m.to == "host"}
+    assert {"large.grad", "small.grad"} <= set(down)
+    assert all(down[name].after is None for name in ("large.grad", "small.grad"))
 
 
 def test_gradients_come_down_and_weights_go_up_once_where_chunks_fit() -> None:

@@ -163,16 +163,23 @@ def _states_placed(trace: Trace, platform: Platform, host: str) -> dict[int, str
 
 
 def _gradients(trace: Trace) -> dict[int, tuple[int, int]]:
-    """Per weight its gradient, and the CPU's op that reads that or -1: an update's weights and gradients, in order."""
+    """Per weight its gradient, and the CPU's op that reads that or -1.
+
+    An update's gradients as it reads them belong to its weights as it writes them; ids do not tell, since backward
+    makes gradients in reverse.
+    """
     c, t = trace.op_columns, trace.tensor_columns
     origin = dict(trace.carry)
     found: dict[int, tuple[int, int]] = {}
     for op in range(len(c.name)):
         if c.phase[op] != UPDATE or op in c.group:
             continue
-        weights = sorted({origin[x] for x in trace.writes(op) if x in origin and t.role[origin[x]] == WEIGHT})
-        gradients = sorted(x for x in trace.reads(op) if t.role[x] == GRADIENT and trace.producer[x] >= 0)
-        for w, g in zip(weights, gradients, strict=False):
+        ends = (origin[x] for x in trace.writes(op) if x in origin)
+        weights = dict.fromkeys(x for x in ends if t.role[x] == WEIGHT)
+        gradients = dict.fromkeys(x for x in trace.reads(op) if t.role[x] == GRADIENT and trace.producer[x] >= 0)
+        if len(weights) != len(gradients):
+            continue  # which belongs to which is not known
+        for w, g in zip(weights, gradients, strict=True):
             if t.bytes[g] <= t.bytes[w] and t.replaces[g] < 0:
                 found.setdefault(w, (g, op if op in c.engine else -1))
     return found
