@@ -231,6 +231,12 @@ class Plan:
     notes: Mapping[str, Any] = field(default_factory=dict)
     unpressed: Unpressed | None = None
 
+    def __post_init__(self) -> None:
+        # what has been replayed is not replayed again, so whoever made the lists must not change them in a plan
+        if type(self.actions) is not tuple:
+            object.__setattr__(self, "actions", tuple(self.actions))
+        object.__setattr__(self, "place", dict(self.place))
+
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)
         counts = [f"{count} {kind}" for kind, count in sorted(kinds.items())] or ["no actions"]

@@ -5,7 +5,7 @@ holds for online policies, whose decisions depend on what is full at the moment;
 a prefetch that finds free space takes it from the ops that follow; and for planners, which plan each budget separately.
 The result is therefore *a* boundary: a budget that was run and fits, and one below it, within the tolerance, that was
 run and does not. It is known to be the minimum only where it is the least that any op needs, or where the plan ignores
-the budget and waits for nothing: then it is the peak of one replay with ample memory.
+the budget, as far as three budgets tell, and waits for nothing: then it is the peak of one replay with ample memory.
 """
 
 from __future__ import annotations
@@ -76,27 +76,32 @@ def smallest_budget(
     least = max(bounds(everything, home).memory_bytes for home in homes)
     least = max([least, *(left_in_place(chosen, each) for each in state_in(everything) if each.tier in homes)])
     plan = fixed_plan(trace, platform, chosen, ran or platform.with_budget(least), **replay)
-    if plan is None:
-        highest = max(peak_bytes(everything)[home] for home in homes)
-        if not search:
+    if plan is not None:
+        limit = replay.get("recompute_limit", RECOMPUTE_LIMIT)
+        try:
+            peaks = peak_bytes(run_iteration(trace, plan, unlimited(platform), recompute_limit=limit).log)
+        except (Infeasible, Deadlock):
             return None
-
-        def higher() -> int:
-            return _unlimited_peak(trace, platform, chosen, **replay)
-
-        return _boundary(
-            lambda budget: fits(trace, platform, chosen, budget=budget, **replay), least, highest, higher, tolerance
-        )
-    limit = replay.get("recompute_limit", RECOMPUTE_LIMIT)
-    try:
-        peaks = peak_bytes(run_iteration(trace, plan, unlimited(platform), recompute_limit=limit).log)
-    except (Infeasible, Deadlock):
+        highest = max(peaks[home] for home in homes)
+        found: int | None = highest
+        below = highest - 1
+        if not waits_for_nothing(plan, platform):
+            found = _boundary(
+                lambda budget: _replays(trace, plan, platform, budget, limit), least, highest, lambda: 0, tolerance
+            )
+            below = highest - 1 if found is None else found - max(1, int(tolerance * found))
+        # one that gives up where memory is too short may plan for it what it plans for plenty, and another in between
+        if below < least or _is_plan_at(plan, below, trace, platform, chosen, **replay):
+            return found
+    if not search:
         return None
-    highest = max(peaks[home] for home in homes)
-    if waits_for_nothing(plan, platform):
-        return highest
+    highest = max(peak_bytes(everything)[home] for home in homes)
+
+    def higher() -> int:
+        return _unlimited_peak(trace, platform, chosen, **replay)
+
     return _boundary(
-        lambda budget: _replays(trace, plan, platform, budget, limit), least, highest, lambda: 0, tolerance
+        lambda budget: fits(trace, platform, chosen, budget=budget, **replay), least, highest, higher, tolerance
     )
 
 
@@ -145,23 +150,43 @@ def fixed_plan(
     """
     if policy.online or policy.warm_up or (iterations or 1) > 1:
         return None
-    plans = [small] if isinstance(small, Plan) else []
-    machines = [] if isinstance(small, Plan) else [small]
-    for limited in (*machines, unlimited(platform)):
-        try:
-            plan = policy.plan(problem_for(trace, limited, seed=seed, recompute_limit=recompute_limit))
-        except Infeasible:
-            return None
-        except TiersimError:
-            raise
-        except Exception:  # a fault of the policy: `simulate` says where
-            return None
-        if not isinstance(plan, Plan):
-            return None
-        plans.append(plan)
-    tight, ample = plans
-    is_fixed = tight.online is None is ample.online and tight.keep_dead == ample.keep_dead and tight.decides_as(ample)
-    return ample if is_fixed else None
+    tight = small if isinstance(small, Plan) else _planned(trace, small, policy, seed, recompute_limit)
+    ample = None if tight is None else _planned(trace, unlimited(platform), policy, seed, recompute_limit)
+    return ample if tight is not None and ample is not None and _are_same(tight, ample) else None
+
+
+def _is_plan_at(
+    plan: Plan,
+    budget: int,
+    trace: Trace,
+    platform: Platform,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
+    **_: Any,
+) -> bool:
+    """Whether a policy plans this for that budget, too, or nothing."""
+    planned = _planned(trace, platform.with_budget(budget), policy, seed, recompute_limit)
+    return planned is None or _are_same(planned, plan)
+
+
+def _planned(trace: Trace, platform: Platform, policy: Policy, seed: int, recompute_limit: float | None) -> Plan | None:
+    """A policy's plan, None where it has none."""
+    try:
+        plan = policy.plan(problem_for(trace, platform, seed=seed, recompute_limit=recompute_limit))
+    except Infeasible:
+        return None
+    except TiersimError:
+        raise
+    except Exception:  # a fault of the policy: `simulate` says where
+        return None
+    return plan if isinstance(plan, Plan) else None
+
+
+def _are_same(plan: Plan, other: Plan) -> bool:
+    """Whether both are offline and do the same."""
+    return plan.online is None is other.online and plan.keep_dead == other.keep_dead and plan.decides_as(other)
 
 
 def _replays(trace: Trace, plan: Plan, platform: Platform, budget: int, recompute_limit: float | None) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
 from sim import compare, largest_batch, load_policy, load_profile, policy_names, simulate, smallest_budget
+from sim.engine.replay import replay
 from sim.errors import IllegalPlan, PolicyError, PolicyFailed, ProfileError, TraceError, WorkloadError
 from sim.iterations import run_iteration
-from sim.plan import Drop, Online, Plan
+from sim.plan import Drop, Online, Plan, Recompute
 from sim.policies import FAMILIES, family, policy_class
 from sim.policies.base import Policy
 from workloads import synthetic
@@ -211,6 +212,27 @@ def test_a_file_with_more_or_none_says_what_to_write(tmp_path):
         load_policy(str(two))
     with pytest.raises(PolicyError, match="defines no subclass of Policy"):
         load_policy(str(none))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesItsMind(Policy):
+    """Replays a plan, and then changes the lists that it has made it from."""
+
+    recomputes = True
+
+    def plan(self, problem):
+        last = len(problem.trace.ops) - 1
+        actions, place = [], {}
+        plan = Plan(problem.trace, actions, place)
+        problem.evaluate(plan)
+        actions += [Recompute(0, before=last)]
+        place[0] = "host"
+        return plan
+
+
+def test_the_run_is_that_of_the_plan_whatever_has_become_of_its_lists():
+    result = simulate(TRACE, "a100_40_pcie", ChangesItsMind())
+    assert replay(replace(result.plan), result.platform) == result.log
 
 
 def test_a_platform_may_be_given_by_its_profiles_name():

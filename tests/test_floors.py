@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
 from sim import compare, load_policy, load_profile
+from sim.errors import Infeasible
 from sim.experiment import reference_run
 from sim.floors import State, left_in_place, state_in, too_small
 from sim.plan import Plan
@@ -110,10 +112,11 @@ class Heeds(Counted):
 asked: list[int] = []
 
 
-def test_a_plan_that_ignores_the_budget_is_made_twice_and_its_floor_is_exact():
+def test_a_plan_that_ignores_the_budget_is_made_thrice_and_its_floor_is_exact():
     asked.clear()
     floor = smallest_budget(TRACE, PLATFORM, Counted())
-    assert len(asked) == 2
+    assert len(asked) == 3
+    assert asked[2] == floor - 1
     assert fits(TRACE, PLATFORM, "keep_all", budget=floor)
     assert not fits(TRACE, PLATFORM, "keep_all", budget=floor - 1)
 
@@ -122,7 +125,30 @@ def test_a_plan_that_has_run_is_not_made_again_for_its_floor():
     asked.clear()
     (row,) = compare(TRACE, PLATFORM, Counted(), budget=int(smallest_budget(TRACE, PLATFORM, "keep_all") - 1)).rows
     assert row["floor_bytes"] == smallest_budget(TRACE, PLATFORM, "keep_all")
-    assert len(asked) == 2  # for the budget, and for unlimited memory
+    assert len(asked) == 3  # for the budget, for unlimited memory, and just below the floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivesUp(Policy):
+    """Recomputes where that is necessary and fits; else keeps everything, and the run says what is short."""
+
+    recomputes = True
+
+    def plan(self, problem):
+        for name in ("keep_all", "full_recompute"):
+            plan = load_policy(name).plan(problem)
+            with suppress(Infeasible):
+                problem.evaluate(plan)
+                return plan
+        return Plan(problem.trace)
+
+
+def test_the_floor_of_a_policy_that_gives_up_is_not_what_keeping_everything_takes():
+    trace = transformer("gpt2", batch=8, sequence=256)
+    floor = smallest_budget(trace, PLATFORM, "full_recompute")
+    assert floor < 0.9 * smallest_budget(trace, PLATFORM, "keep_all")
+    assert smallest_budget(trace, PLATFORM, GivesUp(), search=False) is None
+    assert floor <= smallest_budget(trace, PLATFORM, GivesUp()) < 1.01 * floor
 
 
 def test_a_policy_that_heeds_the_budget_is_searched_on_request_alone():

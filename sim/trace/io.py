@@ -300,6 +300,8 @@ class _Reader:
         except (ValueError, RecursionError):
             return None
         # as many keys as key delimiters: no line has a duplicate key
+        if any(blank in block for blank in (b'" ', b'"\t', b'"\r')):  # a delimiter may be written otherwise
+            return None
         if len(rows) != block.count(b"\n") or block.count(b'":') != sum(map(len, rows)):
             return None
         return rows  # type: ignore[no-any-return]

@@ -161,6 +161,7 @@ def bad(tmp_path: Path, *lines: str, name: str = "bad.jsonl") -> str:
         (2, "shape: '-1'", [HEAD, '{"tensor": "x", "bytes": 1, "shape": [-1]}']),
         (2, "role 'wieght' is unknown (did you mean 'weight'?)", [HEAD, X.replace("input", "wieght")]),
         (2, "'bytes' appears twice", [HEAD, '{"tensor": "x", "bytes": 1, "bytes": 2}']),
+        (2, "'bytes' appears twice", [HEAD, '{"tensor": "x", "bytes": 1, "bytes" : 2}']),
         (3, "tensor 'x': it is defined twice", [HEAD, X, X]),
         (3, "neither a tensor nor an op", [HEAD, X, '{"name": "y"}']),
         (3, "no tensor 'z' precedes this line", [HEAD, X, '{"op": "f", "reads": ["z"]}']),
