@@ -230,7 +230,7 @@ def largest_batch(
     platform = to_platform(platform)
     fitting, failing = 0, 1
     while failing <= limit and fits(make_trace(failing), platform, policy, **options):
-        fitting, failing = failing, failing * 2
+        fitting, failing = failing, min(failing * 2, limit + 1)
     while failing - fitting > 1:
         middle = (fitting + failing) // 2
         if fits(make_trace(middle), platform, policy, **options):

@@ -19,7 +19,7 @@ from sim.hardware.profile import load_profile
 from sim.policies import load, names
 from sim.search import fits as it_fits
 from tests.test_cli import tiersim
-from workloads import transformer
+from workloads import cnn, transformer
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 211,
@@ -129,6 +129,40 @@ def test_no_batch_that_was_left_out_is_faster(config):
             except Infeasible:
                 continue
             assert speed(advice.best) >= 0.98 * other.summary()["samples_per_s"], (batch, name)
+
+
+def test_what_fits_one_sample_is_found_wherever_it_stands_among_the_candidates(config):
+    state = state_of(trace_of(config, batch=1), load_profile("a100_40_pcie"))
+    budget = state.weights + state.optimizer_state + state.gradients // 2  # gradients have to leave
+    names = (*FEW, "zero_offload + full_recompute")
+    advice = advise(config, "a100_40_pcie", budget=budget, policies=names, jobs=1, **AXES)
+    assert advice.best is not None
+    assert advice.best["policy"] == names[-1]
+    assert not any(it_fits(trace_of(config, batch=1), "a100_40_pcie", name, budget=budget) for name in FEW)
+
+
+def test_a_policy_whose_work_takes_less_time_is_tried_and_told_even_where_everything_fits():
+    trace = cnn("alexnet", batch=16, kernels="cudnn", optimizer="sgd")
+    advice = advise(trace, "p100", jobs=1)
+    times = {name: simulate(trace, "p100", name).log.end for name in ("keep_all", "vdnn")}
+    assert times["vdnn"] < 0.9 * times["keep_all"]
+    assert advice.best["makespan_ns"] <= times["vdnn"]
+    less = 100 * (1 - advice.best["makespan_ns"] / times["keep_all"])
+    assert f"{less:.2g} % less time than keeping everything with unlimited memory" in advice.text()
+
+
+def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
+    advice = advise(config, "a100_40_pcie", batch=1, policies=FEW, jobs=1, seconds=1e-6, **AXES)
+    assert advice.best is None
+    assert advice.skipped
+    assert "Of 0 policies and compositions that were run, none fits." in advice.text()
+    assert "Nothing fits" not in advice.text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_search_takes_some_time_and_ends(config, seconds):
+    with pytest.raises(TiersimError, match="expected more than 0, and an end"):
+        advise(config, "a100_40_pcie", batch=1, seconds=seconds, **AXES)
 
 
 def test_where_nothing_fits_it_says_with_which_change_something_does(config):

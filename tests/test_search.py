@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.plan import Move, Plan
 from sim.policies.base import Policy
-from sim.search import fits, smallest_budget
+from sim.search import fits, largest_batch, smallest_budget
 from sim.trace import Trace, TraceBuilder
 from tests.engine.test_timeline import machine
 
@@ -64,3 +64,17 @@ class TooMuch(Policy):
         big = TraceBuilder()
         big.op("big", writes=[big.tensor("much", problem.budget + 1)], duration=1)
         return Plan(big.build(carry=()))
+
+
+def test_no_batch_above_the_limit_is_tried():
+    tried = []
+
+    def make(batch: int) -> Trace:
+        tried.append(batch)
+        b = TraceBuilder()
+        b.op("op", reads=[b.tensor("x", batch, "input")], writes=[b.tensor("y", batch)], duration=1)
+        return b.build()
+
+    for limit in range(6):
+        assert largest_batch(make, machine(hbm=1000), limit=limit) == limit
+        assert max(tried, default=0) <= limit

@@ -67,8 +67,8 @@ def advise(
 
     Raises TiersimError for an unknown goal; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
     """
-    if not seconds > 0:
-        raise TiersimError(f"seconds: value {seconds}: expected more than 0")
+    if not 0 < seconds < float("inf"):
+        raise TiersimError(f"seconds: value {seconds}: expected more than 0, and an end")
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"

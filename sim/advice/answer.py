@@ -143,7 +143,9 @@ def _why(row: Row) -> str:
 def _use(advice: Advice, top: Row) -> str:
     at = f" at batch {top['batch']}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
-    less = "as fast as" if slower < 0.0005 else f"{100 * slower:.2g} % slower than"
+    less = "as fast as" if abs(slower) < 0.0005 else f"{100 * slower:.2g} % slower than"
+    if slower <= -0.0005:  # a policy that makes the work itself cheaper
+        less = f"{-100 * slower:.2g} % less time than keeping everything"
     goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
     end = f"{less} with unlimited memory. In each iteration {_why(top)}."
     return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
@@ -184,7 +186,9 @@ def _front(advice: Advice) -> Iterator[str]:
 
 def _nothing(advice: Advice) -> Iterator[str]:
     runs = len(advice.rows)
-    if runs:
+    if advice.skipped and not advice.changes:
+        yield f"Of {runs} policies and compositions that were run, none fits."
+    elif runs:
         yield f"Nothing fits: {runs} policies and compositions were run."
     else:
         yield "Nothing fits: no policy or composition moves enough of the state."

@@ -12,6 +12,7 @@ from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
 from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible
 from sim.experiment import reference_run, unlimited
+from sim.policies import load
 
 LARGEST = 1 << 16
 FLAT = 1.01
@@ -44,27 +45,35 @@ def ceiling(asked: Question) -> Ceiling:
 
 
 def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
-    """All candidates, those that are likely to win first, unless one of them is as fast as with unlimited memory."""
+    """All candidates, those that are likely to win first.
+
+    Where one of them is as fast as with unlimited memory, of the rest only those whose work itself may take less time.
+    """
     first, rest = candidates_for(asked)
     rows = trials.run(asked, first) if first else []
-    if not rest or _top(rows) >= ceiling(asked).speed * (1 - EQUAL):
-        return rows
-    return rows + trials.run(asked, rest)
+    if rest and _top(rows) >= ceiling(asked).speed * (1 - EQUAL):
+        rest = [name for name in rest if load(name).saves]
+    return rows + trials.run(asked, rest) if rest else rows
 
 
 def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
     """Powers of two with a few candidates each, then what lies around the best, then all candidates at the best.
 
-    A batch is left out that could not win even with unlimited memory. Ends where nothing fits, or where another
-    doubling would bring less than `FLAT` even with unlimited memory.
+    Where none of the few fits one sample, all candidates are run for that, and those that fit, by speed, take their
+    place from there on. A batch is left out that could not win even with unlimited memory. Ends where nothing fits, or
+    where another doubling would bring less than `FLAT` even with unlimited memory.
     """
     rows: list[Row] = []
+    names, _ = candidates_for(asked.changed(batch=1))
     batch, above = 1, 0.0
     while batch <= LARGEST and trials.left_s:
         each = asked.changed(batch=batch)
         most = ceiling(each).speed
         if most > _top(rows):
-            new = _few(each, trials, most)
+            new = _few(each, trials, most, names)
+            if batch == 1 and not any(map(fits, new)):
+                new = trials.run(each, [name for part in candidates_for(each) for name in part])
+                names = [str(row["policy"]) for row in sorted(filter(fits, new), key=speed, reverse=True)]
             rows += new
             if not any(map(fits, new)):
                 break
@@ -76,20 +85,19 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
         for near in sorted({found["batch"] * 3 // 4, found["batch"] * 3 // 2} - {row["batch"] for row in rows}):
             each = asked.changed(batch=near)
             if near and (most := ceiling(each).speed) > _top(rows):
-                rows += _few(each, trials, most)
+                rows += _few(each, trials, most, names)
         found = best(rows)
         assert found is not None
         rows += at_one_batch(asked.changed(batch=found["batch"]), trials)
     return rows
 
 
-def _few(asked: Question, trials: Trials, most: float) -> list[Row]:
-    """The first candidate, and the next `FEW` unless that is as fast as with unlimited memory."""
-    first, _ = candidates_for(asked)
-    rows = trials.run(asked, first[:1]) if first else []
-    if _top(rows) >= most * (1 - EQUAL) or len(first) < 2:
+def _few(asked: Question, trials: Trials, most: float, names: Sequence[str]) -> list[Row]:
+    """The first of these candidates, and the next `FEW` unless that is as fast as with unlimited memory."""
+    rows = trials.run(asked, names[:1]) if names else []
+    if _top(rows) >= most * (1 - EQUAL) or len(names) < 2:
         return rows
-    return rows + trials.run(asked, first[1 : 1 + FEW])
+    return rows + trials.run(asked, names[1 : 1 + FEW])
 
 
 def largest_batch(asked: Question, trials: Trials) -> list[Row]:
@@ -103,7 +111,7 @@ def largest_batch(asked: Question, trials: Trials) -> list[Row]:
         held = [str(row["policy"]) for row in new if fits(row)]
         if not held:
             break
-        names, fitting, failing = held, failing, failing * 2
+        names, fitting, failing = held, failing, min(failing * 2, LARGEST + 1)
     while failing - fitting > 1 and fitting and trials.left_s:
         middle = (fitting + failing) // 2
         new = trials.run(asked.changed(batch=middle), names)
