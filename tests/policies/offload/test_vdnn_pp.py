@@ -145,6 +145,7 @@ def test_a_compressed_tensor_is_its_mask_and_the_slots_that_its_values_fill(elem
 def test_half_zeros_take_half_the_bytes_and_the_mask() -> None:
     assert compressed_bytes(4 * 6400, 0.5) == 6400 // 8 + 4 * 3200
     assert compressed_bytes(4 * 6400, 0) == 6400 // 8 + 4 * 6400
+    assert compressed_bytes(2 * 6400, 0.5, width=2) == 6400 // 8 + 2 * 3200  # an element is zero, not a pair of them
 
 
 def long_net() -> Trace:

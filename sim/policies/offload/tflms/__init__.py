@@ -28,9 +28,10 @@ class Tflms(Policy):
     Source: Le, Imai, Negishi, Kawachiya, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting",
         arXiv:1807.02037, and "Automatic GPU Memory Management for Large Neural Models in TensorFlow", ISMM 2019,
         doi:10.1145/3315573.3329984; parameters, their tuning and the count as in version 2 of its public code.
-    Bounds: no copy with a threshold of as many levels as there are; synchronised both ways, a lower threshold never
-        raises the peak. About log2(levels)² counts, each O(ops + swaps). Slower than `swap_all` where the greatest
-        `swapin_ahead` that passes is small, or modes other than 0 make the device wait: both as published.
+    Bounds: no copy with a threshold of as many levels as there are; synchronised both ways, with a copy in for each
+        reader, a lower threshold never raises the peak. About log2(levels)² counts, each O(ops + swaps). Slower than
+        `swap_all` where the greatest `swapin_ahead` that passes is small, or modes other than 0 make the device wait:
+        both as published.
     Headline: ResNet-50 with 4.7 times the batch, 3DUnet with twice, on a POWER machine whose host link is NVLink.
         Here on `v100_16` ResNet-50 trains with 7.3 times the batch (1,394 images), over PCIe at 8 times the time per
         image.

@@ -10,13 +10,14 @@ from math import ceil
 from sim.errors import PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Move, Plan, Problem
+from sim.rewrites.codecs import WIDTHS
 from sim.rewrites.rewrite import Codec, encode, reorder
 from sim.trace.chain import FORWARD
 from sim.trace.graph import Trace
 
 CPU = "cpu"
 ELEMENT = 4
-"""Bytes of an element: the published code compresses FP32."""
+"""Bytes of an element of FP32, which the published code compresses."""
 SLICES = 8
 """Slices of a tensor, one for each CPU thread."""
 SLOTS = 8
@@ -25,14 +26,17 @@ WORD = 32
 """Elements per word of the mask."""
 
 
-def compressed_bytes(bytes: int, zeros: float) -> int:
-    """Bytes of a compressed tensor: its mask, and as many slots as its values fill in each slice."""
-    elements = -(-bytes // ELEMENT)
-    mask = -(-elements // WORD) * ELEMENT
+def compressed_bytes(bytes: int, zeros: float, width: int = ELEMENT) -> int:
+    """Bytes of a compressed tensor: its mask, and as many slots as its values fill in each slice.
+
+    width: bytes of an element, of which `zeros` is a share.
+    """
+    elements = -(-bytes // width)
+    mask = -(-elements // WORD) * (WORD // 8)
     in_slice = -(-elements // SLICES)
     slot = -(-in_slice // SLOTS)
     values = ceil(in_slice * (1 - Fraction(zeros)))
-    return mask + SLICES * -(-values // slot) * slot * ELEMENT if slot else mask
+    return mask + SLICES * -(-values // slot) * slot * width if slot else mask
 
 
 def compressed(problem: Problem, plan: Plan, zeros: float, host: str) -> Plan:
@@ -48,7 +52,8 @@ def compressed(problem: Problem, plan: Plan, zeros: float, host: str) -> Plan:
     codecs = {}
     for t in arrival:
         size = int(plan.trace.tensor_columns.bytes[t])
-        small = compressed_bytes(size, plan.trace.tensor_columns.zeros.get(t, zeros))
+        width = WIDTHS.get(plan.trace.tensor_columns.dtype[t], ELEMENT)
+        small = compressed_bytes(size, plan.trace.tensor_columns.zeros.get(t, zeros), width)
         if small < size:
             codecs[t] = Codec("packed", Fraction(small, size), engine=CPU)
     return _rewritten(plan, codecs, arrival, trips) if codecs else plan
