@@ -166,7 +166,7 @@ def _decisive(advice: Advice) -> Iterator[str]:
     left, tried = advice.figures_all - advice.figures_tried, f"{advice.figures_tried} assumed figures of the profile"
     rest = f" ({left} more were not tried)" if left else ""
     if not advice.flips:
-        yield f"None of {tried}, halved or doubled, makes another policy faster by 1 %{rest}."
+        yield f"None of {tried}, halved or doubled, makes the fastest of another kind faster by 1 %{rest}."
         return
     paths = len({flip.path for flip in advice.flips})
     yield f"Of {tried}, halved and doubled, {paths} would change this{rest}:"
@@ -199,6 +199,9 @@ def _nothing(advice: Advice) -> Iterator[str]:
 
 
 def _end(advice: Advice) -> Iterator[str]:
+    budget, usable = advice.question.budget, advice.question.platform.home(0).capacity
+    if budget is not None and budget > usable:
+        yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
     if advice.skipped:
         yield f"{advice.skipped} runs were left out for lack of time: give the search more (--seconds)"
     late = sum(row["status"] == "timed_out" for row in advice.rows)

@@ -27,9 +27,9 @@ class VdnnPp(Vdnn):
         public code (vdnn-plus-plus).
     Bounds: with ample memory, and a link per direction to itself, never slower than vDNN with the same offload set. It
         may hold several inputs where vDNN holds one. Slower than `swap_all` where the published search prefetches
-        later than that does, or where `all` offloads more than the link carries: no offload is given up. A compressed
-        tensor of n elements takes a bit for each, and its own bytes for each that is not zero, rounded up to slots
-        of n/64 elements.
+        later than that does, or where `all` offloads more than the link carries: none is given up, unless its copy
+        has not begun when it is wanted back. A compressed tensor of n elements takes a bit for each, and its own bytes
+        for each that is not zero, rounded up to slots of n/64 elements.
     Headline: up to 60 % faster than vDNN, up to 60 % less pinned memory. Here on a P100 and a V100, with `all` and
         least workspace, VGG-16 takes 16 to 24 % less time, ResNet-50 and GoogLeNet 53 to 67 % less; with 60 % zeros and
         `conv` the host holds 13 to 32 % less of those two. Of VGG-16 it holds no less: its peak there is one tensor
