@@ -267,7 +267,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel("ops", fontsize=FONT)
         axes.set_ylabel("µs per op", fontsize=FONT)
         axes.set_title({"w1": "W1", "gpt2": "GPT-2 medium"}[kind], fontsize=FONT)
-        axes.legend(fontsize=6.5, frameon=False)
+        axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), frameon=False, fontsize=6.5, labelspacing=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     save_figure(figure, path)
