@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sim.errors import PolicyError
+from sim.errors import PolicyError, ProfileError
+from sim.hardware.platform import Platform
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
@@ -15,6 +16,20 @@ from sim.trace.origin import Same
 UPDATE = PHASE_CODE["update"]
 CPU = "cpu"
 """Name of the engine that updates."""
+
+
+def updating_host(platform: Platform, policy: str, purpose: str) -> str:
+    """The home tier of the CPU that updates.
+
+    policy, purpose: for the error: which policy asks, and what the host tier is for, as in "to offload to".
+    Raises PolicyError where the machine has no host tier or no such engine.
+    """
+    if platform.host is None:
+        raise PolicyError(f"{policy}: {platform.name} has no host tier {purpose}")
+    try:
+        return platform.engines[platform.engine_for(0, CPU)].home
+    except ProfileError:
+        raise PolicyError(f"{policy}: {platform.name} has no engine {CPU!r} to update on") from None
 
 
 def device_updates(trace: Trace) -> list[int]:

@@ -10,14 +10,14 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from sim.declared import Size
-from sim.errors import PolicyError, ProfileError
+from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.patrickstar.chunks import Walk, chunks_of
 from sim.policies.offload.patrickstar.measured import non_model
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
-from sim.rewrites.host_update import CPU, OnHost, Split, device_updates, updated_on_host
+from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -82,12 +82,7 @@ class PatrickStar(Policy):
     def plan(self, problem: Problem) -> Plan:
         """Which tiles the CPU updates; where each chunk is at each op."""
         platform, trace = problem.platform, problem.trace
-        if platform.host is None:
-            raise PolicyError(f"patrickstar: {platform.name} has no host tier to move chunks to")
-        try:
-            host = platform.engines[platform.engine_for(0, CPU)].home
-        except ProfileError:
-            raise PolicyError(f"patrickstar: {platform.name} has no engine {CPU!r} to update on") from None
+        host = updating_host(platform, "patrickstar", "to move chunks to")
         updates = device_updates(trace)
         rest = non_model(problem.history[-1].log) if problem.history else {}
         budgets = {d: platform.home(d).capacity for d in range(trace.devices)}

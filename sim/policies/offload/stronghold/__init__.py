@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from sim.errors import Deadlock, Infeasible, PolicyError, ProfileError
+from sim.errors import Deadlock, Infeasible
 from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.stronghold.window import Window, as_gradients_arrive
 from sim.rewrites.fused_update import fuse_updates
-from sim.rewrites.host_update import CPU, Split, device_updates, updated_on_host, with_resident
+from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host, with_resident
 from sim.solvers.streaming import stream_weights
 
 
@@ -68,12 +68,7 @@ class Stronghold(Policy):
     def plan(self, problem: Problem) -> Plan:
         """The plan for the window that is given or chosen."""
         platform, trace = problem.platform, problem.trace
-        if platform.host is None:
-            raise PolicyError(f"stronghold: {platform.name} has no host tier to keep layers in")
-        try:
-            host = platform.engines[platform.engine_for(0, CPU)].home
-        except ProfileError:
-            raise PolicyError(f"stronghold: {platform.name} has no engine {CPU!r} to update on") from None
+        host = updating_host(platform, "stronghold", "to keep layers in")
         fused = fuse_updates(trace, device_updates(trace))
         split = Split(fused)
         new = updated_on_host(split, in_place=True)

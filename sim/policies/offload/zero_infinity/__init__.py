@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from sim.declared import Size
-from sim.errors import PolicyError, ProfileError
+from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_infinity.update import Update
 from sim.rewrites.fused_update import fuse_updates
-from sim.rewrites.host_update import CPU, Split, device_updates, updated_on_host
+from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host
 from sim.solvers.streaming import stream_weights
 from sim.units import to_bytes
 
@@ -101,12 +101,7 @@ class ZeroInfinity(Policy):
 
     def _tiers(self, platform: Platform) -> tuple[str, str]:
         """The host, and the drive behind it or "" for none."""
-        if platform.host is None:
-            raise PolicyError(f"zero_infinity: {platform.name} has no host tier to offload to")
-        try:
-            host = platform.engines[platform.engine_for(0, CPU)].home
-        except ProfileError:
-            raise PolicyError(f"zero_infinity: {platform.name} has no engine {CPU!r} to update on") from None
+        host = updating_host(platform, "zero_infinity", "to offload to")
         behind = platform.cascade(host)[1:]
         if "nvme" in (self.states, self.weights) and not behind:
             raise PolicyError(f"zero_infinity: {platform.name} has no tier behind {host!r} for nvme; use 'host'")

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Literal
 
 from sim.declared import Size
-from sim.errors import PolicyError, ProfileError
+from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.cut import cheapest_cut
 from sim.rewrites.fused_update import fuse_updates
-from sim.rewrites.host_update import CPU, OnHost, Split, device_updates, updated_on_host
+from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.solvers.streaming import buckets
 from sim.units import to_bytes
 
@@ -82,12 +82,7 @@ class ZeroOffload(Policy):
     def plan(self, problem: Problem) -> Plan:
         """The trace with its update on the CPU, the copies of gradients and weights, and the waits."""
         platform, trace = problem.platform, problem.trace
-        if platform.host is None:
-            raise PolicyError(f"zero_offload: {platform.name} has no host tier to offload to")
-        try:
-            host = platform.engines[platform.engine_for(0, CPU)].home
-        except ProfileError:
-            raise PolicyError(f"zero_offload: {platform.name} has no engine {CPU!r} to update on") from None
+        host = updating_host(platform, "zero_offload", "to offload to")
         updates = device_updates(trace)
         chosen = cheapest_cut(trace) if self.partition == "cut" else updates
         if not chosen:
