@@ -1,8 +1,5 @@
-"""Settings of all tests: no deadline of Hypothesis and no database left behind; tests of speed run alone."""
+"""Settings of all tests: no deadline of Hypothesis and no database left behind; which tests are quick, or long."""
 
-import fcntl
-import os
-import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +10,6 @@ matplotlib.use("Agg")
 settings.register_profile("tiersim", deadline=None, database=None, derandomize=True)
 settings.load_profile("tiersim")
 
-LOCKS = "TIERSIM_TEST_LOCKS"
 TESTS = Path(__file__).parent
 QUICK = {
     "sim": ("test_units.py", "test_public_api.py", "test_quick.py"),
@@ -76,20 +72,11 @@ LONG = (
     "test_documents.py::test_the_demos_table",
     "test_scaffold.py::test_a_new_policy",
     "test_scaffold.py::test_what_is_written_in_the_tree",
-    "test_scale.py",
     "test_site.py::test_what_a_guide_tells_to_type_works",
     "workloads/test_adapters.py",
     "workloads/test_import_fuzz.py",
 )
 """Tests that a plain `pytest` leaves to `.ci/run`, which runs them too: with them it takes twice as long."""
-
-
-def pytest_configure(config):
-    """The process that was started by hand makes the folder; the workers of pytest-xdist inherit its name."""
-    if not hasattr(config, "workerinput"):
-        folder = tempfile.TemporaryDirectory(prefix="tiersim-locks-")
-        os.environ[LOCKS] = folder.name
-        config.add_cleanup(folder.cleanup)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -109,19 +96,3 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.quick)
             if name.startswith(LONG):
                 item.add_marker(pytest.mark.long)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    """While a test marked `alone` runs, all other workers wait: what it measures is its own.
-
-    A test holds the room, shared or alone, and passes the door to get there: who waits at the door for
-    the room to be empty lets nobody in behind.
-    """
-    folder = Path(os.environ[LOCKS])
-    alone = item.get_closest_marker("alone") is not None
-    with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        return (yield)

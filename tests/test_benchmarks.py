@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clocks import least
 from workloads import w1
 
 SPEC = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "benchmarks" / "speed.py")
@@ -35,14 +36,6 @@ def what_other_tests_left_is_not_collected():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def least(limit, figure, tries=7):
-    """The least of some measurements, for other work on the machine only adds to one; no more than it takes."""
-    found = []
-    while len(found) < tries and min(found, default=limit) >= limit:
-        found.append(figure())
-    return min(found)
 
 
 @pytest.mark.parametrize("case", LIMITS)

