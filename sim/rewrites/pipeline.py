@@ -4,61 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sim.errors import TraceError, near
+from sim.errors import TraceError
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.rewriter import Rewriter
+from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, unit_orders
+from sim.rewrites.slots import Slot, split_updates
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Same
+from sim.trace.tensor import ROLE_CODE
 
-SCHEDULES = ("gpipe", "1f1b")
+__all__ = ["SCHEDULES", "pipeline"]
 
 
 def pipeline(
-    trace: Trace, stage_of_layer: Sequence[int] | Mapping[int, int], micro_batches: int, schedule: str = "1f1b"
+    trace: Trace,
+    stage_of_layer: Sequence[int] | Mapping[int, int],
+    micro_batches: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
     Updates come last. Ops of no layer are assigned by position: before the first layer to stage 0, after the last one
-    to the last stage, mirrored in backward; updates run where their weight is read first. A tensor that another stage
-    reads is sent as soon as it is produced, and received where that stage starts the forward or backward that needs it
-    (ops `send` and `recv` in one group); later readers there use the received copy. An input that several stages read
-    is present on each. A weight of two stages (tied embeddings) is kept and updated on the stage that reads it first,
-    and sent once per iteration; the other half of its gradient is sent back.
+    to the last stage, mirrored in backward; updates run where their weight is read first. An op that updates the
+    weights of several stages is divided by parameter. A tensor that another stage reads is sent as soon as it is
+    produced, and received where that stage starts the forward or backward that needs it (ops `send` and `recv` in one
+    group); later readers there use the received copy. An input that several stages read is present on each. A weight of
+    two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; the
+    other half of its gradient is sent back.
 
     trace: a trace on one device.
-    stage_of_layer: the stage of every layer, by index.
+    stage_of_layer: the stage of every layer, by index; with `chunks` its part of the model.
     micro_batches: number of microbatches.
-    schedule: `gpipe` (all forwards, then all backwards, in the order of the microbatches) or `1f1b` (stage s of S
-        runs S - 1 - s forwards ahead, then alternates one forward and one backward).
+    schedule: one of `sim.rewrites.schedules.SCHEDULES`.
+    chunks: parts of the model per device, for `interleaved`: of S devices, part q runs on device q mod S.
 
-    Raises TraceError for a trace on several devices, a layer without a stage, or an update that needs the weights of
-    several stages.
+    Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
+    a number of microbatches that the schedule has no order for, or an update that needs the weights of several stages
+    and cannot be divided.
     """
-    if schedule not in SCHEDULES:
-        raise TraceError(f"pipeline: schedule {schedule!r} is unknown{near(schedule, SCHEDULES)}")
+    table = stage_of_layer if isinstance(stage_of_layer, Mapping) else dict(enumerate(stage_of_layer))
+    parts = len(set(table.values()))
+    if sorted(set(table.values())) != list(range(parts)):
+        raise TraceError("pipeline: stages must be numbered 0, 1, … without a gap")
+    if chunks < 1 or parts % chunks:
+        raise TraceError(f"pipeline: {parts} parts do not divide into {chunks} per device")
+    stages = max(parts // chunks, 1)
+    orders = unit_orders(schedule, stages, chunks, micro_batches)
     if trace.devices > 1:
         raise TraceError("pipeline: the trace is already on several devices")
-    base_stage = _stages(trace, stage_of_layer)
-    stages = max(base_stage, default=0) + 1
+    trace = _updates_by_part(trace, table)
+    base_part = _parts(trace, table)
+    _check_updates(trace, base_part)
     split, which = split_batch_ops(trace, micro_batches)
-    stage = [base_stage[op] for op, _ in which]
-    units = _units(split, which, stage)
-    order = _order(split, units, stages, micro_batches, schedule)
-    return _Stages(split, stage, order).build()
+    part = [base_part[op] for op, _ in which]
+    later = _weight_gradients(trace) if schedule in DIVIDED else frozenset()
+    units = _units(split, which, part, later)
+    order = _order(split, units, [[unit for unit in own if unit in units] for own in orders])
+    return _Stages(split, [q % stages for q in part], order, stages).build()
 
 
-Unit = tuple[int, str, int]  # stage, phase, microbatch
+def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
+    """The trace with an op of the update per part of the model, where one updates weights of several."""
+    part = _parts(trace, table)
+    initial = {name: t for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0}
+
+    def part_of(slot: Slot) -> int:
+        return max(_first_part(trace, initial[slot.parameter], part), 0)
+
+    return split_updates(trace, part_of)
 
 
-def _stages(trace: Trace, stage_of_layer: Sequence[int] | Mapping[int, int]) -> list[int]:
-    """The stage of every op."""
-    table = stage_of_layer if isinstance(stage_of_layer, Mapping) else dict(enumerate(stage_of_layer))
-    if sorted(set(table.values())) != list(range(len(set(table.values())))):
-        raise TraceError("pipeline: stages must be numbered 0, 1, … without a gap")
+def _weight_gradients(trace: Trace) -> frozenset[int]:
+    """The backward ops that no other op of backward waits for, but for sums of what they produce."""
+    gradient, c = ROLE_CODE["gradient"], trace.op_columns
+    role = trace.tensor_columns.role
+    found: set[int] = set()
+    for op in reversed(range(len(trace.ops))):
+        if c.phase[op] == PHASE_CODE["backward"] and all(
+            role[t] == gradient and all(r in found or c.phase[r] == PHASE_CODE["update"] for r in trace.readers(t))
+            for t in trace.writes(op)
+        ):
+            found.add(op)
+    return frozenset(found)
+
+
+def _parts(trace: Trace, table: Mapping[int, int]) -> list[int]:
+    """The part of the model of every op; of an update, the part of the first weight that it reads."""
     last = max(table.values(), default=0)
-    c, role = trace.op_columns, trace.tensor_columns.role
-    stage: list[int] = []
-    started = {"forward": False, "backward": False}
+    part: list[int] = []
     layered = {
         phase: [op.id for op in trace.ops if op.phase == phase and op.layer >= 0] for phase in ("forward", "backward")
     }
@@ -66,66 +101,57 @@ def _stages(trace: Trace, stage_of_layer: Sequence[int] | Mapping[int, int]) -> 
         if op.layer >= 0:
             if op.layer not in table:
                 raise TraceError(f"pipeline: layer {op.layer} of op {op.name!r} has no stage")
-            stage.append(table[op.layer])
-            started[op.phase] = True
+            part.append(table[op.layer])
         elif op.phase == "update":
-            stage.append(_stage_of_update(trace, op.id, stage))
+            part.append(_part_of_update(trace, op.id, part))
         else:
             ahead = not layered[op.phase] or op.id < layered[op.phase][0]
             behind = not ahead and op.id > layered[op.phase][-1]
             if ahead or behind:
-                stage.append(0 if ahead == (op.phase == "forward") else last)
+                part.append(0 if ahead == (op.phase == "forward") else last)
             else:
-                stage.append(stage[-1])
-    owners: dict[int, set[int]] = {}
-    for op_id, own_stage in enumerate(stage):
-        if c.phase[op_id] == 2:
-            owners.setdefault(op_id, set()).update(
-                _first_stage(trace, t, stage)
-                for t in trace.reads(op_id)
-                if role[t] in PERSISTENT and trace.producer[t] < 0
-            )
-            wrong = owners[op_id] - {own_stage, -1}
-            if wrong:
-                raise TraceError(f"pipeline: op {c.name[op_id]!r} needs weights of stages {own_stage} and {min(wrong)}")
-    return stage
+                part.append(part[-1])
+    return part
 
 
-def _first_stage(trace: Trace, tensor: int, stage: Sequence[int]) -> int:
-    """The stage of the first forward or backward reader, -1 if there is none."""
-    return next((stage[op] for op in trace.readers(tensor) if trace.op_columns.phase[op] < 2), -1)
+def _check_updates(trace: Trace, part: Sequence[int]) -> None:
+    """Raise TraceError where an update needs the weights of several parts."""
+    c, role = trace.op_columns, trace.tensor_columns.role
+    for op, own in enumerate(part):
+        if c.phase[op] != PHASE_CODE["update"]:
+            continue
+        needed = {
+            _first_part(trace, t, part) for t in trace.reads(op) if role[t] in PERSISTENT and trace.producer[t] < 0
+        }
+        wrong = needed - {own, -1}
+        if wrong:
+            raise TraceError(f"pipeline: op {c.name[op]!r} needs weights of stages {own} and {min(wrong)}")
 
 
-def _stage_of_update(trace: Trace, op: int, stage: Sequence[int]) -> int:
-    readers = [_first_stage(trace, t, stage) for t in trace.reads(op)]
-    producers = [stage[int(trace.producer[t])] for t in trace.reads(op) if 0 <= trace.producer[t] < len(stage)]
+def _first_part(trace: Trace, tensor: int, part: Sequence[int]) -> int:
+    """The part of the first forward or backward reader, -1 if there is none."""
+    return next((part[op] for op in trace.readers(tensor) if trace.op_columns.phase[op] < 2), -1)
+
+
+def _part_of_update(trace: Trace, op: int, part: Sequence[int]) -> int:
+    readers = [_first_part(trace, t, part) for t in trace.reads(op)]
+    producers = [part[int(trace.producer[t])] for t in trace.reads(op) if 0 <= trace.producer[t] < len(part)]
     weights = [s for t, s in zip(trace.reads(op), readers, strict=True) if trace.tensor_columns.role[t] in PERSISTENT]
     return next((s for s in (*weights, *producers, *readers) if s >= 0), 0)
 
 
-def _units(trace: Trace, which: list[tuple[int, int]], stage: list[int]) -> dict[Unit, list[int]]:
-    """The ops of each forward, backward and update of a stage, in order."""
+def _units(trace: Trace, which: list[tuple[int, int]], part: list[int], later: frozenset[int]) -> dict[Unit, list[int]]:
+    """The ops of each unit, in order. later: ops of the base that are units of their own, after their backward."""
     units: dict[Unit, list[int]] = {}
-    for op, (_, k) in enumerate(which):
-        phase = trace.ops[op].phase
-        units.setdefault((stage[op], phase, 0 if phase == "update" else k), []).append(op)
+    for op, (old, k) in enumerate(which):
+        phase = "weight" if old in later else trace.ops[op].phase
+        units.setdefault((part[op], phase, 0 if phase == "update" else k), []).append(op)
     return units
 
 
-def _order(
-    trace: Trace, units: dict[Unit, list[int]], stages: int, n: int, schedule: str
-) -> list[tuple[Unit, list[int]]]:
-    """All units in a program order that respects each stage's own order and every dependency."""
-    lists: list[list[Unit]] = []
-    for s in range(stages):
-        ahead = n if schedule == "gpipe" else min(n, stages - 1 - s)
-        schedule_of_stage: list[Unit] = [(s, "forward", k) for k in range(ahead)]
-        for k in range(n):
-            if ahead + k < n:
-                schedule_of_stage.append((s, "forward", ahead + k))
-            schedule_of_stage.append((s, "backward", k))
-        schedule_of_stage.append((s, "update", 0))
-        lists.append([unit for unit in schedule_of_stage if unit in units])
+def _order(trace: Trace, units: dict[Unit, list[int]], lists: list[list[Unit]]) -> list[tuple[Unit, list[int]]]:
+    """All units in a program order that respects each device's own order (`lists`) and every dependency."""
+    stages = len(lists)
     unit_of = {op: unit for unit, ops in units.items() for op in ops}
     needs = {
         unit: {unit_of[int(trace.producer[t])] for op in ops for t in trace.reads(op) if trace.producer[t] >= 0}
@@ -155,9 +181,9 @@ def _order(
 class _Stages:
     """Writes the ops of all stages, with the sends between them."""
 
-    def __init__(self, trace: Trace, stage: list[int], order: list[tuple[Unit, list[int]]]) -> None:
-        self.trace, self.stage, self.order = trace, stage, order
-        self.new = Rewriter(trace, {"stages": max(stage, default=0) + 1})
+    def __init__(self, trace: Trace, stage: list[int], order: list[tuple[Unit, list[int]]], stages: int) -> None:
+        self.trace, self.stage, self.order, self.stages = trace, stage, order, stages
+        self.new = Rewriter(trace, {"stages": stages})
         self.ids = self.new.all_tensors()
         self.tensors = list(trace.tensors)
         self.home = [stage[p] if p >= 0 else -1 for p in trace.producer.tolist()]
@@ -181,7 +207,8 @@ class _Stages:
                 continue
             for s in sorted(self.wanted_by[old.id]):
                 self.received[old.id, s] = self.new.tensor(old, name=f"{old.name}.stage{s}")
-        for (s, phase, _), ops in self.order:
+        for (q, unit, _), ops in self.order:
+            s, phase = q % self.stages, "backward" if unit == "weight" else unit
             for op in ops:
                 for t in trace.reads(op):
                     self.receive(t, s, phase)

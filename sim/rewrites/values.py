@@ -12,6 +12,8 @@ following identities are used:
   must find that part of all its reads; a `Part` of another op may find some of them whole.
 - All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
   sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
+- An op of the optimizer updates each parameter from that parameter's own tensors (`sim.rewrites.slots`): `Slots` of it
+  must find those of its parameters, and has their results.
 - A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it.
 - What one member of a group (send and receive, a collective) reads, all members read.
 - A lossless encoding decodes to the original; a lossy one decodes to `Lossy`, which stands for nothing else. A code in
@@ -37,6 +39,7 @@ from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.rewriter import slice_of
+from sim.rewrites.slots import slots_of
 from sim.rewrites.split import ELEMENTWISE
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE
@@ -51,6 +54,7 @@ from sim.trace.origin import (
     Packed,
     Part,
     Same,
+    Slots,
     leaves,
     map_leaves,
 )
@@ -328,6 +332,8 @@ class _Check:
             for part in expr.parts:
                 available |= self.results(op, part, available, claims, share)
             return available
+        if isinstance(expr, Slots):
+            return self.slot_results(op, expr, have, claims, share)
         assert isinstance(expr, Part | Microbatch)
         kind, span = type(expr), (expr.first, expr.stop, expr.count)
         inner: set[Expr] = set()
@@ -347,13 +353,40 @@ class _Check:
         base_op = self.base.ops[leaves(restricted)[0].id]
         return base_op.kind not in ELEMENTWISE
 
-    def base_results(self, op: int, leaf: Same, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+    def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+        """What an op computes that updates some parameters of an op of the base."""
+        name, leaf = self.trace.op_columns.name[op], expr.of
+        slots = slots_of(self.base, leaf.id) if isinstance(leaf, Same) else []
+        if not isinstance(leaf, Same) or len(slots) != expr.count:
+            self.report(
+                "wrong", name, "", f"op {name!r}: {self.say(leaf, self.base.op_columns.name)} has no such slots"
+            )
+            return set()
+        own = [slots[k] for k in expr.slots]
+        reads = {t for slot in own for t in slot.reads}
+        share = share * len(own) / expr.count
+        results = self.base_results(op, leaf, have, claims, share, reads)
+        return results & {Same(t, leaf.iteration) for slot in own for t in slot.writes}
+
+    def base_results(
+        self,
+        op: int,
+        leaf: Same,
+        have: set[Expr],
+        claims: list[Expr],
+        share: Fraction,
+        only: set[int] | None = None,
+    ) -> set[Expr]:
+        """What an op computes that stands for an op of the base. only: of that op's reads, those it has to find."""
         base, c, b = self.base, self.trace.op_columns, self.base.op_columns
         name = c.name[op]
         if (c.kind[op], c.phase[op]) != (b.kind[leaf.id], b.phase[leaf.id]):
             self.report("wrong", name, "", f"op {name!r} is of another kind or phase than {b.name[leaf.id]!r}")
         enclosing = self.origin.ops[op]
-        while isinstance(enclosing, Part | Microbatch):
+        while isinstance(enclosing, Part | Microbatch | Slots):
+            if isinstance(enclosing, Slots):
+                enclosing = enclosing.of
+                continue
             if isinstance(enclosing, Microbatch):
                 possible, way = bool(self.by_batch[leaf.id]), "by batch"
             else:
@@ -365,7 +398,7 @@ class _Check:
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
         for t in base.reads(leaf.id):
-            if t in suffices:
+            if t in suffices or (only is not None and t not in only):
                 continue
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
@@ -493,6 +526,8 @@ class _Check:
         if isinstance(expr, Same):
             late = f" of iteration {expr.iteration}" if self.origin.iterations > 1 else ""
             return f"{names[expr.id]!r}{late}"
+        if isinstance(expr, Slots):
+            return f"slots {', '.join(map(str, expr.slots))} of {self.say(expr.of, names)}"
         if isinstance(expr, Part | Microbatch):
             return f"{type(expr).__name__.lower()} {expr.first}-{expr.stop}/{expr.count} of {self.say(expr.of, names)}"
         return f"{type(expr).__name__.lower()} " + ", ".join(self.say(leaf, names) for leaf in leaves(expr))

@@ -10,6 +10,7 @@ the ids of the base trace:
     Packed((a, b, None, …))           several tensors in one storage; None is a slot not yet filled
     Encoded(of, codec, lossless)      its encoding by a codec
     Lossy(of, codec)                  its reconstruction by a lossy codec
+    Slots(of, slots, count)           for an op of the optimizer: updates those of its `count` parameters alone
     Fused((a, b, …))                  for an op: computes a, then b, … in one kernel that touches each operand
                                       once; intermediate results are never in memory
     Glue()                            for an op: computes nothing of the base, only moves, joins, splits,
@@ -91,11 +92,20 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class Slots:
+    """An op of the optimizer restricted to some of the `count` parameters that it updates, by their order."""
+
+    of: Expr
+    slots: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Glue:
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
-Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Fused | Glue
+Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Fused | Slots | Glue
 Range = (Part, Microbatch)
 
 
@@ -105,6 +115,8 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
         return change(expr)
     if isinstance(expr, Part | Microbatch):
         return type(expr)(map_leaves(expr.of, change), expr.first, expr.stop, expr.count)
+    if isinstance(expr, Slots):
+        return Slots(map_leaves(expr.of, change), expr.slots, expr.count)
     if isinstance(expr, Packed):
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
     if isinstance(expr, Fused):
@@ -202,6 +214,8 @@ def to_json(expr: Expr) -> Any:
     if isinstance(expr, Part | Microbatch):
         word = "part" if isinstance(expr, Part) else "microbatch"
         return [word, to_json(expr.of), expr.first, expr.stop, expr.count]
+    if isinstance(expr, Slots):
+        return ["slots", to_json(expr.of), list(expr.slots), expr.count]
     if isinstance(expr, Packed):
         return ["packed", *(None if part is None else to_json(part) for part in expr.parts)]
     if isinstance(expr, Encoded):
@@ -222,6 +236,8 @@ def from_json(value: Any) -> Expr:
             return Same(id, iteration)
         case ["part" | "microbatch" as word, of, int(first), int(stop), int(count)] if 0 <= first < stop <= count:
             return (Part if word == "part" else Microbatch)(from_json(of), first, stop, count)
+        case ["slots", of, [*slots], int(count)] if _are_slots(slots, count):
+            return Slots(from_json(of), tuple(slots), count)
         case ["packed", *parts]:
             return Packed(tuple(None if part is None else from_json(part) for part in parts))
         case ["encoded", of, str(codec), bool(lossless)]:
@@ -233,3 +249,9 @@ def from_json(value: Any) -> Expr:
         case ["glue"]:
             return Glue()
     raise TraceError(f"stands_for: {str(value)[:60]!r} is not an origin")
+
+
+def _are_slots(slots: list[Any], count: int) -> bool:
+    """Whether these are positions below `count`, in order."""
+    whole = all(isinstance(slot, int) and not isinstance(slot, bool) for slot in slots)
+    return bool(slots) and whole and sorted(set(slots)) == slots and slots[0] >= 0 and slots[-1] < count

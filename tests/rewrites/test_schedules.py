@@ -1,0 +1,211 @@
+"""Pipeline schedules against closed forms and printed numbers: time, idle time, microbatches in flight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sim.engine.replay import replay
+from sim.errors import TraceError
+from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.log import EventLog
+from sim.plan import Plan
+from sim.rewrites.pipeline import pipeline
+from sim.rewrites.schedules import SCHEDULES, unit_orders
+from sim.rewrites.values import departures
+from sim.trace import Trace, TraceBuilder
+from sim.trace.origin import Slots
+from workloads import transformer
+from workloads.optimizers import OPTIMIZERS
+
+UNIT = 1_000_000
+"""Nanoseconds of one unit of time."""
+HELD = 1000
+"""Bytes of what one forward of one microbatch saves."""
+
+
+def model(parts: int, n: int, forward: int, inputs: int, weights: int = 0) -> Trace:
+    """Parts of equal times per microbatch. weights: of the weight gradients, 0 for a backward in one piece."""
+    b = TraceBuilder({"batch": n, "samples": n})
+    x, saved, gradients = b.tensor("x", n, "input"), [], []
+    w = [b.tensor(f"w{i}", 1, "weight", layer=i) for i in range(parts)] if weights else []
+    for i in range(parts):
+        y = b.tensor(f"y{i}", n, "temporary", layer=i)
+        kept = b.tensor(f"saved{i}", HELD * n, layer=i)
+        b.op(
+            f"f{i}", reads=[x, *w[i : i + 1]], writes=[y, kept], layer=i, duration=UNIT * n * forward, splits=["batch"]
+        )
+        saved.append(kept)
+        x = y
+    g = b.tensor("g", n, "temporary")
+    b.op("loss", reads=[x], writes=[g], duration=0, splits=["batch"])
+    for i in reversed(range(parts)):
+        new = b.tensor(f"g{i}", n, "temporary", layer=i)
+        fields = {"phase": "backward", "layer": i}
+        b.op(f"b{i}", reads=[g, saved[i]], writes=[new], duration=UNIT * n * inputs, splits=["batch"], **fields)
+        if weights:
+            t = b.tensor(f"w{i}.grad", 1, "gradient", layer=i)
+            took = UNIT * n * weights
+            b.op(f"b{i}.weight", reads=[g, saved[i]], writes=[t], duration=took, splits=["batch_sum"], **fields)
+            gradients.append(t)
+        g = new
+    return b.build(outputs=gradients, carry=())
+
+
+def line(devices: int) -> Platform:
+    """Devices whose links and additions take no time."""
+    which = range(devices)
+    return Platform(
+        "line",
+        tuple(Tier(f"hbm@{i}", 1 << 40, 1 << 40, 10**15, device=i) for i in which),
+        tuple(Engine(f"gpu@{i}", i, f"hbm@{i}", (f"hbm@{i}",), {"fp32": 10**15}) for i in which),
+        tuple(Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", 10**15) for i in which for j in which if i != j),
+    )
+
+
+def run(trace: Trace) -> EventLog:
+    return replay(Plan(trace), line(trace.devices))
+
+
+def spans(log: EventLog) -> list[tuple[int, int]]:
+    """Per device the time from its first to its last op, and its idle part, in units."""
+    lane, start, end = (log.interval(name) for name in ("lane", "start", "end"))
+    op = log.interval("op")
+    found = []
+    for device in range(log.trace.devices):
+        real = (lane == device) & (op >= 0) & (end - start >= UNIT)
+        busy, length = int((end - start)[real].sum()), int(end[real].max() - start[real].min())
+        found.append((round(length / UNIT), round((length - busy) / UNIT)))
+    return found
+
+
+def in_flight(trace: Trace, log: EventLog) -> list[float]:
+    """Per device the most that it saves at once, in forwards of one microbatch of one part."""
+    tensor, delta, tier = (log.change(name) for name in ("tensor", "delta", "tier"))
+    most = []
+    for device in range(trace.devices):
+        level = highest = 0
+        for t, d, at in zip(tensor.tolist(), delta.tolist(), tier.tolist(), strict=True):
+            if at == device and t >= 0 and trace.tensor_columns.name[t].startswith("saved"):
+                level += d
+                highest = max(highest, level)
+        most.append(highest / HELD)
+    return most
+
+
+def scheduled(schedule: str, stages: int, n: int, times: tuple[int, ...], chunks: int = 1) -> tuple[Trace, EventLog]:
+    base = model(stages * chunks, n, *times)
+    trace = pipeline(base, list(range(stages * chunks)), n, schedule, chunks)
+    assert not departures(trace, base)
+    return trace, run(trace)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "n", "time", "most"),
+    [
+        ("naive", 4, 2, 24, [1, 1, 1, 1]),
+        ("gpipe", 4, 8, 33, [8, 8, 8, 8]),
+        ("1f1b", 4, 8, 33, [4, 3, 2, 1]),
+        ("1f1b", 4, 2, 15, [2, 2, 2, 1]),
+        ("1f1b", 8, 32, 117, [8, 7, 6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_time_and_stash_of_a_schedule(schedule: str, stages: int, n: int, time: int, most: list[int]) -> None:
+    trace, log = scheduled(schedule, stages, n, (1, 2))
+    assert round(log.end / UNIT, 1) == time
+    assert in_flight(trace, log) == most
+
+
+@pytest.mark.parametrize(("chunks", "time", "most"), [(2, 57, [11, 9, 7, 5]), (4, 105, [19, 17, 15, 13])])
+def test_interleaving_divides_the_idle_time_by_the_parts_of_a_device(chunks: int, time: int, most: list[int]) -> None:
+    trace, log = scheduled("interleaved", 4, 8, (1, 2), chunks)
+    assert round(log.end / UNIT, 1) == time
+    assert round(log.end / UNIT - 8 * 3 * chunks, 1) == 9  # (S - 1) (F + B), of parts
+    assert in_flight(trace, log) == most
+
+
+@pytest.mark.parametrize(
+    ("stages", "n", "times", "idle"),
+    [(4, 8, (1, 1, 1), 3), (8, 24, (1, 1, 1), 7), (4, 8, (4, 5, 3), 18), (8, 24, (4, 5, 3), 42)],
+)
+def test_a_divided_backward_leaves_a_third_of_the_idle_time(
+    stages: int, n: int, times: tuple[int, int, int], idle: int
+) -> None:
+    trace, log = scheduled("zb_h1", stages, n, times)
+    assert max(length for length, _ in spans(log)) == n * sum(times) + idle
+    assert idle == (stages - 1) * (times[0] + times[1] - times[2])
+    if times == (1, 1, 1):
+        assert in_flight(trace, log) == [stages] * stages  # what backward reads stays to the weight gradients
+        assert round(log.end / UNIT, 1) == {4: 27, 8: 79}[stages]
+
+
+def test_every_unit_is_scheduled_once() -> None:
+    for schedule in SCHEDULES:
+        chunks = 3 if schedule == "interleaved" else 1
+        for stages, n in [(1, 1), (1, 3), (2, 2), (3, 6), (4, 8)]:
+            orders = unit_orders(schedule, stages, chunks, n)
+            for s, order in enumerate(orders):
+                assert len(set(order)) == len(order)
+                assert {unit for unit in order if unit[1] == "forward"} == {
+                    (s + q * stages, "forward", k) for q in range(chunks) for k in range(n)
+                }
+                assert len([unit for unit in order if unit[1] == "backward"]) == n * chunks
+
+
+def test_a_schedule_names_the_nearest_number_that_it_has_an_order_for() -> None:
+    with pytest.raises(TraceError, match="multiple of its 4 stages, not 6; nearest: 8"):
+        unit_orders("interleaved", 4, 2, 6)
+    with pytest.raises(TraceError, match="did you mean 'interleaved'"):
+        unit_orders("interleave", 4, 2, 8)
+    with pytest.raises(TraceError, match="interleaved needs at least 2 parts per device; nearest: 2, or 1f1b"):
+        unit_orders("interleaved", 4, 1, 8)
+    with pytest.raises(TraceError, match="gpipe has one part per device, not 2"):
+        unit_orders("gpipe", 4, 2, 8)
+
+
+FAMILIES = {
+    "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128},
+    "bert": {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
+        "max_position_embeddings": 64, "vocab_size": 128, "type_vocab_size": 2,
+    },
+    "llama": {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "vocab_size": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer", "schedule"),
+    [
+        *((family, "adamw_foreach", "zb_h1") for family in FAMILIES),
+        *(("gpt2", each, "1f1b") for each in OPTIMIZERS),
+    ],
+)
+def test_every_family_and_optimizer_runs_in_a_pipeline(family: str, optimizer: str, schedule: str) -> None:
+    """Embedding, head and last norm share ops of the optimizer with each other, and lie on different stages."""
+    config = {"model_type": family, **FAMILIES[family]}
+    n = 2 if schedule == "zb_h1" else 1
+    base = transformer(config, batch=n, sequence=16, optimizer=optimizer, precision="mixed_bf16")
+    trace = pipeline(base, [0, 1], n, schedule)
+    assert not departures(trace, base)
+    for op in trace.ops:
+        for t in op.reads:
+            producer = int(trace.producer[t])
+            assert producer < 0 or trace.ops[producer].device == op.device
+
+
+def test_a_slot_that_reads_another_parameters_gradient_is_wrong() -> None:
+    base = transformer({"model_type": "gpt2", **FAMILIES["gpt2"]}, batch=2, sequence=16, optimizer="adamw_fused")
+    trace = pipeline(base, [0, 1], 1)
+    assert trace.origin is not None
+    ops = list(trace.origin.ops)
+    divided = next(op for op, expr in enumerate(ops) if isinstance(expr, Slots))
+    expr = ops[divided]
+    assert isinstance(expr, Slots)
+    other = tuple(k for k in range(expr.count) if k not in expr.slots)
+    ops[divided] = Slots(expr.of, other, expr.count)
+    trace.origin = replace(trace.origin, ops=tuple(ops))
+    assert "wrong" in {each.what for each in departures(trace, base)}
