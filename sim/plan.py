@@ -65,6 +65,7 @@ class Move:
     codec: bytes/s, counted before compression, that the codec beside the copy engines takes in this copy, whether it
         compresses or restores what was compressed; None for that of the link, or of the copy that compressed it.
         Where neither says one the link alone sets the pace.
+    delay: ns that its software takes before the bytes flow, such as for page faults; the links are taken meanwhile.
     before, after: the op that anchors the action.
     """
 
@@ -76,6 +77,7 @@ class Move:
     before: int | str | None = None
     after: int | str | None = None
     codec: int | None = None
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)

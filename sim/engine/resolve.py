@@ -135,7 +135,12 @@ class Resolved:
         """Note a move that is given by ids, as most are; False leaves it to the general way, and its complaints."""
         tensor, before, after, tier = move.tensor, move.before, move.after, self._tier_ids.get(move.to)
         at, side = (after, self.after) if before is None else (before, self.before)
-        if type(tensor) is not int or type(at) is not int or tier is None or (move.wire, move.codec) != (None, None):
+        if (
+            type(tensor) is not int
+            or type(at) is not int
+            or tier is None
+            or (move.wire, move.codec, move.delay) != (None, None, 0)
+        ):
             return False
         if not (0 <= tensor < self._tensors and 0 <= at < self._ops) or (before is not None and after is not None):
             return False
@@ -188,6 +193,8 @@ class Resolved:
                 raise IllegalPlan(f"{action}: wire is negative")
             if action.codec is not None and action.codec < 1:
                 raise IllegalPlan(f"{action}: a codec takes at least 1 B/s")
+            if action.delay < 0:
+                raise IllegalPlan(f"{action}: delay is negative")
             return Act("move", tensor, self._tier(action.to, action), action)
         if isinstance(action, Drop):
             return Act("drop", tensor, self._homes[device] if action.tier is None else self._tier(action.tier, action))

@@ -78,6 +78,30 @@ def test_each_transfer_pays_its_fixed_time():
     assert spans(log, "move") == [("d2h", "w0", 0, 37), ("d2h", "w1", 37, 64)]
 
 
+def test_a_delay_holds_the_links_before_the_bytes_flow():
+    plan = Plan(
+        weights(30, 20).build(),
+        [Move("w0", "host", before="compute", delay=7), Move("w1", "host", before="compute")],
+    )
+    assert spans(replay(plan, machine()), "move") == [("d2h", "w0", 0, 37), ("d2h", "w1", 37, 57)]
+    both = [Move("w0", "host", before="compute", delay=6), Move("w1", "host2", before="compute")]
+    shared = Pool("bus", (Member("d2h"), Member("d2p")), GB)
+    on = machine()
+    on = replace(
+        on,
+        tiers=(*on.tiers, replace(on.tiers[1], name="host2")),
+        links=(*on.links, replace(on.links[0], name="d2p", target="host2")),
+        pools=(shared,),
+    )
+    # w1 has the bus alone for 6 ns, then half of it: 14 bytes in 28 ns; w0 then needs 30 - 14 more
+    assert spans(replay(Plan(weights(30, 20).build(), both), on), "move") == [
+        ("d2p", "w1", 0, 34),
+        ("d2h", "w0", 0, 50),
+    ]
+    with pytest.raises(IllegalPlan, match="delay is negative"):
+        replay(Plan(weights(30).build(), [Move("w0", "host", before="compute", delay=-1)]), machine())
+
+
 def test_two_links_on_one_pool_share_it_equally_until_one_ends():
     """Pool of 1 B/ns: both at 1/2; w0 (20 B) ends at 40; then w1 has 20 of its 40 B left at full rate."""
     pool = Pool("bus", (Member("d2h@0"), Member("d2h@1")), GB)
@@ -478,6 +502,25 @@ def test_carried_tensors_come_home_at_the_end():
     final = log.memory.groupby("tier").delta_bytes.sum()
     assert final["hbm"] == 40
     assert final["host"] == 0
+
+
+def test_what_began_behind_a_device_leaves_it_before_others_return_to_it():
+    b = TraceBuilder()
+    old = [b.tensor(f"w{i}", 40, "weight") for i in range(2)]
+    new = [b.tensor(f"v{i}", 40, "weight", replaces=old[i]) for i in range(2)]
+    for i in range(2):
+        b.op(f"u{i}", reads=[old[i]], writes=[new[i]], duration=10)
+    trace = b.build(outputs=new, carry=list(zip(new, old)))
+    moves = [Move("v0", "host", after="u0"), Move("w1", "hbm", before="u1")]
+    # 50 bytes hold one of the two: at the end v1 goes to where w1 began, and then v0 comes back
+    log = replay(Plan(trace, moves, place={old[1]: "host"}), machine(hbm=50))
+    assert spans(log, "move") == [
+        ("d2h", "v0", 10, 50),
+        ("h2d", "w1", 50, 90),
+        ("d2h", "v1", 100, 140),
+        ("h2d", "v0", 140, 180),
+    ]
+    assert log.counters["returned_moves"] == 2
 
 
 def test_out_of_memory_names_who_holds_what():

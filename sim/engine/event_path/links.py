@@ -61,22 +61,30 @@ class Job:
     bytes: what has not been started.
     rank: that of its end, see `clock`.
     most: bytes/s at which a codec beside the links takes or gives its bytes, None for none.
+    delay: ns on top of the route's fixed time.
     chunk: bytes between points where one of higher priority may go first, 0 for none.
     key: its place in the queues, least first; unique, and () while it stands in none.
     began: when its first chunk started, -1 before.
     ends: when the present chunk ends if it is not slowed down.
     """
 
-    __slots__ = ("began", "bytes", "chunk", "ends", "flow", "is_waiting", "key", "most", "rank", "route")
+    __slots__ = ("began", "bytes", "chunk", "delay", "ends", "flow", "is_waiting", "key", "most", "rank", "route")
 
     def __init__(
-        self, route: tuple[int, ...], bytes: int, rank: int, chunk: int = 0, most: Fraction | None = None
+        self,
+        route: tuple[int, ...],
+        bytes: int,
+        rank: int,
+        chunk: int = 0,
+        most: Fraction | None = None,
+        delay: int = 0,
     ) -> None:
         self.route = route
         self.bytes = bytes
         self.rank = rank
         self.chunk = chunk
         self.most = most
+        self.delay = delay
         self.key: tuple[int, ...] = ()
         self.began = -1
         self.ends = -1
@@ -195,7 +203,7 @@ class Links:
     def _pace(self, job: Job) -> tuple[int, int | Fraction]:
         """Fixed ns and bytes/s of a job alone on its route, at most those of its codec."""
         fixed, rate = self._platform.pace(job.route)
-        return fixed, rate if job.most is None or rate < job.most else job.most
+        return fixed + job.delay, rate if job.most is None or rate < job.most else job.most
 
     def _user(self, link: int, most: Fraction | None) -> tuple[str, int | Fraction, Charges]:
         name, rate = self._links[link].name, self._links[link].rate

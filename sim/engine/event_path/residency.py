@@ -53,7 +53,7 @@ class Transfer(Job):
         self.followers: tuple[Move, ...] = ()
         self.waiters: tuple[Wake, ...] = ()
         self.drop_target = False
-        super().__init__(route, self.wire, COPIES + tensor, most=most)
+        super().__init__(route, self.wire, COPIES + tensor, most=most, delay=move.delay)
 
     def done(self, now: int) -> None:
         """The copy is complete."""

@@ -134,13 +134,23 @@ class Closing:
         lifetimes.pin(trace.outputs)  # what leaves to have space for one of them must not be another
         yield from self._restore_outputs()
         ends: dict[int, int] = {}
-        for tensor, first in trace.carry:
-            yield from self._bring_back(tensor, first, ends)
-        yield from self._waits.idle(self._last)
-        for tensor, _ in trace.carry:
-            lifetimes.release_spare(tensor, ends.get(tensor))
+        # what belongs elsewhere leaves the devices first: what belongs there may need its space
+        for carried in self._carried():
+            for tensor, first in carried:
+                yield from self._bring_back(tensor, first, ends)
+            yield from self._waits.idle(self._last)
+            for tensor, _ in carried:
+                lifetimes.release_spare(tensor, ends.get(tensor))
         lifetimes.unpin(trace.outputs)
         yield from self._waits.catch_up()
+
+    def _carried(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The pairs of `Trace.carry` that began in a tier behind the devices, and the others."""
+        prepared, began = self._state.prepared, self._state.residency.began_in
+        homes = {prepared.home[lane] for lane in prepared.main}
+        behind = {pair for pair in prepared.trace.carry if began.get(pair[1]) not in {None, *homes}}
+        pairs = prepared.trace.carry
+        return [pair for pair in pairs if pair in behind], [pair for pair in pairs if pair not in behind]
 
     def _restore_outputs(self) -> Steps:
         """Recompute the outputs of which no copy is left."""

@@ -371,16 +371,19 @@ class Device:
                 yield from self.perform(self.producer(t), "recompute", is_counted=False)
                 store.counters["implicit_recomputes"] += 1
                 yield from self.drain(last)
-        for t, first in store.trace.carry:
-            home = store.started_in.get(first)
-            if home is not None and home not in store.held[t]:
-                store.counters["returned_moves"] += 1
-                yield from self.fetch(t, (home,), home, last)
-        yield from self.drain(last)
-        for t, first in store.trace.carry:
-            for tier in [name for name in store.tiers if name in store.held[t]]:
-                if tier != store.started_in.get(first):
-                    store.release(t, tier, -1, "freed")
+        fast = {engine.home for engine in store.platform.engines if engine.main}
+        for is_fast in (False, True):  # what goes home to a device may need the space of what leaves it
+            for t, first in store.trace.carry:
+                home = store.started_in.get(first)
+                if home is not None and (home in fast) == is_fast and home not in store.held[t]:
+                    store.counters["returned_moves"] += 1
+                    yield from self.fetch(t, (home,), home, last)
+            yield from self.drain(last)
+            for t, first in store.trace.carry:
+                home = store.started_in.get(first)
+                for tier in [name for name in store.tiers if name in store.held[t]]:
+                    if (home is None or home in fast) == is_fast and tier != home:
+                        store.release(t, tier, -1, "freed")
 
     def drain(self, op: int) -> Steps:
         """Until nothing is under way: ops on other engines first, then groups, then copies."""
