@@ -19,7 +19,8 @@ The last three are answers rather than mistakes: `simulate` raises them, `compar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -159,17 +160,50 @@ def refusal_kind(error: TiersimError) -> str:
 
 
 def near(wrong: str, valid: Iterable[str]) -> str:
-    """A hint to append to a message: the nearest valid spelling, or a list of valid ones.
+    """A hint to append to a message: the nearest valid spellings, or a list of valid ones.
 
     >>> near("gtp2", ["gpt2", "bert-base"])
     " (did you mean 'gpt2'?)"
+    >>> near("a100", ["a100_40_pcie", "a100_80_sxm", "p100"])
+    " (did you mean 'a100_40_pcie' or 'a100_80_sxm'?)"
     """
     choices = sorted(valid)
-    folded = {choice.casefold(): choice for choice in choices}
-    close = difflib.get_close_matches(wrong.casefold(), folded, n=1, cutoff=0.5)
+    close = _nearest(wrong[:LONGEST].casefold(), choices)[:NEAREST]
     if close:
-        return f" (did you mean {folded[close[0]]!r}?)"
+        *first, last = map(repr, close)
+        return f" (did you mean {', '.join(first)}{' or ' if first else ''}{last}?)"
     if not choices:
         return ""
     shown = ", ".join(repr(choice) for choice in choices[:8])
     return f" (valid: {shown}{', …' if len(choices) > 8 else ''})"
+
+
+NEAREST = 3
+"""The most names that a hint offers."""
+
+LONGEST = 100
+"""How many characters of a wrong name are compared: it may come from a file, and comparing takes its square."""
+
+
+def _nearest(wrong: str, choices: Sequence[str]) -> list[str]:
+    """The choices that a wrong name may stand for: those that continue it, else contain it, else are spelt alike.
+
+    A number is a whole word: "a10" does not stand for "a100", nor "h800" for "h100".
+    """
+    folded = {choice: choice.casefold() for choice in choices}
+    exact = [choice for choice in choices if folded[choice] == wrong]
+    if exact or not wrong:
+        return exact
+    text = re.escape(wrong)
+    whole, any_ending = rf"{text}(?![^\W_])", rf"{text}(?!\d)" if wrong[-1].isdigit() else text
+    for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(wrong) > 1 else ():
+        if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
+            return found
+    named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
+    return [named[text] for text in difflib.get_close_matches(wrong, named, n=1, cutoff=0.6)]
+
+
+def _renumbered(wrong: str, right: str) -> bool:
+    """Whether two names differ by other digits, and not only by ones swapped, lost or doubled: they name two things."""
+    first, second = re.findall(r"\d", wrong), re.findall(r"\d", right)
+    return len(first) == len(second) and sorted(first) != sorted(second)

@@ -489,7 +489,7 @@ def test_the_error_for_an_unknown_format_lists_the_known_ones(tmp_path: Path) ->
 
 
 def test_the_error_for_a_format_that_is_named_and_unknown_names_it_and_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"whose format is 'op-trace-2' \(did you mean 'op-trace-1'\?\)\); accepted"):
+    with pytest.raises(TraceError, match=r"whose format is 'op-trace-2' \(valid: 'op-trace-1'\)\); accepted"):
         load_trace(write(tmp_path, "f.json", {"format": "op-trace-2", "ops": []}))
     with pytest.raises(TraceError, match=r"a JSON object with the keys 'format', 'ops'"):
         load_trace(write(tmp_path, "f.json", {"format": ["op-trace-1"], "ops": []}))
