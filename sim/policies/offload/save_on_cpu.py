@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple
 
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
-from sim.rewrites.rewriter import Rewriter
+from sim.policies.saved_copies import saves_of, with_copies
 from sim.solvers.cascade import cascade
-from sim.solvers.checkpoints import cached_casts
-from sim.solvers.regions import Region
-from sim.solvers.schedule import TraceIndex
-from sim.solvers.undoing import forward_of
-from sim.trace.chain import BACKWARD, FORWARD
-from sim.trace.graph import Trace
-from sim.trace.origin import Same
-from sim.trace.tensor import ROLE_CODE
 
 PAGEABLE = "host_pageable"
 """Name of the tier of ordinary, not page-locked, host memory on platforms that tell the two apart."""
-
-
-class _Save(NamedTuple):
-    """One saved copy: of `tensor`, once op `at` has run, read by the backward ops `readers`.
-
-    used_until: the last forward op that needs the tensor, where the tensor itself goes to the host;
-    -1 where a copy goes that stands for it.
-    """
-
-    tensor: int
-    at: int
-    readers: tuple[int, ...]
-    used_until: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,84 +58,13 @@ class SaveOnCpu(Policy):
         if platform.host is None:
             raise PolicyError(f"save_on_cpu: {platform.name} has no host tier to copy to")
         host = PAGEABLE if not self.pin_memory and PAGEABLE in platform.tier_ids else platform.host.name
-        after: dict[int, list[_Save]] = {}
-        for save in self._saves(trace):
-            after.setdefault(save.at, []).append(save)
-        new = Rewriter(trace)
-        ids = new.all_tensors()
-        copies: dict[int, dict[int, int]] = {}  # backward op -> tensor -> the saved copy that it reads
-        drops: dict[int, list[int]] = {}
-        unpacked: set[int] = set()
+        new, packed = with_copies(trace, saves_of(trace, weights=self.weights, duplicates=self.duplicates))
+        device = new.op_columns.device
         actions: list[Action] = []
-        for op in trace.ops:
-            saved = copies.get(op.id, {})
-            reads = [saved.get(t, ids[t]) for t in op.reads]
-            here = new.op(op, reads=reads, writes=[ids[t] for t in op.writes])
-            for copy in saved.values():
-                if copy not in unpacked:
-                    unpacked.add(copy)
-                    actions += [Move(copy, platform.home(op.device).name, before=here), Wait(copy, before=here)]
-            packed = here
-            # a tensor goes itself only after all that is copied from it
-            for save in sorted(after.get(op.id, ()), key=lambda save: save.used_until):
-                copy, stays = ids[save.tensor], save.used_until > op.id
-                if save.used_until < 0:
-                    copy, packed = _pack(new, trace, save, copy)
-                elif stays:
-                    drops.setdefault(save.used_until, []).append(copy)
-                for reader in save.readers:
-                    copies.setdefault(reader, {})[save.tensor] = copy
-                actions += [Move(copy, host, keep=stays, after=packed), Wait(copy, after=packed)]
-            actions += [Drop(copy, after=here) for copy in drops.get(op.id, ())]
-        carry = [(ids[a], ids[b]) for a, b in trace.carry]
-        built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
-        return Plan(built, cascade(built, platform, actions, host))
-
-    def _saves(self, trace: Trace) -> list[_Save]:
-        c, role = trace.op_columns, trace.tensor_columns.role
-        undoes, cached = forward_of(trace), cached_casts(TraceIndex(trace), _forward_passes(trace))
-        ignored = [ROLE_CODE["gradient"], ROLE_CODE["optimizer_state"]]
-        if not self.weights:
-            ignored.append(ROLE_CODE["weight"])
-        found = []
-        for t in range(len(trace.tensors)):
-            producer, readers = int(trace.producer[t]), trace.readers(t)
-            late = tuple(op for op in readers if c.phase[op] == BACKWARD)
-            if role[t] in ignored or not late or not trace.tensor_columns.bytes[t]:
-                continue
-            early = [op for op in (producer, *readers) if op >= 0 and c.phase[op] == FORWARD and op < late[0]]
-            if not early:
-                continue
-            last = max(early)
-            until = cached.get(t, last)
-            # one copy a forward op that saves it: a node of several backward ops unpacks it once
-            nodes: dict[int, list[int]] = {}
-            for op in late:
-                own = undoes.get(op, last)
-                nodes.setdefault(own if self.duplicates and own in early else last, []).append(op)
-            saves = [_Save(t, at, tuple(ops)) for at, ops in nodes.items()]
-            k = max(range(len(saves)), key=lambda i: saves[i].at)
-            # the device must be there when those ops end: to wait for the copy, and before it comes back
-            plain = not any(c.engine.get(op) or c.group.get(op) for op in (saves[k].at, until))
-            if role[t] != ROLE_CODE["weight"] and plain:
-                saves[k] = saves[k]._replace(used_until=until)
-            found += saves
-        return found
-
-
-def _forward_passes(trace: Trace) -> list[Region]:
-    """Runs of forward ops of one device with no backward op of that device between them: one per microbatch."""
-    c = trace.op_columns
-    device, phase = c.device.tolist(), c.phase.tolist()
-    ops = sorted((op for op in range(len(phase)) if phase[op] <= BACKWARD), key=device.__getitem__)
-    parts = groupby(ops, key=lambda op: (device[op], phase[op]))
-    return [Region(tuple(part), ()) for (_, kind), part in parts if kind == FORWARD]
-
-
-def _pack(new: Rewriter, trace: Trace, save: _Save, source: int) -> tuple[int, int]:
-    """Add the tensor that stands for a saved copy, and the op that makes it; their ids."""
-    old, at = trace.tensors[save.tensor], trace.ops[save.at]
-    name = f"{old.name}.saved.{trace.op_columns.name[save.readers[0]]}"
-    copy = new.tensor(old, Same(old.id), name=name, role="activation", saved_for="backward")
-    where = {"phase": "forward", "layer": at.layer, "device": at.device}
-    return copy, new.glue(f"{name}.pack", "copy", [source], [copy], duration=0, **where)
+        for one in packed:
+            copy, at, needed = one.copy, one.at, one.readers[0]
+            actions += [Move(copy, host, keep=one.used_until > at, after=at), Wait(copy, after=at)]
+            home = platform.home(int(device[needed])).name
+            actions += [Move(copy, home, before=needed), Wait(copy, before=needed)]
+        actions += [Drop(one.copy, after=one.used_until) for one in packed if one.used_until > one.at]
+        return Plan(new, cascade(new, platform, actions, host))
