@@ -259,7 +259,7 @@ class _Work:
         for i, request in enumerate(self.requests):
             answer = self.answers.get(i)
             if i in self.slow:
-                left_out[request.label] = "plans slowly; name it to run it"
+                left_out[request.label] = "plans slowly: name it to run it"
             elif answer is None:
                 assert interrupted
                 left_out[request.label] = "interrupted before it ended"

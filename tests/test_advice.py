@@ -10,13 +10,14 @@ from sim.advice import advise
 from sim.advice.candidates import candidates
 from sim.advice.goals import candidates_for
 from sim.advice.question import Question
-from sim.advice.reasons import FACTORS, difference, kind
+from sim.advice.reasons import FACTORS
 from sim.advice.state import state_of
 from sim.advice.trials import Trials, best, fits, speed
 from sim.errors import Infeasible, TiersimError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies import load, names
+from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
 from tests.test_cli import tiersim
 from workloads import cnn, transformer
@@ -200,7 +201,7 @@ def test_equal_speeds_go_to_the_simplest():
 def test_the_reason_names_what_costs_more():
     fast, slow = row("a", 1_000_000, moved=7, stall=0), row("b", 1_500_000, recompute=500_000)
     assert (kind(fast), kind(slow)) == ("copies", "recomputation")
-    assert difference(fast, slow) == ["500 us more recomputation"]
+    assert difference(fast, slow) == ["500 µs more recomputation"]
     assert kind(row("c", 1)) == "neither"
     assert kind(row("c", 1, moved=1, recompute=1)) == "both"
 

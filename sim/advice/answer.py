@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from sim.advice.goals import Ceiling
 from sim.advice.question import Question
-from sim.advice.reasons import Change, Flip, above, difference, kind
+from sim.advice.reasons import Change, Flip, above
 from sim.advice.state import State
 from sim.advice.trials import Row, fits, speed
 from sim.analysis.pareto import pareto
+from sim.report.verdict import difference, does
 from sim.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 SHOWN = 8
 USUAL = {"attention": "sdpa", "loss": "torch", "micro_batches": 1}
 """Options of a workload that are named only if they have another value."""
-KINDS = {
-    "recomputation": "it recomputes for {recompute} and copies nothing",
-    "copies": "it copies {moved}, waits {stall} for that, and recomputes nothing",
-    "both": "it recomputes for {recompute}, copies {moved} and waits {stall} for that",
-    "neither": "everything stays where it is: nothing is recomputed, nothing copied",
-}
 
 
 @dataclass(frozen=True)
@@ -132,14 +127,6 @@ def _gb(size: int) -> str:
     return format_bytes(size, digits=3)
 
 
-def _why(row: Row) -> str:
-    return KINDS[kind(row)].format(
-        recompute=_ms(row["recompute_ns"]),
-        moved=_gb(sum(row["moved_bytes"].values())),
-        stall=_ms(sum(row["stall_ns"].values())),
-    )
-
-
 def _use(advice: Advice, top: Row) -> str:
     at = f" at batch {top['batch']}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
@@ -147,7 +134,7 @@ def _use(advice: Advice, top: Row) -> str:
     if slower <= -0.0005:  # a policy that makes the work itself cheaper
         less = f"{-100 * slower:.2g} % less time than keeping everything"
     goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
-    end = f"{less} with unlimited memory. In each iteration {_why(top)}."
+    end = f"{less} with unlimited memory. In each iteration {does(top)}."
     return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
 
 

@@ -12,7 +12,7 @@ from sim.advice.question import Question
 from sim.advice.trials import Row, Trials, best, fits, speed
 from sim.errors import ProfileError
 from sim.hardware.profile import load_profile
-from sim.units import format_time
+from sim.report.verdict import kind
 
 NUMBER = re.compile(r"(\d+(?:\.\d+)?)(.*)", re.DOTALL)
 FACTORS = (0.5, 2.0)
@@ -108,14 +108,6 @@ def _loads(asked: Question) -> bool:
     return True
 
 
-def kind(row: Row) -> str:
-    """By what a run stayed within its memory: `recomputation`, `copies`, `both`, or `neither`."""
-    recomputes, moves = bool(row["recompute_ns"]), any(row["moved_bytes"].values())
-    return {(True, True): "both", (True, False): "recomputation", (False, True): "copies"}.get(
-        (recomputes, moves), "neither"
-    )
-
-
 def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
     """The fastest policy of each other kind at the winner's batch, and the runner-up of its own."""
     same = [row for row in rows if fits(row) and row.get("batch") == winner.get("batch") and row is not winner]
@@ -124,22 +116,6 @@ def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
     for row in ranked:
         firsts.setdefault(kind(row), str(row["policy"]))
     return [name for name in dict.fromkeys(firsts.values()) if name != winner["policy"]][:RIVALS]
-
-
-def difference(row: Row, other: Row) -> list[str]:
-    """What `other` spends more than `row`, largest first: "320 ms more recomputation"."""
-    parts = {
-        "recomputation": other["recompute_ns"] - row["recompute_ns"],
-        "waiting for copies and memory": sum(other["stall_ns"].values()) - sum(row["stall_ns"].values()),
-        "compressing": other["codec_ns"] - row["codec_ns"],
-    }
-    worth = max(1, abs(other["makespan_ns"] - row["makespan_ns"])) / 20
-    ranked = sorted(parts.items(), key=lambda part: -abs(part[1]))
-    return [
-        f"{format_time(abs(ns), digits=3)} {'more' if ns > 0 else 'less'} {what}"
-        for what, ns in ranked
-        if abs(ns) > worth
-    ]
 
 
 def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,10 +68,13 @@ FLOORS = Option(
 FIGURES = Option(
     "figures", Annotated[bool, typer.Option("--figures", help="draw figures into the folder of -o")], False
 )
+NOTES = Option(
+    "notes", Annotated[bool, typer.Option("--notes", help="print every note, and why each misfit does not fit")], False
+)
 RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
 COMPARED = (
     *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY),
-    *(FLOORS, JOBS, OUT, FIGURES, JSON),
+    *(FLOORS, JOBS, OUT, FIGURES, NOTES, JSON),
 )
 
 
@@ -158,6 +163,14 @@ def _compare(options: dict[str, Any], command: str) -> None:
         raise typer.Exit(1)
 
 
+def _not_run(left_out: Mapping[str, str]) -> Iterator[str]:
+    """Policies that were left out, a line per reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names.setdefault(why, []).append(name)
+    yield from (f"not run: {', '.join(these)}: {why}" for why, these in names.items())
+
+
 def _present(comparison: Comparison, options: dict[str, Any], command: str, limit: int | None, folder: Any) -> None:
     """Write and print a comparison."""
     from sim.outputs import to_json, write_comparison
@@ -171,11 +184,12 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
         *comparison.bounds,
         *comparison.notes,
         *([f"smallest budget not searched: {', '.join(floors)}: --floors"] if floors else []),
-        *(f"not run: {name}: {why}" for name, why in comparison.left_out.items()),
+        *_not_run(comparison.left_out),
     )
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
     footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=notes)
+    brief = replace(footer, brief=not options["notes"])
     if folder:
         text = comparison_text(comparison.rows, footer=footer)
         about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
@@ -184,7 +198,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     if options["json"]:
         print(to_json([dict(row) for row in comparison.rows]))
     else:
-        print_comparison(comparison.rows, footer=footer)
+        print_comparison(comparison.rows, footer=brief)
 
 
 DEMO = {
@@ -198,7 +212,7 @@ DEMO = {
 """The demo's options; `docs/demo.md` says why these."""
 
 
-@takes(JOBS, OUT._replace(default="tiersim-demo"), FIGURES, JSON)
+@takes(JOBS, OUT._replace(default="tiersim-demo"), FIGURES, NOTES, JSON)
 def demo(**options: Any) -> None:
     """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
     _compare({**defaults(COMPARED), **DEMO, **options}, "tiersim demo")

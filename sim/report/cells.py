@@ -190,11 +190,37 @@ def _freedoms(rows: Sequence[Row]) -> str:
     return "".join(f"; {', '.join(policies)}: and with {run}" for run, policies in named.items())
 
 
-def failure_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
+ALIKE = 3
+
+
+def failure_lines(rows: Sequence[Row], *, binary: bool = False, brief: bool = False) -> list[str]:
     """One line for each row that does not fit: the smallest budget known to fit, and what holds the memory.
 
     Policies that were refused for the state that they leave in place share a line, which comes first.
+
+    brief: so do, from three on, those that do not fit because the same memory is full.
     """
+    alike: dict[tuple[str, ...], list[Row]] = {}
+    for row in ordered(rows):
+        if brief and row["fits"] is False and row.get("refusal") != "state" and row.get("full"):
+            alike.setdefault(tuple(row["full"]), []).append(row)
+    joined = {full: these for full, these in alike.items() if len(these) >= ALIKE}
+    apart = [row for row in rows if not any(row is other for these in joined.values() for other in these)]
+    return [*_each_failure(apart, binary), *(_together(full, these, binary) for full, these in joined.items())]
+
+
+def _together(full: Sequence[str], rows: Sequence[Row], binary: bool) -> str:
+    """The line of several policies for which the same memory is too small."""
+    from_budget: dict[str, list[str]] = {}
+    for row in rows:
+        floor = row.get("floor_bytes")
+        where = "no budget is known to fit" if floor is None else f"fits from {size(floor, binary)}"
+        from_budget.setdefault(where, []).append(str(row["policy"]))
+    parts = [f"{', '.join(names)}: {where}" for where, names in from_budget.items()]
+    return f"{' and '.join(full)} full: {'; '.join(parts)}"
+
+
+def _each_failure(rows: Sequence[Row], binary: bool) -> list[str]:
     lines = []
     for why, refused in _left_in_place(rows).items():
         parts = [f"{', '.join(row['policy'] for row in refused)}: not run: {why}, and are left there"]

@@ -25,6 +25,7 @@ class Footer:
     workload: one line.
     trace: the trace that ran, for the type that it computes in.
     notes: more lines, such as which policies were left out and why.
+    brief: whether the notes of the platform are counted instead of printed, and what does not fit is summed up.
     """
 
     platform: Platform
@@ -34,6 +35,7 @@ class Footer:
     workload: str = ""
     trace: Trace | None = None
     notes: tuple[str, ...] = ()
+    brief: bool = False
 
 
 def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
@@ -53,7 +55,12 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
         lines.append(f"assumed, neither measured nor published ({len(assumed)}): {shown}{more}")
     elif platform.facts:
         lines.append(f"no figure of the profile is merely assumed ({len(platform.facts)} have a source)")
-    lines += [*platform.notes, *footer.notes]
+    count = len(platform.notes)
+    if footer.brief and count > 1:
+        lines.append(f"{count} notes on how this machine was described: --notes")
+    else:
+        lines += platform.notes
+    lines += footer.notes
     if footer.command:
         lines.append(f"reproduce: {footer.command}")
     return lines

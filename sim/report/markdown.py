@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sim.report.cells import MODEL_ERROR, Row, columns, failure_lines, key_lines, ordered
 from sim.report.footer import Footer, footer_lines
+from sim.report.verdict import verdict_lines
 
 SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~$"})
 
@@ -17,9 +18,12 @@ def comparison_markdown(
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
-    """The same columns, rows and lines as `sim.report.table.comparison_text`, as a table and two lists."""
+    """What `sim.report.table.comparison_text` has: the verdict, which comes first here, a table, and two lists."""
     shown = columns(rows, model_error=model_error, binary=binary)
+    verdict = [escaped(line) for line in verdict_lines(rows, model_error, binary=binary)]
     lines = [
+        *verdict,
+        *([""] if verdict else []),
         _line([column.title for column in shown]),
         _line(["---:" if column.right else "---" for column in shown], escape=False),
         *(_line([column.text(row) for column in shown]) for row in ordered(rows)),

@@ -26,6 +26,7 @@ from sim.report.cells import (
     total,
 )
 from sim.report.footer import Footer, footer_lines
+from sim.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,7 @@ def comparison_text(
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
-    """The comparison as plain text: aligned columns, one line per policy, then what does not fit, then the footer.
+    """The comparison as plain text: aligned columns, one line per policy, what does not fit, footer, verdict.
 
     rows: see `sim.report.cells`.
     model_error: times nearer to the fastest than this fraction are marked as not distinguishable.
@@ -84,9 +85,10 @@ def print_comparison(
     console.print(_rich_table(shown, rows, model_error))
     if left_out:
         _print_lines(console, [f"too narrow for: {', '.join(left_out)}"], "dim")
-    failing, keys, about = _blocks(rows, footer, model_error, binary)
+    failing, keys, about, verdict = _blocks(rows, footer, model_error, binary)
     _print_lines(console, failing, "yellow")
     _print_lines(console, [*keys, *about], "dim")
+    _print_lines(console, verdict, "bold")
 
 
 def comparison_csv(rows: Sequence[Row]) -> str:
@@ -118,9 +120,10 @@ def _flat(row: Row) -> dict[str, Any]:
 
 def _blocks(
     rows: Sequence[Row], footer: Footer | None, model_error: float, binary: bool
-) -> tuple[list[str], list[str], list[str]]:
+) -> tuple[list[str], list[str], list[str], list[str]]:
     about = footer_lines(footer, binary=binary) if footer else []
-    return failure_lines(rows, binary=binary), key_lines(rows, model_error), about
+    failing = failure_lines(rows, binary=binary, brief=footer is not None and footer.brief)
+    return failing, key_lines(rows, model_error), about, verdict_lines(rows, model_error, binary=binary)
 
 
 def _below(rows: Sequence[Row], footer: Footer | None, model_error: float, binary: bool) -> list[list[str]]:

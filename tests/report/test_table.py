@@ -263,7 +263,7 @@ def test_a_pipe_gets_plain_text_without_control_codes(rows, drawn_log):
     print_comparison(rows, footer=footer, file=pipe)
     assert pipe.getvalue() == comparison_text(rows, footer=footer)
     assert "\x1b" not in pipe.getvalue()
-    assert pipe.getvalue().endswith("reproduce: tiersim compare\n")
+    assert "reproduce: tiersim compare\n" in pipe.getvalue()
     assert all(line == line.rstrip() for line in pipe.getvalue().splitlines())
 
 
@@ -330,7 +330,7 @@ def unescape(cell):
 
 def test_markdown_holds_the_same_cells_as_the_plain_table(rows, drawn_log):
     text = comparison_markdown(rows, footer=Footer(drawn_log.platform, command="tiersim compare --a 'x|y'"))
-    lines = text.split("\n\n")[0].splitlines()
+    lines = text.split("\n\n")[1].splitlines()
     cells = [[unescape(cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     assert [cells[0], *cells[2:]] == cut(comparison_text(rows))
     assert set(cells[1]) == {"---", "---:"}

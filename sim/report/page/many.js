@@ -19,7 +19,8 @@ function tablePage(table, about, colours) {
     table.lead ? el("p", { class: "lead" }, table.lead) : null,
     cautions(table.caution),
     table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
-  const tiles = el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
+  const verdict = table.verdict.length ? card("Verdict", { id: "verdict" }, table.verdict.map((line) => el("p", {}, line))) : null;
+  const tiles = verdict ? null : el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
     [...counts].sort(([, a], [, b]) => b - a).map(([name, many]) => tile(words(name), numberText(many), null, many / count)));
 
   const shown = new Set(table.shown);
@@ -88,7 +89,11 @@ function tablePage(table, about, colours) {
       const [colour, shape] = table.policies[String(values.policy[row])];
       return { x: values.makespan_ns[row], y: values.peak_bytes[row], colour, shape, row, name: fitting.length > NAMED ? "" : label(row),
         hollow: has("fidelity") && values.fidelity[row] === "reconstruction" };
-    }));
+    }), { limit: budgetOf(fitting), front: table.verdict.length > 0 });
+  }
+  function budgetOf(rows) {
+    const limits = new Set(has("capacity_bytes") ? rows.map((row) => values.capacity_bytes[row]) : []);
+    return limits.size === 1 ? [...limits][0] : null;
   }
   let shownGrid = null;
 
@@ -114,7 +119,7 @@ function tablePage(table, about, colours) {
       },
     }, markerSign(colour, shape), name)));
 
-  const picture = card("Time against memory", { hint: "Hollow: a reconstruction, detail of the published system was not public. A click opens a run." }, legend, scatter.holder);
+  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${table.verdict.length ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, scatter.holder);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
     table.notes.length ? el("ul", { class: "notes" }, [
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}`] : []),
@@ -123,7 +128,7 @@ function tablePage(table, about, colours) {
     refresh();
     new ResizeObserver(() => scatter.draw()).observe(scatter.holder);
   });
-  return [head, tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
+  return [head, verdict || tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
 }
 
 // All that is known of one row: its figures, and its run where that is in the file.

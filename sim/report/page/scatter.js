@@ -63,6 +63,15 @@ function scaleOf(values, room) {
   return { at: (value) => (value - start) / (end - start), ticks: ticks(start, end, room).found };
 }
 
+// The points that no other beats in both, by time.
+function undominated(points) {
+  const found = [];
+  for (const point of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
+    if (!found.length || point.y < found[found.length - 1].y) found.push(point);
+  }
+  return found;
+}
+
 const NAMED = 40; // above, names would lie on each other
 
 class Scatter {
@@ -82,8 +91,12 @@ class Scatter {
     darkness.addEventListener("change", () => this.draw());
   }
 
-  show(points) {
+  // limit: the budget of all points, where they have one; front: whether they are of one job, so that one can beat another.
+  show(points, { limit = null, front = false } = {}) {
     this.points = points;
+    const highest = points.reduce((most, p) => Math.max(most, p.y), 0);
+    this.limit = limit && limit <= 1.3 * highest ? limit : null; // one far above would flatten the rest
+    this.front = front ? undominated(points) : [];
     this.draw();
   }
 
@@ -100,7 +113,7 @@ class Scatter {
     const [left, right, top, bottom] = [70, 16, 12, 48];
     const [w, h] = [width - left - right, height - top - bottom];
     const xs = scaleOf(this.points.map((p) => p.x), w / 90);
-    const ys = scaleOf(this.points.map((p) => p.y), h / 50);
+    const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50);
     context.strokeStyle = shade("--line");
     context.fillStyle = shade("--soft");
     context.lineWidth = 1;
@@ -127,8 +140,10 @@ class Scatter {
     context.rotate(-Math.PI / 2);
     context.fillText("peak memory", 0, 0);
     context.restore();
-    context.lineWidth = 1.6;
     this.places = this.points.map((point) => [left + xs.at(point.x) * w, top + h - ys.at(point.y) * h]);
+    this.said = null;
+    this.lines(context, { left, top, w, h }, xs, ys);
+    context.lineWidth = 1.6;
     const many = this.points.length > 400;
     context.globalAlpha = many ? 0.65 : 0.95;
     this.points.forEach((point, i) => {
@@ -146,9 +161,39 @@ class Scatter {
     }
   }
 
+  // The budget, and the front: to its right and above it another run has both less time and a lower peak.
+  lines(context, { left, top, w, h }, xs, ys) {
+    context.lineWidth = 1.2;
+    context.strokeStyle = shade("--soft");
+    if (this.limit) {
+      const y = Math.round(top + h - ys.at(this.limit) * h) + 0.5;
+      context.setLineDash([6, 4]);
+      context.beginPath();
+      context.moveTo(left, y);
+      context.lineTo(left + w, y);
+      context.stroke();
+      const said = `budget ${bytesText(this.limit, 3)}`;
+      const width = context.measureText(said).width;
+      const base = y > top + 20 ? y - 5 : y + 14;
+      const boxes = [left + w - width - 4, left + 4, left + (w - width) / 2].map((x) => [x, base - 11, x + width, base + 3]);
+      this.said = boxes.find((box) => !this.places.some(([x, y]) => x > box[0] - 7 && x < box[2] + 7 && y > box[1] - 7 && y < box[3] + 7)) || boxes[0];
+      context.textAlign = "left";
+      context.fillText(said, this.said[0], base);
+    }
+    context.setLineDash([2, 3]);
+    context.beginPath();
+    this.front.forEach((point, i) => {
+      const [x, y] = [left + xs.at(point.x) * w, top + h - ys.at(point.y) * h];
+      if (i) context.lineTo(x, top + h - ys.at(this.front[i - 1].y) * h); // as long as the one before has the lowest peak
+      context[i ? "lineTo" : "moveTo"](x, y);
+    });
+    context.stroke();
+    context.setLineDash([]);
+  }
+
   // Names beside the markers, where one finds room that no marker and no other name takes.
   names(context, frame) {
-    const taken = this.places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]);
+    const taken = this.places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]).concat(this.said ? [this.said] : []);
     context.fillStyle = ink();
     context.textAlign = "left";
     this.points.forEach(({ name }, i) => {

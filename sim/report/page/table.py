@@ -11,6 +11,7 @@ from sim.hardware.platform import Platform
 from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, standings, total, unit_of
 from sim.report.colours import policy_colour, policy_marker
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
+from sim.report.verdict import verdict_lines
 
 Row = Mapping[str, Any]
 
@@ -57,6 +58,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "title": view.title,
         "subtitle": view.subtitle,
         "lead": view.lead,
+        "verdict": verdict_lines(_summed(view.rows)) if not differ or differ == ["policy"] else [],
         "command": view.command,
         "ids": [row["id"] for row in rows],
         "columns": [
@@ -127,9 +129,13 @@ def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, 
 
 def _keys(rows: Sequence[Row]) -> list[str]:
     """What the columns mean; the page itself says what its signs mean."""
-    sums = ("stall_ns", "moved_bytes")
-    ran = [{**row, "policy": row["id"], **{key: _sum(row, key) for key in sums}} for row in rows if row["fits"]]
+    ran = [{**row, "policy": row["id"]} for row in _summed(rows) if row["fits"]]
     return [line for line in key_lines(ran) if not line.startswith(("≈", "manages"))]
+
+
+def _summed(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the sums of figures that are given by cause or by link."""
+    return [{**row, **{key: _sum(row, key) for key in ("stall_ns", "moved_bytes")}} for row in rows]
 
 
 def _known(value: Any) -> bool:

@@ -372,7 +372,7 @@ class Device:
                 store.counters["implicit_recomputes"] += 1
                 yield from self.drain(last)
         fast = {engine.home for engine in store.platform.engines if engine.main}
-        for is_fast in (False, True):  # what goes home to a device may need the space of what leaves it
+        for is_fast in (False, True):  # a tensor that returns home to a device may need the space of one that leaves it
             for t, first in store.trace.carry:
                 home = store.started_in.get(first)
                 if home is not None and (home in fast) == is_fast and home not in store.held[t]:

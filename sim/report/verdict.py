@@ -1,0 +1,115 @@
+"""What a comparison says in two lines: which policy is the fastest and what it does, and what the others cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sim.report.cells import MODEL_ERROR, Row, clock, ordered, percent, size, standings, total
+
+DOES = {
+    "recomputation": "it recomputes for {recompute} and copies nothing",
+    "copies": "it copies {moved}{waiting} and recomputes nothing",
+    "both": "it recomputes for {recompute} and copies {moved}{waiting}",
+    "neither": "everything stays where it is: nothing is recomputed, nothing copied",
+}
+OTHERWISE = {
+    "recomputation": "that only recomputes",
+    "copies": "that only copies",
+    "both": "that recomputes and copies",
+    "neither": "that does neither",
+}
+NAMED = 4
+
+
+def kind(row: Row) -> str:
+    """By what a run stayed within its memory: `recomputation`, `copies`, `both`, or `neither`; "" if unknown."""
+    if row.get("recompute_ns") is None or row.get("moved_bytes") is None:
+        return ""
+    recomputes, moves = bool(row["recompute_ns"]), bool(total(row["moved_bytes"]))
+    return {(True, True): "both", (True, False): "recomputation", (False, True): "copies"}.get(
+        (recomputes, moves), "neither"
+    )
+
+
+def does(row: Row, *, binary: bool = False) -> str:
+    """What a run does to stay within its memory, in words; "" if unknown."""
+    if not kind(row):
+        return ""
+    stall = total(row.get("stall_ns") or 0)
+    return DOES[kind(row)].format(
+        recompute=clock(row["recompute_ns"]),
+        moved=size(total(row["moved_bytes"]), binary),
+        waiting=f", waits {clock(stall)} for that" if stall else " without waiting",
+    )
+
+
+def difference(row: Row, other: Row) -> list[str]:
+    """What `other` spends more than `row`, largest first: "320 ms more recomputation"."""
+    parts = {
+        what: total(other.get(key) or 0) - total(row.get(key) or 0)
+        for key, what in (
+            ("recompute_ns", "recomputation"),
+            ("stall_ns", "waiting for copies and memory"),
+            ("codec_ns", "compressing"),
+        )
+    }
+    worth = max(1, abs(other["makespan_ns"] - row["makespan_ns"])) / 20
+    ranked = sorted(parts.items(), key=lambda part: -abs(part[1]))
+    return [f"{clock(abs(ns))} {'more' if ns > 0 else 'less'} {what}" for what, ns in ranked if abs(ns) > worth]
+
+
+def verdict_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR, *, binary: bool = False) -> list[str]:
+    """One to three lines; none where nothing ran.
+
+    rows: see `sim.report.cells`.
+    model_error: times nearer to the fastest than this fraction are not called slower.
+    """
+    ran = ordered(rows)
+    fitting = [row for row in ran if row["fits"]]
+    if not fitting:
+        return list(_nothing(ran, binary))
+    top = fitting[0]
+    over = top.get("overhead")
+    against = ""
+    if over is not None:
+        against = f", {percent(abs(over))} {'above' if over > 0 else 'below'} that with unlimited memory"
+        against = ", as with unlimited memory" if percent(over) == percent(0) else against
+    least = f"{clock(top['makespan_ns'])}{against}, peak {size(top['peak_bytes'], binary)}"
+    word = "the only one that fits" if len(fitting) == 1 and len(ran) > 1 else "the fastest"
+    first = f"{top['policy']} is {word}: " if len(ran) > 1 else f"{top['policy']}: "
+    why = does(top, binary=binary)
+    return [f"{first}{least}{f'; {why}' if why else ''}.", *_others(fitting, model_error)]
+
+
+def _others(fitting: Sequence[Row], model_error: float) -> Iterator[str]:
+    """What is as good, and the first of each kind that is not."""
+    top, standing = fitting[0], standings(fitting, model_error)
+    near = [str(row["policy"]) for row in fitting[1:] if standing[row["policy"]].same]
+    parts = []
+    if near:
+        more = f" and {len(near) - NAMED} more" if len(near) > NAMED else ""
+        names = ", ".join(near[:NAMED]) + more
+        parts.append(f"{names} can't be told from it (within the model's own error of {percent(model_error)})")
+    seen = {"", *(kind(row) for row in fitting if row is top or standing[row["policy"]].same)}
+    for row in fitting:
+        if kind(row) not in seen:
+            seen.add(kind(row))
+            over = percent(standing[row["policy"]].over, sign=True)
+            why = ", ".join(difference(top, row)[:1])
+            parts.append(f"the fastest {OTHERWISE[kind(row)]} is {row['policy']}, {over}{f': {why}' if why else ''}")
+    if parts:
+        yield f"{parts[0][0].upper() if near == [] else parts[0][0]}{'; '.join(parts)[1:]}."
+
+
+def _nothing(ran: Sequence[Row], binary: bool) -> Iterator[str]:
+    """Where nothing fits: the policy that needs the least, as far as it is known."""
+    tried = [row for row in ran if row["fits"] is False]
+    if not tried:
+        return
+    known = [row for row in tried if row.get("floor_bytes")]
+    yield f"None of {len(tried)} policies fits." if len(tried) > 1 else f"{tried[0]['policy']} does not fit."
+    if known:
+        least = min(known, key=lambda row: int(row["floor_bytes"]))
+        yield f"The smallest budget known to fit is {size(least['floor_bytes'], binary)}, of {least['policy']}."
+    if len(tried) > 1:
+        yield "Compositions of policies, and the nearest job that fits: tiersim advise."
