@@ -56,7 +56,8 @@ def cnn(
 
     Convolutions are implicit GEMMs without workspace; `alternatives` has the other algorithms that support their shape,
     see `workloads.convolution_algorithms`. For a backward op, which computes both gradients, time factor and workspace
-    are those of the forward op.
+    are those of the forward op. Ops say how they split by batch (`Op.splits`), except batch norm, whose statistics are
+    those of the whole batch.
 
     A keep-all replay with `torch` kernels uses as much memory as PyTorch, except for workspaces inside kernels and
     rounding by the allocator; local response norm is cuDNN's single kernel.
@@ -82,6 +83,8 @@ def cnn(
     builder = TraceBuilder()
     tape = ImageTape(builder, types).open(inplace_relu=inplace_relu, kernels=kernels)
     samples, layers = batch // micro_batches, 0
+    if micro_batches == 1:
+        tape.samples = samples
     gradients: dict[int, Value] = {}
     for i in range(micro_batches):
         tape.prefix = f"mb{i}." if micro_batches > 1 else ""

@@ -113,14 +113,15 @@ def conv(
 def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
     """Batch norm, over batch and pixels. Saves its input, and mean and 1/deviation per channel.
 
-    A separate op updates the running statistics in place, so that the norm itself can be recomputed.
+    A separate op updates the running statistics in place, so that the norm itself can be recomputed. None of them can
+    be split by batch: parts of the batch have other means.
     """
     channels = x.shape[1]
     weight, bias = (tape.weight(f"{name}.{what}", channels) for what in ("weight", "bias"))
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     mean, rstd = (tape.constant(f"{name}.{what}", (channels,), "fp32") for what in ("mean", "rstd"))
     flops = NORM_FLOPS * x.elements
-    tape.op(name, "norm", [x, weight, bias], [out, mean, rstd], flops=flops)
+    tape.op(name, "norm", [x, weight, bias], [out, mean, rstd], flops=flops, across=True)
     kept = [("running_mean", "fp32"), ("running_var", "fp32"), ("batches", "int64")]
     names = [f"{name}.{what}" for what, _ in kept]
     before = [
@@ -128,7 +129,7 @@ def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
         for n, (_, dtype) in zip(names, kept, strict=True)
     ]
     after = [tape.overwrite(v, f"{n}.new", "weight") for n, v in zip(names, before, strict=True)]
-    tape.op(f"{name}.statistics", "elementwise", [*before, mean, rstd], after, flops=4 * channels)
+    tape.op(f"{name}.statistics", "elementwise", [*before, mean, rstd], after, flops=4 * channels, across=True)
     tape.statistics.update(zip(names, after, strict=True))
     tape.save(x, "input of a norm")
     tape.save(mean, "mean of each channel")
@@ -137,7 +138,7 @@ def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
     def rule(g: Value) -> Gradients:
         gradients = [tape.gradient(v) for v in (x, weight, bias)]
         flops = NORM_BACKWARD_FLOPS * x.elements
-        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], gradients, flops=flops)
+        tape.op(f"{name}.bwd", "norm", [g, x, mean, rstd, weight], gradients, flops=flops, across=True)
         return gradients
 
     tape.record([x, weight, bias], [out], rule)

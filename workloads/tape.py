@@ -61,7 +61,7 @@ class Node(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """An op that has not been appended to the trace yet; `settles`: see `Tape.op`."""
+    """An op that has not been appended to the trace yet; `settles`, `across`: see `Tape.op`."""
 
     name: str
     kind: str
@@ -72,6 +72,7 @@ class Kernel(NamedTuple):
     random: bool
     settles: bool
     function: str = ""
+    across: bool = False
 
 
 class Tape:
@@ -194,6 +195,7 @@ class Tape:
         random: bool = False,
         settles: bool = False,
         function: str = "",
+        across: bool = False,
     ) -> None:
         """Append a kernel; the type of its arithmetic is that of its operands.
 
@@ -201,10 +203,11 @@ class Tape:
         reads, writes: operands and results.
         settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
             this (validate_outputs) for all gradients after the node's own kernels.
+        across: each sample's result depends on the other samples, so that the kernel cannot be split by batch.
         """
         if kind in ("matmul", "attention"):
             self.product_flops += flops
-        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function)
+        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function, across)
         if self.phase == "forward":
             self._append(kernel, [])
         else:
@@ -252,22 +255,24 @@ class Tape:
             bytes=touched,
             random=kernel.random,
             dtype=next((v.dtype for v in operands if v.dtype in FLOATS), ""),
-            splits=self._splits((*reads, *extra), kernel.writes) if self.samples > 1 else (),
+            splits=self._splits(kernel, (*reads, *extra)) if self.samples > 1 else (),
             function=kernel.function,
         )
 
-    def _splits(self, reads: Sequence[int], writes: Sequence[Value]) -> tuple[str, ...]:
+    def _splits(self, kernel: Kernel, reads: Sequence[int]) -> tuple[str, ...]:
         """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums.
 
         The gradient of a tensor with rows has rows; that of a weight, a position or a loss is a sum over samples.
         """
         if self._rows.isdisjoint(reads) and self._sums.isdisjoint(reads):
             return ()
-        for v in writes:
+        for v in kernel.writes:
             of = self._gradient_of.get(v.tensor)
-            summed = v.shape[0] % self.samples if of is None else of not in self._rows
+            summed = (not v.shape or v.shape[0] % self.samples) if of is None else of not in self._rows
             (self._sums if summed else self._rows).add(v.tensor)
-        return ("batch",) if any(v.tensor in self._rows for v in writes) else ("batch_sum",)
+        if kernel.across:
+            return ()
+        return ("batch",) if any(v.tensor in self._rows for v in kernel.writes) else ("batch_sum",)
 
     def needs_gradient(self, *values: Value) -> bool:
         """Whether one of these is a trained weight or was computed from one."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil, floor
 
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.hardware.cost import op_times
@@ -14,7 +15,7 @@ from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.op import Op
+from sim.trace.op import Implementation, Op
 from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
 
 LONGEST_LAUNCH = 20_000
@@ -72,21 +73,37 @@ class _Costs:
     def wanted(self, op: Op, expr: Expr) -> _Cost:
         """The least that the op may cost: as its base, or as an implementation that the trace states."""
         plain = self.of(op, expr)
-        if not isinstance(expr, Same) or "implementation" not in self.saves:
+        other = self.implementation(op, expr)
+        if other is None:
             return plain
-        for other in self.base.ops[expr.id].alternatives:
-            factor = Fraction(other.time_factor)
-            scaled = replace(
-                plain,
-                flops=-(-plain.flops * factor // 1),
-                bytes=-(-plain.bytes * factor // 1),
-                workspace=other.workspace,
-                duration=-(-plain.duration * factor // 1) if plain.duration >= 0 else -1,
-            )
-            # an implementation is chosen as a whole: its time with its workspace
-            if op.workspace == other.workspace and op.flops == scaled.flops:
-                return scaled
-        return plain
+        factor, share = Fraction(other.time_factor), _share(expr)
+        rounded = ceil if share == 1 else floor
+        return replace(
+            plain,
+            flops=rounded(plain.flops * factor),
+            bytes=rounded(plain.bytes * factor),
+            workspace=floor(other.workspace * share),
+            duration=rounded(plain.duration * factor) if plain.duration >= 0 else -1,
+        )
+
+    def implementation(self, op: Op, expr: Expr) -> Implementation | None:
+        """The implementation of the base that the op, or its part of it, is in; None for the base's own.
+
+        One is chosen as a whole, its time with its workspace, so that both tell which it is. A part has its share of
+        them, rounded either way.
+        """
+        if "implementation" not in self.saves or list(_parts(expr)) != [expr]:
+            return None
+        base, share = self.base.ops[leaves(expr)[0].id], _share(expr)
+        slack = int(share < 1)
+        fits = [
+            other
+            for other in (Implementation("", 1.0, base.workspace), *base.alternatives)
+            if floor(other.workspace * share) <= op.workspace <= ceil(other.workspace * share)
+            and abs(op.flops - ceil(base.flops * share * Fraction(other.time_factor))) <= slack
+        ]
+        best = min(fits, key=lambda other: other.time_factor, default=None)
+        return best if best in base.alternatives else None
 
     def of(self, op: Op, expr: Expr) -> _Cost:
         parts = list(_parts(expr))
@@ -284,7 +301,7 @@ class _Costs:
 
     def pieces(self, ops: list[Op]) -> None:
         """The parts of an op add up to its work; where ops are fused part by part, to the work of all of them."""
-        done: dict[Same, int] = defaultdict(int)
+        done: dict[Same, Fraction | int] = defaultdict(int)
         joined: dict[Same, frozenset[Same]] = {}
         for op, expr in zip(ops, self.exprs, strict=True):
             parts = list(_parts(expr))
@@ -292,6 +309,9 @@ class _Costs:
             if not divided:
                 continue
             done[divided[0]] += op.flops - sum(self.of(op, part).flops for part in parts if isinstance(part, Same))
+            if (other := self.implementation(op, expr)) is not None:  # what it spares, or takes more
+                whole = self.base.ops[divided[0].id].flops
+                done[divided[0]] += whole * _share(expr) * (1 - Fraction(other.time_factor))
             if not all(leaf in joined and joined[leaf] is joined[divided[0]] for leaf in divided):
                 all_of = frozenset(divided).union(*(joined[leaf] for leaf in divided if leaf in joined))
                 joined.update(dict.fromkeys(all_of, all_of))
@@ -301,7 +321,15 @@ class _Costs:
                 names = ", ".join(
                     repr(self.base.ops[leaf.id].name) for leaf in sorted(all_of, key=lambda leaf: leaf.id)
                 )
-                raise LawBroken(f"the parts of op {names} have {has} FLOPs together, not {needs}")
+                raise LawBroken(f"the parts of op {names} have {floor(has)} FLOPs together, not {needs}")
+
+
+def _share(expr: Expr) -> Fraction:
+    """The share of its op that a part of one is."""
+    share = Fraction(1)
+    while isinstance(expr, Part | Microbatch):
+        share, expr = share * (expr.stop - expr.first) / expr.count, expr.of
+    return share
 
 
 def _parts(expr: Expr) -> Iterator[Expr]:

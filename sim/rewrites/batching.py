@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,17 +50,17 @@ def _has_no_rows(shape: tuple[int, ...], trace: Trace) -> bool:
 def split_batch(trace: Trace, n: int) -> Trace:
     """Run forward and backward once per microbatch, then the update once; names gain `.mb0`, `.mb1`, ….
 
-    Every op that reads a slice of the batch must have `batch` or `batch_sum` in its `splits`. Gradients of weights are
-    accumulated in place, by an op after each microbatch but the first. An op that may not be split runs once: with
-    microbatch 0 if it reads no slice (a cast of a weight), with the last microbatch if it reads an accumulated
-    gradient (an optimizer). Rows of activations and FLOPs are divided evenly, rounded so that they add up; workspace,
-    durations and bytes touched round up. Each microbatch reads the weights. Where an op states the bytes that it
-    touches, they are scaled in proportion to its operands.
+    Every op that reads a slice of the batch must have `batch` or `batch_sum` in its `splits`. Gradients of weights
+    are accumulated in place, by an op after each microbatch but the first. An op that may not be split runs once:
+    with microbatch 0 if it reads no slice (a cast of a weight), with the last microbatch if it reads an accumulated
+    gradient (an optimizer). Rows of activations and FLOPs are divided evenly, rounded so that they add up; workspace
+    (also that of alternatives), durations and bytes touched round up. Each microbatch reads the weights. Where an op
+    states the bytes that it touches, they are scaled in proportion to its operands.
 
     trace: the trace to split.
     n: number of microbatches.
 
-    Departs: durations scale linearly with the batch, which measured ones do not.
+    Departs: durations and workspaces scale linearly with the batch, which measured ones do not.
     Raises TraceError naming an op that cannot be split, or where `meta["batch"]` is not a multiple of n.
     """
     return split_batch_ops(trace, n)[0]
@@ -222,6 +224,7 @@ def _add_microbatch(
         bytes=touched,
         workspace=-(-op.workspace // n),
         duration=None if op.duration is None else -(-op.duration // n),
+        alternatives=tuple(replace(other, workspace=-(-other.workspace // n)) for other in op.alternatives),
         group=f"{op.group}.mb{k}" if op.group else "",
     )
 

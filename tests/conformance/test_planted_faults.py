@@ -1094,6 +1094,43 @@ def test_microbatches_add_up_to_the_op():
     assert broken(run(flops=less), COSTS) == {"costs"}
 
 
+def batch_with_a_choice(**measured) -> Trace:
+    b = TraceBuilder({"batch": 8})
+    x, w, y = b.tensor("x", 80, "input", shape=(8, 10)), b.tensor("w", 30, "weight"), b.tensor("y", 80, shape=(8, 10))
+    more = {"workspace": 10, "alternatives": [Implementation("fast", 0.3, 50), Implementation("lean", 1.7, 0)]}
+    b.op("f", "conv", reads=[x, w], writes=[y], flops=801, dtype="fp32", splits=("batch",), **more, **measured)
+    return b.build(outputs=[y], carry=())
+
+
+@pytest.mark.parametrize("name", ["fast", "lean"])
+@pytest.mark.parametrize("measured", [{}, {"duration": 1003}])
+def test_microbatches_may_take_an_implementation_that_the_trace_states_each_its_own(name, measured):
+    trace = batch_with_a_choice(**measured)
+    after = choose_implementation(split_batch(trace, 4), {"f.mb1": name, "f.mb2": "fast"})
+    before = split_batch(choose_implementation(trace, {"f": name}), 4)
+    for split in (after, before):
+        assert broken(replayed(Chooses(), Plan(split), trace, machine_with_launch()), COSTS) == set()
+        assert broken(replayed(Rewrites(), Plan(split), trace, machine_with_launch()), COSTS) == {"costs"}
+        part = split.op_id("f.mb1")
+        for key in ("flops", "bytes", "workspace", "duration"):
+            column = getattr(split.op_columns, key).copy()
+            # half of what it may be, which is none of the implementations
+            column[part] = (split.touched[part] if key == "bytes" else column[part]) // 2
+            if (key == "workspace" and not split.op_columns.workspace[part]) or column[part] < 0:
+                continue
+            run = replayed(Chooses(), Plan(with_columns(split, **{key: column})), trace, machine_with_launch())
+            assert broken(run, COSTS) == {"costs"}, key
+
+
+def test_microbatches_of_one_implementation_may_not_leave_out_a_flop():
+    trace = batch_with_a_choice()
+    split = choose_implementation(split_batch(trace, 4), {f"f.mb{k}": "fast" for k in range(4)})
+    flops = split.op_columns.flops.copy()
+    flops[[op.id for op in split.ops if op.name.startswith("f.mb")]] -= 1
+    run = replayed(Chooses(), Plan(with_columns(split, flops=flops)), trace, machine_with_launch())
+    assert broken(run, COSTS) == {"costs"}
+
+
 def test_an_unknown_saving_breaks_costs():
     @dataclass(frozen=True, kw_only=True)
     class Magic(Rewrites):

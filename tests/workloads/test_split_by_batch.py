@@ -1,4 +1,4 @@
-"""Transformers say how their ops split by batch, so that `split_batch` makes microbatches of them.
+"""Transformers and convolution nets say how their ops split by batch, so that `split_batch` makes microbatches of them.
 
 Second source: `transformer(micro_batches=…)`, which builds the same iteration microbatch by microbatch.
 """
@@ -14,7 +14,7 @@ from sim.experiment import reference_run
 from sim.rewrites.batching import batch_ops, batched, split_batch
 from sim.rewrites.values import departures
 from sim.trace.io import load, save
-from workloads import transformer
+from workloads import cnn, transformer
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 2, "vocab_size": 40, "n_positions": 64}
 LLAMA = {
@@ -115,3 +115,26 @@ def test_the_ways_survive_a_file(tmp_path):
 def test_what_divides_its_tokens_otherwise_is_refused(config, options):
     with pytest.raises(TraceError, match="may not be split by batch"):
         split_batch(transformer(config, batch=4, sequence=16, **options), 2)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "googlenet"])
+def test_convolution_nets_split_by_batch_with_the_choices_of_their_convolutions(name):
+    whole = cnn(name, 128)
+    parted = split_batch(whole, 2)
+    assert departures(parted, whole) == ()
+    assert peak(parted) < peak(whole)
+    # a whole batch's choices are those of a net of that batch; filters, which both have, are a small part of it
+    half = cnn(name, 64)
+    for op, choices in half.op_columns.alternatives.items():
+        mine = {a.name: a for a in parted.ops[parted.op_id(f"{half.ops[op].name}.mb1")].alternatives}
+        assert mine.keys() == {a.name for a in choices}
+        assert all(0.5 * a.workspace <= mine[a.name].workspace <= a.workspace for a in choices)
+
+
+@pytest.mark.parametrize("name", ["resnet-50", "inception-v4"])
+def test_batch_norm_cannot_be_split(name):
+    trace = cnn(name, 4)
+    whole = {op.name for op in trace.ops if op.phase != "update" and not op.splits}
+    assert whole == {op.name for op in trace.ops if "norm" in op.name and op.phase != "update"}
+    with pytest.raises(TraceError, match=r"norm' reads .*, but may not be split by batch"):
+        split_batch(trace, 2)

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from sim.declared import OneOf
 from sim.errors import OutOfMemory, PolicyError
-from sim.log import FIRST_RUNS, WHY, EventLog
+from sim.log import EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Beside, Fidelity, Policy, by_parameter, own_name
-from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller
+from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller, overflow
 from sim.policies.offload.vdnn.layers import Layers
 from sim.solvers.cascade import cascade
 from sim.trace.op import KINDS
@@ -153,7 +153,7 @@ class Vdnn(Policy):
             try:
                 return plan, problem.evaluate(plan)
             except OutOfMemory as error:
-                op = _overflow(error, problem)
+                op = overflow(error, problem.home, problem.trace)
                 smaller = None if op is None else next_smaller(problem.trace, op, now.get(op, ""))
                 if op is None or smaller is None:
                     return None
@@ -165,13 +165,3 @@ def _fits(problem: Problem, plan: Plan) -> EventLog | None:
         return problem.evaluate(plan)
     except OutOfMemory:
         return None
-
-
-def _overflow(error: OutOfMemory, problem: Problem) -> int | None:
-    """The op that found no space: the one after the last that ran; None where it was no device's memory."""
-    if error.log is None or error.tier != problem.home:
-        return None
-    first = {WHY[name] for name in FIRST_RUNS}
-    rows = zip(error.log.interval("why").tolist(), error.log.interval("op").tolist())
-    op = max((op for why, op in rows if why in first), default=-1) + 1
-    return op if op < len(problem.trace.ops) else None

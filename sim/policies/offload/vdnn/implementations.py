@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sim.errors import OutOfMemory
+from sim.log import FIRST_RUNS, WHY
 from sim.rewrites.rewrite import choose_implementation
 from sim.trace.graph import Trace
 
@@ -33,3 +35,13 @@ def next_smaller(trace: Trace, op: int, name: str) -> str | None:
     now = next(workspace for workspace, _, other in known if other == name)
     smaller = [choice for choice in known if choice[0] < now]
     return max(smaller, key=lambda c: (c[0], -c[1], c[2]))[2] if smaller else None
+
+
+def overflow(error: OutOfMemory, home: str, trace: Trace) -> int | None:
+    """The op that found no space: the one after the last that ran; None where it was no device's memory."""
+    if error.log is None or error.tier != home:
+        return None
+    first = {WHY[name] for name in FIRST_RUNS}
+    rows = zip(error.log.interval("why").tolist(), error.log.interval("op").tolist())
+    op = max((op for why, op in rows if why in first), default=-1) + 1
+    return op if op < len(trace.ops) else None
