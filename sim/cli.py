@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -10,6 +11,9 @@ import typer
 
 from sim.commands import advise, lists, measure, report, runs, sweeps, traces
 from sim.commands.declaring import Command
+
+TRACEBACK = "TIERSIM_TRACEBACK"
+"""The environment variable that shows where a fault of this program happened."""
 
 app = typer.Typer(
     add_completion=True,
@@ -63,12 +67,22 @@ def main() -> None:
 
     Exits with 0 when done, 1 if infeasible or failed, 2 for wrong usage; each error is one line on standard error.
     """
+    from sim.foreign_text import printed_safely
+
+    with printed_safely():
+        code = _status()
+    sys.exit(code)
+
+
+def _status() -> int:
+    """Run the command that was typed; returns the exit status."""
     from sim.deprecation import told_on_stderr
     from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
 
     try:
         with told_on_stderr():
             code = typer.main.get_command(app)(standalone_mode=False)
+        sys.stdout.flush()
     except typer.Exit as error:
         code = error.exit_code
     except (typer.Abort, KeyboardInterrupt):
@@ -81,7 +95,31 @@ def main() -> None:
         for line in str(error).splitlines():
             print(f"tiersim: {line}", file=sys.stderr)
         code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan, PolicyFailed)) else 2
+    except BrokenPipeError:  # whoever read has read enough; nothing is left to be said to them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        code = 141
     except OSError as error:
         print(f"tiersim: {error.filename or 'file'}: {error.strerror}", file=sys.stderr)
         code = 2
-    sys.exit(code or 0)
+    except MemoryError:
+        print("tiersim: this machine's memory is not enough for that", file=sys.stderr)
+        code = 1
+    except Exception as error:
+        _report_fault(error)
+        code = 1
+    return code or 0
+
+
+def _report_fault(error: Exception) -> None:
+    """The last net: a fault of this program in one line, with what to do about it; the traceback where asked."""
+    import traceback
+
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    said = " ".join(str(error).split())[:200]
+    print(
+        f"tiersim: {type(error).__name__}: {said} ({os.path.basename(last.filename)}, line {last.lineno}): a fault of "
+        f"tiersim. Please report it as CONTRIBUTING.md says, with the command and its files; {TRACEBACK}=1 shows more",
+        file=sys.stderr,
+    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -168,7 +168,7 @@ def near(wrong: str, valid: Iterable[str]) -> str:
     " (did you mean 'a100_40_pcie' or 'a100_80_sxm'?)"
     """
     choices = sorted(valid)
-    close = _nearest(wrong[:LONGEST].casefold(), choices)[:NEAREST]
+    close = nearest(wrong, choices)
     if close:
         *first, last = map(repr, close)
         return f" (did you mean {', '.join(first)}{' or ' if first else ''}{last}?)"
@@ -185,11 +185,12 @@ LONGEST = 100
 """How many characters of a wrong name are compared: it may come from a file, and comparing takes its square."""
 
 
-def _nearest(wrong: str, choices: Sequence[str]) -> list[str]:
-    """The choices that a wrong name may stand for: those that continue it, else contain it, else are spelt alike.
+def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
+    """The names that a wrong one may stand for, few: those that continue it, else contain it, else are spelt alike.
 
     A number is a whole word: "a10" does not stand for "a100", nor "h800" for "h100".
     """
+    choices, wrong = sorted(valid), wrong[:LONGEST].casefold()
     folded = {choice: choice.casefold() for choice in choices}
     exact = [choice for choice in choices if folded[choice] == wrong]
     if exact or not wrong:
@@ -198,7 +199,7 @@ def _nearest(wrong: str, choices: Sequence[str]) -> list[str]:
     whole, any_ending = rf"{text}(?![^\W_])", rf"{text}(?!\d)" if wrong[-1].isdigit() else text
     for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(wrong) > 1 else ():
         if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
-            return found
+            return found[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
     return [named[text] for text in difflib.get_close_matches(wrong, named, n=1, cutoff=0.6)]
 

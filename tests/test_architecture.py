@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
 MAY_IMPORT = {
     "sim.errors": set(),
+    "sim.foreign_text": set(),
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
     "sim.declared": {"sim.errors", "sim.units"},
-    "sim.trace": {"sim.errors", "sim.units"},
+    "sim.trace": {"sim.errors", "sim.foreign_text", "sim.units"},
     "sim.hardware": WORDS,
     "sim.log": {"sim.trace", "sim.hardware"},
     "sim.plan": WORDS | {"sim.log"},
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
-    "sim.report": WORDS | {"sim.analysis", "sim.log"},
+    "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log"},
     "workloads": WORDS | {"sim.rewrites"},
     "hardware_profiles": set(),
 }

@@ -20,7 +20,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import ProfileError, near
+from sim.errors import ProfileError, near, nearest
 from sim.hardware.platform import Platform
 
 if TYPE_CHECKING:
@@ -215,8 +215,8 @@ def _complaints(label: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) 
         if error["type"] == "extra_forbidden":
             where, wrong = error["loc"][:-1], str(error["loc"][-1])
             valid = _valid_keys(where)
-            hint = hints[error["loc"]] = near(wrong, valid)
-            misspelt |= {(*where, key) for key in valid if hint == f" (did you mean {key!r}?)"}
+            hints[error["loc"]] = near(wrong, valid)
+            misspelt |= {(*where, key) for key in nearest(wrong, valid)}
     lines: dict[str, None] = {}  # each only once: a wrong default of a part is wrong for all its figures
     for error in errors:
         if error["type"] == "extra_forbidden":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sim.analysis.registry import meaning
+from sim.foreign_text import csv_text
 from sim.report.cells import text_of
 from sim.report.listings import aligned
 
@@ -35,12 +34,8 @@ def analysis_text(name: str, records: Records) -> str:
 
 def analysis_csv(records: Records) -> str:
     """An analysis as CSV: exact figures, nested ones as JSON."""
-    out = io.StringIO()
     names = list(dict.fromkeys(key for record in records for key in record))
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([{key: _flat(value) for key, value in record.items()} for record in records])
-    return out.getvalue()
+    return csv_text([{key: _flat(value) for key, value in record.items()} for record in records], names)
 
 
 def _flat(value: Any) -> Any:

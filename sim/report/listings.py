@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sim.foreign_text import printable
 from sim.units import format_bytes, format_flops, format_rate, format_time
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ GAP = "  "
 
 def aligned(rows: Sequence[Sequence[str]], *, header: bool = True) -> str:
     """Rows of text in aligned columns; the first row is underlined as a header."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if header:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.analysis.figures import LAST, known
+from sim.foreign_text import csv_text, printable
 from sim.report.cells import (
     MODEL_ERROR,
     NONE,
@@ -55,7 +54,7 @@ def comparison_text(
     lines = _aligned(shown, ordered(rows))
     for block in _below(rows, footer, model_error, binary):
         lines += ["", *block]
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines) + "\n", keep="\n")
 
 
 def comparison_table(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bool = False) -> Table:
@@ -95,11 +94,7 @@ def comparison_csv(rows: Sequence[Row]) -> str:
     """All rows in the order given with every key as a column: exact integers, nested ones as `stall_ns.transfer`."""
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return out.getvalue()
+    return csv_text(flat, names)
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -131,7 +126,7 @@ def _below(rows: Sequence[Row], footer: Footer | None, model_error: float, binar
 
 
 def _aligned(shown: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    cells = [[column.title for column in shown], *([column.text(row) for column in shown] for row in rows)]
+    cells = [[column.title for column in shown], *([printable(column.text(row)) for column in shown] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
     return [
@@ -168,7 +163,7 @@ def _rich_table(shown: Sequence[Column], rows: Sequence[Row], model_error: float
     for row in ordered(rows):
         at = standing.get(row["policy"])
         style = "dim" if at is None else "bold green" if at.is_fastest else "bold" if at.same else ""
-        table.add_row(*(Text(column.text(row)) for column in shown), style=style)
+        table.add_row(*(Text(printable(column.text(row))) for column in shown), style=style)
     return table
 
 
@@ -178,7 +173,7 @@ def _print_lines(console: Console, lines: Sequence[str], style: str) -> None:
     if lines:
         console.print()
     for line in lines:
-        console.print(Text(line, style=style))
+        console.print(Text(printable(line), style=style))
 
 
 # ---- one run -----------------------------------------------------------------------------------
@@ -220,7 +215,7 @@ def summary_text(summary: Mapping[str, Any], *, footer: Footer | None = None, bi
     lines = [f"{name.ljust(width)}{' ' * GAP}{text}".rstrip() for name, text in pairs]
     if footer:
         lines += ["", *footer_lines(footer, binary=binary)]
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines) + "\n", keep="\n")
 
 
 def print_summary(
@@ -237,6 +232,6 @@ def print_summary(
         return
     table = Table(box=None, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
     for name, text in summary_lines(summary, binary=binary):
-        table.add_row(Text(name, style="dim" if name.startswith(" ") else "bold"), Text(text))
+        table.add_row(Text(printable(name), style="dim" if name.startswith(" ") else "bold"), Text(printable(text)))
     console.print(table)
     _print_lines(console, footer_lines(footer, binary=binary) if footer else [], "dim")

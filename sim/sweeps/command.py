@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, near
+from sim.foreign_text import printable
 from sim.sweeps.frame import flat_rows, write_csv, write_parquet
 from sim.sweeps.index import query
 from sim.sweeps.store import Store
@@ -210,7 +211,7 @@ def _columns(store: Store, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]], names: list[str]) -> str:
-    texts = [names, *([_text(name, row.get(name)) for name in names] for row in rows)]
+    texts = [[printable(name) for name in names], *([_text(name, row.get(name)) for name in names] for row in rows)]
     widths = [max(len(row[i]) for row in texts) for i in range(len(names))]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in texts
@@ -220,7 +221,7 @@ def _table(rows: list[dict[str, Any]], names: list[str]) -> str:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "–"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))
     if name == "cell":
         return text[:12]
     return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sim.analysis.figures import figures as declared
 from sim.errors import TiersimError
+from sim.foreign_text import csv_text
 from sim.report.files import write_aside
 
 if TYPE_CHECKING:
@@ -83,17 +84,11 @@ def _column(values: list[Any]) -> tuple[list[Any], None, str]:
 
 def write_csv(rows: Rows, path: str | os.PathLike[str], *, timing: bool = False) -> Path:
     """Write the table as CSV, as a whole; the same rows give the same bytes. Raises OSError."""
-    import csv
-    import io
-
-    text = io.StringIO()
     flat = flat_rows(rows, timing=timing)
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else ["cell"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
+    text = csv_text(flat, list(flat[0]) if flat else ["cell"])
 
     def write(file: IO[bytes]) -> None:
-        file.write(text.getvalue().encode())
+        file.write(text.encode())
 
     return write_aside(path, write)
 

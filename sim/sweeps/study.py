@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sim.engine.replay import RECOMPUTE_LIMIT
-from sim.errors import ProfileError, TiersimError, near
+from sim.errors import ProfileError, TiersimError, near, nearest
 from sim.hardware.profile import load_profile
 from sim.sweeps.cell import config_sum
 from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
@@ -129,7 +129,7 @@ _EXPECTED = {
 def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) -> list[str]:
     valid = list(StudyFile.model_fields)
     lines: dict[str, None] = {}
-    misspelt = {near(str(e["loc"][0]), valid) for e in errors if e["type"] == "extra_forbidden"}
+    misspelt = {key for e in errors if e["type"] == "extra_forbidden" for key in nearest(str(e["loc"][0]), valid)}
     for error in errors:
         loc = [part for part in error["loc"] if not (isinstance(part, str) and ("[" in part or part == "bool"))]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
@@ -139,7 +139,7 @@ def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails])
         kind = error["type"]
         if kind == "extra_forbidden":
             lines[f"{source}: {where}: there is no such key{near(key, valid)}"] = None
-        elif kind == "missing" and f" (did you mean {key!r}?)" in misspelt:
+        elif kind == "missing" and key in misspelt:
             continue
         elif kind == "value_error":
             cause = error["ctx"]["error"]
@@ -153,7 +153,7 @@ def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails])
 
 def _across(raw: Mapping[str, Any]) -> Iterator[str]:
     """Mistakes that involve several keys; the schema checks each key by itself."""
-    if ("model" in raw) == ("trace" in raw) and not any("model" in near(key, StudyFile.model_fields) for key in raw):
+    if ("model" in raw) == ("trace" in raw) and not any("model" in nearest(key, StudyFile.model_fields) for key in raw):
         yield "model: give either model or trace, and one of them"
     if "trace" in raw:
         yield from (f"{key}: goes with model, not with trace" for key in WORKLOAD_AXES if key in raw)

@@ -51,6 +51,7 @@ class Trace(Graph):
         super().__init__(tensors, ops)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
+        validity.check_meta(self.meta)
         validity.check_graph(self)
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
         named = tuple((int(a), int(b)) for a, b in carry or ())

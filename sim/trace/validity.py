@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
+from sim.foreign_text import half_a_character
 from sim.trace.columns import Graph
 from sim.trace.progress import blocked, reached_before
 
 Ints = NDArray[np.int64]
 
 
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """Raise TraceError for facts with a text that no file can hold."""
+    if half_a_character([json.dumps(dict(meta), ensure_ascii=False, default=str)]) is not None:
+        raise TraceError("meta: a text holds half a character (a lone surrogate)")
+
+
 def check_graph(trace: Graph) -> None:
     """Raise TraceError for an impossible size, a duplicate name, a bad id, or a read of a tensor not yet produced."""
     t, c = trace.tensor_columns, trace.op_columns
+    _check_texts(trace)
     for field, column, names in (
         ("bytes", t.bytes, t.name),
         ("flops", c.flops, c.name),
@@ -52,6 +62,18 @@ def check_graph(trace: Graph) -> None:
     _check_views(trace, reader)
     _check_overwrites(trace, reader)
     _check_groups(trace)
+
+
+def _check_texts(trace: Graph) -> None:
+    """Raise TraceError for a text that no file can hold."""
+    t, c = trace.tensor_columns, trace.op_columns
+    sparse = (c.engine, c.group, c.function, t.saved_for)
+    words = [*set(c.dtype), *set(t.dtype), *(text for column in sparse for text in column.values())]
+    words += [each.name for entry in c.alternatives.values() for each in entry]
+    words += [part for entry in c.splits.values() for part in entry]
+    for texts in (c.name, t.name, words):
+        if (wrong := half_a_character(texts)) is not None:
+            raise TraceError(f"'{wrong}': holds half a character (a lone surrogate)")
 
 
 def _check_groups(trace: Graph) -> None:
