@@ -1,4 +1,4 @@
-"""Runs the demo's job and puts its tables into the documents that show them.
+"""Runs the demo's job and puts its verdict, tables and figure into the documents that show them.
 
 python scripts/make_demo.py            write it
 python scripts/make_demo.py --check    say whether it is current; exit status 1 where it is not
@@ -9,14 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "README.zh.md", "docs/demo.md")
-WHY_PAGES = ("docs/demo.md",)
-DEMO, WHY = "demo", "why"
+VERDICT_PAGES = ("README.md", "README.zh.md")
+PAGES = WHY_PAGES = ("docs/demo.md",)
+FIGURE = ROOT / "docs" / "demo.png"
+VERDICT, DEMO, WHY = "verdict", "demo", "why"
 """What stands between the marks of a block: `<!-- demo -->` … `<!-- end of demo -->`."""
 SHOWN = ("peak", "time", "vs unlimited", "recompute", "stall", "moved", "fidelity")
+WIDTH = 118
+"""Characters of a line of the verdict."""
 EACH = 3
 """Policies shown of each family, the fastest first."""
 ASYNCHRONOUS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -38,6 +42,13 @@ def rows(policies: Sequence[Any] | None = None) -> tuple[Mapping[str, Any], ...]
     job: Mapping[str, Any] = DEMO
     trace = transformer(job["model"], batch=job["batch"], sequence=job["seq"], precision=job["precision"])
     return compare(trace, load_profile(job["profile"]), policies, budget=job["budget"], find_floor=False).rows
+
+
+def verdict(rows: tuple[Mapping[str, Any], ...]) -> str:
+    """The two lines with which the demo ends, as a block of text."""
+    from sim.report.verdict import verdict_lines
+
+    return "\n".join(["```text", *(line for each in verdict_lines(rows) for line in wrap(each, WIDTH)), "```", ""])
 
 
 def table(rows: tuple[Mapping[str, Any], ...]) -> str:
@@ -84,6 +95,14 @@ def why_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def draw(rows: tuple[Mapping[str, Any], ...]) -> None:
+    """Draw the comparison; its bytes depend on the version of matplotlib, so that they are not checked."""
+    from sim.report.draw import save_figure
+    from sim.report.plot import plot_comparison
+
+    save_figure(plot_comparison(rows), FIGURE)
+
+
 def replaced(text: str, new: str, block: str = DEMO) -> str:
     """A page with what stands between the marks of a block replaced. Raises ValueError without marks."""
     head, begin, rest = text.partition(f"<!-- {block} -->\n")
@@ -95,17 +114,24 @@ def replaced(text: str, new: str, block: str = DEMO) -> str:
 
 def main() -> None:
     """Write the pages, or check them."""
-    stale = []
-    for block, pages, new in ((DEMO, PAGES, table(rows())), (WHY, WHY_PAGES, why_table(rows(ASYNCHRONOUS)))):
+    stale, check, found = [], "--check" in sys.argv, rows()
+    blocks = (
+        (VERDICT, VERDICT_PAGES, verdict(found)),
+        (DEMO, PAGES, table(found)),
+        (WHY, WHY_PAGES, why_table(rows(ASYNCHRONOUS))),
+    )
+    for block, pages, new in blocks:
         for name in pages:
             page = ROOT / name
             text = page.read_text(encoding="utf-8")
             if replaced(text, new, block) != text:
                 stale.append(f"{name} ({block})")
-                if "--check" not in sys.argv:
+                if not check:
                     page.write_text(replaced(text, new, block), encoding="utf-8")
-    print(f"{'stale' if '--check' in sys.argv else 'written'}: {', '.join(stale) or 'none'}")
-    sys.exit(bool(stale) and "--check" in sys.argv)
+    if not check:
+        draw(found)
+    print(f"{'stale' if check else 'written'}: {', '.join(stale) or 'none'}")
+    sys.exit(bool(stale) and check)
 
 
 if __name__ == "__main__":
