@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterable
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
+from sim.plan import Action, Drop, Move, Wait
 from sim.rewrites.rewriter import Rewriter
 from sim.solvers.checkpoints import cached_casts
 from sim.solvers.regions import Region
@@ -24,6 +26,7 @@ class Save(NamedTuple):
     node: the forward op that the first of them undoes: its backward ops are one node of autograd's graph, which
         unpacks all that it has saved at once.
     ends: the last of the readers that belongs to that node.
+    since: the first forward op that saves it, `at` or earlier.
     used_until: the last forward op that needs the tensor, where the tensor itself is the copy; -1 where a copy is
         made that stands for it.
     """
@@ -33,6 +36,7 @@ class Save(NamedTuple):
     readers: tuple[int, ...]
     node: int
     ends: int
+    since: int
     used_until: int = -1
 
 
@@ -47,6 +51,10 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     """
     c, role = trace.op_columns, trace.tensor_columns.role
     undoes, cached = forward_of(trace), cached_casts(TraceIndex(trace), forward_passes(trace))
+
+    def is_plain(op: int) -> bool:
+        return not (c.engine.get(op) or c.group.get(op))
+
     ignored = IGNORED if weights else (*IGNORED, ROLE_CODE["weight"])
     found = []
     for t in range(len(trace.tensors)):
@@ -68,11 +76,12 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
         for at, ops in nodes.items():
             node = undoes.get(ops[0], last)
             ends = max(op for op in ops if undoes.get(op, last) == node)
-            saves.append(Save(t, at, tuple(ops), node, ends))
+            saving = {undoes.get(op, last) for op in ops}
+            since = min((op for op in early if op in saving and is_plain(op)), default=at)
+            saves.append(Save(t, at, tuple(ops), node, ends, since))
         k = max(range(len(saves)), key=lambda i: saves[i].at)
         # the device must be there when those ops end: to wait for the copy, and before it comes back
-        plain = not any(c.engine.get(op) or c.group.get(op) for op in (saves[k].at, until))
-        if role[t] != ROLE_CODE["weight"] and plain:
+        if role[t] != ROLE_CODE["weight"] and is_plain(saves[k].at) and is_plain(until):
             saves[k] = saves[k]._replace(used_until=until)
         found += saves
     return found
@@ -148,3 +157,46 @@ def _pack(new: Rewriter, trace: Trace, save: Save, source: int) -> tuple[int, in
     copy = new.tensor(old, Same(old.id), name=name, role="activation", saved_for="backward")
     where = {"phase": "forward", "layer": at.layer, "device": at.device}
     return copy, new.glue(f"{name}.pack", "copy", [source], [copy], duration=0, **where)
+
+
+def following(trace: Trace) -> dict[int, int]:
+    """Per op the next one of its device; no entry for the last."""
+    ops: dict[int, list[int]] = {}
+    for op, device in enumerate(trace.op_columns.device.tolist()):
+        ops.setdefault(device, []).append(op)
+    return {one: other for own in ops.values() for one, other in pairwise(own)}
+
+
+class Trip(NamedTuple):
+    """When a saved tensor leaves the device and returns. Each is an op.
+
+    release: before it the device waits for the copy out and releases the tensor.
+    fetch: before it the copy back begins.
+    needed: before it the device waits for that copy.
+    """
+
+    release: int
+    fetch: int
+    needed: int
+
+
+def round_trips(trace: Trace, trips: Iterable[tuple[Save, Trip]], host: str, home: str) -> list[Action]:
+    """The actions by which tensors are copied out once saved, released, fetched and waited for.
+
+    What would be released only after its copy back is due stays. At one anchor copies start before the device waits.
+    """
+    after = following(trace)
+    copies: list[Action] = []
+    waits: list[Action] = []
+    for save, trip in trips:
+        t = save.tensor
+        if save.used_until < 0:
+            continue
+        release, fetch = max(trip.release, after.get(save.used_until, trip.needed)), min(trip.fetch, trip.needed)
+        if release > fetch:
+            continue
+        copies.append(Move(t, host, keep=True, after=save.since))
+        copies += [Wait(t, before=release), Drop(t, before=release)]
+        copies.append(Move(t, home, before=fetch))
+        waits.append(Wait(t, before=trip.needed))
+    return [*copies, *waits]

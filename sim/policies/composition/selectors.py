@@ -80,10 +80,15 @@ def _term(trace: Trace, term: str) -> Mask:
     return np.isin(tensor_layers(trace), sorted(numbers))
 
 
+def meets(name: str, pattern: str) -> bool:
+    """Whether a name matches a pattern, or a leading part of it that ends before a dot does."""
+    return fnmatchcase(name, pattern) or ("." in name and meets(name.rpartition(".")[0], pattern))
+
+
 def _named(trace: Trace, pattern: str) -> Mask:
     @cache
     def matches(name: str) -> bool:
-        return fnmatchcase(name, pattern) or ("." in name and matches(name.rpartition(".")[0]))
+        return meets(name, pattern)
 
     by_op = np.array([matches(name) for name in trace.op_columns.name], np.bool_)
     own = np.array([matches(name) for name in trace.tensor_columns.name], np.bool_)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from types import MappingProxyType
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from annotated_types import Ge
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
-from sim.policies.saved_copies import Packed, Save, forward_passes, saves_of, with_copies
+from sim.policies.saved_copies import Packed, Save, following, forward_passes, saves_of, with_copies
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops
 from sim.trace.graph import Trace
@@ -122,7 +122,7 @@ class _Streams:
     def __init__(self, trace: Trace, device: int, host: str, home: str, stash: int) -> None:
         self.host, self.home, self.places = host, home, stash
         ops = np.flatnonzero(trace.op_columns.device == device).tolist()
-        self.next = dict(pairwise(ops))
+        self.next = following(trace)
         phase = trace.op_columns.phase
         passes = groupby((op for op in ops if phase[op] <= BACKWARD), lambda op: bool(phase[op] == BACKWARD))
         runs = [list(run) for is_backward, run in passes if is_backward]
