@@ -175,6 +175,26 @@ def test_copies_of_one_direction_follow_one_another():
     assert slow.plan.notes["makespan_bound_ns"] > 8 * 9
 
 
+def made_late():
+    """`x` of 100 bytes is made in 50 ns after 200, and is in the way of `wide` 4 ns later."""
+    b = TraceBuilder({"model": "hand"})
+    made = [b.tensor(f"t{i}", 1, "temporary") for i in range(5)]
+    x = b.tensor("x", 100)
+    b.op("long", writes=[made[0]], duration=200)
+    b.op("make", reads=[made[0]], writes=[x], duration=50)
+    b.op("use", reads=[x], writes=[made[1]], duration=4)
+    b.op("wide", reads=[made[1]], writes=[made[2]], workspace=108, duration=10)
+    b.op("idle", reads=[made[2]], phase="backward", writes=[made[3]], duration=300)
+    b.op("last", reads=[x, made[3]], phase="backward", writes=[made[4]], duration=10)
+    return b.build(outputs=[], carry=())
+
+
+def test_at_moments_nothing_leaves_before_it_is_made():
+    # its copy takes 100 ns, of which 54 pass before `wide`; the other 46 hundredths are recomputed, 50 ns in all
+    result = told(made_late(), machine(110, host=1000, rate=10**9), max_ops=2, moments=1)
+    assert result.plan.notes["makespan_bound_ns"] == 574 + 23
+
+
 # ---- planted faults: a row less is seen ----------------------------------------------------------
 
 

@@ -90,7 +90,7 @@ class MomentBound:
         self._copied: list[dict[int, Terms]] = [{} for _ in self._moments]
         self._progress = self._returns()
         self._departures()
-        for k in range(count):
+        for k in range(count - 1):  # of the last moment `_between` says the same
             self._ever_after(k)
 
     # ---- rows --------------------------------------------------------------------------------
@@ -175,20 +175,24 @@ class MomentBound:
         first = {t: k for k in reversed(range(len(self._moments))) for t in self._i[k]}
         for t, k0 in first.items():
             out = self.trips[t].out / MICROSECOND
+            begin = max(bisect_right(starts, index.producer[t]) - 1, 0)
             state: Terms = []  # how far it has been copied
-            begin = bisect_right(starts, index.producer[t]) - 1
-            for interval in range(max(begin, 0), len(starts)):
-                k = interval - early
-                if k >= 0 and t in self._i[k]:
+            if begin < early:
+                state = [(self._rows.column(), 1.0)]
+                work[begin].append((state[0][0], out))
+            for k in range(max(begin - early, 0), len(self._moments)):
+                if t in self._i[k]:
                     self._copied[k][t] = state
                     copied[k] += [(c, self.trips[t].back / MICROSECOND) for c, _ in state]
                     # what is resident at the moment, or recomputed after it, need not return before the next
                     self._rows.row([(self._i[k][t], 1.0), *((c, -f) for c, f in state)], most=0.0)
                 elif k > k0:
                     break  # nothing reads it any more
+                if k + 1 == len(self._moments):
+                    break  # what leaves later never returns
                 share = self._rows.column()
-                work[interval].append((share, out))
-                if k >= 0 and t in self._s[k]:
+                work[early + k].append((share, out))
+                if t in self._s[k]:
                     self._rows.row([(share, 1.0), *self._has(k, t)], most=0.0)
                 total = self._rows.column()
                 for sign in (1.0, -1.0):
@@ -197,10 +201,27 @@ class MomentBound:
                 state = [(total, 1.0)]
         for k, terms in enumerate(copied):  # what is under way back has been copied, and is not resident
             self._rows.row([(self._progress[k], 1.0), *((c, -f) for c, f in terms)], most=0.0)
-        for interval, terms in enumerate(work):
-            if terms:
+        self._in_time(work)
+
+    def _in_time(self, work: Sequence[Terms]) -> None:
+        """The copies out fit into the time.
+
+        What begins in an interval before the first moment may be copied in any later one before that moment. So these
+        intervals can hold them all if, from each of them on, all that begins there fits into all the time there.
+        """
+        early = len(self._early)
+        behind: list[tuple[int, float]] = []  # all that begins in this interval or later, before the first moment
+        waiting: Terms = []
+        length = 0.0
+        for interval in reversed(range(early)):
+            more, duration = self._time(interval)
+            behind, waiting, length = [*work[interval], *behind], [*waiting, *more], length + duration
+            if work[interval]:
+                self._rows.row([*behind, *waiting], most=length)
+        for interval in range(early, len(work)):
+            if work[interval]:
                 waiting, length = self._time(interval)
-                self._rows.row([*terms, *waiting], most=length)
+                self._rows.row([*work[interval], *waiting], most=length)
 
     # ---- solving -----------------------------------------------------------------------------
 
