@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Deadlock,
         IllegalPlan,
         Infeasible,
+        LayoutError,
         OutOfMemory,
         PolicyError,
         PolicyFailed,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sim.experiment import Result, simulate
     from sim.hardware.platform import Platform
     from sim.hardware.profile import load_profile, profile_names
+    from sim.layout import Layout, lay_out
     from sim.log import EventLog
     from sim.plan import Drop, Memory, Move, Online, Plan, Problem, Recompute, Wait
     from sim.policies import load as load_policy
@@ -53,11 +55,21 @@ _HOMES = {
     "sim.advice": ("Advice", "advise"),
     "sim.conformance": ("check_policy",),
     "sim.errors": (
-        *("Deadlock", "IllegalPlan", "Infeasible", "OutOfMemory", "PolicyError", "PolicyFailed", "ProfileError"),
+        *(
+            "Deadlock",
+            "IllegalPlan",
+            "Infeasible",
+            "OutOfMemory",
+            "LayoutError",
+            "PolicyError",
+            "PolicyFailed",
+            "ProfileError",
+        ),
         *("Thrashing", "TiersimError", "TraceError", "UnitError", "WorkloadError"),
     ),
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
+    "sim.layout": ("Layout", "lay_out"),
     "sim.search": ("largest_batch", "smallest_budget"),
     "sim.sweeps.sweep": ("sweep",),
     "sim.hardware.platform": ("Platform",),
@@ -82,6 +94,8 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "load_profile",
     "profile_names",
     "simulate",
+    "Layout",
+    "lay_out",
     "compare",
     "sweep",
     "advise",
@@ -113,6 +127,7 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "ProfileError",
     "TraceError",
     "WorkloadError",
+    "LayoutError",
     "PolicyError",
     "PolicyFailed",
     "IllegalPlan",

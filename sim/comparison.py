@@ -13,6 +13,7 @@ from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
 from sim.experiment import Result, check_trace, to_platform
 from sim.hardware.platform import Platform
+from sim.layout import Layout, lay_out
 from sim.parallel import Request, answers
 from sim.policies import label as label_of
 from sim.policies import load, names
@@ -149,6 +150,7 @@ def compare(
     find_floor: bool | None = None,
     jobs: int | None = 1,
     on_progress: Callable[[Progress], None] | None = None,
+    parallel: Layout | Mapping[str, Any] | None = None,
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
@@ -166,6 +168,7 @@ def compare(
         the same. Policies that another process cannot load, such as those of a notebook, run in this one; `notes` says
         so.
     on_progress: called for each policy that has been answered.
+    parallel: see `simulate`.
 
     Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
     Interrupted on Ctrl-C, with the rows so far.
@@ -173,7 +176,8 @@ def compare(
     check_trace(trace)
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
-    setting = Setting(trace, to_platform(platform), budget, seed, iterations, recompute_limit, find_floor)
+    trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
+    setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor)
     requests = [_request(each) for each in _listed(policies)]
     work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress)
     try:

@@ -5,6 +5,7 @@
     ├── ProfileError     a hardware profile that cannot be read
     ├── TraceError       a trace that cannot be computed: a read before the write, two producers, …
     ├── WorkloadError    a model configuration without a needed key, an unknown model, …
+    ├── LayoutError      a layout over devices that a trace or a machine has no place for
     ├── PolicyError      an unknown policy or parameter, or a trace that does not meet a policy's needs
     ├── PolicyFailed     a fault in a policy's own code; the exception it raised is the cause
     ├── IllegalPlan      an action that cannot be carried out; names the op and the tensor
@@ -49,6 +50,10 @@ class TraceError(TiersimError):
 
 class WorkloadError(TiersimError):
     """A workload that cannot be built from the given configuration."""
+
+
+class LayoutError(TiersimError):
+    """A layout over devices that a trace or a machine has no place for; names the key and the nearest valid value."""
 
 
 class PolicyError(TiersimError):

@@ -24,6 +24,7 @@ from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.iterations import run_iteration
+from sim.layout import Layout, lay_out
 from sim.log import EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
@@ -313,6 +314,7 @@ def simulate(
     iterations: int | None = None,
     seed: int = 0,
     recompute_limit: float | None = RECOMPUTE_LIMIT,
+    parallel: Layout | Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> Result:
     """Run a trace under a policy and return the steady state.
@@ -327,18 +329,21 @@ def simulate(
     seed: for policies that draw random numbers.
     recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
         take before the run is refused as thrashing; None for no limit.
+    parallel: how the trace runs on many devices, a `Layout` or a table of its fields, such as
+        `{"pp": 4, "micro_batches": 8}`; None for the devices that it has.
     parameters: parameters of the policy.
 
     Raises OutOfMemory, Infeasible, Thrashing or Deadlock where the trace cannot run within the budget; PolicyError,
-    PolicyFailed or IllegalPlan where the policy is at fault; ProfileError, TraceError or UnitError for bad arguments.
+    PolicyFailed or IllegalPlan where the policy is at fault; ProfileError, TraceError, LayoutError or UnitError for bad
+    arguments.
     """
     traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
     for each in traces:
         check_trace(each)
-    platform = to_platform(platform)
+    traces, machine = _laid_out(traces, platform, parallel)
     chosen = load(policy, **parameters)
     name = policy if isinstance(policy, str) else type(chosen).__name__
-    limited = platform if budget is None else platform.with_budget(to_bytes(budget))
+    limited = machine if budget is None else machine.with_budget(to_bytes(budget))
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
     if count < 1 or not traces:
         raise PolicyError(f"iterations must be at least 1, not {count}")
@@ -376,11 +381,21 @@ def simulate(
         platform=limited,
         plan=history[-1].plan,
         log=history[-1].log,
-        nominal=platform.home(0).nominal,
+        nominal=machine.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_for(chosen, [run.trace for run in history], platform),
+        reference=lambda: reference_for(chosen, [run.trace for run in history], machine),
     )
+
+
+def _laid_out(
+    traces: list[Trace], platform: Platform | str | os.PathLike[str], parallel: Layout | Mapping[str, Any] | None
+) -> tuple[list[Trace], Platform]:
+    """The traces and the platform as a layout makes them."""
+    if parallel is None or not traces:
+        return traces, to_platform(platform)
+    found = [lay_out(each, platform, parallel) for each in traces]
+    return [each for each, _ in found], found[0][1]
 
 
 def _fault(policy: Policy, error: BaseException) -> str:

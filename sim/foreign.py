@@ -23,7 +23,15 @@ from sim.errors import TiersimError
 MOST_BYTES = 512 << 20
 """The most bytes that are read from a file of results."""
 
-MOST = {"batch": 1 << 31, "seq": 1 << 24, "micro_batches": 1024, "iterations": 1000, "recompute_limit": 1000}
+MOST = {
+    "batch": 1 << 31,
+    "seq": 1 << 24,
+    "micro_batches": 1024,
+    "iterations": 1000,
+    "recompute_limit": 1000,
+    "pp": 1024,
+    "chunks": 1024,
+}
 """The largest value of each option that a folder gets without --trust; a recompute limit of 0 (none) exceeds it."""
 
 MOST_OPS = 2_000_000

@@ -20,6 +20,7 @@ from sim.analysis.peak_memory import (
     roles_over_time,
 )
 from sim.analysis.residence import residence
+from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
 from sim.analysis.summary import Reference, Summary, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
@@ -33,6 +34,7 @@ __all__ = [
     "Overlap",
     "Peak",
     "Reference",
+    "Stage",
     "Stalls",
     "Summary",
     "bounds",
@@ -49,6 +51,7 @@ __all__ = [
     "peak_memory",
     "residence",
     "roles_over_time",
+    "stages",
     "stalls",
     "stalls_by_op",
     "summarize",

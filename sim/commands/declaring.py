@@ -80,6 +80,12 @@ def _axis(name: str) -> Callable[[], Collection[str]]:
     return names
 
 
+def _schedules() -> Collection[str]:
+    from sim.rewrites.schedules import SCHEDULES
+
+    return SCHEDULES
+
+
 def _validated() -> Collection[str]:
     from sim.measure.validate import PRECISIONS
 
@@ -99,6 +105,7 @@ def _goals() -> Collection[str]:
 
 
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
+    "schedule": _schedules,
     **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "frozen_dtype")},
     "validated": _validated,
     "analyses": _analyses,

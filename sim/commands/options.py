@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -88,6 +88,17 @@ MADE_OF = tuple(option.name for option in (MODEL, *AXES))
 WORDS = {"seq": "sequence"}
 """Axes that have another name in `transformer` and in studies."""
 
+LAYOUT = (
+    Option("pp", Annotated[int | None, typer.Option(help="stages of a pipeline over devices; default: 1")], None),
+    Option("schedule", Annotated[str | None, typer.Option(help="of the pipeline: {schedule}; default: 1f1b")], None),
+    Option(
+        "chunks",
+        Annotated[int | None, typer.Option(help="parts of the model per device, of interleaved; default: 2")],
+        None,
+    ),
+)
+"""Options that divide a trace among devices; with them --micro-batches is how many go through the pipeline."""
+
 BUDGET = Option(
     "budget",
     Annotated[
@@ -146,11 +157,24 @@ JOBS = Option("jobs", Annotated[int | None, typer.Option(help="worker processes;
 Json, Jobs = JSON.type, JOBS.type
 
 
+def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
+    """The platform and the trace that the options describe, the trace divided as they say."""
+    given = {option.name: options[option.name] for option in LAYOUT if options.get(option.name) is not None}
+    if not given:
+        return platform_of(options["profile"], options["set_"]), workload(options)
+    from sim.layout import lay_out, to_layout
+
+    layout = to_layout({**given, "micro_batches": options["micro_batches"]})
+    trace = workload({**options, "micro_batches": 1, "divided": True})
+    trace, platform = lay_out(trace, options["profile"], layout, overrides=overrides(options["set_"]) or None)
+    return platform, trace
+
+
 def workload(options: dict[str, Any]) -> Any:
     """The trace that the options describe; options["ctx"], if present, knows which of them were given."""
     if options["trace"]:
         if "ctx" in options:
-            _refuse_axes(options["ctx"])
+            _refuse_axes(options["ctx"], {"micro_batches"} if "divided" in options else set())
         from workloads import load_trace
 
         return load_trace(options["trace"])
@@ -162,10 +186,10 @@ def workload(options: dict[str, Any]) -> Any:
     return transformer(options["model"], **{key: value for key, value in axes.items() if value is not None})
 
 
-def _refuse_axes(ctx: typer.Context) -> None:
+def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:
     for option in ctx.command.params:
         source = ctx.get_parameter_source(str(option.name))
-        if option.name in MADE_OF and source is not None and source.name == "COMMANDLINE":
+        if option.name in MADE_OF and option.name not in but and source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
                 f"{option.opts[0]}: the workload of a --trace file is fixed; give one or the other"
             )

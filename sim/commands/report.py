@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.options import JSON, OUT, budget_of, files_of, limit_of, parameters, platform_of, say, workload
+from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters, say
 from sim.commands.runs import COMPARED, RUN
 from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
 
@@ -136,7 +136,7 @@ def _job(
     objections = [*trust.objections(files), *trust.too_much(options)]
     if objections:
         return objections, None
-    job = platform_of(options["profile"], options["set_"]), workload(dict(options))
+    job = job_of(dict(options))
     objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
     return objections, None if objections else job
 

@@ -14,6 +14,7 @@ from sim.commands.options import (
     BUDGET,
     JOBS,
     JSON,
+    LAYOUT,
     OUT,
     PARAM,
     PROFILE,
@@ -24,13 +25,12 @@ from sim.commands.options import (
     about_run,
     budget_of,
     command_line,
+    job_of,
     label,
     limit_of,
     names_of,
     parameters,
-    platform_of,
     say,
-    workload,
 )
 from sim.commands.progress import told
 
@@ -71,9 +71,9 @@ FIGURES = Option(
 NOTES = Option(
     "notes", Annotated[bool, typer.Option("--notes", help="print every note, and why each misfit does not fit")], False
 )
-RUN = (PROFILE, POLICY, *WORKLOAD, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
+RUN = (PROFILE, POLICY, *WORKLOAD, *LAYOUT, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
 COMPARED = (
-    *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], BUDGET, SET, *REPLAY),
+    *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], *LAYOUT, BUDGET, SET, *REPLAY),
     *(FLOORS, JOBS, OUT, FIGURES, NOTES, JSON),
 )
 
@@ -94,7 +94,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
     policy, out, json = options["policy"], options["out"], options["json"]
     asked = {name: analysis(name) for name in options["analysis"] or ()}
     folder = check_folder(out, "run") if out else None
-    platform, work = platform_of(options["profile"], options["set_"]), workload({"ctx": ctx, **options})
+    platform, work = job_of({"ctx": ctx, **options})
     given, limit = parameters(options["param"]), budget_of(options["budget"], work, platform)
     how: dict[str, Any] = {"budget": limit, "seed": options["seed"], "iterations": options["iterations"]}
     how |= limit_of(options["recompute_limit"])
@@ -137,7 +137,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
     if options["figures"] and not options["out"]:
         raise typer.BadParameter("--figures: name their folder: -o DIR")
     folder = check_folder(options["out"], "comparison") if options["out"] else None
-    platform, work = platform_of(options["profile"], options["set_"]), workload(options)
+    platform, work = job_of(options)
     limit = budget_of(options["budget"], work, platform)
     stopped = False
     try:

@@ -1,0 +1,175 @@
+"""One way to say how a trace runs on many devices: a layout, and what it makes of a trace and a platform.
+
+    simulate(trace, "a100_80_sxm", "full_recompute", parallel={"pp": 4, "schedule": "1f1b", "micro_batches": 8})
+
+The trace is the whole iteration on one device, of all samples. A layout divides it; everything it does is a rewrite
+whose `origin` says what each op and tensor stands for. Policies plan for the result like for any trace, and a budget
+holds for each device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sim.errors import LayoutError, near
+from sim.hardware.platform import Platform
+from sim.hardware.profile import load_profile
+from sim.rewrites.pipeline import pipeline
+from sim.rewrites.schedules import SCHEDULES
+from sim.trace.graph import Trace
+from sim.trace.layers import op_layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trace is divided among devices.
+
+    pp: stages of the pipeline.
+    schedule: one of `sim.rewrites.schedules.SCHEDULES`.
+    micro_batches: into how many parts the samples are divided, each of which goes through the pipeline by itself.
+    chunks: parts of the model per device, for `interleaved`, where 2 is the default.
+    layers: how many layers each part has, in order; by default all as many.
+
+    Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
+    """
+
+    pp: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    chunks: int = 0
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise LayoutError(f"schedule: {self.schedule!r} is unknown{near(str(self.schedule), SCHEDULES)}")
+        if self.chunks == 0:
+            object.__setattr__(self, "chunks", 2 if self.schedule == "interleaved" else 1)
+        for key in ("pp", "micro_batches", "chunks"):
+            _positive(key, getattr(self, key))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.schedule == "interleaved" and self.chunks < 2:
+            raise LayoutError("chunks: interleaved needs at least 2 parts per device; nearest: 2, or schedule 1f1b")
+        if self.schedule != "interleaved" and self.chunks > 1:
+            raise LayoutError(f"chunks: {self.schedule} has one part per device, not {self.chunks}; nearest: 1")
+        if self.schedule == "interleaved" and self.micro_batches % self.pp:
+            nearest = max(self.pp, round(self.micro_batches / self.pp) * self.pp)
+            raise LayoutError(
+                f"micro_batches: interleaved needs a multiple of pp = {self.pp}, not {self.micro_batches}; "
+                f"nearest: {nearest}"
+            )
+        if self.layers and len(self.layers) != self.parts:
+            raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model."""
+        return self.pp * self.chunks
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return self.pp
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether it changes nothing."""
+        return self.devices == 1 and self.micro_batches == 1
+
+
+def to_layout(given: Layout | Mapping[str, Any] | None) -> Layout:
+    """A layout as it is, or of a table of its fields; None is one device. Raises LayoutError."""
+    if given is None:
+        return Layout()
+    if isinstance(given, Layout):
+        return given
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"expected a table such as {{'pp': 4, 'micro_batches': 8}}, not a {type(given).__name__}")
+    known = [field.name for field in fields(Layout)]
+    for key in given:
+        if key not in known:
+            raise LayoutError(f"{key!r} is unknown{near(str(key), known)}")
+    return Layout(**given)
+
+
+def lay_out(
+    trace: Trace,
+    platform: Platform | str | os.PathLike[str],
+    parallel: Layout | Mapping[str, Any] | None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+) -> tuple[Trace, Platform]:
+    """The trace as a layout divides it, and the platform with as many devices.
+
+    trace: an iteration on one device.
+    platform: a platform, or the name or file of a profile; of a profile as many devices are made as the layout takes.
+    parallel: a layout, or a table of its fields.
+    overrides: figures of the profile to change, see `load_profile`.
+
+    Raises LayoutError naming the key at fault and the nearest valid value.
+    """
+    layout = to_layout(parallel)
+    machine = platform if isinstance(platform, Platform) else load_profile(platform, overrides=overrides)
+    if layout.is_trivial:
+        return trace, machine
+    if trace.devices > 1:
+        raise LayoutError(f"the trace is already on {trace.devices} devices")
+    if machine.devices < layout.devices and not isinstance(platform, Platform):
+        machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(layout.devices)})
+    _check_devices(machine, layout.devices)
+    samples = trace.meta.get("batch")
+    if isinstance(samples, int) and samples % layout.micro_batches:
+        nearest = nearest_divisor(samples, layout.micro_batches)
+        raise LayoutError(
+            f"micro_batches: {layout.micro_batches} does not divide the batch of {samples}; nearest: {nearest}"
+        )
+    table = part_of_layer(trace, layout)
+    return pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks), machine
+
+
+def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
+    """The part of the model of each layer. Raises LayoutError where the layers do not divide."""
+    layers = sorted({layer for layer in op_layers(trace).tolist() if layer >= 0})
+    if layout.parts > 1 and not layers:
+        raise LayoutError("pp: the trace states no layers; nearest: 1")
+    sizes = layout.layers
+    if not sizes:
+        if len(layers) % layout.parts:
+            possible = [pp for pp in range(1, len(layers) + 1) if len(layers) % (pp * layout.chunks) == 0]
+            nearest = min(possible, key=lambda pp: (abs(pp - layout.pp), pp), default=1)
+            raise LayoutError(
+                f"pp: {len(layers)} layers do not divide into {layout.parts} parts; nearest: {nearest}, or give layers"
+            )
+        sizes = (len(layers) // max(layout.parts, 1),) * layout.parts
+    if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
+        raise LayoutError(f"layers: {list(sizes)} are {sum(sizes)}, each at least 1; the model has {len(layers)}")
+    parts = [part for part, size in enumerate(sizes) for _ in range(size)]
+    return dict(zip(layers, parts, strict=True))
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of a number that is nearest to the one wanted, the smaller of two."""
+    divisors = (each for each in range(1, number + 1) if number % each == 0)
+    return min(divisors, key=lambda each: (abs(each - wanted), each))
+
+
+def _positive(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayoutError(f"{key}: needs a whole number of at least 1, has {value!r}; nearest: 1")
+
+
+def _check_devices(machine: Platform, devices: int) -> None:
+    """Raise LayoutError where a machine has fewer devices, or no link from each to the next."""
+    if machine.devices < devices:
+        raise LayoutError(
+            f"pp: {machine.name} has {machine.devices} device(s), not {devices}; nearest: {machine.devices}, "
+            f"or load_profile(…, overrides={{'devices': '{devices}'}})"
+        )
+    for device in range(1, devices):
+        if not machine.route(machine.home(device - 1).name, machine.home(device).name):
+            raise LayoutError(f"pp: {machine.name} has no link from one device to the next; nearest: 1")
+
+
+__all__ = ["Layout", "lay_out", "to_layout"]

@@ -1,0 +1,128 @@
+"""Layouts: one way to say how a trace runs on many devices, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, simulate
+from sim.analysis.stages import stages
+from sim.rewrites.values import departures
+from tests.machines import machine
+from tests.test_cli import tiersim
+from workloads import transformer
+
+CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 256}
+
+
+@pytest.fixture(scope="module")
+def base() -> Trace:
+    return transformer(CONFIG, batch=4, sequence=32)
+
+
+def test_a_layout_is_a_rewrite_that_computes_the_same(base: Trace) -> None:
+    layout = {"pp": 2, "schedule": "interleaved", "micro_batches": 4}
+    trace, platform = lay_out(base, "a100_80_sxm", layout)
+    assert not departures(trace, base)
+    assert trace.devices == platform.devices == 2
+    result = simulate(base, "a100_80_sxm", parallel=layout)
+    assert result.log.trace.content_hash == trace.content_hash
+    assert result.log.complete
+
+
+def test_one_device_and_one_microbatch_change_nothing(base: Trace) -> None:
+    platform = load_profile("a100_80_sxm")
+    assert lay_out(base, platform, {"pp": 1}) == (base, platform)
+
+
+def test_every_device_has_the_budget_and_a_policy_runs_inside(base: Trace) -> None:
+    layout = {"pp": 4, "micro_batches": 4}
+    kept = simulate(base, "mt3000_cluster", parallel=layout)
+    peaks = [stage.peak_bytes for stage in stages(kept.log)]
+    assert peaks[0] > peaks[3] / 2
+    for policy in ("full_recompute", "swap_all", "zero_offload + full_recompute"):
+        limited = simulate(base, "mt3000_cluster", policy, budget=max(peaks), parallel=layout)
+        table = stages(limited.log)
+        assert limited.log.complete
+        assert all(stage.capacity_bytes == max(peaks) for stage in table)
+        assert max(stage.peak_bytes for stage in table) <= max(peaks)
+
+
+def test_the_parts_of_a_stages_time_add_up(base: Trace) -> None:
+    result = simulate(base, "mt3000_cluster", "full_recompute", parallel={"pp": 4, "micro_batches": 2})
+    for stage in stages(result.log):
+        assert stage.busy_ns + stage.stall_ns + stage.exposed_ns + stage.bubble_ns == result.log.end
+        assert min(stage.busy_ns, stage.stall_ns, stage.exposed_ns, stage.bubble_ns) >= 0
+    summary = result.summary()
+    assert summary["bubble"] > 0
+    assert summary["exposed_ns"] > 0
+    assert summary["binding_device"].startswith("time: ")
+
+
+def test_one_device_has_no_bubble(base: Trace) -> None:
+    summary = simulate(base, "a100_80_sxm").summary()
+    assert summary["bubble"] is summary["binding_device"] is None
+    assert summary["exposed_ns"] == 0
+
+
+def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
+    found = compare(base, "mt3000_cluster", ["keep_all", "full_recompute"], parallel={"pp": 2, "micro_batches": 2})
+    assert [row["devices"] for row in found.rows] == [2, 2]
+    assert found.rows[1]["peak_bytes"] < found.rows[0]["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"pp": 3}, "pp: 4 layers do not divide into 3 parts; nearest: 2, or give layers"),
+        ({"pp": 0}, "pp: needs a whole number of at least 1, has 0"),
+        ({"microbatches": 2}, r"'microbatches' is unknown \(did you mean 'micro_batches'\?\)"),
+        ({"pp": 2, "schedule": "1f1"}, "schedule: '1f1' is unknown .did you mean '1f1b'"),
+        ({"pp": 2, "micro_batches": 3}, "micro_batches: 3 does not divide the batch of 4; nearest: 2"),
+        ({"pp": 2, "micro_batches": 3, "schedule": "interleaved"}, "needs a multiple of pp = 2, not 3; nearest: 4"),
+        ({"pp": 2, "chunks": 2}, "chunks: 1f1b has one part per device, not 2; nearest: 1"),
+        ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
+        ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
+        ([2], "expected a table such as"),
+    ],
+)
+def test_a_layout_without_a_place_names_the_nearest(base: Trace, layout: object, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        lay_out(base, "a100_80_sxm", layout)  # type: ignore[arg-type]
+
+
+def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> None:
+    with pytest.raises(LayoutError, match=r"pp: toy has 2 device\(s\), not 4; nearest: 2"):
+        lay_out(base, machine(devices=2), {"pp": 4})
+    with pytest.raises(LayoutError, match="has no link from one device to the next; nearest: 1"):
+        lay_out(base, machine(devices=2, rate=None), {"pp": 2})
+    trace, platform = lay_out(base, "a100_80_sxm", {"pp": 2})
+    with pytest.raises(LayoutError, match="already on 2 devices"):
+        lay_out(trace, platform, {"pp": 2})
+
+
+def test_uneven_parts_are_given_by_their_layers(base: Trace) -> None:
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 2, "layers": [1, 3]})
+    assert {op.layer for op in trace.ops if op.device == 0 and op.phase == "forward"} == {-1, 0}
+
+
+def test_a_layout_on_the_command_line_is_saved_and_reported(capsys, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["--profile", "mt3000_cluster", "--model", tmp_path / "config.json", "--batch", "2", "--seq", "16"]
+    words += ["--pp", "4", "--schedule", "gpipe", "--micro-batches", "2"]
+    code, out, _ = tiersim("run", *words, "--json", "-o", tmp_path / "r", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["devices"] == 4
+    assert tiersim("report", tmp_path / "r", "-o", tmp_path / "r.html", "--trust", capsys=capsys)[0] == 0
+    code, _, err = tiersim("run", *words, "--schedule", "gpip", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "did you mean 'gpipe'" in err
+
+
+def test_a_trace_file_may_be_divided(capsys, tmp_path, base: Trace) -> None:
+    save_trace(base, tmp_path / "t.jsonl.gz")
+    words = ["--profile", "mt3000_cluster", "--trace", tmp_path / "t.jsonl.gz", "--pp", "2", "--micro-batches", "2"]
+    code, out, _ = tiersim("compare", *words, "--policies", "keep_all", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)[0]["devices"] == 2
