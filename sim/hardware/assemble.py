@@ -8,7 +8,7 @@ of its home tier, a link to that of either end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -28,6 +28,7 @@ class _Assembly:
         self.name = name
         self.profile = profile
         self.devices = profile.devices
+        self.sharers = profile.sharers
         self.problems: list[str] = []
         self.unused: list[str] = []
         self.energy: dict[str, float] = {}
@@ -50,7 +51,7 @@ class _Assembly:
             pools=pools,
             facts=tuple(self._facts()),
             description=self.profile.description,
-            notes=self.profile.notes,
+            notes=self._notes(),
             energy=self.energy,
             op_time=self.profile.op_time,
         )
@@ -78,6 +79,9 @@ class _Assembly:
             if not self._on_device(home):
                 path = f"engines.{name}.home"
                 self._problem(path, f"value {home!r}: a main engine needs a tier with per_device = true")
+        if self.sharers > 1 and self.devices > 1:
+            text = f"{self.devices} devices are simulated themselves; one device stands for {self.sharers}"
+            self._problem("sharers", f"value {self.sharers}: {text}")
         if len(main) != 1:
             actual = f"{len(main)} are: {', '.join(main)}" if main else "none is"
             self._problem(
@@ -87,13 +91,17 @@ class _Assembly:
     def _tiers(self) -> Iterator[Tier]:
         for name, part in self.profile.tiers.items():
             for device in self._owners(part.per_device):
-                yield Tier(
+                tier = Tier(
                     name=self._at(name, device),
                     kind=part.kind,
                     device=device,
                     allocator=Allocator(part.allocator.name, part.allocator.options),
                     **_given(part, Tier),
                 )
+                if device < 0:
+                    capacity, nominal = self._shared(tier.capacity), self._shared(tier.nominal)
+                    tier = replace(tier, capacity=capacity, nominal=nominal, bandwidth=self._shared(tier.bandwidth))
+                yield tier
 
     def _engines(self) -> Iterator[Engine]:
         for name, part in self.profile.engines.items():
@@ -107,7 +115,7 @@ class _Assembly:
                     device=device,
                     home=self._tier_at(part.home, device),
                     reaches=tuple(dict.fromkeys(self._reached(part, device))),
-                    peak=_peak(part),
+                    peak={dtype: self._shared(rate, device < 0) for dtype, rate in _peak(part).items()},
                     efficiency=_efficiency(part),
                     bandwidth_share=self._shares(part),
                     launch=part.launch.value.number,
@@ -139,7 +147,8 @@ class _Assembly:
                 self.copies.setdefault(name, []).append((copy, device))
                 if part.energy:
                     self.energy[copy] = part.energy.value.number
-                yield Link(name=copy, source=start, target=end, **_given(part, Link))
+                link = Link(name=copy, source=start, target=end, **_given(part, Link))
+                yield replace(link, rate=self._shared(link.rate, device < 0))
 
     def _ends(self, name: str, part: LinkPart) -> Iterator[tuple[str, int, str, str]]:
         """Name, device, start and end of each copy of a link."""
@@ -176,19 +185,41 @@ class _Assembly:
                 if user not in self.copies:
                     self.unused += [f"pools.{name}.{table}.{user}" for table in ("charges", "factors")]
             rate, charges = self._charges(name, part, users)
-            for owner in self._owners(part.per_device):
+            if rate is not None and not part.per_device:
+                behind = part.devices.value.number if part.devices else self.sharers
+                rate = max(1, rate // min(self.sharers, behind))
+            for copy_of_pool, owners in self._pool_owners(name, part):
                 members = [
                     Member(copy, charges[user], self._factor(part, user))
                     for user in charges
                     for copy, device in self.copies.get(user, ())
-                    if owner < 0 or device == owner
+                    if owners is None or device in owners
                 ]
                 if members:
-                    yield Pool(self._at(name, owner), tuple(members), rate)
-            if part.per_device:
+                    yield Pool(copy_of_pool, tuple(members), rate)
+            if part.per_device or part.devices:
                 for user in users:
                     if any(device < 0 for _, device in self.copies.get(user, ())):
                         self._problem(f"pools.{name}", f"value {user!r}: a per-device pool has no shared members")
+
+    def _pool_owners(self, name: str, part: PoolPart) -> Iterator[tuple[str, range | None]]:
+        """Each copy of a pool and the devices behind it, None for all and what they share."""
+        if not part.per_device and (part.devices is None or part.devices.value.number >= self.devices):
+            yield name, None
+            return
+        behind = part.devices.value.number if part.devices else 1
+        for first in range(0, self.devices, behind):
+            yield self._at(name, first // behind), range(first, min(first + behind, self.devices))
+
+    def _shared(self, figure: int, shared: bool = True) -> int:
+        """What one of the devices that share it has of a figure."""
+        return max(1, figure // self.sharers) if shared else figure
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.sharers == 1:
+            return self.profile.notes
+        said = f"One of {self.sharers} devices that use the host at the same time, with its share of what they share."
+        return (*self.profile.notes, said)
 
     def _charges(self, name: str, part: PoolPart, users: list[str]) -> tuple[int | None, dict[str, Fraction]]:
         """The pool's rate, and the bytes that each user charges it per byte of payload."""

@@ -389,6 +389,7 @@ class PoolPart(Sourced):
     """Bandwidth that links and engines share.
 
     per_device: `true` where each device has its own such pool
+    devices: how many devices are behind one such pool, as behind a PCIe switch (default: all that there are)
     duplex: `"factors"` (default): as given; `"half"`: one direction at a time, rates from the links; `"full"`: no pool
     rate: charged bytes per second; without it the pool only has factors
     charges: by link or engine: bytes that it charges the pool per byte of payload
@@ -396,6 +397,7 @@ class PoolPart(Sourced):
     """
 
     per_device: StrictBool = False
+    devices: Count | None = None
     duplex: Duplex = "factors"
     rate: Rate | None = None
     charges: dict[UserName, Share] = {}
@@ -403,6 +405,8 @@ class PoolPart(Sourced):
 
     @model_validator(mode="after")
     def _shares_something(self) -> PoolPart:
+        if self.devices is not None and self.per_device:
+            raise ValueError("a pool of its own for each device has no `devices`")
         if not self.charges and not self.factors:
             raise ValueError("a pool needs `charges` or `factors`, which name its members")
         if self.rate is None and not self.factors and self.duplex == "factors":
@@ -427,6 +431,8 @@ class ProfileFile(Model):
     description: one line: what machine it is
     notes: list of text: what to know when reading results
     devices: whole number (default 1)
+    sharers: how many such devices use at the same time what they share, of which one is simulated: it has its share of
+        shared tiers, engines and pools (default 1: all of them)
     op_time: `"sum"` (default): an op takes its arithmetic and its bytes one after the other, which fits measurements;
         or `"bound"`: the longer of the two, with whole waves of blocks where `cores` are stated (DeepCuts' bound)
     tiers: memories, see below
@@ -439,6 +445,7 @@ class ProfileFile(Model):
     description: Annotated[str, Field(min_length=1)]
     notes: tuple[str, ...] = ()
     devices: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
+    sharers: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
     op_time: OpTime = "sum"
     tiers: Annotated[dict[PartName, TierPart], Field(min_length=1)]
     engines: Annotated[dict[PartName, EnginePart], Field(min_length=1)]

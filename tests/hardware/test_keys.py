@@ -28,6 +28,7 @@ from workloads import transformer
 
 CHANGES = {
     "devices": ("devices = 2", "devices = 1"),
+    "sharers": ("devices = 2", "devices = 1\nsharers = 3"),
     "op_time": ("devices = 2", 'devices = 2\nop_time = "bound"'),
     "tiers.per_device": ('kind = "ddr"', 'kind = "ddr"\nper_device = true'),
     "tiers.capacity": ('value = "15 MB"', 'value = "5 MB"'),
@@ -61,6 +62,7 @@ CHANGES = {
     ),
     "links.energy": ('energy = "60 pJ/B"\n\n[links.h2d]', 'energy = "90 pJ/B"\n\n[links.h2d]'),
     "pools.per_device": ("[pools.pcie]\nper_device = true", '[pools.pcie]\nper_device = true\nrate = "1 GB/s"'),
+    "pools.devices": ("[pools.pcie]\nper_device = true", '[pools.pcie]\ndevices = 1\nrate = "1 GB/s"'),
     "pools.duplex": ("factors = { d2h = 0.95, h2d = 0.47 }", 'duplex = "half"\nfactors = { d2h = 0.95, h2d = 0.47 }'),
     "pools.rate": ('rate = "3 GB/s"', 'rate = "0.3 GB/s"'),
     "pools.charges": ("charges = { d2h = 1, ", "charges = { d2h = 9, "),
@@ -91,9 +93,10 @@ def texts(key: str) -> tuple[str, str]:
             'home = "hbm"\nmain = false', 'home = "hbm"\nmain = true'
         )
         return MACHINE, swapped.replace("main = ?", "main = false")
-    if key == "pools.per_device":  # two devices in one pool, or each in its own
+    if key in ("pools.per_device", "pools.devices"):  # two devices in one pool, or each in its own
         start, own = CHANGES[key]
-        return MACHINE.replace(start, own), MACHINE.replace(start, own.replace("per_device = true\n", ""))
+        shared = own.replace("per_device = true\n", "").replace("devices = 1\n", "")
+        return MACHINE.replace(start, own), MACHINE.replace(start, shared)
     part, _, name = key.rpartition(".")
     if name in WHERE:
         head = f"[{part}]" if part == "fit" else f"[{part}.{FIRST[part]}]"

@@ -127,7 +127,8 @@ def test_pageable_host_memory_charges_three_bytes_and_pinned_one():
 
 def test_a_bounce_over_nvme_charges_host_memory_twice():
     p = load_profile("a100_80_sxm")
-    (host_dram, _, nvme) = p.pools
+    (host_dram,) = (pool for pool in p.pools if pool.name == "host_dram")
+    (nvme,) = (pool for pool in p.pools if pool.name == "nvme")
     charge = {m.name: m.charge for m in host_dram.members}
     for route in (p.route("hbm", "nvme"), p.route("nvme", "hbm")):
         assert sum(charge[p.links[i].name] for i in route) == 2
