@@ -25,6 +25,7 @@ READMES = {"index.md": "README.md", "zh.md": "README.zh.md", "machines/index.md"
 
 HOW_TO = (
     "get-advice",
+    "apply-a-plan",
     "fine-tune",
     "combine-policies",
     "add-a-policy",

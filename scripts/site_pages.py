@@ -46,6 +46,7 @@ REFERENCE = {
         "sim.report.timeline",
     ),
     "Sweeps": ("sim.sweeps",),
+    "Export to frameworks": ("sim.applying",),
     "Conformance": ("sim.conformance",),
     "Units and errors": ("sim.units", "sim.errors"),
 }

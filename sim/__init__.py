@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.advice import Advice, advise
+    from sim.applying import Exported, export
     from sim.comparison import Comparison, compare
     from sim.conformance import check_policy
     from sim.errors import (
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "sim.advice": ("Advice", "advise"),
+    "sim.applying": ("Exported", "export"),
     "sim.conformance": ("check_policy",),
     "sim.errors": (
         *(
@@ -101,9 +103,11 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "advise",
     "smallest_budget",
     "largest_batch",
+    "export",
     "Result",
     "Comparison",
     "Advice",
+    "Exported",
     "Platform",
     "Trace",
     "TraceBuilder",

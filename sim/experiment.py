@@ -96,6 +96,7 @@ class Result:
     warm_up: the iterations before the steady state, in order.
     plan_s: wall-clock time of planning in seconds, not part of the simulated time.
     reference: computes the run with unlimited memory that slowdown and savings are measured against.
+    trace: what the policy was asked to plan for, before it rewrote anything.
     """
 
     policy: Policy
@@ -107,6 +108,7 @@ class Result:
     warm_up: tuple[Run, ...] = ()
     plan_s: float = 0.0
     reference: Callable[[], Reference] | None = field(default=None, repr=False)
+    trace: Trace | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         figures = f"{format_time(self.log.end)}, peak {format_bytes(home_peak(self.log))}"
@@ -385,6 +387,7 @@ def simulate(
         warm_up=history[:-1],
         plan_s=plan_s,
         reference=lambda: reference_for(chosen, [run.trace for run in history], machine),
+        trace=history[-1].trace,
     )
 
 

@@ -53,6 +53,18 @@ QUICK = {
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 LONG = (
+    *(
+        f"applying/test_torch.py::test_checkpoints_round_layers_hold_what_pytorchs_tracker_shows[{name}"
+        for name in ("gpt2", "llama", "vision", "mlp", "experts", "attention", "dense", "gated")
+    ),
+    *(
+        f"applying/test_torch.py::test_what_was_kept_in_a_layer_is_kept_by_a_selective_checkpoint[{name}"
+        for name in ("gpt2-", "llama", "encoder", "attention", "residual")
+    ),
+    *(
+        f"applying/test_torch.py::test_layers_of_one_sweep_are_under_one_checkpoint[{name}"
+        for name in ("gpt2", "encoder")
+    ),
     *(f"policies/recompute/test_{name}.py" for name in ("checkmate", "megtaichi", "mimose", "moccasin", "moments")),
     *(f"policies/recompute/test_{name}.py" for name in ("relax_and_fix", "rockmate", "tso", "twremat")),
     "policies/test_conformance.py::test_policy_keeps_every_law",

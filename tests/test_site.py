@@ -190,8 +190,14 @@ Raises ValueError for x < 0.
 # ---- the guide and the how-tos ------------------------------------------------------------------
 
 
+def forget_modules_of(folder):
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(folder):
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
-def test_what_a_guide_tells_to_type_works(path, tmp_path, monkeypatch, capsys):
+def test_what_a_guide_tells_to_type_works(path, tmp_path, monkeypatch, capsys, request):
     """`sh` and `python` blocks run in order, in one empty folder; blocks with a title are files of that name."""
     from sim import cli
 
@@ -199,6 +205,8 @@ def test_what_a_guide_tells_to_type_works(path, tmp_path, monkeypatch, capsys):
     if any("import torch" in code for _, _, code in blocks):
         pytest.importorskip("torch", reason="needs the extra `torch`")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as for a program in that folder
+    request.addfinalizer(lambda: forget_modules_of(tmp_path))
     space: dict[str, object] = {}
     for kind, title, code in blocks:
         name = re.search(r'title="([^"]+)"', title)

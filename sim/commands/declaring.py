@@ -104,11 +104,18 @@ def _goals() -> Collection[str]:
     return GOALS
 
 
+def _frameworks() -> Collection[str]:
+    from sim.applying import TARGETS
+
+    return TARGETS
+
+
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
     "schedule": _schedules,
     **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "frozen_dtype")},
     "validated": _validated,
     "analyses": _analyses,
     "goals": _goals,
+    "frameworks": _frameworks,
 }
 """The registries that help may list; imported only when help is printed."""

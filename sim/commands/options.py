@@ -154,7 +154,17 @@ JSON = Option(
     False,
 )
 JOBS = Option("jobs", Annotated[int | None, typer.Option(help="worker processes; default: one per core")], None)
-Json, Jobs = JSON.type, JOBS.type
+TRUST = Option(
+    "trust",
+    Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="use the files that the folder names: its own policies' programs, profiles, traces, models"
+        ),
+    ],
+    False,
+)
+Json, Jobs, Trusting = JSON.type, JOBS.type, TRUST.type
 
 
 def job_of(options: dict[str, Any]) -> tuple[Any, Any]:

@@ -8,28 +8,20 @@ is made from what was saved of the run and says so. With `--trust` such runs are
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters, say
-from sim.commands.runs import COMPARED, RUN
-from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
+from sim.commands.options import Trusting, files_of, say
+from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
+from sim.commands.saved import Wanted, files_beside, saved_view
 
 if TYPE_CHECKING:
-    from sim.experiment import Result
-    from sim.foreign import Named, Trust
-    from sim.hardware.platform import Platform
     from sim.report.page import RunView, SavedView
-    from sim.trace.graph import Trace
-
-ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON)}
-"""The type of each option that a folder may mention."""
 
 
 def report(
@@ -40,12 +32,7 @@ def report(
         typer.Option(help="a cell whose run the page shows, by the start of its id; may be given more than once"),
     ] = None,
     runs: Annotated[int, typer.Option(help="most runs that the page shows", min=0)] = 24,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="use the files that the folder names: its own policies' programs, profiles, traces, models"
-        ),
-    ] = False,
+    trust: Trusting = False,
 ) -> None:
     """Write a saved run, comparison or sweep as one HTML file that opens without a network."""
     from sim.commands.report_sweep import sweep_page
@@ -81,17 +68,17 @@ def _run(wanted: Wanted) -> Path:
     from sim.views import NAME
 
     folder = wanted.folder
-    saved = _read(folder / "summary.json", "asked", "trace")
+    saved = read_saved(folder / "summary.json", "asked", "trace")
     asked = saved["asked"]
     policy = str(saved.get("policy") or asked.get("policy"))
     links, command = files_beside(folder, wanted.target), _command("run", asked)
-    trust, options = _trust(wanted, saved, "summary.json"), _options(asked)
-    objections, job = _job(options, trust, files_of(asked, [policy]))
+    trust, options = trust_of(wanted.folder, wanted.trust, saved, "summary.json"), options_of(asked)
+    objections, job = checked_job(options, trust, files_of(asked, [policy]))
     if job is None:
         view = saved_view(folder / NAME, saved, objections, links=links, command=command)
         return write_run_page(view, wanted.target)
     platform, trace = job
-    result = _repeat(options, trace, platform, policy, saved, folder)
+    result = repeat(options, trace, platform, policy, saved, folder)
     return write_run_page(run_view(result, command=command, links=links), wanted.target)
 
 
@@ -101,11 +88,11 @@ def _comparison(wanted: Wanted) -> Path:
     from sim.views import row_view
 
     folder = wanted.folder
-    saved = _read(folder / "comparison.json", "asked", "trace", "rows", "left_out", "workload", "platform")
+    saved = read_saved(folder / "comparison.json", "asked", "trace", "rows", "left_out", "workload", "platform")
     rows = _rows(saved["rows"], folder / "comparison.json")
     asked = saved["asked"]
-    trust, options = _trust(wanted, saved, "comparison.json"), _options(asked)
-    objections, job = _job(options, trust, files_of(asked, ()))
+    trust, options = trust_of(wanted.folder, wanted.trust, saved, "comparison.json"), options_of(asked)
+    objections, job = checked_job(options, trust, files_of(asked, ()))
     runs: dict[str, RunView | SavedView] = {}
     fitting = sorted((i for i, row in enumerate(rows) if row["fits"]), key=lambda i: rows[i]["makespan_ns"])
     for i in fitting[: wanted.most]:
@@ -117,7 +104,7 @@ def _comparison(wanted: Wanted) -> Path:
             runs[name] = saved_view(row_view(folder, i), rows[i], against, title=name)
         else:
             say(f"… {name}")
-            result = _repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
+            result = repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
             runs[name] = run_view(result, title=name)
     view = saved_table(
         saved,
@@ -127,48 +114,6 @@ def _comparison(wanted: Wanted) -> Path:
         caution=objections + trust.objections(files_of({}, [row["policy"] for row in rows])),
     )
     return write_table_page(view, wanted.target)
-
-
-def _job(
-    options: Mapping[str, Any], trust: Trust, files: Iterable[Named]
-) -> tuple[list[str], tuple[Platform, Trace] | None]:
-    """Why a run cannot be repeated; if it can, its platform and trace."""
-    objections = [*trust.objections(files), *trust.too_much(options)]
-    if objections:
-        return objections, None
-    job = job_of(dict(options))
-    objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
-    return objections, None if objections else job
-
-
-def _trust(wanted: Wanted, saved: Mapping[str, Any], file: str) -> Trust:
-    from sim.foreign import Trust, read_sums
-
-    return Trust(wanted.folder, wanted.trust, read_sums(saved.get("files"), str(wanted.folder / file)))
-
-
-def _read(path: Path, *needed: str) -> dict[str, Any]:
-    from sim.errors import TiersimError
-    from sim.foreign import read_file
-
-    try:
-        found = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise TiersimError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict) or not all(key in found for key in needed):
-        raise TiersimError(f"{path}: expected the keys {', '.join(needed)}; `tiersim run -o` writes them")
-    for key in ("workload", "left_out"):
-        if key in needed and not isinstance(found[key], dict):
-            raise TiersimError(f"{path}: {key}: expected an object")
-    asked = found["asked"]
-    if not isinstance(asked, dict) or not isinstance(asked.get("profile"), str):
-        raise TiersimError(f"{path}: asked: expected the options of the run, 'profile' among them")
-    for key, kind in ASKED.items():
-        value = asked.get(key)
-        words = value if kind is list and isinstance(value, list) else []
-        if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
-            raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
-    return found
 
 
 def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
@@ -181,31 +126,6 @@ def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
             raise TiersimError(f"{path}: rows[{i}]: not a row of a comparison")
     found: list[dict[str, Any]] = rows
     return found
-
-
-def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: asked.get(key) for key in (*ASKED, *asked)}
-
-
-def _repeat(
-    options: Mapping[str, Any], trace: Trace, platform: Platform, policy: str, saved: Mapping[str, Any], folder: Path
-) -> Result:
-    """The saved run, repeated. Raises TiersimError if its figures differ from the saved ones."""
-    from sim.experiment import simulate
-
-    given = parameters(options["param"])
-    result = simulate(
-        trace,
-        platform,
-        policy,
-        budget=budget_of(options["budget"], trace, platform),
-        seed=options["seed"] or 0,
-        iterations=options["iterations"],
-        **limit_of(options["recompute_limit"]),
-        **given,
-    )
-    check_repeated({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
-    return result
 
 
 def _command(verb: str, asked: Mapping[str, Any]) -> str:

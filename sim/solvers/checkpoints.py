@@ -150,6 +150,34 @@ def _reads_saved(index: TraceIndex, op: int) -> bool:
     return any(is_saved(index, t) for t in index.reads[op])
 
 
+def cached_results(
+    index: TraceIndex, regions: Iterable[Region], keep: Collection[int], reruns: Iterable[Rerun]
+) -> dict[int, int]:
+    """The kept results that would be freed before their region's backward begins, and that backward's last op.
+
+    The cache of PyTorch's selective checkpoint holds them, whether backward reads them or not.
+    """
+    read_again = {t for rerun in reruns for op in rerun.ops for t in index.reads[op]}
+    found: dict[int, int] = {}
+    for region in regions:
+        made = {t for op in region.forward for t in index.writes[op]}
+        # a layer has such ops for every microbatch: its own read what it made
+        own = [op for op in region.backward if not made.isdisjoint(index.reads[op])]
+        for op in region.forward:
+            if own and op in keep:
+                held = {_version(index, t, max(own)) for t in index.writes[op]} - read_again
+                gone = [t for t in sorted(held) if index.trace.last_use[t] < min(own)]
+                found.update(dict.fromkeys(gone, max(own)))
+    return found
+
+
+def _version(index: TraceIndex, tensor: int, op: int) -> int:
+    """What a tensor's storage holds when an op runs: the tensor, or what has overwritten it."""
+    while index.overwritten_at[tensor] < op:
+        tensor = int(index.trace.replaced_by[tensor])
+    return tensor
+
+
 # ---- what is held ------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -12,7 +12,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
-from sim.solvers.checkpoints import Rerun, by_anchor, cached_casts, held_by, region_reruns
+from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
 
@@ -72,7 +72,7 @@ class SelectiveRecompute(RecomputationPlanner):
             reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
             held = held_by(index, reruns)
             drops = held.drops
-            trace = hold_longer(hold_longer(trace, held.until), _cached(index, layers, keep, reruns))
+            trace = hold_longer(hold_longer(trace, held.until), cached_results(index, layers, keep, reruns))
             index = TraceIndex(trace)
         hold = {**drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
         return Plan(trace, self.finished(problem, schedule_of(index, by_anchor(reruns), hold=hold)).actions())
@@ -92,26 +92,3 @@ def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:
         why = f"{fused!r} is fused and keeps no matrices" if fused else f"no op is named '…{CORE}.…'"
         raise PolicyError(f"policy 'selective_recompute' finds no attention core to recompute: {why}")
     return found
-
-
-def _cached(index: TraceIndex, layers: list[Region], keep: Collection[int], reruns: Iterable[Rerun]) -> dict[int, int]:
-    """The kept results that would be freed before their layer's backward begins, and that backward's last op."""
-    read_again = {t for rerun in reruns for op in rerun.ops for t in index.reads[op]}
-    found: dict[int, int] = {}
-    for layer in layers:
-        made = {t for op in layer.forward for t in index.writes[op]}
-        # a layer has such ops for every microbatch: its own read what it made
-        own = [op for op in layer.backward if not made.isdisjoint(index.reads[op])]
-        for op in layer.forward:
-            if own and op in keep:
-                held = {_version(index, t, max(own)) for t in index.writes[op]} - read_again
-                gone = [t for t in sorted(held) if index.trace.last_use[t] < min(own)]
-                found.update(dict.fromkeys(gone, max(own)))
-    return found
-
-
-def _version(index: TraceIndex, tensor: int, op: int) -> int:
-    """What a tensor's storage holds when an op runs: the tensor, or what has overwritten it."""
-    while index.overwritten_at[tensor] < op:
-        tensor = int(index.trace.replaced_by[tensor])
-    return tensor

@@ -1,0 +1,146 @@
+"""A run's plan in the words of a framework: as code, flags or settings, with what it costs there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sim.applying.as_pytorch import Cost, cost_of
+from sim.applying.choosing import Allowed, Choice, nearest
+from sim.applying.meaning import Meaning, meaning_of
+from sim.applying.parts import Module, modules_of
+from sim.applying.torch_file import torch_text
+from sim.errors import PolicyError, near
+from sim.experiment import Result
+from sim.policies import label
+from sim.solvers.regions import Region
+from sim.units import format_bytes, format_time
+
+__all__ = ["TARGETS", "Cost", "Exported", "check_framework", "export"]
+
+SAME = 0.01
+"""Up to this part of peak and time an exported plan counts as the run's own."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A plan in the words of a framework.
+
+    to: the framework.
+    text: the file.
+    suffix: of the file's name.
+    planned: what the run cost.
+    cost: what the exported plan costs there, simulated on the same machine without a limit of memory.
+    budget: bytes of the device.
+    differences: what the framework cannot be told, and what happens instead.
+    """
+
+    to: str
+    text: str
+    suffix: str
+    planned: Cost
+    cost: Cost
+    budget: int
+    differences: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the exported plan stays within the memory of the run."""
+        return self.cost.peak_bytes <= self.budget
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file; it appears complete or not at all. Raises OSError where it cannot be written."""
+        from sim.outputs import write_text
+
+        return write_text(Path(path), self.text)
+
+
+def export(result: Result, to: str, *, layers: str | None = None) -> Exported:
+    """A run's plan for a framework, with what it costs there.
+
+    What the plan does is read from the run, not from its policy's name: which results were kept, recomputed or
+    moved. What the framework cannot be told is replaced by the nearest that it can be, which is simulated.
+
+    result: of `simulate`.
+    to: the framework, a key of `TARGETS`.
+    layers: paths of the layers in the model, with `*` for the number; by default those that the trace was captured
+        from, or those of Hugging Face's model of that family.
+
+    Raises PolicyError for a framework that is not known, and for a plan of which nothing can be said there.
+    """
+    check_framework(to)
+    meaning = meaning_of(result)
+    return TARGETS[to](result, meaning, modules_of(meaning.trace, layers))
+
+
+def check_framework(name: str) -> None:
+    """Raise PolicyError for a framework that is not known, naming the nearest that is."""
+    if name not in TARGETS:
+        raise PolicyError(f"export: {name!r} is not a known framework{near(name, TARGETS)}")
+
+
+def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exported:
+    planned = cost_of(result.log)
+    choice = nearest(meaning, modules, result.platform, planned, Allowed())
+    differences = _differences(meaning, choice, planned)
+    about = [
+        f"Activation checkpointing for {_model(meaning)}, as {label(result.policy)} planned it on "
+        f"{result.platform.name}.",
+        "Written by tiersim; needs PyTorch alone.",
+        "",
+        "    import this_file",
+        "    model = this_file.apply(model)",
+        "",
+        f"Simulated: peak {_cost(choice.cost)}; the run it stands for: peak {_cost(planned)}.",
+        *differences,
+    ]
+    text = torch_text(meaning.trace, choice.checkpoints, about)
+    return Exported("torch", text, ".py", planned, choice.cost, result.platform.home(0).capacity, differences)
+
+
+TARGETS: Mapping[str, Callable[[Result, Meaning, tuple[Module, ...]], Exported]] = {"torch": _torch}
+"""The frameworks, and what writes for each."""
+
+
+def _model(meaning: Meaning) -> str:
+    return str(meaning.trace.meta.get("model", "a model"))
+
+
+def _cost(cost: Cost) -> str:
+    return f"{format_bytes(cost.peak_bytes)}, time {format_time(cost.makespan_ns)}"
+
+
+def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, ...]:
+    """What the exported plan does otherwise than the run, a line each."""
+    found = [f"The plan also {words}; that is left out here." for words in meaning.changes]
+    if meaning.away:
+        roles = ", ".join(f"{format_bytes(size)} of {role.replace('_', ' ')}" for role, size in meaning.away.items())
+        found.append(f"The plan keeps {roles} off the device at times; that is left out here.")
+    if meaning.elsewhere:
+        found.append(f"The plan runs ops on another engine ({', '.join(meaning.elsewhere)}); that is left out here.")
+    if meaning.moved:
+        size = meaning.trace.tensor_columns.bytes
+        total = sum(int(size[t]) for t in meaning.moved)
+        found.append(f"The plan moves {len(meaning.moved)} activations of {format_bytes(total)}; they stay here.")
+    outside = [op for op in meaning.recomputed if not any(op in c.forward for c in _regions(choice))]
+    if outside:
+        names = meaning.trace.op_columns.name
+        found.append(
+            f"The plan recomputes {len(outside)} ops outside of what is wrapped here ({names[outside[0]]!r} is the "
+            "first); their results are kept."
+        )
+    again = [op for op, times in meaning.times.items() if times > 1]
+    if again:
+        found.append(f"The plan recomputes {len(again)} ops more than once; here each is recomputed once.")
+    ratio = (choice.cost.peak_bytes / planned.peak_bytes - 1, choice.cost.makespan_ns / planned.makespan_ns - 1)
+    if max(map(abs, ratio)) > SAME:
+        found.append(
+            f"So it is the nearest that can be told, not the same: peak {ratio[0]:+.1%}, time {ratio[1]:+.1%}."
+        )
+    return tuple(found)
+
+
+def _regions(choice: Choice) -> list[Region]:
+    return [region for checkpoint in choice.checkpoints for region in checkpoint.regions]

@@ -1,0 +1,74 @@
+"""What PyTorch does when it is told so: the plan of checkpoints round modules, and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.analysis.peak_memory import home_peak, mean_bytes
+from sim.applying.parts import Module
+from sim.experiment import unlimited
+from sim.hardware.platform import Platform
+from sim.iterations import run_iteration
+from sim.log import EventLog
+from sim.plan import Plan
+from sim.rewrites.rewrite import hold_longer
+from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
+from sim.solvers.regions import Region
+from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.trace.graph import Trace
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint round modules that run one after the other.
+
+    modules: in order.
+    keep: forward ops whose results it keeps; it recomputes all others.
+    """
+
+    modules: tuple[Module, ...]
+    keep: frozenset[int] = frozenset()
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], frozenset[int]]:
+        """What tells it from others of the same trace."""
+        return tuple(module.path for module in self.modules), self.keep
+
+    @property
+    def regions(self) -> list[Region]:
+        """Per call the forward ops, with all backward ops of the modules."""
+        backward = frozenset(op for module in self.modules for op in module.calls[0].backward)
+        calls = zip(*(module.calls for module in self.modules), strict=True)
+        return [Region(tuple(op for part in call for op in part.forward), backward) for call in calls]
+
+
+def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:
+    """The plan of a step under PyTorch's non-reentrant checkpoints, selective where they keep something."""
+    index = TraceIndex(trace)
+    regions = [region for checkpoint in checkpoints for region in checkpoint.regions]
+    keep = frozenset(op for checkpoint in checkpoints for op in checkpoint.keep)
+    reruns = region_reruns(index, regions, keep=keep, before="saved")
+    held = held_by(index, reruns)
+    longer = hold_longer(hold_longer(trace, held.until), cached_results(index, regions, keep, reruns))
+    hold = {**held.drops, **cached_casts(index, regions)}
+    return Plan(longer, schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold).actions())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run takes: its peak and its mean memory on the device in bytes, its time in ns."""
+
+    peak_bytes: int
+    mean_bytes: int
+    makespan_ns: int
+
+
+def cost_of(log: EventLog) -> Cost:
+    """The cost of a run."""
+    return Cost(home_peak(log), mean_bytes(log), log.end)
+
+
+def run_of(trace: Trace, plan: Plan, platform: Platform) -> EventLog:
+    """The log of a plan where memory is never short."""
+    return run_iteration(trace, plan, unlimited(platform)).log

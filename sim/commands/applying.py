@@ -1,0 +1,89 @@
+"""export: a saved run's plan in the words of a framework."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sim.commands.declaring import Option, takes
+from sim.commands.options import JSON, TRUST, files_of
+from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
+
+if TYPE_CHECKING:
+    from sim.applying import Exported
+    from sim.experiment import Result
+
+TO = Option("to", Annotated[str, typer.Option("--to", help="{frameworks}")])
+LAYERS = Option(
+    "layers",
+    Annotated[
+        str | None,
+        typer.Option(
+            help="paths of the model's layers, * for the number: model.layers.*; default: where they were captured, or "
+            "are in Hugging Face's models"
+        ),
+    ],
+    None,
+)
+FILE = Option(
+    "out", Annotated[str | None, typer.Option("-o", "--out", help="file to write; default: standard output")], None
+)
+
+
+@takes(TO, LAYERS, FILE, TRUST, JSON)
+def export(
+    run: Annotated[str, typer.Argument(help="folder of `run -o`, or of a comparison, whose fastest run is taken")],
+    **options: Any,
+) -> None:
+    """Write what a run's plan means in a training framework: code, flags or settings, and what they cost there."""
+    from sim.applying import check_framework
+    from sim.applying import export as written_for
+    from sim.outputs import to_json
+
+    check_framework(options["to"])
+    exported = written_for(repeated_run(Path(run), options["trust"]), options["to"], layers=options["layers"])
+    out, lines = options["out"], summary_lines(exported)
+    if out:
+        exported.write(out)
+    if options["json"]:
+        figures = {key: value for key, value in asdict(exported).items() if key != "text"}
+        print(to_json({**figures, "fits": exported.fits, **({"out": out} if out else {"text": exported.text})}))
+    elif out:
+        print("\n".join([*lines, f"wrote {out}"]))
+    else:
+        print("\n".join(lines), file=sys.stderr)
+        print(exported.text, end="")
+
+
+def repeated_run(folder: Path, trust: bool) -> Result:
+    """The run of a folder, simulated once more. Raises TiersimError where the folder has none, or may not be used."""
+    from sim.errors import TiersimError
+
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise TiersimError(f"{folder}: no run here: expected summary.json, which `tiersim run -o` writes")
+    saved = read_saved(path, "asked", "trace")
+    asked = saved["asked"]
+    policy, options = str(saved.get("policy") or asked.get("policy")), options_of(asked)
+    objections, job = checked_job(options, trust_of(folder, trust, saved, path.name), files_of(asked, [policy]))
+    if job is None:
+        raise TiersimError(f"{folder}: the run cannot be repeated: {'; '.join(objections)}")
+    platform, trace = job
+    return repeat(options, trace, platform, policy, saved, folder)
+
+
+def summary_lines(exported: Exported) -> Sequence[str]:
+    """What the file costs beside what the run did, and how they differ."""
+    from sim.report.listings import aligned
+    from sim.units import format_bytes, format_time
+
+    rows = [("", "peak", "time")]
+    for name, cost in (("the run", exported.planned), (f"in {exported.to}", exported.cost)):
+        rows.append((name, format_bytes(cost.peak_bytes), format_time(cost.makespan_ns)))
+    fits = [] if exported.fits else [f"Does not fit: the device has {format_bytes(exported.budget)}."]
+    return [aligned(rows), *exported.differences, *fits]

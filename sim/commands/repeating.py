@@ -1,0 +1,91 @@
+"""A saved run, simulated once more: only what is shipped or installed unasked, and only if its figures are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.commands.options import JSON, OUT, budget_of, job_of, limit_of, parameters
+from sim.commands.runs import COMPARED, RUN
+from sim.commands.saved import check_repeated
+
+if TYPE_CHECKING:
+    from sim.experiment import Result
+    from sim.foreign import Named, Trust
+    from sim.hardware.platform import Platform
+    from sim.trace.graph import Trace
+
+ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON)}
+"""The type of each option that a folder may mention."""
+
+
+def read_saved(path: Path, *needed: str) -> dict[str, Any]:
+    """What a file of results holds. Raises TiersimError where it is not one, or has none of the keys needed."""
+    from sim.errors import TiersimError
+    from sim.foreign import read_file
+
+    try:
+        found = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise TiersimError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict) or not all(key in found for key in needed):
+        raise TiersimError(f"{path}: expected the keys {', '.join(needed)}; `tiersim run -o` writes them")
+    for key in ("workload", "left_out"):
+        if key in needed and not isinstance(found[key], dict):
+            raise TiersimError(f"{path}: {key}: expected an object")
+    asked = found["asked"]
+    if not isinstance(asked, dict) or not isinstance(asked.get("profile"), str):
+        raise TiersimError(f"{path}: asked: expected the options of the run, 'profile' among them")
+    for key, kind in ASKED.items():
+        value = asked.get(key)
+        words = value if kind is list and isinstance(value, list) else []
+        if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
+            raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
+    return found
+
+
+def options_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a saved run, None where it does not mention one."""
+    return {key: asked.get(key) for key in (*ASKED, *asked)}
+
+
+def trust_of(folder: Path, asked: bool, saved: Mapping[str, Any], file: str) -> Trust:
+    """What the folder of a saved run may cause this program to do. asked: whether its files may be used."""
+    from sim.foreign import Trust, read_sums
+
+    return Trust(folder, asked, read_sums(saved.get("files"), str(folder / file)))
+
+
+def checked_job(
+    options: Mapping[str, Any], trust: Trust, files: Iterable[Named]
+) -> tuple[list[str], tuple[Platform, Trace] | None]:
+    """Why a run cannot be repeated; if it can, its platform and trace."""
+    objections = [*trust.objections(files), *trust.too_much(options)]
+    if objections:
+        return objections, None
+    job = job_of(dict(options))
+    objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
+    return objections, None if objections else job
+
+
+def repeat(
+    options: Mapping[str, Any], trace: Trace, platform: Platform, policy: str, saved: Mapping[str, Any], folder: Path
+) -> Result:
+    """The saved run, repeated. Raises TiersimError if its figures differ from the saved ones."""
+    from sim.experiment import simulate
+
+    given = parameters(options["param"])
+    result = simulate(
+        trace,
+        platform,
+        policy,
+        budget=budget_of(options["budget"], trace, platform),
+        seed=options["seed"] or 0,
+        iterations=options["iterations"],
+        **limit_of(options["recompute_limit"]),
+        **given,
+    )
+    check_repeated({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
+    return result
