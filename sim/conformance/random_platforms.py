@@ -33,9 +33,10 @@ def random_platforms(
     devices: int = 1,
     host: bool = True,
     cpu: bool = False,
+    drive: bool = False,
     exact: bool = False,
 ) -> Document:
-    """Devices with their memory `hbm`; if asked for, a `host` with links both ways, and a `cpu` engine there.
+    """Devices with their memory `hbm`; if asked for, a `host` with links both ways, a `cpu` engine, their own `drive`.
 
     At random: a third tier behind the host, links that are slower or have a fixed time per copy, several copy engines,
     shared bandwidth of every kind, a device that reads the host's memory in place, and, unless `exact`, an allocator
@@ -85,6 +86,10 @@ def random_platforms(
         pools.update(_pools(digits.pick(STYLES), digits.pick(RATES), cpu, devices > 1))
         for pool in pools.values():
             pool.update(sourced)
+    if drive:
+        tiers["drive"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
+        links["drive_write"] = {"from": "hbm", "to": "drive", "rate": "700 MB/s", "fixed": "1 ns", **sourced}
+        links["drive_read"] = {"from": "drive", "to": "hbm", "rate": "900 MB/s", "fixed": "2 ns", **sourced}
     if cpu:
         home = "host" if host else "hbm"
         engines["cpu"] = {"home": home, "main": False, **sourced, "launch": "2 ns", "peak": {"fp32": "1 GFLOP/s"}}

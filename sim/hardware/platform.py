@@ -14,6 +14,9 @@ from sim.hardware.transfer_time import Pace, transfer_ns
 OP_TIMES = ("sum", "bound")
 """How the two parts of an op's time meet: added up, or the longer one counts (`sim.hardware.cost`)."""
 
+DRIVES = ("nvme", "ssd", "hdd")
+"""Kinds of tiers that are drives."""
+
 STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
 """How certain a figure is, best first."""
 
@@ -269,6 +272,15 @@ class Platform:
         home = self.home(0).name
         for tier in self.tiers:
             if tier.device == -1 and self.route(home, tier.name) and self.route(tier.name, home):
+                return tier
+        return None
+
+    @cached_property
+    def drive(self) -> Tier | None:
+        """The first drive that device 0 writes and reads itself, over links past the host; None if none."""
+        home, ends = self.home(0).name, {(link.source, link.target) for link in self.links}
+        for tier in self.tiers:
+            if tier.device == -1 and tier.kind in DRIVES and {(home, tier.name), (tier.name, home)} <= ends:
                 return tier
         return None
 

@@ -20,13 +20,15 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
+DRIVE = ("direct drive",)  # for policies that need one
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
     """The problems on which to look for a difference, in order."""
-    return SMALL if SLOW.intersection(policies) else (*LARGE, *SMALL)
+    drive = DRIVE if any("drive" in policy_class(name).needs for name in policies) else ()
+    return (*drive, *(SMALL if SLOW.intersection(policies) else (*LARGE, *SMALL)))
 
 
 @cache
@@ -141,6 +143,7 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "w1": (layers, a100, int(0.6 * _peak(layers, a100))),
         "convolutions": (convolutions(8), a100, None),
         "tight convolutions": (convolutions(8), a100, int(0.7 * _peak(convolutions(8), a100))),
+        "direct drive": (convolutions(8), load_profile("a100_80_gds"), int(0.7 * _peak(convolutions(8), a100))),
         "roomy": (eager, survey, None),
         "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),

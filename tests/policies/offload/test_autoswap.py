@@ -15,8 +15,8 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies.offload.autoswap.choosing import Absence, candidates, choose
-from sim.policies.offload.autoswap.curve import Curve, Variable
-from sim.policies.offload.autoswap.scheduling import scheduled
+from sim.solvers.load_curve import Curve, Variable
+from sim.solvers.swap_trips import scheduled
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import facts, machine
 from tests.policies.offload.test_vdnn import Layer, net

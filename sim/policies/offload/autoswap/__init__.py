@@ -10,9 +10,9 @@ from sim.errors import PolicyError
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.autoswap.choosing import choose
-from sim.policies.offload.autoswap.curve import curve_of
-from sim.policies.offload.autoswap.scheduling import actions_of, scheduled
 from sim.solvers.cascade import cascade
+from sim.solvers.load_curve import curve_of
+from sim.solvers.swap_trips import actions_of, scheduled
 from sim.units import to_bytes
 
 

@@ -5,34 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sim.policies.offload.autoswap.curve import Curve
-
-Load = NDArray[np.int64]
-
-
-class Absence(NamedTuple):
-    """A tensor between two consecutive accesses, at the positions `left` and `back` of the curve; sizes in bytes.
-
-    gap_ns: the time between them.
-    """
-
-    tensor: int
-    bytes: int
-    left: int
-    back: int
-    gap_ns: int
-    out_ns: int
-    in_ns: int
-
-    @property
-    def slack_ns(self) -> int:
-        """The time between them that both copies leave; negative where they take longer."""
-        return self.gap_ns - self.out_ns - self.in_ns
+from sim.solvers.load_curve import Absence, Curve, Load
 
 
 def candidates(curve: Curve, least: int) -> list[Absence]:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.plan import Action, Problem
-from sim.policies.offload.autoswap.choosing import Absence, Load
-from sim.policies.offload.autoswap.curve import Curve, curve_of
-from sim.policies.offload.autoswap.scheduling import actions_of, scheduled
 from sim.solvers.cascade import cascade
+from sim.solvers.load_curve import Absence, Curve, Load, curve_of
+from sim.solvers.swap_trips import actions_of, scheduled
 
 
 class Offloads(NamedTuple):

@@ -13,6 +13,9 @@ from sim.plan import Problem
 from sim.solvers.spans import may_swap, spans
 from sim.trace.tensor import ROLE_CODE
 
+Load = NDArray[np.int64]
+"""Bytes resident during each op."""
+
 SWAPPED = (ROLE_CODE["activation"], ROLE_CODE["temporary"])
 
 
@@ -30,6 +33,26 @@ class Variable(NamedTuple):
     accesses: tuple[int, ...]
 
 
+class Absence(NamedTuple):
+    """A tensor between two consecutive accesses, at the positions `left` and `back` of the curve; sizes in bytes.
+
+    gap_ns: the time between them.
+    """
+
+    tensor: int
+    bytes: int
+    left: int
+    back: int
+    gap_ns: int
+    out_ns: int
+    in_ns: int
+
+    @property
+    def slack_ns(self) -> int:
+        """The time between them that both copies leave; negative where they take longer."""
+        return self.gap_ns - self.out_ns - self.in_ns
+
+
 @dataclass(frozen=True)
 class Curve:
     """ops: of the device, by id. start, end: of each in ns, without stalls. load: bytes resident during each."""
@@ -37,7 +60,7 @@ class Curve:
     ops: tuple[int, ...]
     start: NDArray[np.int64]
     end: NDArray[np.int64]
-    load: NDArray[np.int64]
+    load: Load
     variables: Mapping[int, Variable]
 
 

@@ -1,4 +1,4 @@
-"""When the copies of what was chosen begin, and where the device waits for them."""
+"""When copies of tensors that leave and return begin, and where the device waits for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.plan import Action, Move, Wait
-from sim.policies.offload.autoswap.choosing import Absence
-from sim.policies.offload.autoswap.curve import Curve
+from sim.solvers.load_curve import Absence, Curve
 
 
 @dataclass(frozen=True)
