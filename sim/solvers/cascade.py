@@ -33,7 +33,7 @@ def cascade(trace: Trace, platform: Platform, actions: Iterable[Action], host: s
     plain = tuple(actions)
     if len(chain) == 1:
         return plain
-    spare = [platform.tier(name).capacity - _resident(trace, platform, name) for name in chain]
+    spare = [platform.tier(name).capacity - resident_bytes(trace, platform, name) for name in chain]
     if _all_fit(trace, plain, chain, spare[0]):
         return plain
     anchored: dict[At, list[Action]] = {}
@@ -88,7 +88,7 @@ def _at(trace: Trace, action: Action) -> At:
     return trace.op_id(anchor), 0 if action.after is None else 1
 
 
-def _resident(trace: Trace, platform: Platform, tier: str) -> int:
+def resident_bytes(trace: Trace, platform: Platform, tier: str) -> int:
     """The most bytes that ops of the tier's own engines keep there at once, where offload has no say."""
     c, t, count = trace.op_columns, trace.tensor_columns, len(trace.ops)
     here = np.zeros(count, np.bool_)  # per op whether its engine has its home there
