@@ -35,7 +35,7 @@ HOW_TO = (
     "capture-a-model",
     "calibrate-and-validate",
 )
-READING = ("read-a-timeline", "report-page")
+READING = ("explain-a-run", "read-a-timeline", "report-page")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WorkloadError,
     )
     from sim.experiment import Result, simulate
+    from sim.explanation import Explanation, explain
     from sim.hardware.platform import Platform
     from sim.hardware.profile import load_profile, profile_names
     from sim.layout import Layout, lay_out
@@ -72,6 +73,7 @@ _HOMES = {
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
     "sim.layout": ("Layout", "lay_out"),
+    "sim.explanation": ("Explanation", "explain"),
     "sim.search": ("largest_batch", "smallest_budget"),
     "sim.sweeps.sweep": ("sweep",),
     "sim.hardware.platform": ("Platform",),
@@ -101,6 +103,7 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "compare",
     "sweep",
     "advise",
+    "explain",
     "smallest_budget",
     "largest_batch",
     "export",
@@ -108,6 +111,7 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "Comparison",
     "Advice",
     "Exported",
+    "Explanation",
     "Platform",
     "Trace",
     "TraceBuilder",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sim.commands import advise, applying, lists, measure, report, runs, sweeps, traces
+from sim.commands import advise, applying, explain, lists, measure, report, runs, sweeps, traces
 from sim.commands.declaring import Command
 
 TRACEBACK = "TIERSIM_TRACEBACK"
@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(runs.demo, advise.advise, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
-    *(advise.largest_batch, advise.smallest_budget, applying.export),
+    *(advise.largest_batch, advise.smallest_budget, applying.export, explain.explain),
     *(lists.profiles, lists.policies, lists.models),
     *(measure.calibrate, measure.validate),
 )

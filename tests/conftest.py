@@ -23,10 +23,12 @@ QUICK = {
         "analysis/test_figures.py",
         "analysis/test_recipe.py",
     ),
+    "sim.applying": ("applying/test_export.py",),
     "sim.commands": ("test_options.py",),
     "sim.conformance": ("conformance/test_checker.py", "policies/test_law_in_brief.py"),
     "sim.engine": ("engine/test_timeline.py",),
     "sim.eviction": ("policies/test_law_in_brief.py",),
+    "sim.explanation": ("test_explanation.py",),
     "sim.hardware": ("hardware/test_platform.py", "hardware/test_profile.py"),
     "sim.measure": ("measure/test_fit.py",),
     "sim.policies": (

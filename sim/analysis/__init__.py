@@ -24,6 +24,7 @@ from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
 from sim.analysis.summary import Reference, Summary, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
+from sim.analysis.waits import waits
 
 __all__ = [
     "Bounds",
@@ -56,4 +57,5 @@ __all__ = [
     "stalls_by_op",
     "summarize",
     "traffic",
+    "waits",
 ]

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.commands.declaring import Option, takes
-from sim.commands.options import JSON, TRUST, files_of
-from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
+from sim.commands.options import JSON, TRUST
+from sim.commands.repeating import repeated_run
 
 if TYPE_CHECKING:
     from sim.applying import Exported
-    from sim.experiment import Result
 
 TO = Option("to", Annotated[str, typer.Option("--to", help="{frameworks}")])
 LAYERS = Option(
@@ -37,7 +36,7 @@ FILE = Option(
 
 @takes(TO, LAYERS, FILE, TRUST, JSON)
 def export(
-    run: Annotated[str, typer.Argument(help="folder of `run -o`, or of a comparison, whose fastest run is taken")],
+    run: Annotated[str, typer.Argument(help="folder of `run -o`")],
     **options: Any,
 ) -> None:
     """Write what a run's plan means in a training framework: code, flags or settings, and what they cost there."""
@@ -46,7 +45,7 @@ def export(
     from sim.outputs import to_json
 
     check_framework(options["to"])
-    exported = written_for(repeated_run(Path(run), options["trust"]), options["to"], layers=options["layers"])
+    exported = written_for(repeated_run(Path(run), options["trust"]).result, options["to"], layers=options["layers"])
     out, lines = options["out"], summary_lines(exported)
     if out:
         exported.write(out)
@@ -58,23 +57,6 @@ def export(
     else:
         print("\n".join(lines), file=sys.stderr)
         print(exported.text, end="")
-
-
-def repeated_run(folder: Path, trust: bool) -> Result:
-    """The run of a folder, simulated once more. Raises TiersimError where the folder has none, or may not be used."""
-    from sim.errors import TiersimError
-
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise TiersimError(f"{folder}: no run here: expected summary.json, which `tiersim run -o` writes")
-    saved = read_saved(path, "asked", "trace")
-    asked = saved["asked"]
-    policy, options = str(saved.get("policy") or asked.get("policy")), options_of(asked)
-    objections, job = checked_job(options, trust_of(folder, trust, saved, path.name), files_of(asked, [policy]))
-    if job is None:
-        raise TiersimError(f"{folder}: the run cannot be repeated: {'; '.join(objections)}")
-    platform, trace = job
-    return repeat(options, trace, platform, policy, saved, folder)
 
 
 def summary_lines(exported: Exported) -> Sequence[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.commands.options import JSON, OUT, budget_of, job_of, limit_of, parameters
+from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters
 from sim.commands.runs import COMPARED, RUN
 from sim.commands.saved import check_repeated
 
@@ -89,3 +90,29 @@ def repeat(
     )
     check_repeated({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
     return result
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The run of a folder, simulated once more, with the trace and the seed that it was simulated with."""
+
+    trace: Trace
+    result: Result
+    seed: int
+
+
+def repeated_run(folder: Path, trust: bool) -> Repeated:
+    """The run of a folder, simulated once more. Raises TiersimError where the folder has none, or may not be used."""
+    from sim.errors import TiersimError
+
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise TiersimError(f"{folder}: no run here: expected summary.json, which `tiersim run -o` writes")
+    saved = read_saved(path, "asked", "trace")
+    asked = saved["asked"]
+    policy, options = str(saved.get("policy") or asked.get("policy")), options_of(asked)
+    objections, job = checked_job(options, trust_of(folder, trust, saved, path.name), files_of(asked, [policy]))
+    if job is None:
+        raise TiersimError(f"{folder}: the run cannot be repeated: {'; '.join(objections)}")
+    platform, trace = job
+    return Repeated(trace, repeat(options, trace, platform, policy, saved, folder), options["seed"] or 0)

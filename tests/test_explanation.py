@@ -1,0 +1,157 @@
+"""An explanation adds up: waits are the run's stalls, differences those of two runs, and each change is a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sim.analysis.waits import waits
+from sim.engine.replay import replay
+from sim.errors import TiersimError
+from sim.experiment import simulate
+from sim.explanation import explain
+from sim.explanation.parting import parting, steps
+from sim.plan import Move, Plan
+from sim.trace import TraceBuilder
+from tests.machines import GB, machine
+from tests.test_cli import tiersim
+from workloads import transformer, w1
+
+ROOM = 1 << 40
+
+
+def late():
+    """Seven ops of 10 ns: `a` makes x of 40 bytes, `z` reads it, and the five between them hand on 10 bytes, f0 20."""
+    b = TraceBuilder()
+    start = b.tensor("start", 10, "input")
+    x = b.tensor("x", 40)
+    b.op("a", reads=[start], writes=[x], duration=10)
+    last = start
+    for i in range(5):
+        out = b.tensor(f"m{i}", 10 if i else 20)
+        b.op(f"f{i}", reads=[last], writes=[out], duration=10)
+        last = out
+    b.op("z", reads=[x, last], writes=[b.tensor("end", 10)], duration=10, phase="backward")
+    return b.build()
+
+
+def there_and_back():
+    return Plan(late(), [Move("x", "host", after="a"), Move("x", "hbm", after="f4")])
+
+
+def test_a_wait_for_a_copy_names_its_tensor_and_link():
+    # at a byte a ns x leaves from 10 to 50 and returns from 60 to 100, where z could start at 60
+    log = replay(there_and_back(), machine(host=ROOM))
+    (row,) = waits(log).to_dict("records")
+    assert row == {"cause": "transfer", "link": "h2d", "tensor": "x", "op": "z", "stall_ns": 40, "stalls": 1}
+    assert log.end == 110
+
+
+def test_a_wait_for_space_names_the_copy_that_gives_it():
+    # start, x and m0 are 70 bytes: of 75, f1 has its 10 once x has left, at 50 instead of 20
+    log = replay(there_and_back(), machine(75, host=ROOM))
+    rows = waits(log).set_index("cause")
+    assert rows.loc["space", ["link", "tensor", "op", "stall_ns"]].to_list() == ["d2h", "x", "f1", 30]
+    assert rows.loc["transfer", ["link", "tensor", "op", "stall_ns"]].to_list() == ["h2d", "x", "z", 40]
+    assert log.end == 140
+
+
+@pytest.mark.parametrize("policy", ["swap_all", "lru_tiering", "delta", "dtr", "full_recompute", "hybrid"])
+@pytest.mark.parametrize("rate", [GB // 4, 4 * GB])
+def test_waits_are_the_stalls_of_the_run(policy, rate):
+    trace = w1(6)
+    whole = simulate(trace, machine(host=ROOM, rate=rate))
+    result = simulate(trace, machine(host=ROOM, rate=rate), policy, budget=int(0.75 * whole.summary()["peak_bytes"]))
+    found, summary = explain(result, whole, seconds=0), result.summary()
+    by_cause = found.waits.groupby("cause")["stall_ns"].sum().to_dict()
+    assert by_cause == {cause: ns for cause, ns in summary["stall_ns"].items() if ns}
+    assert found.waits["stall_ns"].is_monotonic_decreasing
+    copies = found.waits[found.waits["cause"] == "transfer"]
+    assert set(copies["link"]) <= {"d2h", "h2d"}
+    assert (copies["tensor"] != "").all()
+    assert found.peak.bytes == summary["peak_bytes"]
+    assert sum(found.recomputed.values()) == summary["recompute_ns"]
+    more = result.log.end - whole.log.end
+    assert sum(found.parting.more.values()) == sum(found.parting.by_phase.values()) == more
+    assert ("waiting" in found.text()) is True
+
+
+def test_two_runs_part_where_their_steps_differ():
+    trace = late()
+    kept = replay(Plan(trace), machine(host=ROOM))
+    moved = replay(there_and_back(), machine(host=ROOM))
+    apart = parting(kept, moved)
+    assert (apart.first.op, apart.first.does, apart.first.start_ns) == ("z", "runs", 60)
+    assert (apart.second.op, apart.second.does, apart.second.ns) == ("z", "waits for transfer", 40)
+    assert apart.more == {"waiting: transfer": 40}
+    assert apart.by_phase == {"backward": 40}
+    same = parting(kept, kept)
+    assert (same.first, same.second, same.more, same.by_phase) == (None, None, {}, {})
+    assert [step.op for step in steps(kept)] == ["a", *(f"f{i}" for i in range(5)), "z"]
+
+
+def test_each_change_is_a_run_and_the_best_comes_first():
+    trace = w1(6)
+    platform = machine(host=ROOM, rate=GB // 4)
+    whole = simulate(trace, platform)
+    budget = int(0.75 * whole.summary()["peak_bytes"])
+    result = simulate(trace, platform, "lru_tiering", budget=budget)
+    found = explain(result, trace=trace, seconds=60)
+    assert found.untried == 0
+    ends = [each.makespan_ns for each in found.changes if each.makespan_ns is not None]
+    assert ends == sorted(ends)
+    tried = {each.what: each.makespan_ns for each in found.changes}
+    assert (
+        tried["lru_tiering(prefetch=4)"] == simulate(trace, platform, "lru_tiering", budget=budget, prefetch=4).log.end
+    )
+    faster = simulate(trace, machine(host=ROOM, rate=GB // 2), "lru_tiering", budget=budget).log.end
+    assert tried["links twice as fast (d2h, h2d)"] == faster < result.log.end
+    text = found.text()
+    assert "links twice as fast" in text
+    assert f"{len(found.changes)} tried" in text
+
+
+def test_without_time_no_change_is_tried_and_it_says_so():
+    result = simulate(w1(4), machine(host=ROOM), "lru_tiering")
+    found = explain(result, seconds=1e-9)
+    assert (found.changes, found.untried > 0) == ((), True)
+    assert "left out for lack of time" in found.text()
+
+
+def test_runs_of_two_machines_and_rewritten_traces_are_refused():
+    from dataclasses import replace
+
+    one = simulate(w1(4), machine(host=ROOM), "swap_all")
+    other = simulate(w1(4), replace(machine(host=ROOM), name="other"), "swap_all")
+    with pytest.raises(TiersimError, match="two machines, other and toy"):
+        explain(one, other)
+    jobs = [simulate(transformer("gpt2", batch=n, sequence=8), "mt3000_survey") for n in (1, 2)]
+    with pytest.raises(TiersimError, match="two jobs, batch 2 and 1"):
+        explain(*jobs, seconds=0)
+    with pytest.raises(TiersimError, match="full_recompute rewrites the trace: give the one that was simulated"):
+        explain(simulate(w1(4), machine(host=ROOM), "full_recompute"))
+
+
+def test_the_command_explains_a_saved_run_beside_another(tmp_path, capsys):
+    job = ("--profile", "mt3000_survey", "--model", "gpt2", "--batch", "4", "--seq", "512", "--budget", "70%")
+    folders = [str(tmp_path / name) for name in ("reactive", "planned")]
+    for folder, policy in zip(folders, ("lru_tiering", "swap_all"), strict=True):
+        assert tiersim("run", *job, "--policy", policy, "-o", folder, capsys=capsys)[0] == 0
+    code, said, _ = tiersim("explain", *folders, "--seconds", "0", capsys=capsys)
+    assert code == 0
+    assert "Against swap_all" in said
+    assert "they part at" in said
+    code, said, _ = tiersim("explain", folders[0], "--seconds", "0", "--json", capsys=capsys)
+    found = json.loads(said)
+    saved = json.loads((tmp_path / "reactive" / "summary.json").read_text(encoding="utf-8"))
+    assert code == 0
+    assert found["peak"]["bytes"] == saved["peak_bytes"]
+    assert sum(row["stall_ns"] for row in found["waits"]) == sum(saved["stall_ns"].values())
+    assert found["parting"] is None
+
+
+def test_the_command_names_a_folder_without_a_run(tmp_path, capsys):
+    code, _, err = tiersim("explain", tmp_path, capsys=capsys)
+    assert code == 2
+    assert "no run here: expected summary.json" in err
