@@ -78,6 +78,7 @@ def _status() -> int:
     """Run the command that was typed; returns the exit status."""
     from sim.deprecation import told_on_stderr
     from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
+    from sim.foreign_text import shortened
 
     try:
         with told_on_stderr():
@@ -89,11 +90,11 @@ def _status() -> int:
         print("tiersim: stopped", file=sys.stderr)
         code = 130
     except typer.TyperException as error:
-        print(f"tiersim: {error.format_message()}", file=sys.stderr)
+        print(f"tiersim: {shortened(error.format_message())}", file=sys.stderr)
         code = 2
     except TiersimError as error:
         for line in str(error).splitlines():
-            print(f"tiersim: {line}", file=sys.stderr)
+            print(f"tiersim: {shortened(line)}", file=sys.stderr)
         code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan, PolicyFailed)) else 2
     except BrokenPipeError:  # whoever read has read enough; nothing is left to be said to them
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -41,6 +41,11 @@ def _escaped(char: str) -> str:
     return char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
+def shortened(line: str, most: int = 1000) -> str:
+    """A line for a person: where it repeats a value of thousands of characters, its beginning and its end."""
+    return line if len(line) <= most else f"{line[: most - 300]} … {line[-300:]}"
+
+
 def cell(value: Any) -> Any:
     """A value for a spreadsheet: text that it would compute begins with an apostrophe, and stays text."""
     if not isinstance(value, str):

@@ -15,11 +15,12 @@ WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
 MAY_IMPORT = {
     "sim.errors": set(),
     "sim.foreign_text": set(),
+    "sim.toml_text": set(),
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
     "sim.declared": {"sim.errors", "sim.units"},
     "sim.trace": {"sim.errors", "sim.foreign_text", "sim.units"},
-    "sim.hardware": WORDS,
+    "sim.hardware": WORDS | {"sim.toml_text"},
     "sim.log": {"sim.trace", "sim.hardware"},
     "sim.plan": WORDS | {"sim.log"},
     "sim.rewrites": WORDS,

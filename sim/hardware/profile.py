@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from decimal import Decimal
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import ProfileError, near, nearest
 from sim.hardware.platform import Platform
+from sim.toml_text import parse_toml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -121,17 +120,8 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
 
 def _parse(label: str, text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text, parse_float=Decimal)  # Decimal: figures stay exactly as written
-    except RecursionError:
-        raise ProfileError(f"{label}: not TOML: nested too deeply") from None
-    except tomllib.TOMLDecodeError as error:
-        match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
-        message, line, column = match.groups() if match else (str(error), None, None)
-        if line is None:
-            lines = text.split("\n")
-            line, column = str(len(lines)), str(len(lines[-1]) + 1)
-        raise ProfileError(f"{label}: line {line}, column {column}: not TOML: {message}") from None
-    except ValueError as error:  # a number of thousands of digits
+        return parse_toml(text, parse_float=Decimal)  # Decimal: figures stay exactly as written
+    except ValueError as error:
         raise ProfileError(f"{label}: {error}") from None
 
 
@@ -198,8 +188,8 @@ def _example(raw: Mapping[str, Any], group: str) -> str:
 def _literal(text: str) -> Any:
     """A number, boolean or list in TOML notation; anything else is text."""
     try:
-        parsed = tomllib.loads(f"value = {text}", parse_float=Decimal)
-    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, unclosed brackets
+        parsed = parse_toml(f"value = {text}", parse_float=Decimal)
+    except ValueError:
         return text
     return deepcopy(parsed["value"]) if list(parsed) == ["value"] else text
 

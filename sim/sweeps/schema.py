@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from math import prod
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictStr
@@ -16,6 +17,8 @@ from sim.units import format_bytes, format_time, parse_bytes, parse_time
 PERCENT = re.compile(r"(\d{1,4}(?:\.\d{1,6})?)\s*%")
 COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
 LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; a shorter one would test only the machine
+MOST_POLICIES = 10_000
+"""The most policies that the lists of one entry are crossed to: each is made and checked."""
 DERIVED = ("tokens",)
 """What filters may name besides the axes; `tokens` is batch times sequence."""
 
@@ -149,6 +152,10 @@ def _policies(value: Any) -> list[Chosen]:
         raise ValueError(f"value {value!r}: expected the name of a policy, or a table with its name and parameters")
     name = value["name"]
     axes = {k: v if isinstance(v, list) else [v] for k, v in value.items() if k != "name"}
+    if (number := prod(map(len, axes.values()))) > MOST_POLICIES:
+        raise ValueError(
+            f"value {name!r}: its lists cross to {number:,} policies; an entry has {MOST_POLICIES:,} at most"
+        )
     found: list[Chosen] = []
     problems: dict[str, None] = {}
     for values in product(*axes.values()):
@@ -257,6 +264,7 @@ class StudyFile(BaseModel):
     only: Annotated[list[Filter], Listed] = []
     timeline: Annotated[Any, PlainValidator(_timeline)] = False
     time_limit: Annotated[float | None, PlainValidator(_time_limit)] = None
+    most_cells: Annotated[int, PlainValidator(_count(1))] = 1_000_000
 
 
 WORKLOAD_AXES = (

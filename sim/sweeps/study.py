@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,12 @@ from pydantic import ValidationError
 
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import ProfileError, TiersimError, near, nearest
+from sim.foreign import read_file
 from sim.hardware.profile import load_profile
 from sim.sweeps.cell import config_sum
 from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
 from sim.sweeps.schema import COMPARISON, DERIVED, WORKLOAD_AXES, Chosen, Several, StudyFile, budget_text
+from sim.toml_text import parse_toml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -106,13 +108,13 @@ def load_study(study: str | os.PathLike[str] | Mapping[str, Any] | Study) -> Stu
 
 def _read(source: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(source).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise StudyError([f"{source}: not TOML: {error}"]) from None
+        return parse_toml(read_file(Path(source)).decode("utf-8"))
     except UnicodeDecodeError:
         raise StudyError([f"{source}: no UTF-8 text"]) from None
     except OSError as error:
         raise StudyError([f"{source}: {error.strerror}"]) from None
+    except ValueError as error:
+        raise StudyError([f"{source}: {error}"]) from None
 
 
 # ---- complaints ----------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ class _Expansion:
 
     def cells(self) -> list[Cell]:
         file = self.file
+        self._check_number()
         figures = [dict(zip(file.figures, values, strict=True)) for values in product(*file.figures.values())]
         policies = [chosen for entry in file.policy for chosen in entry]
         identities = {chosen.label: policy_identity(chosen.policy) for chosen in policies}
@@ -266,6 +269,21 @@ class _Expansion:
         if not found:
             raise StudyError([f"{self.study.source}: no cell is left: skip and only take out all of them"])
         return list(found.values())
+
+    def _check_number(self) -> None:
+        """Raise StudyError, before any cell is built, if the axes cross to more cells than the study allows."""
+        file = self.file
+        axes: dict[str, list[Any]] = {"profile": file.profile, "budget": file.budget, "seed": file.seed, **file.figures}
+        axes |= {"policy": [chosen for entry in file.policy for chosen in entry]}
+        for key in ("trace",) if file.trace is not None else ("model", *WORKLOAD_AXES):
+            axes[key] = getattr(file, key) or [None]
+        axes |= {key: getattr(file, key) or [None] for key in ("iterations", "recompute_limit")}
+        number = prod(map(len, axes.values()))
+        if number > file.most_cells:
+            longest = sorted(axes, key=lambda key: len(axes[key]), reverse=True)[:3]
+            shown = ", ".join(f"{key} ({len(axes[key]):,})" for key in longest)
+            text = f"the axes cross to {number:,} cells, and most_cells allows {file.most_cells:,}"
+            raise StudyError([f"{self.study.source}: {text}; the longest are {shown}"])
 
     def _workloads(self) -> Iterator[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
         """Arguments, what identifies them, and labels of every workload."""
