@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from sim.analysis.figure import LAST, Figure, Unit
 from sim.analysis.registry import declared_figures
@@ -73,6 +73,29 @@ def figures() -> Mapping[str, Figure]:
 def known() -> Mapping[str, Figure]:
     """The figures of a summary, and the other columns of rows."""
     return {**figures(), **BESIDE}
+
+
+def misfit(row: Mapping[str, Any]) -> str | None:
+    """The first key of a row from a file whose value is not one of its figure's unit, None if there is none."""
+    declared = known()
+    return next((key for key, value in row.items() if key in declared and not _is_of(declared[key].unit, value)), None)
+
+
+def _is_of(unit: Unit, value: Any) -> bool:
+    if value is None:
+        return True
+    if isinstance(value, Mapping):
+        return all(not isinstance(part, Mapping) and _is_of(unit, part) for part in value.values())
+    if unit == "text":
+        return isinstance(value, str) or (isinstance(value, list) and all(map(_is_entry, value)))
+    if unit == "flag":
+        return isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_entry(value: Any) -> bool:
+    """A name, or a resident: tensor, bytes, why it stays."""
+    return isinstance(value, str) or (isinstance(value, list) and [type(part) for part in value] == [str, int, str])
 
 
 def columns() -> Mapping[str, str]:

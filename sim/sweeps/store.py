@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from sim.analysis.figures import misfit
 from sim.errors import TiersimError
 from sim.foreign import read_file, read_sums
 from sim.report.files import write_aside
@@ -135,7 +136,9 @@ def _is_record(record: Any) -> bool:
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
         return False
     row, ran = record.get("row"), record.get("ran")
-    return isinstance(row, dict) and isinstance(row.get("status"), str) and isinstance(ran, dict)
+    if not isinstance(row, dict) or not isinstance(row.get("status"), str) or not isinstance(ran, dict):
+        return False
+    return misfit(row) is None
 
 
 def _is_cut_short(path: Path, number: int) -> bool:

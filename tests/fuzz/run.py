@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 from tests.fuzz.readers import READERS, run_case  # noqa: E402
 
 HANGS_S = 60
+"""Seconds of processor time after which a case is stopped."""
+
 SLOW_S = 5.0
 BASE = 256 << 20
 """Bytes of memory beyond ten times its input that a case may take."""
@@ -48,7 +50,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
     slowest, most, began = 0.0, 0, time.monotonic()
-    old = signal.signal(signal.SIGALRM, _stop)
+    old = signal.signal(signal.SIGPROF, _stop)
     base = Path(tempfile.mkdtemp(prefix="tiersim-fuzz-"))
     number = first
     try:
@@ -59,7 +61,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
             folder = base / "case"
             folder.mkdir()
             before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            signal.alarm(HANGS_S)
+            signal.setitimer(signal.ITIMER_PROF, HANGS_S)
             try:
                 outcomes[run_case(name, number, folder)] += 1
             except (Exception, Hangs) as error:
@@ -69,7 +71,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
                 said = " ".join(str(error).split())[:160]
                 faults.append(f"{type(error).__name__} at {where}: {said}: python tests/fuzz/run.py --first {number} "
                               f"--cases 1 '{name}'")  # fmt: skip
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             spent = time.process_time() - before
             taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -80,8 +82,8 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
             slowest, most = max(slowest, spent), max(most, taken)
             shutil.rmtree(folder)
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
         shutil.rmtree(base, ignore_errors=True)
     done = outcomes.total()
     return {"reader": name, "cases": done, "slowest_s": round(slowest, 2), "most_bytes": most,
