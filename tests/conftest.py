@@ -56,6 +56,10 @@ QUICK = {
 
 LONG = (
     *(
+        f"applying/test_torch.py::test_what_the_plan_moves_is_on_the_host_between_forward_and_backward[{name}"
+        for name in ("gpt2", "mixer", "residual", "llama")
+    ),
+    *(
         f"applying/test_torch.py::test_checkpoints_round_layers_hold_what_pytorchs_tracker_shows[{name}"
         for name in ("gpt2", "llama", "vision", "mlp", "experts", "attention", "dense", "gated")
     ),

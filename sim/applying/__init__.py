@@ -96,7 +96,7 @@ def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exp
         f"Simulated: peak {_cost(choice.cost)}; the run it stands for: peak {_cost(planned)}.",
         *differences,
     ]
-    text = torch_text(meaning.trace, choice.checkpoints, about)
+    text = torch_text(meaning.trace, choice, about)
     return Exported("torch", text, ".py", planned, choice.cost, result.platform.home(0).capacity, differences)
 
 
@@ -120,10 +120,16 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
         found.append(f"The plan keeps {roles} off the device at times; that is left out here.")
     if meaning.elsewhere:
         found.append(f"The plan runs ops on another engine ({', '.join(meaning.elsewhere)}); that is left out here.")
-    if meaning.moved:
+    sent = {t for each in choice.sent for t in (*each.results, *each.inputs)}
+    if stay := meaning.moved.keys() - sent:
         size = meaning.trace.tensor_columns.bytes
-        total = sum(int(size[t]) for t in meaning.moved)
-        found.append(f"The plan moves {len(meaning.moved)} activations of {format_bytes(total)}; they stay here.")
+        total = format_bytes(sum(int(size[t]) for t in stay))
+        found.append(f"The plan moves {len(meaning.moved)} activations; {len(stay)} of them, {total}, stay here.")
+    if sent:
+        found.append(
+            "Activations are sent to the host when they are saved, and fetched one ahead of backward, not at the "
+            "plan's moments."
+        )
     outside = [op for op in meaning.recomputed if not any(op in c.forward for c in _regions(choice))]
     if outside:
         names = meaning.trace.op_columns.name

@@ -11,12 +11,13 @@ from sim.experiment import unlimited
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
 from sim.log import EventLog
-from sim.plan import Plan
+from sim.plan import Action, Move, Plan, Recompute, Wait
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
 from sim.solvers.regions import Region
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace.graph import Trace
+from sim.trace.phases import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,53 @@ class Checkpoint:
         backward = frozenset(op for module in self.modules for op in module.calls[0].backward)
         calls = zip(*(module.calls for module in self.modules), strict=True)
         return [Region(tuple(op for part in call for op in part.forward), backward) for call in calls]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What goes to the host when it is saved in modules under one wrapper.
+
+    results: tensors that they produce.
+    inputs: tensors that enter them, and that no other wrapper produces.
+    everything: they send all that is saved, without telling results apart.
+    """
+
+    modules: tuple[Module, ...]
+    results: frozenset[int]
+    inputs: frozenset[int]
+    everything: bool = False
+
+
+def plan_of(trace: Trace, checkpoints: Sequence[Checkpoint], sent: Sequence[Sent], platform: Platform) -> Plan:
+    """The plan of a step with checkpoints, and with saved tensors sent to the host beside the computation.
+
+    A tensor leaves after its last use in forward. Where it is first read in backward, the copy back of the one that
+    was produced before it begins.
+    """
+    plan = checkpointed(trace, checkpoints)
+    if platform.host is None or not sent:
+        return plan
+    host, home = platform.host.name, platform.home(0).name
+    tensors = sorted({t for each in sent for t in (*each.results, *each.inputs)}, key=lambda t: int(trace.producer[t]))
+    phase = trace.op_columns.phase
+    again: dict[int, int] = {}  # tensor -> where a recomputed op reads it first
+    for action in plan.actions:
+        if isinstance(action, Recompute):
+            for t in trace.reads(trace.op_id(action.op)):
+                again.setdefault(t, trace.op_id(action.before))  # type: ignore[arg-type]
+    moves: list[Action] = []
+    for k, t in enumerate(tensors):
+        readers = trace.readers(t)
+        late = [op for op in (*readers, *([again[t]] if t in again else [])) if phase[op] == BACKWARD]
+        if not late:
+            continue
+        first = min(late)
+        last = max([int(trace.producer[t]), *(op for op in readers if phase[op] == FORWARD and op < first)])
+        moves.append(Move(t, host, after=last))
+        moves.append(Move(t, home, before=first))
+        moves += [Move(tensors[k - 1], home, before=first)] if k else []
+        moves.append(Wait(t, before=first))
+    return Plan(plan.trace, (*moves, *plan.actions))
 
 
 def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from sim.applying.as_pytorch import Checkpoint, Cost, checkpointed, cost_of, run_of
+from sim.applying.as_pytorch import Checkpoint, Cost, Sent, cost_of, plan_of, run_of
 from sim.applying.meaning import Meaning
 from sim.applying.parts import Module, dispatched
+from sim.applying.sending import sent_by
 from sim.hardware.platform import Platform
 from sim.log import EventLog
 from sim.trace.graph import PERSISTENT, Trace
@@ -18,13 +19,15 @@ from sim.trace.phases import BACKWARD, FORWARD
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints, and what they cost.
+    """Checkpoints and what is sent to the host, with their run.
 
     checkpoints: round modules, in order.
-    log: their run where memory is never short.
+    sent: per wrapper that sends something.
+    log: the run where memory is never short.
     """
 
     checkpoints: tuple[Checkpoint, ...]
+    sent: tuple[Sent, ...]
     log: EventLog
 
     @property
@@ -39,17 +42,22 @@ class Allowed:
 
     selective: keep the results of single ops.
     joined: one checkpoint round several modules.
+    sending: send saved tensors to the host.
     """
 
     selective: bool = True
     joined: bool = True
+    sending: bool = True
 
 
 def nearest(meaning: Meaning, modules: Sequence[Module], platform: Platform, planned: Cost, allowed: Allowed) -> Choice:
     """Of checkpoints that fit, those nearest to the run in memory and time; if none fits, those of the least peak."""
     trace = meaning.trace
     sets = {tuple(each.key for each in found): found for found in candidates(meaning, modules, allowed)}
-    choices = [Choice(found, run_of(trace, checkpointed(trace, found), platform)) for found in sets.values()]
+    choices = []
+    for found in sets.values():
+        sent = sent_by(meaning, modules, found) if allowed.sending else ()
+        choices.append(Choice(found, sent, run_of(trace, plan_of(trace, found, sent, platform), platform)))
     budget = platform.home(0).capacity
     fitting = [c for c in choices if c.cost.peak_bytes <= budget]
     if not fitting:

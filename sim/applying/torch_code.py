@@ -1,4 +1,6 @@
-"""Wraps modules of a model in checkpoints, as a plan says. This file is copied into exported files as it is."""
+"""Wraps modules of a model, as a plan says. This file is copied into exported files as it is."""
+
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -9,15 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Run = Callable[..., Any]
+HOST = "cpu"
+AHEAD = 1
+"""How many copies are fetched before they are needed."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def name_of(op: Any) -> str:
     """What the plan calls an op: matrix products and fused attention have one name each."""
-    name = str(op).split(".")[1]
+    words = str(op).split(".")
+    name = words[min(1, len(words) - 1)]
     if name in PRODUCTS:
         return "product"
     return "attention" if name.startswith("_scaled_dot_product_") else name
@@ -48,12 +57,17 @@ class Keeping:
 
     def check(self, where: str) -> None:
         """Raise RuntimeError if the call ran another number of these ops than the plan was made for."""
-        for name, (count, _) in self.save.items():
-            if self.seen[0][name] != count:
-                raise RuntimeError(
-                    f"{where}: runs {self.seen[0][name]} ops {name!r}, and the plan was made for {count}; export it "
-                    "once more, from a trace of this model"
-                )
+        check_counts(where, self.seen[0], self.save)
+
+
+def check_counts(where: str, seen: Mapping[str, int], expected: Mapping[str, tuple[int, Any]]) -> None:
+    """Raise RuntimeError if a call ran another number of some ops than the plan was made for."""
+    for name, (count, _) in expected.items():
+        if seen[name] != count:
+            raise RuntimeError(
+                f"{where}: runs {seen[name]} ops {name!r}, and the plan was made for {count}; export it once more, "
+                "from a trace of this model"
+            )
 
 
 def checkpointed(run: Run, where: str, save: Mapping[str, tuple[int, Sequence[int]]]) -> Run:
@@ -70,6 +84,187 @@ def checkpointed(run: Run, where: str, save: Mapping[str, tuple[int, Sequence[in
         return result
 
     return call
+
+
+# ---- offload -------------------------------------------------------------------------------------
+
+
+class Copy:
+    """The storage of a tensor that autograd saved, on the host; all views of it are made from one copy back.
+
+    streams: to copy on, None where the device has none.
+    """
+
+    def __init__(self, tensor: torch.Tensor, streams: Streams | None) -> None:
+        self.streams, self.device = streams, tensor.device
+        flat = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+        if streams is None:
+            self.host = torch.empty_like(flat, device=HOST).copy_(flat)
+        else:
+            self.host = torch.empty_like(flat, device=HOST, pin_memory=True)
+            self.left = streams.leave(flat, self.host)
+        self.back: torch.Tensor | None = None
+        self.arrived: Any = None
+
+    def fetch(self) -> None:
+        """Begin to copy it back, unless that has begun."""
+        if self.back is None:
+            self.back = torch.empty_like(self.host, device=self.device)
+            if self.streams is None:
+                self.back.copy_(self.host)
+            else:
+                self.arrived = self.streams.come_back(self.host, self.back, self.left)
+
+    def flat(self) -> torch.Tensor:
+        """The storage on the device, as one row; the computation waits for it."""
+        self.fetch()
+        assert self.back is not None
+        if self.streams is not None:
+            self.streams.wait(self.arrived)
+        return self.back
+
+
+class Streams:
+    """One stream out and one back, beside that of the computation. module: `torch.cuda`, or a device's like it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.out, self.back = module, module.Stream(), module.Stream()
+
+    def leave(self, source: torch.Tensor, host: torch.Tensor) -> Any:
+        """Copy to the host once the computation so far has run. Returns the event of its end."""
+        self.out.wait_stream(self.module.current_stream())
+        with self.module.stream(self.out):
+            host.copy_(source, non_blocking=True)
+        source.record_stream(self.out)  # its memory is not reused before that
+        return self.out.record_event()
+
+    def come_back(self, host: torch.Tensor, target: torch.Tensor, left: Any) -> Any:
+        """Copy to the device once the copy out has ended. Returns the event of its end."""
+        self.back.wait_event(left)
+        self.back.wait_stream(self.module.current_stream())  # the target's memory may be in use until then
+        with self.module.stream(self.back):
+            target.copy_(host, non_blocking=True)
+        target.record_stream(self.back)
+        return self.back.record_event()
+
+    def wait(self, arrived: Any) -> None:
+        """Let the computation wait for a copy."""
+        self.module.current_stream().wait_event(arrived)
+
+
+class Offload:
+    """Sends chosen storages to the host when autograd saves them, and fetches them one ahead of backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.chosen: dict[int, tuple[Any, int]] = {}  # address of a storage -> the storage, and its number
+        self.copies: dict[int, Any] = {}  # number -> its copy, while autograd has it
+        self.next = 0
+        self.packing = False
+        self.streams: Streams | None = None
+
+    def choose(self, tensor: Any) -> None:
+        """Mark a storage; numbers are given in this order."""
+        storage = tensor.untyped_storage()
+        if self._number(storage) is None:
+            self.chosen[storage._cdata] = (weakref.ref(storage), self.next)
+            self.next += 1
+
+    def _number(self, storage: torch.UntypedStorage) -> int | None:
+        known = self.chosen.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def pack(self, tensor: torch.Tensor, everything: bool = False) -> Any:
+        """What autograd keeps in place of a tensor."""
+        storage = tensor.untyped_storage()
+        if everything and storage.nbytes() >= LEAST and not self._is_weight(storage):
+            self.choose(tensor)
+        number = self._number(storage)
+        if number is None:
+            return tensor
+        copy = self.copies[number]() if number in self.copies else None
+        if copy is None:
+            if not tensor.is_cpu and self.streams is None:
+                self.streams = Streams(getattr(torch, tensor.device.type))
+            self.packing = True  # what this runs is no op of the call
+            copy = Copy(tensor, self.streams)
+            self.packing = False
+            self.copies[number] = weakref.ref(copy)
+        return number, copy, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that backward reads; begins to fetch those that it reads next."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        number, copy, dtype, shape, stride, offset = packed
+        copy.fetch()
+        earlier = (each for i in range(number - 1, -1, -1) if i in self.copies and (each := self.copies[i]()))
+        for other, _ in zip(earlier, range(AHEAD), strict=False):
+            other.fetch()
+        whole: torch.Tensor = copy.flat().view(dtype).as_strided(shape, stride, offset)
+        return whole
+
+    def _is_weight(self, storage: torch.UntypedStorage) -> bool:
+        model = self.model()
+        weights = () if model is None else (*model.parameters(), *model.buffers())
+        return any(weight.untyped_storage()._cdata == storage._cdata for weight in weights)
+
+
+LEAST = 1024
+"""Bytes of the smallest storage that is sent where a module sends all that is saved in it."""
+
+
+class Choosing(TorchDispatchMode):
+    """Marks the results of those ops of a call that the plan numbers.
+
+    results: name of an op -> how many of that name a call runs; and of those the positions, each with that of a result.
+    """
+
+    def __init__(self, offload: Offload, results: Mapping[str, tuple[int, Sequence[tuple[int, int]]]]) -> None:
+        super().__init__()
+        self.offload, self.results = offload, results
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and mark its results."""
+        out = func(*args, **(kwargs or {}))
+        name = name_of(func)
+        if name in self.results and not self.offload.packing:
+            position = self.seen[name]
+            self.seen[name] += 1
+            made = {x.untyped_storage()._cdata: x for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+            for wanted, k in self.results[name][1]:
+                if wanted == position and k < len(made):
+                    self.offload.choose(list(made.values())[k])
+        return out
+
+    def check(self, where: str) -> None:
+        """Raise RuntimeError if the call ran another number of these ops than the plan was made for."""
+        check_counts(where, self.seen, self.results)
+
+
+def offloading(call: Run, where: str, offload: Offload, entry: Mapping[str, Any]) -> Run:
+    """A function of whose saved tensors the plan sends some to the host."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if entry.get("send_input"):
+            offload.choose(args[0])
+        everything = entry.get("send") == "all"
+        choosing = Choosing(offload, {} if everything else entry.get("send") or {})
+        with saved_tensors_hooks(lambda tensor: offload.pack(tensor, everything), offload.unpack):
+            if not choosing.results:
+                return call(*args, **kwargs)
+            with choosing:
+                result = call(*args, **kwargs)
+        choosing.check(where)
+        return result
+
+    return run
+
+
+# ---- several modules, and all of them --------------------------------------------------------------
 
 
 class Together:
@@ -122,18 +317,22 @@ def apply(model: nn.Module, plan: Sequence[Mapping[str, Any]] | None = None) -> 
 
     Raises RuntimeError for a path that is not a module of the model, or one that is wrapped already.
     """
+    offload = Offload(model)
     for entry in PLAN if plan is None else plan:
         paths = entry["modules"]
         modules = [_module(model, path) for path in paths]
-        save = entry.get("save") or {}
-        if len(modules) == 1:
-            modules[0].forward = checkpointed(modules[0].forward, paths[0], save)
-            continue
-        together = Together(modules, paths)
-        call = checkpointed(together.run, together.where, save)
-        for module in modules[1:]:
-            module.forward = together.passing
-        modules[0].forward = together.entering(call)
+        together = Together(modules, paths) if len(modules) > 1 else None
+        where = together.where if together else paths[0]
+        call: Run = together.run if together else modules[0].forward
+        if entry["checkpoint"]:
+            call = checkpointed(call, where, entry.get("save") or {})
+        if "send" in entry:
+            call = offloading(call, where, offload, entry)
+        if together:
+            for module in modules[1:]:
+                module.forward = together.passing
+            call = together.entering(call)
+        modules[0].forward = call
     return model
 
 
@@ -148,5 +347,7 @@ def _module(model: nn.Module, path: str) -> nn.Module:
 
 
 PLAN: Sequence[Mapping[str, Any]] = ()
-"""Per checkpoint: `modules`, the paths of those that it calls one after the other; `save`, per name of an op how many
-of them a call runs, and which of those it keeps."""
+"""Per entry: `modules`, paths, called one after the other where there are several; `checkpoint`, whether they are
+recomputed; `save`, what a selective checkpoint keeps: per name of an op how many a call runs, and which of those;
+`send`, what goes to the host when it is saved: the same with pairs of an op and one of its results, or "all";
+`send_input`: the first argument goes, too."""

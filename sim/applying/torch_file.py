@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from sim.applying.as_pytorch import Checkpoint
+from sim.applying.as_pytorch import Checkpoint, Sent
+from sim.applying.choosing import Choice
 from sim.applying.parts import counted
 from sim.trace.graph import Trace
 
@@ -15,15 +16,35 @@ MARK = "PLAN: Sequence[Mapping[str, Any]] = ()\n"
 """The line of the code that the plan replaces."""
 
 
-def plan_of(trace: Trace, checkpoints: Sequence[Checkpoint]) -> list[dict[str, Any]]:
-    """The checkpoints as data: paths, and of each kind of op that is kept how many run and which are kept."""
-    found = []
+def entries_of(trace: Trace, checkpoints: Sequence[Checkpoint], sent: Sequence[Sent] = ()) -> list[dict[str, Any]]:
+    """What is wrapped, as data: see `PLAN` in the code."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for checkpoint in checkpoints:
-        entry: dict[str, Any] = {"modules": [module.path for module in checkpoint.modules]}
+        paths = tuple(module.path for module in checkpoint.modules)
+        found[paths] = {"modules": list(paths), "checkpoint": True}
         if save := saved_by_name(trace, checkpoint):
-            entry["save"] = save
-        found.append(entry)
-    return found
+            found[paths]["save"] = save
+    for each in sent:
+        paths = tuple(module.path for module in each.modules)
+        entry = found.setdefault(paths, {"modules": list(paths), "checkpoint": False})
+        entry["send"] = "all" if each.everything else sent_by_name(trace, each)
+        if each.inputs and not each.everything:
+            entry["send_input"] = True
+    return list(found.values())
+
+
+def sent_by_name(trace: Trace, sent: Sent) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Per name of an op how many of it a call runs, and of those sent the positions and which of their results."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    calls = list(zip(*(module.calls for module in sent.modules), strict=True))
+    runs = [[op for part in call for op in part.forward] for call in calls]
+    for ops in runs:
+        for op, (name, position) in zip(ops, counted(trace, ops), strict=True):
+            for k, t in enumerate(trace.writes(op)):
+                if t in sent.results:
+                    found.setdefault(name, set()).add((position, k))
+    names = [name for name, _ in counted(trace, runs[0])]
+    return {name: (names.count(name), sorted(pairs)) for name, pairs in sorted(found.items())}
 
 
 def saved_by_name(trace: Trace, checkpoint: Checkpoint) -> dict[str, tuple[int, list[int]]]:
@@ -39,13 +60,13 @@ def saved_by_name(trace: Trace, checkpoint: Checkpoint) -> dict[str, tuple[int, 
     }
 
 
-def torch_text(trace: Trace, checkpoints: Sequence[Checkpoint], about: Sequence[str]) -> str:
+def torch_text(trace: Trace, choice: Choice, about: Sequence[str]) -> str:
     """The file. about: lines that say what it is, which become comments."""
     code = (files("sim.applying") / "torch_code.py").read_text(encoding="utf-8")
     _, _, code = code.partition('"""\n')  # its own docstring
     before, mark, after = code.partition(MARK)
     assert mark, "the code has lost the line that the plan replaces"
-    plan = pprint.pformat(plan_of(trace, checkpoints), width=100, sort_dicts=False)
+    plan = pprint.pformat(entries_of(trace, choice.checkpoints, choice.sent), width=100, sort_dicts=False)
     return f"{comment(about)}{before}PLAN: Sequence[Mapping[str, Any]] = {plan}\n{after}"
 
 

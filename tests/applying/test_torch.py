@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -14,15 +15,18 @@ from torch.distributed._tools import mem_tracker  # noqa: E402
 
 from sim import Drop, Plan, Policy, Recompute, export, simulate  # noqa: E402
 from sim.analysis.peak_memory import home_peak  # noqa: E402
+from sim.applying.meaning import meaning_of  # noqa: E402
+from sim.hardware.platform import Link  # noqa: E402
 from tests.applying import models  # noqa: E402
 from tests.applying.models import MODELS, module_from, trained  # noqa: E402
 from tests.validation.oracle import machine  # noqa: E402
+from workloads import transformer  # noqa: E402
 
 trace_of = cache(models.trace_of)
 
 
-def tracked(name, apply, monkeypatch):
-    """The peak of PyTorch's own tracker for a step under fake tensors, sizes not rounded."""
+def tracked(name, apply, monkeypatch, host=False):
+    """The peak of PyTorch's own tracker for a step under fake tensors, sizes not rounded; with that of the host."""
     monkeypatch.setattr(mem_tracker._WeakRefInfo, "_calculate_mem_consumed", lambda self: self.size * self.element_size)
     make, shape = MODELS[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -40,8 +44,9 @@ def tracked(name, apply, monkeypatch):
         tracker.track_external(model, x, tuned)
         with tracker:
             step()
-    (peak,) = [each for kind, each in tracker.get_tracker_snapshot("peak").items() if kind.type == "cpu"]
-    return peak[mem_tracker._TOTAL_KEY]
+    peaks = {kind.type: each[mem_tracker._TOTAL_KEY] for kind, each in tracker.get_tracker_snapshot("peak").items()}
+    assert (peaks.keys() == {"cpu"}) or host
+    return (peaks["cpu"], peaks["meta"]) if host else peaks["cpu"]
 
 
 def exported(name, policy, share=None, **options):
@@ -169,3 +174,112 @@ def test_layers_under_one_checkpoint_have_to_follow_each_other():
     hooked.blocks[1].register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"blocks\.1: has hooks"):
         together.apply(hooked)
+
+
+# ---- offload -------------------------------------------------------------------------------------
+
+
+def at_once():
+    """A machine whose links take no time: then what is in flight is nowhere, as under fake tensors."""
+    links = (Link("d2h", "hbm", "host", 10**18), Link("h2d", "host", "hbm", 10**18))
+    return replace(machine(), links=links)
+
+
+SENT = [
+    ("mlp", "swap_all"),
+    ("encoder", "full_recompute; checkpoints: swap_all"),
+    ("gpt2", "save_on_cpu"),
+    ("mixer", "layers 0: full_recompute; layers 1-9: swap_all"),
+    ("residual net", "swap_all"),
+    ("llama", "swap_all"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), SENT)
+def test_what_the_plan_moves_is_on_the_host_between_forward_and_backward(name, policy, monkeypatch):
+    result = simulate(trace_of(name), at_once(), policy)
+    found = export(result, "torch")
+    file = module_from(found.text)
+    same_values(name, file.apply)
+    file = module_from(found.text)
+    file.HOST = "meta"  # so that the tracker tells it from the device
+    device, host = tracked(name, file.apply, monkeypatch, host=True)
+    assert device == pytest.approx(found.cost.peak_bytes, rel=0.01)
+    names = trace_of(name).tensor_columns
+    moved = sum(int(names.bytes[t]) for t in meaning_of(result).moved)
+    assert 0.4 * moved < host <= moved
+
+
+def test_gradients_of_several_batches_and_of_a_second_step_stay_the_same():
+    file = module_from(export(simulate(trace_of("mlp"), at_once(), "swap_all"), "torch").text)
+    torch.manual_seed(0)
+    plain = MODELS["mlp"][0]()
+    torch.manual_seed(0)
+    applied = file.apply(MODELS["mlp"][0]())
+    for model in (plain, applied):
+        for _ in range(2):
+            for part in models.batch("mlp").chunk(2):
+                model(part).backward()
+        with torch.no_grad():
+            model(models.batch("mlp"))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), applied.parameters(), strict=True))
+
+
+class Recorded:
+    """A device's module whose streams only record what they are told."""
+
+    def __init__(self):
+        self.said, self.count = [], 0
+
+    def Stream(self):
+        self.count += 1
+        return RecordedStream(("out", "back")[self.count - 1], self.said)
+
+    def current_stream(self):
+        return RecordedStream("compute", self.said)
+
+    @contextmanager
+    def stream(self, stream):
+        self.said.append(f"on {stream.name}")
+        yield
+
+
+class RecordedStream:
+    def __init__(self, name, said):
+        self.name, self.said = name, said
+
+    def wait_stream(self, other):
+        self.said.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.said.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        self.said.append(f"{self.name} marks its end")
+        return f"the end of {self.name}"
+
+
+def test_copies_run_on_streams_of_their_own_and_wait_for_what_they_need(monkeypatch):
+    file = module_from(export(simulate(trace_of("mlp"), at_once(), "swap_all"), "torch").text)
+    module = Recorded()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: module.said.append(f"kept for {stream.name}"))
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    x = torch.randn(4, 6)
+    copy = file.Copy(x[1:, ::2], file.Streams(module))
+    assert module.said == ["out waits for compute", "on out", "kept for out", "out marks its end"]
+    module.said.clear()
+    assert torch.equal(copy.flat().as_strided((3, 3), (6, 2), 6), x[1:, ::2])
+    assert module.said == [
+        *("back waits for the end of out", "back waits for compute", "on back", "kept for back"),
+        *("back marks its end", "compute waits for the end of back"),
+    ]
+
+
+def test_what_a_trace_does_not_name_is_sent_by_module():
+    config = {"model_type": "gpt2", **models.GPT2, "activation_function": "gelu_new"}
+    trace = transformer(config, batch=3, sequence=24, dropout=0.0)
+    found = export(simulate(trace, at_once(), "swap_all"), "torch", layers="body.layers.*")
+    file = module_from(found.text)
+    assert {entry["send"] for entry in file.PLAN} == {"all"}
+    same_values("gpt2", file.apply)

@@ -1,0 +1,125 @@
+"""Which saved tensors go to the host: what the run moved, as far as hooks round modules can tell it from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.applying.as_pytorch import Checkpoint, Sent
+from sim.applying.meaning import Meaning
+from sim.applying.parts import Module, dispatched
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.phases import BACKWARD, FORWARD
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules under one wrapper: their forward and backward ops, and whether they are recomputed."""
+
+    modules: tuple[Module, ...]
+    forward: frozenset[int]
+    backward: frozenset[int]
+    recomputed: bool
+    keep: frozenset[int]
+
+
+def sent_by(meaning: Meaning, modules: Sequence[Module], checkpoints: Sequence[Checkpoint]) -> tuple[Sent, ...]:
+    """Per wrapper what it sends to the host, of the results that the run moved.
+
+    A result is sent where all that save it are wrapped: modules whose backward reads it, and checkpoints that it
+    enters. One that a checkpoint recomputes or keeps is not saved by autograd, and cannot be sent.
+    """
+    if not meaning.moved:
+        return ()
+    trace = meaning.trace
+    groups = _groups(modules, checkpoints)
+    inside = {op: g for g, group in enumerate(groups) for op in group.forward}
+    results: list[set[int]] = [set() for _ in groups]
+    inputs: list[set[int]] = [set() for _ in groups]
+    hooked: set[int] = set()
+    everything = {g for g, group in enumerate(groups) if not group.recomputed and _sends_all(meaning, group)}
+    wanted = {*meaning.moved, *(t for g in everything for t in _saved(trace, groups[g]))}
+    for t in sorted(wanted):
+        producer = int(trace.producer[t])
+        savers = _savers(trace, groups, t)
+        home = inside.get(producer)
+        if savers is None or not savers:
+            continue
+        if home is None:
+            if min(savers) in everything or _first_input(trace, groups[min(savers)], t):
+                inputs[min(savers)].add(t)
+                hooked |= savers
+        elif home in everything or dispatched(trace, producer):
+            results[home].add(t)
+            hooked |= savers | {home}
+    return tuple(
+        Sent(group.modules, frozenset(results[g]), frozenset(inputs[g]), g in everything)
+        for g, group in enumerate(groups)
+        if g in hooked
+    )
+
+
+def _groups(modules: Sequence[Module], checkpoints: Sequence[Checkpoint]) -> list[_Group]:
+    wrapped = {module.path for checkpoint in checkpoints for module in checkpoint.modules}
+    whole = [(checkpoint.modules, True, checkpoint.keep) for checkpoint in checkpoints]
+    alone = [((module,), False, frozenset[int]()) for module in modules if module.path not in wrapped]
+    groups = [
+        _Group(
+            members,
+            frozenset(op for module in members for op in module.forward),
+            frozenset(op for module in members for op in module.calls[0].backward),
+            recomputed,
+            keep,
+        )
+        for members, recomputed, keep in (*whole, *alone)
+    ]
+    return sorted(groups, key=lambda group: min(group.forward))
+
+
+def _savers(trace: Trace, groups: Sequence[_Group], tensor: int) -> set[int] | None:
+    """The groups in which a result is saved; None where something else saves it, too."""
+    phase, producer = trace.op_columns.phase, int(trace.producer[tensor])
+    found: set[int] = set()
+    for reader in trace.readers(tensor):
+        if phase[reader] == FORWARD:
+            found |= {g for g, group in enumerate(groups) if group.recomputed and reader in group.forward}
+        elif phase[reader] == BACKWARD:
+            undone = {g for g, group in enumerate(groups) if reader in group.backward}
+            if not undone:
+                return None
+            found |= undone
+    # inside a checkpoint nothing is saved of what it computes itself
+    return {g for g in found if not (groups[g].recomputed and producer in groups[g].forward)}
+
+
+def _saved(trace: Trace, group: _Group) -> list[int]:
+    """What autograd saves in a group that is not recomputed: results and inputs that its backward reads, no weights."""
+    role, phase = trace.tensor_columns.role, trace.op_columns.phase
+    read = {t for op in group.backward for t in trace.reads(op)}
+    touched = {t for op in group.forward for t in (*trace.reads(op), *trace.writes(op))}
+    return sorted(
+        t
+        for t in read & touched
+        if role[t] not in PERSISTENT and trace.producer[t] >= 0 and phase[trace.producer[t]] == FORWARD
+    )
+
+
+def _sends_all(meaning: Meaning, group: _Group) -> bool:
+    """Whether a module sends all that is saved in it: where the trace does not name its ops, and most was moved."""
+    trace = meaning.trace
+    if all(dispatched(trace, op) for op in group.forward):
+        return False
+    size, saved = trace.tensor_columns.bytes, _saved(trace, group)
+    return 2 * sum(int(size[t]) for t in saved if t in meaning.moved) >= sum(int(size[t]) for t in saved) > 0
+
+
+def _first_input(trace: Trace, group: _Group, tensor: int) -> bool:
+    """Whether a tensor is the largest activation that enters a group: what a layer is called with first."""
+    size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
+    entering = {
+        t
+        for op in group.forward
+        for t in trace.reads(op)
+        if int(trace.producer[t]) not in group.forward and role[t] not in PERSISTENT
+    }
+    return tensor in entering and all(size[tensor] >= size[t] for t in entering)
