@@ -367,6 +367,8 @@ def update(
 ) -> None:
     """Append one optimizer step, in the steady state: the optimizer's states exist from the start.
 
+    A parameter that no gradient reaches (that of an expert without tokens) keeps its value and its states.
+
     builder: where its ops are appended.
     precision: number types of weights and states.
     optimizer: one of `OPTIMIZERS`.
@@ -393,5 +395,6 @@ def update(
             for what, state in formats.items()
         }
         master = ids.pop("master", weight.tensor)
-        slots.append(Slot(weight, layer, gradients[weight.slot].tensor, master, ids, size, formats))
+        if weight.slot in gradients:
+            slots.append(Slot(weight, layer, gradients[weight.slot].tensor, master, ids, size, formats))
     run(Step(builder, precision, slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def random_traces(
     half of the ops is on device 0 and results reach the other half by send and receive, or unsent. In one of two traces
     the program holds tensors beyond their last readers. Shrinks to one op.
 
-    needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`.
+    needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`, `experts`.
     devices: one or two.
     cpu: whether the optimizer, or some ops of each phase, may run on the engine `cpu`.
     unit: bytes of the smallest tensor.
@@ -86,6 +86,8 @@ def random_traces(
     chain = "chain" in needs
     least = 2 if chain or "layers" in needs else 1
     line = draw(st.lists(steps(chain), min_size=least, max_size=longest))
+    if "experts" in needs:
+        line = [replace(step, weight=step.weight or i % 2 == 0) for i, step in enumerate(line)]
     digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 3 * 3 * 2 * 2 - 1)))
     backward = digits.pick((True,) * 7 + (False,)) or bool(needs & {"chain", "layers", "backward", "history", "cpu"})
     update = (digits.pick((False, True)) or "cpu" in needs) and backward
@@ -103,6 +105,7 @@ def random_traces(
             _Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product)
         )
     for net in nets:
+        net.of_experts = "experts" in needs
         net.on_cpu = on_cpu == "some"
         net.split = len(line) // 2 if devices > 1 and style != "data" else len(line)
         for step in line:
@@ -158,6 +161,7 @@ class _Net:
     product: str
     split: int = 0
     on_cpu: bool = False
+    of_experts: bool = False
     tape: list[tuple[Step, list[int], list[int], int | None, list[int]]] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
 
@@ -187,7 +191,8 @@ class _Net:
         made = [b.tensor(f"{self.name}y{i}", size, layer=self.layer(i), zeros=zeros, replaces=replaces)]
         weight = None
         if step.weight:
-            weight = b.tensor(f"{self.name}w{i}", (1 + step.size // 2) * self.unit, "weight", layer=self.layer(i))
+            named = f"{self.name}expert{i}.w" if self.of_experts else f"{self.name}w{i}"
+            weight = b.tensor(named, (1 + step.size // 2) * self.unit, "weight", layer=self.layer(i))
             self.home[weight] = self.device
         if step.mask:
             made.append(b.tensor(f"{self.name}m{i}", (1 + step.size // 4) * self.unit, layer=self.layer(i)))

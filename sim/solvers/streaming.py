@@ -27,7 +27,7 @@ def stream_weights(
     A weight that a run reads is fetched when the run `ahead` of them earlier begins, and released when its own run
     ends, unless one of the next `ahead` runs reads it, too. One that the device itself updates goes back then; one
     that the host's processor updates in place only comes. What another op of another engine, in a group or of a
-    second device touches stays where it is.
+    second device touches stays where it is. What nothing reads begins in `far` and stays there.
 
     but: weights to leave out. weighted: see `runs_of`.
     """
@@ -41,7 +41,16 @@ def stream_weights(
         device = int(trace.op_columns.device[readers[0]])
         home = platform.home(device).name
         actions += _visits(trace, weight, readers, runs[device], position, home, far, ahead)
+    place.update(dict.fromkeys((t for t in idle(trace, "weight") if t not in but), far))
     return tuple(action for _, action in sorted(actions, key=lambda row: row[0])), place
+
+
+def idle(trace: Trace, role: str) -> list[int]:
+    """Initial tensors of a role that no op reads or overwrites: weights and states of experts without tokens."""
+    columns = trace.tensor_columns
+    unused = (trace.producer < 0) & (trace.first_read < 0) & (trace.replaced_by < 0) & (columns.bytes > 0)
+    found: list[int] = np.flatnonzero(unused & (columns.role == ROLE_CODE[role])).tolist()
+    return found
 
 
 def runs_of(trace: Trace, platform: Platform, weighted: bool = False) -> tuple[dict[int, list[list[int]]], list[int]]:

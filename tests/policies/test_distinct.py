@@ -20,15 +20,15 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
-DRIVE = ("direct drive",)  # for policies that need one
+NEEDED = {"drive": "direct drive", "experts": "experts"}  # problems for policies that need such a thing
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
     """The problems on which to look for a difference, in order."""
-    drive = DRIVE if any("drive" in policy_class(name).needs for name in policies) else ()
-    return (*drive, *(SMALL if SLOW.intersection(policies) else (*LARGE, *SMALL)))
+    needed = tuple(NEEDED[need] for name in policies for need in policy_class(name).needs if need in NEEDED)
+    return (*needed, *(SMALL if SLOW.intersection(policies) else (*LARGE, *SMALL)))
 
 
 @cache
@@ -144,10 +144,24 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "convolutions": (convolutions(8), a100, None),
         "tight convolutions": (convolutions(8), a100, int(0.7 * _peak(convolutions(8), a100))),
         "direct drive": (convolutions(8), load_profile("a100_80_gds"), int(0.7 * _peak(convolutions(8), a100))),
+        "experts": (requests(), load_profile("a100_80_gds"), None),
         "roomy": (eager, survey, None),
         "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),
     }
+
+
+def requests() -> Trace:
+    """Layers whose routers choose one of three experts in turn, and some again."""
+    b = TraceBuilder({"batch": 1, "samples": 1})
+    weights = [b.tensor(f"expert{e}.weight", 1 << 24, "weight") for e in range(3)]
+    x = b.tensor("x", 1 << 20, "input")
+    for i, e in enumerate((0, 1, 2, 0, 0, 2, 1, 1, 0, 2)):
+        y = b.tensor(f"y{i}", 1 << 20, layer=i)
+        b.op(f"router{i}", "other", reads=[x], layer=i, duration=10**4)
+        b.op(f"expert{e}.f{i}", "matmul", reads=[x, weights[e]], writes=[y], layer=i, duration=10**6)
+        x = y
+    return b.build(outputs=[x], carry=())
 
 
 def convolutions(layers: int) -> Trace:

@@ -445,3 +445,30 @@ def test_large_traces_are_built_in_seconds(name, seconds):
 def test_large_traces_have_an_op_count_that_grows_with_layers_only(name, precision):
     small, large = (transformer(name, batch=1, sequence=s, precision=precision) for s in (64, 1024))
     assert len(small.ops) == len(large.ops) < 6000
+
+
+def test_experts_without_tokens_keep_their_weights_and_states() -> None:
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "experts_implementation": "loop",
+    }
+    trace = transformer(config, batch=1, sequence=2, precision="bf16")
+    (load,) = trace.meta["expert_loads"][0].values()
+    idle = [expert for expert, tokens in enumerate(load) if not tokens]
+    assert idle
+    for t in trace.tensors:
+        if ".expert" in t.name and t.role in ("weight", "optimizer_state", "gradient"):
+            used = not any(f".expert{expert}." in t.name for expert in idle)
+            assert bool(trace.readers(t.id)) or trace.producer[t.id] >= 0 or not used
+            assert used or (t.role != "gradient" and not trace.readers(t.id) and trace.replaced_by[t.id] < 0)
+    held = sum(t.bytes for t in trace.tensors if t.role == "optimizer_state" and t.replaces is None)
+    assert held == 2 * sum(t.bytes for t in trace.tensors if t.role == "weight" and t.replaces is None)

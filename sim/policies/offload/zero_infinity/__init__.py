@@ -17,7 +17,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_infinity.update import Update
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host
-from sim.solvers.streaming import stream_weights
+from sim.solvers.streaming import idle, stream_weights
 from sim.units import to_bytes
 
 
@@ -92,7 +92,7 @@ class ZeroInfinity(Policy):
             actions += update.gradients_out(to_bytes(self.bucket))
             actions += update.streams(self.tiles)
             actions += update.weights_back()
-            place = {**place, **update.place}
+            place = {**place, **update.place, **dict.fromkeys(idle(whole, "optimizer_state"), states or host)}
         return Plan(whole, tuple(actions), place=place)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:

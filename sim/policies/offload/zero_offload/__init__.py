@@ -14,7 +14,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.cut import cheapest_cut
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
-from sim.solvers.streaming import buckets
+from sim.solvers.streaming import buckets, idle
 from sim.units import to_bytes
 
 
@@ -97,7 +97,9 @@ class ZeroOffload(Policy):
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         if self.weights == "device":
             actions += _weights_up(split, new, host, homes, self.delayed)
-        place = {} if self.weights == "device" else {new.tensors[t]: host for t in split.weights}
+        place = dict.fromkeys(idle(new.trace, "optimizer_state"), host)
+        if self.weights == "host":
+            place.update({new.tensors[t]: host for t in split.weights})
         return Plan(new.trace, tuple(actions), place=place)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
