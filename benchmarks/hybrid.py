@@ -19,17 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sim import Trace, simulate
+from sim import Trace, lower_bound, simulate
 from sim.analysis.peak_memory import home_peak
 from sim.errors import TiersimError
-from sim.experiment import problem_for
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import WHY, EventLog
-from sim.policies.hybrid.joint_optimal.by_moments import program_of
-from sim.policies.hybrid.joint_optimal.copies import host_of
-from sim.solvers.outcome import once_ns
-from sim.solvers.schedule import TraceIndex
 from workloads import transformer
 
 DATA = Path(__file__).with_suffix(".json")
@@ -48,7 +43,6 @@ COMPOSED = (
 JOINED = ("olla", "olla + hybrid", "optimizer_in_backward + hybrid", "zero_offload + hybrid")
 """What orders ops, or moves state, alone and with `hybrid`: after all others."""
 UNLIMITED = "1000 TB"
-MOMENTS = 3
 EQUAL = 0.0005
 """Overheads that are shown alike are alike: a twentieth of a point."""
 
@@ -77,10 +71,9 @@ def run(trace: Trace, machine: Platform, policy: str, budget: int, kept: int) ->
 
 
 def least(trace: Trace, machine: Platform, budget: int, kept: int) -> float:
-    """The bound that `joint_optimal` proves, as a part of the time with unlimited memory."""
-    problem = problem_for(trace, machine.with_budget(budget))
-    found = program_of(problem, TraceIndex(trace), host_of(problem, "joint_optimal"), MOMENTS).relax(budget, 600.0)
-    return round((once_ns(problem) + (found.bound if found else 0)) / kept - 1, 5)
+    """The bound that is proven, as a part of the time with unlimited memory."""
+    found = lower_bound(trace, machine, budget, seconds=600.0).makespan_ns
+    return round((found or 0) / kept - 1, 5)
 
 
 class Bench:

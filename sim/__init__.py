@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sim.hardware.platform import Platform
     from sim.hardware.profile import load_profile, profile_names
     from sim.layout import Layout, lay_out
+    from sim.least_time import LowerBound, lower_bound
     from sim.log import EventLog
     from sim.plan import Drop, Memory, Move, Online, Plan, Problem, Recompute, Wait
     from sim.policies import load as load_policy
@@ -79,6 +80,7 @@ _HOMES = {
     "sim.hardware.platform": ("Platform",),
     "sim.hardware.profile": ("load_profile", "profile_names"),
     "sim.log": ("EventLog",),
+    "sim.least_time": ("LowerBound", "lower_bound"),
     "sim.plan": ("Drop", "Memory", "Move", "Online", "Plan", "Problem", "Recompute", "Wait"),
     "sim.policies": (("load_policy", "load"), ("policy_names", "names")),
     "sim.policies.base": ("Policy",),
@@ -106,12 +108,14 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "explain",
     "smallest_budget",
     "largest_batch",
+    "lower_bound",
     "export",
     "Result",
     "Comparison",
     "Advice",
     "Exported",
     "Explanation",
+    "LowerBound",
     "Platform",
     "Trace",
     "TraceBuilder",

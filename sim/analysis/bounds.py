@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from sim.analysis.lanes import MOVE
 from sim.analysis.peak_memory import peak_bytes
 from sim.hardware.cost import OpTimes, op_times
+from sim.hardware.platform import Platform
 from sim.hardware.transfer_time import transfer_ns
 from sim.log import CAUSE, EventLog, Ints
+from sim.trace.graph import Trace
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,7 @@ def bounds(log: EventLog, tier: str | None = None) -> Bounds:
     """
     name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
     times = op_times(log.trace, log.platform)
-    cost = times.total.copy()
-    cost[list(log.trace.op_columns.group)] = 0  # a group runs on links
-    load = int(_loads(times.engine, cost).max(initial=0))
-    path = _critical_path(log, times, cost)
+    load, path = _compute(log.trace, log.platform, times)
     transfer = _transfer_ns(log, times)
     working, pinned, op = _memory_bound(log, times, name)
     time, memory, peak = max(load, path, transfer), working + pinned, peak_bytes(log)[name]
@@ -84,6 +83,18 @@ def bounds(log: EventLog, tier: str | None = None) -> Bounds:
 # ---- time --------------------------------------------------------------------------------------
 
 
+def ideal_ns(trace: Trace, platform: Platform) -> int:
+    """Nanoseconds that the ops of a trace take at least, each once, whatever the memory: see `Bounds`."""
+    return max(_compute(trace, platform, op_times(trace, platform)))
+
+
+def _compute(trace: Trace, platform: Platform, times: OpTimes) -> tuple[int, int]:
+    """All ops of the busiest engine, and the longest chain of ops."""
+    cost = times.total.copy()
+    cost[list(trace.op_columns.group)] = 0  # a group runs on links
+    return int(_loads(times.engine, cost).max(initial=0)), _critical_path(trace, platform, times, cost)
+
+
 def _loads(engine: NDArray[np.int32], cost: Ints) -> Ints:
     """Nanoseconds of all ops, per engine."""
     load = np.zeros(int(engine.max(initial=-1)) + 1, np.int64)
@@ -91,10 +102,9 @@ def _loads(engine: NDArray[np.int32], cost: Ints) -> Ints:
     return load
 
 
-def _critical_path(log: EventLog, times: OpTimes, cost: Ints) -> int:
-    trace = log.trace
+def _critical_path(trace: Trace, platform: Platform, times: OpTimes, cost: Ints) -> int:
     c = trace.op_columns
-    main = np.array([log.platform.engine_for(device) for device in range(trace.devices)], np.int64)
+    main = np.array([platform.engine_for(device) for device in range(trace.devices)], np.int64)
     in_order = times.engine == main[c.device]
     if trace.devices == 1 and in_order.all():
         return int(cost.sum())  # one engine, one queue: the chain of all ops

@@ -37,14 +37,15 @@ class Moment:
     until: per op the op from which on it is not recomputed.
     """
 
-    def __init__(self, index: TraceIndex, at: int, until: Sequence[int]) -> None:
+    def __init__(self, index: TraceIndex, at: int, until: Sequence[int], leaving: Collection[int] = ()) -> None:
+        """leaving: inputs that may be away before their last reader, and return."""
         self.at = at
         trace, producer = index.trace, index.producer
         gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
         later = {t for op in range(at, len(index.reads)) for t in index.reads[op]} | set(trace.outputs)
-        inputs = {t for t, last in enumerate(index.stays_until) if last >= at}
-        self.reads = {t for t in index.reads[at] if producer[t] >= 0}
-        self.wanted = {t for t in later if 0 <= producer[t] < at}
+        inputs = {t for t, last in enumerate(index.stays_until) if last >= at}.difference(leaving)
+        self.reads = {t for t in index.reads[at] if producer[t] >= 0 or t in leaving}
+        self.wanted = {t for t in later if 0 <= producer[t] < at or t in leaving}
         tensors, reruns, stack = set(self.wanted), set[int](), list(self.wanted)
         while stack:
             t = stack.pop()

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
@@ -245,6 +246,16 @@ class Stages:
     again: list[tuple[float, int]]
     byte: tuple[float, int]
 
+    @cached_property
+    def ops(self) -> list[Op]:
+        """Those of the trace, made once."""
+        return list(self.trace.ops)
+
+    @cached_property
+    def size(self) -> list[int]:
+        """Bytes per tensor."""
+        return self.trace.tensor_columns.bytes.tolist()
+
     def cheapest(self, spare: float = float("inf")) -> float | None:
         """The least price of plans of at most so many ns, by uniform-cost search; None where there is none."""
         nothing: frozenset[int] = frozenset()
@@ -253,7 +264,7 @@ class Stages:
         pushed = 0
         while queue:
             price, ns, _, at, here, host = heapq.heappop(queue)
-            if at == len(self.trace.ops):
+            if at == len(self.ops):
                 return price
             if done.get((at, here, host), spare + 1) <= ns:
                 continue
@@ -268,9 +279,9 @@ class Stages:
         self, at: int, here: frozenset[int], host: frozenset[int]
     ) -> Iterator[tuple[tuple[float, int], frozenset[int], frozenset[int]]]:
         """What a stage may do: its cost, what is resident when the next begins, and what has been copied out in it."""
-        size = self.trace.tensor_columns.bytes.tolist()
+        size = self.size
         for reruns in subsets(range(at)):
-            runs = [self.trace.ops[i] for i in (*reruns, at)]
+            runs = [self.ops[i] for i in (*reruns, at)]
             made: set[int] = set()
             for op in runs:
                 if not set(op.reads) <= here | made:
@@ -295,7 +306,7 @@ class Stages:
 
     def fits(self, runs: list[Op], here: frozenset[int], held: frozenset[int], then: set[int]) -> bool:
         """Whether a stage keeps to the budget: what nothing reads any more is freed behind its last reader."""
-        size = self.trace.tensor_columns.bytes.tolist()
+        size = self.size
         live = set(here)
         for k, op in enumerate(runs):
             live |= set(op.writes)

@@ -18,13 +18,13 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import Result, problem_for, reference_run, simulate
 from sim.hardware.platform import Engine, Tier
 from sim.log import WHY
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.policies.hybrid.str.tracing import Tracing
 from sim.policies.hybrid.str.windows import Windows, windows_of
 from sim.solvers.granularity import by_op
 from sim.solvers.milp import Program
 from sim.solvers.nodes import Nodes
 from sim.solvers.schedule import TraceIndex
+from sim.solvers.trip import Trip
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, machine
 from workloads import uniform_chain

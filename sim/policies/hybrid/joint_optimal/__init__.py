@@ -12,7 +12,7 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments
-from sim.policies.hybrid.joint_optimal.copies import Copies, host_of, trip
+from sim.policies.hybrid.joint_optimal.copies import Copies
 from sim.policies.hybrid.joint_optimal.trips import ATTEMPTS, NODES, STEP, Replays, choice_of, movable
 from sim.solvers.granularity import by_op
 from sim.solvers.located import index_of
@@ -21,6 +21,7 @@ from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import Answer, in_stages, once_ns, refused
 from sim.solvers.rounding import tightest
 from sim.solvers.schedule import schedule_of
+from sim.solvers.trip import host_of, trip
 
 PLANS = (
     "keep weights, inputs, outputs, weight gradients and what is overwritten in place, copy anything else to the host "
@@ -117,7 +118,7 @@ class JointOptimal(Policy):
         given a little less memory.
         """
         room, host = problem.budget - nodes.outside, host_of(problem, "joint_optimal")
-        trips = {v: trip(problem, host, nodes.values[v].size) for v in movable(nodes)} if host else {}
+        trips = {v: trip(problem.platform, host, nodes.values[v].size) for v in movable(nodes)} if host else {}
         proven = Answer("unknown")
         for attempt in range(ATTEMPTS):
             for copies in (None, Copies(nodes, trips)) if trips else (None,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 
@@ -13,22 +13,17 @@ from sim.plan import Plan, Problem
 from sim.policies.hybrid.hybrid.drafts import Draft, Drafts
 from sim.policies.hybrid.hybrid.program import rounded
 from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE
-from sim.policies.hybrid.joint_optimal.copies import trip
-from sim.policies.hybrid.joint_optimal.moment_bound import MomentBound, NothingFits, Shares
 from sim.policies.recompute.relax_and_fix import RelaxAndFix
+from sim.solvers.moment_bound import NothingFits, Shares, program_of
 from sim.solvers.outcome import refused
-from sim.solvers.schedule import TraceIndex, schedule_of
-from sim.trace.tensor import ROLE_CODE
+from sim.solvers.schedule import TraceIndex
+from sim.solvers.trip import trip
 
 WIDE = (
     "run the ops in order on one device, drop, recompute and copy to the host and back in whatever order and however "
     "often, and keep weights, inputs, outputs, weight gradients and what is overwritten in place"
 )
 """The plans that the bound is about."""
-MARKS = 12
-"""Parts of the time before the first moment in which the link's time is counted."""
-SMALL = 20_000
-"""Tensors below this part of the budget count nothing, which lowers the bound a little."""
 FEW, LARGE = 2, 3000
 """Moments to begin with where a trace has more than so many ops."""
 ROUNDS, REPLAYS = 6, 5
@@ -67,8 +62,11 @@ def by_moments(
 def _relaxed(problem: Problem, index: TraceIndex, host: str, moments: int, time_limit: float) -> Shares | None:
     """The program's best answer in the time; of a large trace first with `FEW` moments, which may have to do."""
     ends, best = time.monotonic() + time_limit, None
+    cost = [problem.cost.op_ns(op) for op in range(len(index.reads))]
+    route = partial(trip, problem.platform, host) if host else None
     for count in (FEW, moments) if len(index.reads) > LARGE and moments > FEW else (moments,):
-        shares = program_of(problem, index, host, count).relax(problem.budget, max(ends - time.monotonic(), 1e-6))
+        program = program_of(index, cost, problem.budget, route, count)
+        shares = program.relax(problem.budget, max(ends - time.monotonic(), 1e-6))
         if shares is not None and (best is None or shares.bound >= best.bound):
             best = shares
     return best
@@ -90,20 +88,3 @@ def _by_shares(drafts: Drafts, shares: Shares) -> Draft:
     for i, way in rounded(drafts.results, found).items():
         choice[i] = way
     return drafts.draft(choice)
-
-
-def program_of(problem: Problem, index: TraceIndex, host: str, moments: int) -> MomentBound:
-    """The program: the op of largest footprint of each part of the trace in which the plain plan exceeds the budget."""
-    peaks = np.array(schedule_of(index, {}).peaks()[1:])
-    over = np.flatnonzero(peaks > problem.budget)
-    cuts = np.linspace(over[0], over[-1] + 1, moments + 1).astype(int)
-    ops = sorted({int(a + np.argmax(peaks[a:b])) for a, b in pairwise(cuts.tolist()) if b > a})
-    marks = sorted({int(mark) for mark in np.linspace(0, ops[0], MARKS)[:-1]}) if ops[0] else []
-    small = problem.budget // SMALL
-    gradient = ROLE_CODE["gradient"]
-    trips = {
-        t: trip(problem, host, size)
-        for t, size in enumerate(index.size)
-        if host and size > small and index.droppable[t] and index.role[t] != gradient
-    }
-    return MomentBound(index, [problem.cost.op_ns(op) for op in range(len(index.reads))], ops, marks, trips, small)

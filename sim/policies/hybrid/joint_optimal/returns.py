@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sim.plan import Problem
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.policies.hybrid.joint_optimal.trips import Choice, movable, stay, uses_of
 from sim.solvers.nodes import Nodes
+from sim.solvers.trip import Trip
 
 
 def copy_times(problem: Problem, nodes: Nodes, host: str) -> dict[int, Trip]:

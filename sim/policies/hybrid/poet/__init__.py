@@ -12,7 +12,6 @@ from sim.declared import Time
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.joint_optimal.copies import Trip, host_of
 from sim.policies.hybrid.joint_optimal.returns import ahead, choice_with, copy_times
 from sim.policies.hybrid.joint_optimal.trips import ATTEMPTS, NODES, STEP, Replays
 from sim.policies.hybrid.poet.pages import Pages
@@ -24,6 +23,7 @@ from sim.solvers.nodes import Nodes, body, counts_all
 from sim.solvers.outcome import Answer, refused
 from sim.solvers.rounding import tightest
 from sim.solvers.schedule import schedule_of
+from sim.solvers.trip import Trip, host_of
 from sim.units import format_bytes, format_time, parse_time
 
 PLANS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.solvers.milp import Program, Residency
 from sim.solvers.nodes import Nodes
+from sim.solvers.trip import Trip
 
 
 class Pages:

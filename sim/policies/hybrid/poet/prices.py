@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sim.hardware.cost import op_times
 from sim.plan import Move, Plan, Problem, Recompute
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.solvers.nodes import Nodes
+from sim.solvers.trip import Trip
 
 QUANTA = 10**9
 """Into so many parts the largest price is divided where prices are energy; the others are rounded down."""

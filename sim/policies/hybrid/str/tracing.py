@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.policies.hybrid.joint_optimal.trips import Away, Choice
 from sim.solvers.nodes import Nodes
+from sim.solvers.trip import Trip
 
 Kept = Collection[tuple[int, int]]
 """(stage, value): resident when the stage starts."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.solvers.linear import Terms
 from sim.solvers.milp import Program, Residency
 from sim.solvers.nodes import Nodes
+from sim.solvers.trip import Trip
 
 
 def windows_of(nodes: Nodes, trips: Mapping[int, Trip]) -> list[list[int]]:

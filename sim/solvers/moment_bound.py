@@ -6,21 +6,30 @@ from the host. What returns has left before; the copies that leave, and those th
 the time between two moments, which recomputation and waiting add to. Of a copy back that is under way at a moment at
 least the part that has been copied is resident. Every plan on one device that drops, recomputes and copies, in whatever
 order and however often, keeps these conditions.
+
+`joint_optimal` makes a plan of the answer; `sim.least_time` takes the bound alone.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from sim.policies.hybrid.joint_optimal.copies import Trip
 from sim.solvers.linear import INF, INFEASIBLE, LinearProgram, Terms
 from sim.solvers.moments import MEGABYTE, MICROSECOND, SLACK, TOLERANCE, Moment, wanted_until
-from sim.solvers.schedule import TraceIndex
+from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.trip import Trip
+from sim.trace.tensor import ROLE_CODE
+
+MARKS = 12
+"""Parts of the time before the first moment in which the link's time is counted."""
+SMALL = 20_000
+"""Tensors below this part of the budget count nothing, which lowers the bound a little."""
 
 
 class NothingFits(Exception):
@@ -52,6 +61,7 @@ class MomentBound:
     marks: ops before the first moment at which the link's time is divided, in order; the first is op 0.
     trips: per tensor that may leave its copies.
     small: tensors of fewer bytes count nothing.
+    leaving: inputs that may be away before their last reader.
     """
 
     def __init__(
@@ -62,10 +72,11 @@ class MomentBound:
         marks: Sequence[int],
         trips: Mapping[int, Trip],
         small: int,
+        leaving: Collection[int] = (),
     ) -> None:
         self.index, self.cost, self.trips = index, cost, trips
         self._small = small
-        self._moments = [Moment(index, op, index.recomputable_until) for op in ops]
+        self._moments = [Moment(index, op, index.recomputable_until, leaving) for op in ops]
         self._marks = list(marks)
         self._rows = LinearProgram()
         count = len(self._moments)
@@ -246,3 +257,33 @@ class MomentBound:
                 for key, column in part.items():
                     total[key] = total.get(key, 0.0) + float(x[column])
         return Shares(bound, {t: float(x[c]) for t, c in self._s[0].items()}, restored, recomputed)
+
+
+def movable(index: TraceIndex) -> list[int]:
+    """What the bound lets leave for the host: what ops produce, but no weight gradient, output or overwritten value."""
+    gradient = ROLE_CODE["gradient"]
+    return [t for t, droppable in enumerate(index.droppable) if droppable and index.role[t] != gradient]
+
+
+def program_of(
+    index: TraceIndex,
+    cost: Sequence[int],
+    budget: int,
+    trip: Callable[[int], Trip] | None,
+    moments: int,
+    leaving: Collection[int] = (),
+) -> MomentBound:
+    """The program: the op of largest footprint of each part of the trace in which the plain plan exceeds the budget.
+
+    cost: ns per op. budget: bytes, exceeded somewhere. trip: the copies of so many bytes; None without a host.
+    moments: how many parts. leaving: inputs that may leave, too.
+    """
+    peaks = np.array(schedule_of(index, {}).peaks()[1:])
+    over = np.flatnonzero(peaks > budget)
+    cuts = np.linspace(over[0], over[-1] + 1, moments + 1).astype(int)
+    ops = sorted({int(a + np.argmax(peaks[a:b])) for a, b in pairwise(cuts.tolist()) if b > a})
+    marks = sorted({int(mark) for mark in np.linspace(0, ops[0], MARKS)[:-1]}) if ops[0] else []
+    small = budget // SMALL
+    away = [*movable(index), *leaving] if trip else ()
+    trips = {t: trip(index.size[t]) for t in away if trip and index.size[t] > small}
+    return MomentBound(index, cost, ops, marks, trips, small, leaving)
