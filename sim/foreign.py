@@ -29,6 +29,9 @@ MOST = {
     "micro_batches": 1024,
     "iterations": 1000,
     "recompute_limit": 1000,
+    "devices": 1 << 20,
+    "dp": 1 << 20,
+    "zero": 3,
     "pp": 1024,
     "chunks": 1024,
 }

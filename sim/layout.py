@@ -15,10 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sim.errors import LayoutError, near
+from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES
+from sim.rewrites.zero import LEVELS, shard
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 
@@ -27,15 +29,21 @@ from sim.trace.layers import op_layers
 class Layout:
     """How a trace is divided among devices.
 
+    dp: replicas of the model, each with an equal part of the samples.
+    zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
+        gradients too, 3 the weights too.
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
-    micro_batches: into how many parts the samples are divided, each of which goes through the pipeline by itself.
+    micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
+        itself.
     chunks: parts of the model per device, for `interleaved`, where 2 is the default.
     layers: how many layers each part has, in order; by default all as many.
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
     """
 
+    dp: int = 1
+    zero: int = 0
     pp: int = 1
     schedule: str = "1f1b"
     micro_batches: int = 1
@@ -47,7 +55,12 @@ class Layout:
             raise LayoutError(f"schedule: {self.schedule!r} is unknown{near(str(self.schedule), SCHEDULES)}")
         if self.chunks == 0:
             object.__setattr__(self, "chunks", 2 if self.schedule == "interleaved" else 1)
-        for key in ("pp", "micro_batches", "chunks"):
+        if isinstance(self.zero, bool) or self.zero not in LEVELS:
+            nearest = min(LEVELS, key=lambda level: abs(level - self.zero)) if isinstance(self.zero, int) else 0
+            raise LayoutError(
+                f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
+            )
+        for key in ("dp", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.schedule == "interleaved" and self.chunks < 2:
@@ -71,7 +84,7 @@ class Layout:
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return self.pp
+        return self.dp * self.pp
 
     @property
     def is_trivial(self) -> bool:
@@ -94,6 +107,23 @@ def to_layout(given: Layout | Mapping[str, Any] | None) -> Layout:
     return Layout(**given)
 
 
+def with_devices(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of a layout's fields where `devices`, if it is there, stands for the replicas that they make.
+
+    Raises LayoutError where the devices do not divide among the stages and replicas given.
+    """
+    table = dict(given)
+    devices = table.pop("devices", None)
+    if devices is None:
+        return table
+    _positive("devices", devices)
+    pp, dp = int(table.get("pp", 1)), table.get("dp")
+    if devices % max(pp, 1) or (dp is not None and dp * pp != devices):
+        nearest = dp * pp if dp is not None else max(pp, round(devices / max(pp, 1)) * pp)
+        raise LayoutError(f"devices: {devices} are not dp * pp with pp = {pp}; nearest: {nearest}")
+    return {**table, "dp": devices // pp}
+
+
 def lay_out(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],
@@ -104,7 +134,8 @@ def lay_out(
     """The trace as a layout divides it, and the platform with as many devices.
 
     trace: an iteration on one device.
-    platform: a platform, or the name or file of a profile; of a profile as many devices are made as the layout takes.
+    platform: a platform, or the name or file of a profile. Of a profile of one device as many are made as the layout
+        takes, up to a node's where it states what joins nodes.
     parallel: a layout, or a table of its fields.
     overrides: figures of the profile to change, see `load_profile`.
 
@@ -116,17 +147,30 @@ def lay_out(
         return trace, machine
     if trace.devices > 1:
         raise LayoutError(f"the trace is already on {trace.devices} devices")
-    if machine.devices < layout.devices and not isinstance(platform, Platform):
-        machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(layout.devices)})
-    _check_devices(machine, layout.devices)
-    samples = trace.meta.get("batch")
-    if isinstance(samples, int) and samples % layout.micro_batches:
-        nearest = nearest_divisor(samples, layout.micro_batches)
-        raise LayoutError(
-            f"micro_batches: {layout.micro_batches} does not divide the batch of {samples}; nearest: {nearest}"
-        )
+    most = machine.networks[0].per_node if machine.networks else layout.devices if machine.devices == 1 else 0
+    node = min(layout.devices, most)
+    if machine.devices < node and not isinstance(platform, Platform):
+        machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(node)})
+    _check_devices(machine, layout)
+    _check_samples(trace, layout)
     table = part_of_layer(trace, layout)
-    return pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks), machine
+    dealt = layout.zero > 1 and layout.dp > 1
+    divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, ranks=layout.dp, dealt=dealt)
+    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp)
+
+
+def _check_samples(trace: Trace, layout: Layout) -> None:
+    """Raise LayoutError where the samples do not divide among replicas and microbatches."""
+    samples = trace.meta.get("batch")
+    if not isinstance(samples, int):
+        return
+    if samples % layout.dp:
+        nearest = nearest_divisor(samples, layout.dp)
+        raise LayoutError(f"dp: {layout.dp} does not divide the batch of {samples}; nearest: {nearest}")
+    if samples // layout.dp % layout.micro_batches:
+        nearest = nearest_divisor(samples // layout.dp, layout.micro_batches)
+        of = f"batch of {samples}" if layout.dp == 1 else f"{samples // layout.dp} samples of a replica"
+        raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
 
 
 def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
@@ -160,16 +204,18 @@ def _positive(key: str, value: object) -> None:
         raise LayoutError(f"{key}: needs a whole number of at least 1, has {value!r}; nearest: 1")
 
 
-def _check_devices(machine: Platform, devices: int) -> None:
-    """Raise LayoutError where a machine has fewer devices, or no link from each to the next."""
-    if machine.devices < devices:
+def _check_devices(machine: Platform, layout: Layout) -> None:
+    """Raise LayoutError where a machine has fewer devices and no network, or no link from each to the next."""
+    devices = layout.devices
+    if machine.devices < devices and not machine.networks:
+        key = "pp" if layout.dp == 1 else "dp"
         raise LayoutError(
-            f"pp: {machine.name} has {machine.devices} device(s), not {devices}; nearest: {machine.devices}, "
-            f"or load_profile(…, overrides={{'devices': '{devices}'}})"
+            f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
+            f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"
         )
-    for device in range(1, devices):
+    for device in range(1, min(devices, machine.devices)):
         if not machine.route(machine.home(device - 1).name, machine.home(device).name):
             raise LayoutError(f"pp: {machine.name} has no link from one device to the next; nearest: 1")
 
 
-__all__ = ["Layout", "lay_out", "to_layout"]
+__all__ = ["Layout", "lay_out", "to_layout", "with_devices"]

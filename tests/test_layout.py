@@ -84,6 +84,9 @@ def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
         ({"pp": 2, "chunks": 2}, "chunks: 1f1b has one part per device, not 2; nearest: 1"),
         ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
         ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
+        ({"dp": 3}, "dp: 3 does not divide the batch of 4; nearest: 2"),
+        ({"dp": 2, "micro_batches": 4}, "micro_batches: 4 does not divide the 2 samples of a replica; nearest: 2"),
+        ({"dp": 2, "zero": 4}, "zero: needs one of 0, 1, 2, 3, has 4; nearest: 3"),
         ([2], "expected a table such as"),
     ],
 )
@@ -93,7 +96,7 @@ def test_a_layout_without_a_place_names_the_nearest(base: Trace, layout: object,
 
 
 def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> None:
-    with pytest.raises(LayoutError, match=r"pp: toy has 2 device\(s\), not 4; nearest: 2"):
+    with pytest.raises(LayoutError, match=r"pp: toy has 2 device\(s\) and states no network .* nearest: 2"):
         lay_out(base, machine(devices=2), {"pp": 4})
     with pytest.raises(LayoutError, match="has no link from one device to the next; nearest: 1"):
         lay_out(base, machine(devices=2, rate=None), {"pp": 2})
@@ -126,3 +129,53 @@ def test_a_trace_file_may_be_divided(capsys, tmp_path, base: Trace) -> None:
     code, out, _ = tiersim("compare", *words, "--policies", "keep_all", "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out)[0]["devices"] == 2
+
+
+def test_eight_offloading_cards_have_an_eighth_of_the_host_each(base: Trace) -> None:
+    wide = transformer(CONFIG, batch=8, sequence=32)
+    alone = load_profile("a100_80_sxm")
+    _, shared = lay_out(wide, "a100_80_sxm", {"dp": 8})
+    assert shared.tier("host").capacity == alone.tier("host").capacity // 8
+    rate = {pool.name: pool.rate for pool in shared.pools}["host_dram"]
+    assert rate == {pool.name: pool.rate for pool in alone.pools}["host_dram"] // 8
+    _, one_each = lay_out(wide, alone, {"dp": 8})  # nodes of one card
+    assert one_each.tier("host").capacity == alone.tier("host").capacity
+
+
+def test_a_ring_over_nodes_sums_inside_them_first(base: Trace) -> None:
+    """16 ranks on two nodes of 8: (g - 1) m / (g b) + (k - 1) m / (k g B) per pass."""
+    wide = transformer(CONFIG, batch=16, sequence=32)
+    _, platform = lay_out(wide, "a100_80_sxm", {"dp": 16})
+    link = next(link for link in platform.links if link.name == "data@0")
+    per_byte = 7 / (8 * 235e9) + 1 / (2 * 8 * 25e9)
+    assert (15 / 16) / link.rate == pytest.approx(per_byte, rel=1e-9)
+    assert link.fixed == 7 * 10_000 + 5_000
+
+
+def test_a_machine_of_nodes_without_a_network_is_refused(base: Trace) -> None:
+    with pytest.raises(LayoutError, match=r"dp: mt3000_cluster has 4 device\(s\) and states no network to others"):
+        lay_out(transformer(CONFIG, batch=8, sequence=32), "mt3000_cluster", {"dp": 8})
+
+
+def test_a_thousand_devices_cost_what_one_pipeline_costs(base: Trace) -> None:
+    wide = transformer(CONFIG, batch=1024, sequence=32)
+    ops = {}
+    for dp in (2, 256):
+        layout = {"dp": dp, "pp": 4, "micro_batches": 4, "zero": 1}
+        result = simulate(wide, "a100_80_sxm", "full_recompute", parallel=layout)
+        ops[dp] = len(result.log.trace.ops)
+        assert result.summary()["exposed_ns"] > 0
+    assert ops[2] == ops[256]
+
+
+def test_devices_beyond_the_stages_are_replicas(capsys, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["run", "--profile", "a100_80_sxm", "--model", tmp_path / "config.json", "--batch", "8", "--seq", "16"]
+    code, out, _ = tiersim(*words, "--devices", "8", "--pp", "2", "--zero", "1", "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    assert found["devices"] == 2
+    assert found["moved_bytes"]["data@1"] > 0
+    code, _, err = tiersim(*words, "--devices", "7", "--pp", "2", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "nearest: 8" in err

@@ -69,8 +69,8 @@ def _moves_of(log: EventLog, device: int) -> Ints:
 
 
 def _several(log: EventLog) -> tuple[Stage, ...]:
-    """The stages of a trace on several devices, none for one device."""
-    return stages(log) if log.trace.devices > 1 else ()
+    """The stages of a trace on several devices, or on one that stands for several; none for a device alone."""
+    return stages(log) if log.trace.devices > 1 or log.trace.op_columns.ring else ()
 
 
 def _bubble(log: EventLog, _: Reference | None) -> float | None:

@@ -206,8 +206,9 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     except ProfileError:
         return None, None
     possible = peak * (log.end / 1e9)
+    replicas = log.trace.origin.ranks if log.trace.origin is not None else 1
     why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
     ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
     executed = int(c.flops[op[ran]].sum())
     model = log.trace.meta.get("model_flops")
-    return (model / possible if isinstance(model, (int, float)) else None), executed / possible
+    return (model / (possible * replicas) if isinstance(model, (int, float)) else None), executed / possible

@@ -89,6 +89,22 @@ WORDS = {"seq": "sequence"}
 """Axes that have another name in `transformer` and in studies."""
 
 LAYOUT = (
+    Option(
+        "devices",
+        Annotated[int | None, typer.Option(help="devices in all; replicas are made of those beyond --pp")],
+        None,
+    ),
+    Option("dp", Annotated[int | None, typer.Option(help="replicas of the model; default: 1")], None),
+    Option(
+        "zero",
+        Annotated[
+            int | None,
+            typer.Option(
+                help="ZeRO: replicas keep a part of 1: the optimizer states, 2: and gradients, 3: and weights"
+            ),
+        ],
+        None,
+    ),
     Option("pp", Annotated[int | None, typer.Option(help="stages of a pipeline over devices; default: 1")], None),
     Option("schedule", Annotated[str | None, typer.Option(help="of the pipeline: {schedule}; default: 1f1b")], None),
     Option(
@@ -172,9 +188,9 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     given = {option.name: options[option.name] for option in LAYOUT if options.get(option.name) is not None}
     if not given:
         return platform_of(options["profile"], options["set_"]), workload(options)
-    from sim.layout import lay_out, to_layout
+    from sim.layout import lay_out, to_layout, with_devices
 
-    layout = to_layout({**given, "micro_batches": options["micro_batches"]})
+    layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     trace = workload({**options, "micro_batches": 1, "divided": True})
     trace, platform = lay_out(trace, options["profile"], layout, overrides=overrides(options["set_"]) or None)
     return platform, trace

@@ -311,7 +311,8 @@ def _groups(trace: Trace) -> dict[str, tuple[int, ...]]:
         groups.setdefault(name, []).append(op)
     for name, members in groups.items():
         kinds = sorted(trace.ops[op].kind for op in members)
-        if len({int(c.device[op]) for op in members}) != len(members) or len(members) < 2:
+        alone = len(members) == 1 and members[0] not in c.ring
+        if len({int(c.device[op]) for op in members}) != len(members) or alone:
             raise TraceError(
                 f"group {name!r} lacks a member: {c.name[members[0]]!r} is alone on its device, "
                 f"and each member needs a device of its own ({len(members)} found)"

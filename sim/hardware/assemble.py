@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from sim.errors import ProfileError
-from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Platform, Pool, Tier
+from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Network, Platform, Pool, Tier
 from sim.hardware.schema import BITS, EnginePart, LinkPart, PoolPart, ProfileFile, TierPart
 from sim.trace.op import KINDS
 
@@ -54,6 +54,7 @@ class _Assembly:
             notes=self._notes(),
             energy=self.energy,
             op_time=self.profile.op_time,
+            networks=tuple(self._networks()),
         )
 
     # ---- names -------------------------------------------------------------------------------
@@ -170,6 +171,10 @@ class _Assembly:
             self._problem(f"links.{name}.egress", "only a link with peer = true has this key")
         for device in self._owners(any(on_device)):
             yield self._at(name, device), device, self._tier_at(part.start, device), self._tier_at(part.end, device)
+
+    def _networks(self) -> Iterator[Network]:
+        for name, part in self.profile.networks.items():
+            yield Network(name, part.per_node, part.rate.value.number, part.fixed.value.number)
 
     # ---- pools -------------------------------------------------------------------------------
 

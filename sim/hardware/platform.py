@@ -21,6 +21,11 @@ STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
 """How certain a figure is, best first."""
 
 
+def rank_link(axis: str, device: int) -> str:
+    """Name of the link that stands for the network among the symmetric ranks of a device, along one axis."""
+    return f"{axis}@{device}"
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """One figure of a profile.
@@ -156,6 +161,22 @@ class Pool:
     rate: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins nodes.
+
+    name: unique within the platform.
+    per_node: devices of a node.
+    rate: bytes/s per device, each way.
+    fixed: ns per message.
+    """
+
+    name: str
+    per_node: int
+    rate: int
+    fixed: int
+
+
 @dataclass(frozen=True, eq=False)
 class Platform:
     """A whole machine, checked. Tiers, engines and links are looked up by name or by position.
@@ -168,6 +189,7 @@ class Platform:
     energy: joules per op-second by engine and joules per byte by link, where all parts have it.
     budget: bytes of the home tiers if `with_budget` set them, else None.
     op_time: how long ops take, one of `OP_TIMES`.
+    networks: what joins such machines, as nodes, to a larger one; used by layouts.
 
     Raises ProfileError where a part refers to another that does not exist.
     """
@@ -183,6 +205,7 @@ class Platform:
     energy: Mapping[str, float] = field(default_factory=dict)
     budget: int | None = None
     op_time: str = "sum"
+    networks: tuple[Network, ...] = ()
 
     def __post_init__(self) -> None:
         tiers = {tier.name for tier in self.tiers}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 SET_BY_USER = {"source": "set by the user", "standing": "assumed"}
-_GROUPS = ("tiers", "engines", "links", "pools")
+_GROUPS = ("tiers", "engines", "links", "pools", "networks")
 
 
 def profile_names() -> tuple[str, ...]:

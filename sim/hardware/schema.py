@@ -414,6 +414,19 @@ class PoolPart(Sourced):
         return self
 
 
+class NetworkPart(Sourced):
+    """What joins nodes to a larger machine; layouts over more devices than a node has use it.
+
+    per_node: devices of a node, a whole number; a layout makes as many as it takes
+    rate: per device, each way
+    fixed: time per message
+    """
+
+    per_node: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
+    rate: Rate
+    fixed: Time
+
+
 class FitPart(Sourced):
     """Mean relative errors of the time model against measurements, or `"no measurement"`.
 
@@ -439,6 +452,7 @@ class ProfileFile(Model):
     engines: what runs ops
     links: what copies
     pools: what links and engines share
+    networks: what joins nodes
     fit: how far times are from measurements
     """
 
@@ -451,11 +465,12 @@ class ProfileFile(Model):
     engines: Annotated[dict[PartName, EnginePart], Field(min_length=1)]
     links: dict[PartName, LinkPart] = {}
     pools: dict[PartName, PoolPart] = {}
+    networks: dict[PartName, NetworkPart] = {}
     fit: FitPart
 
     def facts(self) -> Iterator[Fact]:
         """Every figure with its path, source and standing, as written, in the order of the schema."""
-        for group in ("tiers", "engines", "links", "pools"):
+        for group in ("tiers", "engines", "links", "pools", "networks"):
             for name, part in getattr(self, group).items():
                 for path, figure in part.figures():
                     yield Fact(f"{group}.{name}.{path}", figure.value.text, figure.source, figure.standing)
@@ -468,6 +483,7 @@ PARTS: Mapping[str, type[Sourced]] = {
     "engines": EnginePart,
     "links": LinkPart,
     "pools": PoolPart,
+    "networks": NetworkPart,
     "fit": FitPart,
 }
 

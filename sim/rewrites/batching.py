@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import Op
-from sim.trace.origin import Microbatch, Same
+from sim.trace.op import Op, Ring
+from sim.trace.origin import Expr, Microbatch, Same
 from sim.trace.tensor import ROLE_CODE, Tensor
 
 
@@ -66,12 +66,17 @@ def split_batch(trace: Trace, n: int) -> Trace:
     return split_batch_ops(trace, n)[0]
 
 
-def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]:
-    """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch."""
+def split_batch_ops(trace: Trace, n: int, ranks: int = 1, dealt: bool = False) -> tuple[Trace, list[tuple[int, int]]]:
+    """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
+
+    ranks: symmetric replicas, of which the new trace is one; each has n microbatches of its own. The gradients of a
+        layer are summed over all of them by one collective, as soon as the last microbatch has produced them.
+    dealt: they are summed after each microbatch, before they are accumulated.
+    """
     size = trace.meta.get("batch")
-    if n < 1 or (isinstance(size, int) and size % n):
-        raise TraceError(f"split_batch: {n} microbatches do not divide the batch of {size}")
-    if n == 1:
+    if n < 1 or (isinstance(size, int) and size % (n * ranks)):
+        raise TraceError(f"split_batch: {n * ranks} microbatches do not divide the batch of {size}")
+    if n * ranks == 1:
         return trace, [(op, 0) for op in range(len(trace.ops))]
     splits, rows = batch_ops(trace), batched(trace)
     for _, first in trace.carry:
@@ -79,7 +84,7 @@ def split_batch_ops(trace: Trace, n: int) -> tuple[Trace, list[tuple[int, int]]]
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
-    return _Split(trace, n, splits, rows).run()
+    return _Split(trace, n, splits, rows, ranks, dealt).run()
 
 
 class _Split:
@@ -88,12 +93,23 @@ class _Split:
     whole: per tensor the new one that stands for all of it.
     current: per tensor the new one of the microbatch at hand.
     which: for each new op the old one and its microbatch.
+    reduced: tensors that wait for the collective among replicas, with the op and the microbatch that produced each.
     """
 
-    def __init__(self, trace: Trace, n: int, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        n: int,
+        splits: NDArray[np.bool_],
+        rows: NDArray[np.bool_],
+        ranks: int = 1,
+        dealt: bool = False,
+    ) -> None:
         self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
+        self.ranks, self.dealt, self.total = ranks, dealt and ranks > 1, n * ranks
+        self.reduced: list[tuple[Tensor, Op, int]] = []
         self.late = _late_ops(trace, splits, rows)
-        self.new = Rewriter(trace, {"microbatches": n * int(trace.meta.get("microbatches", 1))})
+        self.new = Rewriter(trace, {"microbatches": self.total * int(trace.meta.get("microbatches", 1))})
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
         self.produced_by_split = np.append(splits, False)[trace.producer]
         outputs = set(trace.outputs)
@@ -114,19 +130,28 @@ class _Split:
         for k in range(self.n):
             self.current.clear()
             for op in self.ops:
+                if self.reduced and (not self.splits[op.id] or op.layer != self.reduced[-1][1].layer):
+                    self._reduce()
                 if self.splits[op.id]:
                     self._in_microbatch(op, k)
                 elif k == (self.n - 1 if self.late[op.id] else 0):
                     reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
                     self.new.op(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
                     self.which.append((op.id, k))
+            if self.reduced:
+                self._reduce()
         self._concatenate()
         trace, whole = self.trace, self.whole
         for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
             if t not in whole:  # exists from the start and is kept unchanged
                 whole[t] = self.new.tensor(self.tensors[t])
         carry = [(whole[a], whole[b]) for a, b in trace.carry]
-        return self.new.build(outputs=[whole[t] for t in trace.outputs], carry=carry), self.which
+        outputs = [whole[t] for t in trace.outputs]
+        return self.new.build(outputs=outputs, carry=carry, ranks=self.ranks, dealt=self.dealt), self.which
+
+    def first(self, k: int) -> int:
+        """The position of this replica's microbatch k among those of all."""
+        return k * self.ranks if self.dealt else k
 
     def place(self, t: Tensor, k: int) -> int:
         """The id that a tensor has in microbatch k."""
@@ -143,27 +168,75 @@ class _Split:
             return whole[t.id]
         changes: dict[str, object] = {"name": f"{t.name}.mb{k}"}
         if sliced:
-            changes["bytes"] = slice_of(t.bytes, k, k + 1, self.n)
+            changes["bytes"] = slice_of(t.bytes, self.first(k), self.first(k) + 1, self.total)
             if t.shape:
-                changes["shape"] = (t.shape[0] // self.n, *t.shape[1:]) if t.shape[0] % self.n == 0 else None
+                rows, rest = divmod(t.shape[0], self.total)
+                changes["shape"] = None if rest else (rows, *t.shape[1:])
         if t.replaces is not None:
             changes["replaces"] = self.place(self.tensors[t.replaces], k)
-        current[t.id] = self.new.tensor(t, Microbatch(Same(t.id), k, k + 1, self.n), **changes)
+        current[t.id] = self.new.tensor(t, self.microbatch(t, k), **changes)
         return current[t.id]
+
+    def microbatch(self, of: Tensor | Op, k: int) -> Microbatch:
+        """This replica's microbatch k of a tensor or an op."""
+        return Microbatch(Same(of.id), self.first(k), self.first(k) + 1, self.total)
 
     def _in_microbatch(self, op: Op, k: int) -> None:
         """An op that each microbatch runs."""
-        n, current = self.n, self.current
+        current = self.current
         reads = [self.place(self.tensors[t], k) for t in op.reads]
         writes = [self.place(self.tensors[t], k) for t in op.writes]
-        _add_microbatch(self.new, self.trace, op, k, n, self.rows, reads, writes)
+        _add_microbatch(self.new, self.trace, op, k, self.microbatch(op, k), self.rows, reads, writes)
         for t in op.writes:
             if t in self.needed_outside and self.rows[t]:
+                if self.ranks > 1:
+                    name = self.tensors[t].name
+                    raise TraceError(f"split_batch: {name!r} is needed with the rows of all {self.ranks} replicas")
                 self.slices.setdefault(t, []).append(current[t])
             elif t in self.needed_outside:
-                self.sums[t] = _add_up(self.new, self.tensors[t], op, k, n, self.sums.get(t), current[t])
-                if k == n - 1:
-                    self.whole[t] = self.sums[t]
+                if not self.dealt:
+                    self._accumulate(t, op, k, current[t])
+                if self.ranks > 1 and (self.dealt or k == self.n - 1):
+                    self.reduced.append((self.tensors[t], op, k))
+        self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
+
+    def _accumulate(self, t: int, op: Op, k: int, term: int) -> None:
+        """Add microbatch k of a tensor to the sum of those before."""
+        stop = (k + 1) * self.ranks if self.dealt else k + 1
+        whole = stop == self.total
+        stands_for = Same(t) if whole else Microbatch(Same(t), 0, stop, self.total)
+        self.sums[t] = _add_up(self.new, self.tensors[t], op, k, stands_for, self.sums.get(t), term)
+        if whole:
+            self.whole[t] = self.sums[t]
+
+    def _reduce(self) -> None:
+        """Sum what waits over the replicas, by one collective, and accumulate it where microbatches are dealt."""
+        waiting, self.reduced = self.reduced, []
+        op, k = waiting[-1][1:]
+        terms = [self.current[t.id] if self.dealt else self.sums[t.id] for t, _, _ in waiting]
+        sums = []
+        for (t, _, _), term in zip(waiting, terms, strict=True):
+            first = self.first(k)
+            part = Microbatch(Same(t.id), first, first + self.ranks, self.total)
+            stands_for = part if self.dealt and self.n > 1 else Same(t.id)
+            name = f"{t.name}.reduced.mb{k}" if self.dealt else f"{t.name}.reduced"
+            sums.append(self.new.tensor(t, stands_for, name=name, replaces=term))
+        size = sum(t.bytes for t, _, _ in waiting)
+        name = f"{waiting[0][0].name}.all_reduce.mb{k}"
+        fields = {
+            "phase": op.phase,
+            "layer": op.layer,
+            "device": op.device,
+            "group": name,
+            "dtype": waiting[0][0].dtype,
+        }
+        ring = Ring("data", self.ranks, 2)
+        self.new.glue(name, "collective", terms, sums, bytes=sent(size, ring), ring=ring, **fields)
+        for (t, _, _), total in zip(waiting, sums, strict=True):
+            if self.dealt and self.n > 1:
+                self._accumulate(t.id, op, k, total)
+            else:
+                self.whole[t.id] = total
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
 
     def _concatenate(self) -> None:
@@ -202,9 +275,22 @@ def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) 
     return late
 
 
+def sent(size: int, ring: Ring) -> int:
+    """Bytes that each rank of a ring sends in a collective over that many: (p - 1) / p of them per pass, rounded up."""
+    return -(-ring.passes * (ring.ranks - 1) * size // ring.ranks)
+
+
 def _add_microbatch(
-    new: Rewriter, trace: Trace, op: Op, k: int, n: int, rows: NDArray[np.bool_], reads: list[int], writes: list[int]
+    new: Rewriter,
+    trace: Trace,
+    op: Op,
+    k: int,
+    stands_for: Microbatch,
+    rows: NDArray[np.bool_],
+    reads: list[int],
+    writes: list[int],
 ) -> None:
+    n = stands_for.count
     touched = op.bytes
     if touched is not None:
         size = trace.tensor_columns.bytes
@@ -216,11 +302,11 @@ def _add_microbatch(
         touched = -(-touched * scale // (max(everything, 1) * n))
     new.op(
         op,
-        Microbatch(Same(op.id), k, k + 1, n),
+        stands_for,
         name=f"{op.name}.mb{k}",
         reads=reads,
         writes=writes,
-        flops=slice_of(op.flops, k, k + 1, n),
+        flops=slice_of(op.flops, stands_for.first, stands_for.stop, n),
         bytes=touched,
         workspace=-(-op.workspace // n),
         duration=None if op.duration is None else -(-op.duration // n),
@@ -229,12 +315,12 @@ def _add_microbatch(
     )
 
 
-def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, n: int, total: int | None, term: int) -> int:
+def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, stands_for: Expr, total: int | None, term: int) -> int:
     """Add microbatch k of a tensor to the sum over microbatches 0 … k-1, in place. Returns the id of the new sum."""
     if total is None:
         return term
-    stands_for = Same(t.id) if k == n - 1 else Microbatch(Same(t.id), 0, k + 1, n)
-    grown = new.tensor(t, stands_for, name=t.name if k == n - 1 else f"{t.name}.sum{k}", replaces=total)
+    name = t.name if isinstance(stands_for, Same) else f"{t.name}.sum{k}"
+    grown = new.tensor(t, stands_for, name=name, replaces=total)
     new.glue(
         f"{t.name}.sum.add.mb{k}",
         "elementwise",

@@ -23,6 +23,8 @@ def pipeline(
     micro_batches: int,
     schedule: str = "1f1b",
     chunks: int = 1,
+    ranks: int = 1,
+    dealt: bool = False,
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
@@ -39,6 +41,7 @@ def pipeline(
     micro_batches: number of microbatches.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     chunks: parts of the model per device, for `interleaved`: of S devices, part q runs on device q mod S.
+    ranks, dealt: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
     a number of microbatches that the schedule has no order for, or an update that needs the weights of several stages
@@ -57,7 +60,7 @@ def pipeline(
     trace = _updates_by_part(trace, table)
     base_part = _parts(trace, table)
     _check_updates(trace, base_part)
-    split, which = split_batch_ops(trace, micro_batches)
+    split, which = split_batch_ops(trace, micro_batches, ranks, dealt)
     part = [base_part[op] for op, _ in which]
     later = _weight_gradients(trace) if schedule in DIVIDED else frozenset()
     units = _units(split, which, part, later)
@@ -143,8 +146,12 @@ def _part_of_update(trace: Trace, op: int, part: Sequence[int]) -> int:
 def _units(trace: Trace, which: list[tuple[int, int]], part: list[int], later: frozenset[int]) -> dict[Unit, list[int]]:
     """The ops of each unit, in order. later: ops of the base that are units of their own, after their backward."""
     units: dict[Unit, list[int]] = {}
+    delayed: set[int] = set()  # of those units, with what sums their results
     for op, (old, k) in enumerate(which):
-        phase = "weight" if old in later else trace.ops[op].phase
+        phase = trace.ops[op].phase
+        if old in later or (phase == "backward" and any(int(trace.producer[t]) in delayed for t in trace.reads(op))):
+            delayed.add(op)
+            phase = "weight"
         units.setdefault((part[op], phase, 0 if phase == "update" else k), []).append(op)
     return units
 

@@ -74,14 +74,23 @@ class Rewriter:
             self.tensor(old, replaces=None if old.replaces is None else new[old.replaces])
         return new
 
-    def build(self, *, outputs: Iterable[int], carry: Iterable[tuple[int, int]], iterations: int = 1) -> Trace:
+    def build(
+        self,
+        *,
+        outputs: Iterable[int],
+        carry: Iterable[tuple[int, int]],
+        iterations: int = 1,
+        ranks: int = 1,
+        dealt: bool = False,
+    ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
+        ranks, dealt: which of the symmetric replicas it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations)
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 

@@ -8,8 +8,10 @@ following identities are used:
 - An op that stands for base op o must find among its reads every tensor that o reads (of that iteration, no
   other version). Its results are then o's: whole, in parts, or in a pack.
 - A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`. It must find the same microbatch of tensors with
-  rows, and tensors without rows whole; its results are that microbatch of o's results. A `Part` of an elementwise op
-  must find that part of all its reads; a `Part` of another op may find some of them whole.
+  rows, and tensors without rows whole; its results are that microbatch of o's results. A `Part` of an op must find that
+  part of all its reads, or the whole of some.
+- Of symmetric replicas (`Origin.ranks`) one is checked: the others have the same claims on other parts, and a
+  collective among them (`Op.ring`) reads those, too.
 - All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
   sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
 - An op of the optimizer updates each parameter from that parameter's own tensors (`sim.rewrites.slots`): `Slots` of it
@@ -231,10 +233,20 @@ class _Check:
             group = trace.op_columns.group.get(op)
             readers = members[group] if group and isinstance(expr, Glue) else [op]
             claims = [self.claims[t] for member in readers for t in trace.reads(member)]
+            if op in trace.op_columns.ring and isinstance(expr, Glue):
+                claims = self.of_all_ranks(op, claims)
             self.check_op(op, expr, claims)
         self.check_coverage()
         self.check_ends()
         return self.departures
+
+    def of_all_ranks(self, op: int, claims: Iterable[Expr]) -> list[Expr]:
+        """The claims of all symmetric ranks, given those of this one. op: the collective among them, -1 at the end."""
+        ranks, ring = self.origin.ranks, self.trace.op_columns.ring.get(op)
+        if ring is not None and (ring.axis, ring.ranks) != ("data", ranks):
+            name = self.trace.op_columns.name[op]
+            self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {ranks} replicas")
+        return [self.origin.of_rank(claim, r) for claim in claims for r in range(ranks)]
 
     def size(self, expr: Expr | None) -> tuple[int, bool]:
         """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
@@ -350,8 +362,7 @@ class _Check:
     def may_be_whole(self, claim: Expr, restricted: Part | Microbatch) -> bool:
         if isinstance(restricted, Microbatch):
             return not any(self.rows[leaf.id] for leaf in leaves(claim))
-        base_op = self.base.ops[leaves(restricted)[0].id]
-        return base_op.kind not in ELEMENTWISE
+        return True  # the whole has the part
 
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that updates some parameters of an op of the base."""
@@ -395,6 +406,8 @@ class _Check:
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
             enclosing = enclosing.of
+        if self.origin.ranks > 1 and self.origin.of_rank(self.origin.ops[op], 1) != self.origin.ops[op]:
+            share = share * self.origin.ranks  # each replica does as much
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
         for t in base.reads(leaf.id):
@@ -473,6 +486,12 @@ class _Check:
             everything = (claim.first, claim.stop) == (0, claim.count)
             if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
                 return True
+            span = (claim.first, claim.stop, claim.count)
+            inner = {x.of for x in have if isinstance(x, Part) and (x.first, x.stop, x.count) == span}
+            if isinstance(claim, Part) and glue and inner:  # the part of a sum is the sum of the parts
+                inner = self.closure(inner, glue=glue, adds=adds)
+                if self.covers(claim.of, inner, glue=glue, adds=adds):
+                    return True
             held = [
                 (other.first, other.stop)
                 for other in have
@@ -497,7 +516,8 @@ class _Check:
 
     def check_ends(self) -> None:
         base, last = self.base, self.origin.iterations - 1
-        have = self.closure([self.claims[t] for t in self.trace.outputs], glue=True, adds=False)
+        ends = self.of_all_ranks(-1, (self.claims[t] for t in self.trace.outputs))
+        have = self.closure(ends, glue=True, adds=False)
         for t in base.outputs:
             if self.settle(Same(t, last)) not in have:
                 name = base.tensor_columns.name[t]

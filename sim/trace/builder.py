@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError, near
 from sim.trace.graph import OpColumns, TensorColumns, Trace
-from sim.trace.op import FUNCTIONS, KIND_CODE, KINDS, PHASE_CODE, PHASES, Implementation, Op
+from sim.trace.op import AXES, FUNCTIONS, KIND_CODE, KINDS, PHASE_CODE, PHASES, Implementation, Op, Ring
 from sim.trace.tensor import ROLE_CODE, ROLES
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TraceBuilder:
             k: {}
             for k in (
                 *("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views"),
-                "function",
+                *("function", "ring"),
             )
         }
 
@@ -149,6 +149,7 @@ class TraceBuilder:
         releases: Sequence[int] = (),
         views: Sequence[int] = (),
         function: str = "",
+        ring: Ring | None = None,
     ) -> int:
         """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
@@ -179,6 +180,8 @@ class TraceBuilder:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
         if function:
             self._sparse["function"][row] = function
+        if ring is not None:
+            self._sparse["ring"][row] = _ring(name, ring)
         if releases:
             self._sparse["releases"][row] = tuple(releases)
         if any(place >= 0 for place in views):
@@ -231,8 +234,8 @@ class TraceBuilder:
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes."""
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
-        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases", "function")
-        fields = {name: getattr(op, name) for name in (*names, *more)}
+        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
+        fields = {name: getattr(op, name) for name in (*names, *more, "function", "ring")}
         if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
             fields["views"] = op.views
         return self.op(changes.pop("name", op.name), **{**fields, **changes})
@@ -281,6 +284,7 @@ class TraceBuilder:
             releases=s["releases"],
             views=s["views"],
             function=s["function"],
+            ring=s["ring"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 
@@ -294,3 +298,13 @@ def _column(name: str, values: Any, kind: type[np.generic]) -> Any:
     if kind is not np.bool_ and len(wide) and not np.array_equal(narrow, wide):
         raise TraceError(f"{name}: a value between {wide.min()} and {wide.max()} does not fit")
     return narrow
+
+
+def _ring(name: str, ring: Ring) -> Ring:
+    """A ring as it is. Raises TraceError where it is none."""
+    if ring.axis not in AXES:
+        raise TraceError(f"op {name!r}: ring: axis {ring.axis!r} is unknown{near(str(ring.axis), AXES)}")
+    for key, value, least in (("ranks", ring.ranks, 2), ("passes", ring.passes, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise TraceError(f"op {name!r}: ring: {key} is {value!r}, not a whole number of at least {least}")
+    return ring

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError, near
-from sim.trace.op import KINDS, PHASES, Implementation, Op
+from sim.trace.op import KINDS, PHASES, Implementation, Op, Ring
 from sim.trace.tensor import ROLES, Tensor
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class OpColumns:
     releases: Mapping[int, tuple[int, ...]]
     views: Mapping[int, tuple[int, ...]]
     function: Mapping[int, str]
+    ring: Mapping[int, Ring]
 
 
 class Graph:
@@ -122,6 +123,7 @@ class Graph:
             releases=c.releases.get(i, ()),
             views=c.views.get(i, ()),
             function=c.function.get(i, ""),
+            ring=c.ring.get(i),
         )
 
     def _tensor(self, t: int) -> Tensor:

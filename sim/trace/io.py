@@ -34,7 +34,7 @@ from sim.errors import TraceError, near
 from sim.trace.graph import Trace
 from sim.trace.io_columns import Content, Table, take_columns
 from sim.trace.io_scan import scan
-from sim.trace.op import KINDS, PHASES, SPLITS, Implementation
+from sim.trace.op import KINDS, PHASES, SPLITS, Implementation, Ring
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
 from sim.trace.tensor import ROLES
 
@@ -62,7 +62,7 @@ _HEADER = {
     "format": _TEXT,
     "version": _SIZE,
 }
-_ORIGIN = {"base": _TEXT, "iterations": (int, 1, 2**31 - 1)}
+_ORIGIN = {"base": _TEXT, "iterations": (int, 1, 2**31 - 1), "ranks": (int, 1, 2**31 - 1), "dealt": (bool, 0, 1)}
 _TENSOR = {
     **dict.fromkeys(("tensor", "role", "dtype", "saved_for"), _TEXT),
     **dict.fromkeys(("zeros", "replaces", "stands_for"), _EITHER),
@@ -73,7 +73,7 @@ _TENSOR = {
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype", "function"), _TEXT),
     **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
-    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views"), _LIST),
+    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views", "ring"), _LIST),
     "layer": _LAYER,
     "device": (int, 0, 2**16),
     "priority": (int, -(2**31), 2**31 - 1),
@@ -129,6 +129,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
     head |= {"meta": dict(trace.meta), "outputs": trace.outputs, "carry": trace.carry}
     if origin is not None:
         head["origin"] = {"base": origin.base, "iterations": origin.iterations}
+        if origin.ranks > 1:
+            head["origin"] |= {"ranks": origin.ranks, "dealt": origin.dealt}
     yield dump(head).encode() + b"\n"
     t = trace.tensor_columns
     numbers = zip(t.bytes.tolist(), t.role.tolist(), t.layer.tolist(), t.replaces.tolist(), strict=True)
@@ -171,6 +173,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             ("releases", c.releases),
             ("views", c.views),
             ("function", c.function),
+            ("ring", c.ring),
         ):
             if i in sparse:
                 line[key] = sparse[i]
@@ -383,6 +386,10 @@ class _Reader:
         for key in ("reads", "writes", "releases"):
             if key in row:
                 row[key] = [self._tensor(t) for t in row[key]]
+        if "ring" in row:
+            if len(row["ring"]) != len(Ring._fields):
+                raise TraceError(f"ring: {_shown(row['ring'])} is not an axis, a number of ranks and one of passes")
+            row["ring"] = Ring(*row["ring"])
         for place in row.get("views", ()):
             if type(place) is not int:
                 raise TraceError(f"views: {_shown(place)!r} is not a position in its reads")
@@ -475,7 +482,8 @@ class _Reader:
         for expr in (*self.tensor_exprs, *self.op_exprs):
             if any(leaf.iteration >= iterations for leaf in leaves(expr)):
                 raise TraceError(f"origin: an iteration is not below {iterations}")
-        return Origin(origin["base"], tuple(self.tensor_exprs), tuple(self.op_exprs), iterations)
+        ranks, dealt = origin.get("ranks", 1), origin.get("dealt", False)
+        return Origin(origin["base"], tuple(self.tensor_exprs), tuple(self.op_exprs), iterations, ranks, dealt)
 
 
 # ---- single values -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KINDS = (
     "matmul",
@@ -30,6 +31,9 @@ COMMUNICATION = ("collective", "send", "recv")
 
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
+
+AXES = ("data", "tensor")
+"""Directions in which symmetric ranks may lie: replicas of the model, parts of its layers."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.
@@ -63,6 +67,19 @@ class Implementation:
     workspace: int
 
 
+class Ring(NamedTuple):
+    """What a collective among symmetric ranks exchanges, of which its op is one and stands for all.
+
+    axis: one of `AXES`: which ranks.
+    ranks: how many, the own one included.
+    passes: 1 for a reduce-scatter or an all-gather, 2 for an all-reduce, which is both.
+    """
+
+    axis: str
+    ranks: int
+    passes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One step of the computation: a row of a `Trace`.
@@ -89,6 +106,7 @@ class Op:
     views: for each result, the position in `reads` of the tensor whose storage it shares, -1 for its own; () where all
         have. A view has no bytes, and whoever reads it reads that tensor, too.
     function: one of `FUNCTIONS`, "" where it is none of them or not known.
+    ring: of a collective whose other members are not in the trace, since they do the same on other parts: who they are.
     """
 
     id: int
@@ -113,3 +131,4 @@ class Op:
     releases: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
     function: str = ""
+    ring: Ring | None = None

@@ -23,7 +23,7 @@ never trusted. A rewrite of a rewrite is expressed over the first base (`Origin.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from sim.errors import TraceError
@@ -113,10 +113,13 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
     """The expression with each `Same` in it replaced by `change` of it."""
     if isinstance(expr, Same):
         return change(expr)
-    if isinstance(expr, Part | Microbatch):
-        return type(expr)(map_leaves(expr.of, change), expr.first, expr.stop, expr.count)
-    if isinstance(expr, Slots):
-        return Slots(map_leaves(expr.of, change), expr.slots, expr.count)
+    if isinstance(expr, Part | Microbatch | Slots):
+        inner = map_leaves(expr.of, change)
+        if isinstance(inner, Glue):
+            return inner  # a part of what computes nothing of the base
+        if isinstance(expr, Slots):
+            return Slots(inner, expr.slots, expr.count)
+        return type(expr)(inner, expr.first, expr.stop, expr.count)
     if isinstance(expr, Packed):
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
     if isinstance(expr, Fused):
@@ -164,12 +167,17 @@ class Origin:
     base: content hash of the trace that the expressions refer to.
     tensors, ops: one expression per tensor and per op, by id.
     iterations: how many iterations of the base this trace contains.
+    ranks: how many symmetric replicas this trace is one of. Each has the same ops and tensors, on other parts: where
+        this one has microbatches `first` … `stop - 1` of n or such parts, replica r has those `r * n / ranks` further.
+    dealt: microbatches are dealt to the replicas in turn instead: replica r has those r further.
     """
 
     base: str
     tensors: Sequence[Expr]
     ops: Sequence[Expr]
     iterations: int = 1
+    ranks: int = 1
+    dealt: bool = False
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
@@ -178,6 +186,26 @@ class Origin:
             return trace.origin
         tensors = tuple(map(Same, range(len(trace.tensors))))
         return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
+
+    def of_rank(self, expr: Expr, rank: int) -> Expr:
+        """What replica `rank` has where this one, which is replica 0, has `expr`."""
+        if isinstance(expr, Packed):
+            return Packed(tuple(None if part is None else self.of_rank(part, rank) for part in expr.parts))
+        if isinstance(expr, Same | Glue | Fused | Slots):
+            return expr
+        inner = self.of_rank(expr.of, rank)
+        if inner != expr.of:
+            return replace(expr, of=inner)
+        if not isinstance(expr, Part | Microbatch) or expr.count % self.ranks:
+            return expr
+        if isinstance(expr, Part) and expr.count != self.ranks:
+            return expr  # every replica has the other parts, too
+        is_dealt = self.dealt and isinstance(expr, Microbatch)
+        width = 1 if is_dealt else expr.count // self.ranks
+        if expr.stop - expr.first > width:
+            return expr  # of more than its own microbatches, summed over the replicas: all have it
+        shift = rank * width
+        return replace(expr, first=expr.first + shift, stop=expr.stop + shift)
 
     def over(self, trace: Rewritten) -> Origin:
         """This origin, which refers to `trace`, in terms of the base that `trace` was derived from."""
@@ -201,6 +229,8 @@ class Origin:
             tuple(map_leaves(expr, tensor) for expr in self.tensors),
             tuple(map_leaves(expr, op) for expr in self.ops),
             self.iterations * middle.iterations,
+            max(self.ranks, middle.ranks),
+            self.dealt or middle.dealt,
         )
 
 

@@ -156,6 +156,13 @@ source = "a run"
 standing = "measured"
 factors = { d2h = 0.95, h2d = 0.47 }
 
+[networks.net]
+source = "a run"
+standing = "measured"
+per_node = 2
+rate = "0.5 GB/s"
+fixed = "3 us"
+
 [fit]
 source = "a run"
 standing = "measured"

@@ -66,6 +66,9 @@ CHANGES = {
     "pools.duplex": ("factors = { d2h = 0.95, h2d = 0.47 }", 'duplex = "half"\nfactors = { d2h = 0.95, h2d = 0.47 }'),
     "pools.rate": ('rate = "3 GB/s"', 'rate = "0.3 GB/s"'),
     "pools.charges": ("charges = { d2h = 1, ", "charges = { d2h = 9, "),
+    "networks.per_node": ("per_node = 2", "per_node = 4"),
+    "networks.rate": ('rate = "0.5 GB/s"', 'rate = "0.1 GB/s"'),
+    "networks.fixed": ('fixed = "3 us"', 'fixed = "30 us"'),
     "pools.factors": ("factors = { d2h = 0.95, h2d = 0.47 }", "factors = { d2h = 0.1, h2d = 0.47 }"),
 }
 """Per key, as `part.key`, what of the base is written otherwise."""
@@ -82,7 +85,7 @@ ABOUT = {
 }
 """Keys for readers, which change no run but what is said of the profile."""
 
-FIRST = {"tiers": "hbm", "engines": "gpu", "links": "d2h", "pools": "dram"}
+FIRST = {"tiers": "hbm", "engines": "gpu", "links": "d2h", "pools": "dram", "networks": "net"}
 WHERE = {"source": ('"sheet"', '"a run"', '"guess"'), "standing": ('"vendor"', '"measured"')}
 
 
@@ -167,14 +170,19 @@ def seen(text: str, folder: Path) -> tuple:
         (small(), "keep_all"),
     ):
         found.append(outcome(trace, platform, policy))
+    try:
+        log = simulate(small(4), path, parallel={"dp": 4}).log
+        found.append(([log.end], tuple(link.rate for link in log.platform.links)))
+    except TiersimError as error:
+        found.append((type(error).__name__, str(error)))
     return tuple(found)
 
 
 @cache
-def small() -> Trace:
+def small(batch: int = 1) -> Trace:
     """A transformer of some megabytes."""
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 512, "n_positions": 64}
-    return transformer(config, batch=1, sequence=32)
+    return transformer(config, batch=batch, sequence=32)
 
 
 def outcome(trace: Trace, platform: Platform, policy: Policy | str) -> tuple:

@@ -79,7 +79,7 @@ def test_a_figure_takes_source_and_standing_from_itself_then_its_table_then_its_
 def test_every_number_of_the_file_is_a_fact(small):
     """Counted apart from the schema: all leaves of the TOML but names, flags and lists, and but the peer link's."""
     plain = {"kind", "per_device", "main", "home", "from", "to", "peer", "source", "standing", "name", "duplex",
-             "allocator", "expandable_segments", "max_split_size", "description"}  # fmt: skip
+             "allocator", "expandable_segments", "max_split_size", "description", "per_node"}  # fmt: skip
 
     def leaves(table, path=()):
         for key, value in table.items():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 from sim.engine.event_path.clock import ENDS
 from sim.engine.event_path.engines import OpEnd
 from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
+from sim.hardware.platform import rank_link
+from sim.trace.op import Op, Ring
 
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
@@ -55,6 +58,9 @@ class Groups:
         """All members are there: the bytes that they exchange queue for the links of their route."""
         prepared, clock = self._prepared, self._clock
         ops = [prepared.trace.ops[work.op] for work in members]
+        if ops[0].ring is not None:
+            self._among_ranks(members[0], ops[0], ops[0].ring)
+            return
         if {op.kind for op in ops} == {"send", "recv"}:
             hops, payload = self._pair(members)
             chunk = 0
@@ -67,6 +73,16 @@ class Groups:
             self._links.submit(job, min(op.priority for op in ops), members[0].device)
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
+
+    def _among_ranks(self, member: Work, op: Op, ring: Ring) -> None:
+        """The own part of a collective among symmetric ranks: its bytes on the link that stands for their network."""
+        name = rank_link(ring.axis, member.device)
+        names = [link.name for link in self._platform.links]
+        if name not in names:
+            raise IllegalPlan(f"op {op.name!r}: {self._platform.name} has no network among ranks; lay it out for them")
+        payload = int(self._prepared.trace.touched[member.op])
+        job = GroupJob(self._end, [member], (names.index(name),), payload, COLLECTIVE_CHUNK, ring.passes)
+        self._links.submit(job, op.priority, member.device)
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""
@@ -118,9 +134,13 @@ class Groups:
 
 
 class GroupJob(Job):
-    """The bytes that the members of a group exchange. then: called with it and the time when they have arrived."""
+    """The bytes that the members of a group exchange.
 
-    __slots__ = ("members", "payload", "then")
+    then: called with it and the time when they have arrived.
+    passes: how often the fixed time of the route is paid.
+    """
+
+    __slots__ = ("members", "passes", "payload", "then")
 
     def __init__(
         self,
@@ -129,11 +149,17 @@ class GroupJob(Job):
         route: tuple[int, ...],
         payload: int,
         chunk: int,
+        passes: int = 1,
     ) -> None:
         super().__init__(route, payload, ENDS + members[0].op, chunk)
         self.then = then
         self.members = members
         self.payload = payload
+        self.passes = passes
+
+    def start(self, now: int, fixed: int, rate: int | Fraction) -> int:
+        """As any job, with the fixed time of each pass."""
+        return super().start(now, fixed * self.passes, rate)
 
     def done(self, now: int) -> None:
         """All members end."""

@@ -1,0 +1,227 @@
+"""A machine of many nodes as a layout uses it: one device per stage, which stands for its symmetric ranks.
+
+The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, those that are
+simulated get their share of what a node's devices share: of n nodes and s stages on N devices, capacity and rates of a
+shared part are multiplied by n s / N, so that eight offloading cards have an eighth of a host each. Hosts of several
+nodes count as one memory of their sum.
+
+Two stages exchange data over the links inside a node where their first ranks share one, else over the network. The
+ranks of a stage sum and gather over rings, inside nodes first and then among them (hierarchical): of m bytes among p
+ranks, g per node on k nodes, a reduce-scatter or an all-gather takes
+
+    (g - 1) (a + m / (g b)) + (k - 1) (A + m / (k g B))
+
+with a fixed time a and rate b inside a node, A and B per device between nodes; an all-reduce takes both. With one node
+this is the ring's (p - 1) (a + m / (p b)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+from sim.errors import LayoutError
+from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link
+
+
+def placed(platform: Platform, stages: int, ranks: int) -> Platform:
+    """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
+
+    platform: one node. Its own devices are used as they are where they suffice.
+
+    Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
+    """
+    if ranks == 1 and stages <= platform.devices:
+        return platform
+    return _Placement(platform, stages, ranks).platform()
+
+
+class _Placement:
+    """What is built of a node.
+
+    per_node: devices of a node that are used. nodes: how many.
+    share: of a shared part that the simulated devices get.
+    inner: the link from device 0 to device 1, None for none. inner_rate: bytes/s of a ring inside a node.
+    """
+
+    def __init__(self, node: Platform, stages: int, ranks: int) -> None:
+        self.node, self.stages, self.ranks = node, stages, ranks
+        total = stages * ranks
+        self.per_node = min(node.devices, total)
+        self.nodes = -(-total // self.per_node)
+        self.share = Fraction(self.nodes * stages, total)
+        self.network = node.networks[0] if node.networks else None
+        if self.nodes > 1 and self.network is None:
+            raise LayoutError(
+                f"devices: {node.name} states no network between nodes of {node.devices} device(s), and {total} are "
+                f"needed; nearest: {node.devices}"
+            )
+        self.tier_device = {tier.name: tier.device for tier in node.tiers}
+        self.inner, self.inner_rate = self._inner()
+
+    def _inner(self) -> tuple[Link | None, int]:
+        for link in self.node.links:
+            if (self.tier_device[link.source], self.tier_device[link.target]) == (0, 1):
+                rates = [p.rate for p in self.node.pools if p.rate and link.name in {m.name for m in p.members}]
+                return link, min([link.rate, *rates])
+        return None, 0
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def _at(self, name: str, stage: int) -> str:
+        stem = name.partition("@")[0]
+        return stem if self.stages == 1 else f"{stem}@{stage}"
+
+    def _tier(self, name: str, stage: int) -> str:
+        return self._at(name, stage) if self.tier_device[name] >= 0 else name
+
+    def _scaled(self, rate: int) -> int:
+        return max(int(rate * self.share), 1)
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def platform(self) -> Platform:
+        """The machine."""
+        node = self.node
+        energy = dict(node.energy)
+        links = (*self._links(), *self._between(), *self._among_ranks())
+        for name, joules in node.energy.items():
+            if name.endswith("@0"):
+                energy |= {self._at(name, stage): joules for stage in range(self.stages)}
+        return replace(
+            node,
+            tiers=tuple(self._tiers()),
+            engines=tuple(self._engines()),
+            links=links,
+            pools=(*self._pools(), *self._egress(links)),
+            energy=energy,
+        )
+
+    def _tiers(self) -> Iterator[Tier]:
+        for tier in self.node.tiers:
+            if tier.device == 0:
+                yield from (replace(tier, name=self._at(tier.name, s), device=s) for s in range(self.stages))
+            elif tier.device < 0:
+                yield replace(
+                    tier,
+                    capacity=self._scaled(tier.capacity),
+                    nominal=self._scaled(tier.nominal),
+                    bandwidth=self._scaled(tier.bandwidth),
+                )
+
+    def _engines(self) -> Iterator[Engine]:
+        for engine in self.node.engines:
+            if engine.device == 0:
+                for s in range(self.stages):
+                    reaches = tuple(self._tier(t, s) for t in engine.reaches if self.tier_device[t] <= 0)
+                    home = self._tier(engine.home, s)
+                    yield replace(engine, name=self._at(engine.name, s), device=s, home=home, reaches=reaches)
+            elif engine.device < 0:
+                reached: dict[str, None] = {}
+                for t in engine.reaches:
+                    if self.tier_device[t] == 0:
+                        reached |= {self._tier(t, s): None for s in range(self.stages)}
+                    elif self.tier_device[t] < 0:
+                        reached[t] = None
+                peak = {dtype: self._scaled(rate) for dtype, rate in engine.peak.items()}
+                yield replace(engine, reaches=tuple(reached), peak=peak)
+
+    def _owner(self, name: str) -> int:
+        """The device of an engine or a link, -1 for a shared one; of a link between devices the one that it leaves."""
+        for engine in self.node.engines:
+            if engine.name == name:
+                return engine.device
+        link = next(link for link in self.node.links if link.name == name)
+        start, end = self.tier_device[link.source], self.tier_device[link.target]
+        return start if start >= 0 else end
+
+    def _is_peer(self, link: Link) -> bool:
+        return min(self.tier_device[link.source], self.tier_device[link.target]) >= 0
+
+    def _links(self) -> Iterator[Link]:
+        """Those of a device, and those that all share."""
+        for link in self.node.links:
+            if self._is_peer(link):
+                continue
+            owner = self._owner(link.name)
+            if owner < 0:
+                yield replace(link, rate=self._scaled(link.rate))
+            elif owner == 0:
+                for s in range(self.stages):
+                    start, end = self._tier(link.source, s), self._tier(link.target, s)
+                    yield replace(link, name=self._at(link.name, s), source=start, target=end)
+
+    def _between(self) -> Iterator[Link]:
+        """The links from stage to stage, of the ranks that are simulated."""
+        home = [self._tier(self.node.home(0).name, s) for s in range(self.stages)]
+        node_of = [s * self.ranks // self.per_node for s in range(self.stages)]
+        for i in range(self.stages):
+            for j in range(self.stages):
+                if i == j:
+                    continue
+                if node_of[i] == node_of[j]:
+                    link = self._inside()
+                    yield replace(link, name=f"{link.name.partition('@')[0]}@{i}-{j}", source=home[i], target=home[j])
+                elif self.network is not None:
+                    net = self.network
+                    yield Link(f"{net.name}@{i}-{j}", home[i], home[j], net.rate, net.fixed)
+
+    def _inside(self) -> Link:
+        if self.inner is None:
+            raise LayoutError(f"devices: {self.node.name} has no link from one device to the next; nearest: 1")
+        return self.inner
+
+    def _among_ranks(self) -> Iterator[Link]:
+        """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
+        if self.ranks == 1:
+            return
+        g = min(self.per_node, self.ranks)
+        k = -(-self.ranks // g)
+        seconds, fixed = Fraction(0), 0
+        if g > 1:
+            seconds += Fraction(g - 1, g * self.inner_rate) if self._inside() else 0
+            fixed += (g - 1) * self._inside().fixed
+        if k > 1 and self.network is not None:
+            seconds += Fraction(k - 1, k * g * self.network.rate)
+            fixed += (k - 1) * self.network.fixed
+        rate = int(Fraction(self.ranks - 1, self.ranks) / seconds)
+        for s in range(self.stages):
+            home = self._tier(self.node.home(0).name, s)
+            yield Link(rank_link("data", s), home, home, rate, fixed)
+
+    # ---- pools -------------------------------------------------------------------------------
+
+    def _pools(self) -> Iterator[Pool]:
+        peers = {link.name for link in self.node.links if self._is_peer(link)}
+        for pool in self.node.pools:
+            members = [member for member in pool.members if member.name not in peers]
+            owners = {self._owner(member.name) for member in members}
+            if not members or not owners & {0, -1}:
+                continue
+            if owners == {0}:
+                for s in range(self.stages):
+                    own = tuple(replace(member, name=self._at(member.name, s)) for member in members)
+                    yield Pool(self._at(pool.name, s), own, pool.rate)
+                continue
+            copies: list[Member] = []
+            for member in members:
+                if self._owner(member.name) < 0:
+                    copies.append(member)
+                elif self._owner(member.name) == 0:
+                    copies += [replace(member, name=self._at(member.name, s)) for s in range(self.stages)]
+            yield Pool(pool.name, tuple(copies), None if pool.rate is None else self._scaled(pool.rate))
+
+    def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
+        """What a stage can send, and receive, over all its links to other stages together, inside and between nodes."""
+        rates = {self.inner.name.partition("@")[0]: self.inner_rate} if self.inner is not None else {}
+        if self.network is not None:
+            rates[self.network.name] = self.network.rate
+        for stem, rate in rates.items():
+            own = [link for link in links if link.name.startswith(f"{stem}@") and "-" in link.name]
+            for s in range(self.stages):
+                home = self._tier(self.node.home(0).name, s)
+                for way, end in (("out", "source"), ("in", "target")):
+                    members = tuple(Member(link.name) for link in own if getattr(link, end) == home)
+                    if len(members) > 1:
+                        yield Pool(f"{stem}_{way}@{s}", members, rate)

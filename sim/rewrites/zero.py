@@ -1,0 +1,176 @@
+"""The rewrite for ZeRO: replicas of a model keep and update a part of its training state each.
+
+Of d replicas, each keeps 1/d of the optimizer states (level 1), of the gradients too (2), and of the weights too (3).
+With P parameters in 16 bits, 16-bit gradients and K = 12 bytes of fp32 states, a replica keeps
+
+    level 0  (2 + 2 + K) P     1  (2 + 2) P + K P / d     2  2 P + (2 + K) P / d     3  (2 + 2 + K) P / d
+
+and sends (d - 1) / d of the parameters so often: 2 times at the levels 0 to 2 (an all-reduce, or a reduce-scatter of
+gradients and an all-gather of weights), 3 times at level 3, whose weights are gathered for forward and for backward.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5 and 7.
+Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
+with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, one
+layer ahead; gathered weights are freed after the layer's last op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sim.rewrites.batching import sent
+from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.trace.graph import Trace
+from sim.trace.layers import layer_runs
+from sim.trace.op import PHASE_CODE, Op, Ring
+from sim.trace.origin import Glue, Part, Same
+from sim.trace.tensor import ROLE_CODE
+
+LEVELS = (0, 1, 2, 3)
+UPDATE = PHASE_CODE["update"]
+WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
+
+
+def shard(trace: Trace, ranks: int, level: int) -> Trace:
+    """Keep and update 1 / ranks of the training state on each replica.
+
+    trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
+    ranks: replicas.
+    level: one of `LEVELS`; at 0 the trace itself is returned.
+    """
+    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level).build()
+
+
+@dataclass
+class _Gather:
+    """Weights that a run of ops reads, and the run's first op. whole: the gathered ones by id."""
+
+    first: int
+    weights: list[int]
+    whole: dict[int, int] = field(default_factory=dict)
+
+
+class _Sharding:
+    """The trace as it is rewritten.
+
+    parts: of which tensors there is only a part.
+    ids: the new tensor, or the part, by old id.
+    whole: of an updated weight the gathered one, by old id.
+    """
+
+    def __init__(self, trace: Trace, ranks: int, level: int) -> None:
+        self.trace, self.ranks, self.level = trace, ranks, level
+        self.new = Rewriter(trace, {"zero": level})
+        self.ops, self.tensors = list(trace.ops), list(trace.tensors)
+        origin = trace.origin.ops if trace.origin else ()
+        self.glue = {op for op, expr in enumerate(origin) if isinstance(expr, Glue)}
+        self.parts = self._sharded()
+        self.ids: list[int] = []
+        self.whole: dict[int, int] = {}
+
+    def _sharded(self) -> set[int]:
+        """The tensors of which a replica has a part: states, weights at level 3, and what follows from reduced ones."""
+        role, producer = self.trace.tensor_columns.role, self.trace.producer
+        found = {
+            t
+            for t in range(len(self.tensors))
+            if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT))
+        }
+        for op in self.ops:
+            if op.ring is not None or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
+                found.update(op.writes)
+        return found
+
+    def _updates(self, op: Op) -> bool:
+        return op.phase == "update" and op.id not in self.glue
+
+    def build(self) -> Trace:
+        for t in self.tensors:
+            if t.id in self.parts:
+                part, size = Part(Same(t.id), 0, 1, self.ranks), slice_of(t.bytes, 0, 1, self.ranks)
+                shape = t.shape if t.shape == () else None
+                self.ids.append(self.new.tensor(t, part, name=f"{t.name}.shard", bytes=size, shape=shape))
+            else:
+                self.ids.append(self.new.tensor(t))
+        for t in self.tensors:
+            if t.replaces is not None and (t.id in self.parts) == (t.replaces in self.parts):
+                self.new.builder.take_over(self.ids[t.id], self.ids[t.replaces])
+        gathers, starts = self._gathers()
+        for op in self.ops:
+            for gather in starts.get(op.id, ()):
+                self._gather(gather, op)
+            self._add(op, gathers.get(op.id))
+        ids = {**dict(enumerate(self.ids)), **self.whole}
+        carry = [(ids[a], ids[b]) for a, b in self.trace.carry]
+        return self.new.build(outputs=[ids[t] for t in self.trace.outputs], carry=carry)
+
+    def _add(self, op: Op, gather: _Gather | None) -> None:
+        """An op over parts, over gathered weights, or as it is."""
+        whole = gather.whole if gather else {}
+        reads, writes = [whole.get(t, self.ids[t]) for t in op.reads], [self.ids[t] for t in op.writes]
+        if op.ring is not None:
+            ring = op.ring._replace(passes=1)
+            size = sum(self.tensors[t].bytes for t in op.reads)
+            name = op.name.replace("all_reduce", "reduce_scatter")
+            self.new.op(op, name=name, group=name, reads=reads, writes=writes, ring=ring, bytes=sent(size, ring))
+        elif self._updates(op):
+            self.new.op(
+                op,
+                Part(Same(op.id), 0, 1, self.ranks),
+                reads=reads,
+                writes=writes,
+                flops=slice_of(op.flops, 0, 1, self.ranks),
+                bytes=None if op.bytes is None else slice_of(op.bytes, 0, 1, self.ranks),
+                workspace=-(-op.workspace // self.ranks),
+                duration=None if op.duration is None else -(-op.duration // self.ranks),
+            )
+            fresh = [t for t in op.writes if self.tensors[t].role == "weight"] if self.level < 3 else []
+            if fresh:
+                self._gather_updated(op, fresh)
+        else:
+            self.new.op(op, reads=reads, writes=writes)
+
+    def _gather_updated(self, op: Op, fresh: list[int]) -> None:
+        """The new weights in place of the old ones, from the parts that each replica has updated."""
+        for t in fresh:
+            old = self.tensors[t].replaces
+            self.whole[t] = self.new.tensor(self.tensors[t], replaces=None if old is None else self.ids[old])
+        self._all_gather(
+            f"{op.name}.all_gather", [self.ids[t] for t in fresh], [self.whole[t] for t in fresh], fresh, op
+        )
+
+    def _all_gather(self, name: str, reads: list[int], writes: list[int], of: list[int], at: Op) -> None:
+        ring, size = Ring("data", self.ranks, 1), sum(self.tensors[t].bytes for t in of)
+        fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": self.tensors[of[0]].dtype}
+        self.new.glue(name, "collective", reads, writes, bytes=sent(size, ring), ring=ring, group=name, **fields)
+
+    # ---- level 3 -----------------------------------------------------------------------------
+
+    def _gathers(self) -> tuple[dict[int, _Gather], dict[int, list[_Gather]]]:
+        """Per op that reads weights before their update what is gathered for it; per op what to gather before it."""
+        of_op: dict[int, _Gather] = {}
+        starts: dict[int, list[_Gather]] = {}
+        if self.level < 3:
+            return of_op, starts
+        phase, producer = self.trace.op_columns.phase, self.trace.producer
+        before: dict[int, list[_Gather]] = {}  # per device, in order
+        for run in layer_runs(self.trace, [op.id for op in self.ops if phase[op.id] != UPDATE]):
+            read = {t: None for op in run for t in self.trace.reads(op) if t in self.parts and producer[t] < 0}
+            if read:
+                gather = _Gather(run[0], list(read))
+                of_op.update(dict.fromkeys(run, gather))
+                before.setdefault(self.ops[run[0]].device, []).append(gather)
+        for gathers in before.values():
+            for k, gather in enumerate(gathers):  # one ahead
+                starts.setdefault(gathers[max(k - 1, 0)].first, []).append(gather)
+        return of_op, starts
+
+    def _gather(self, gather: _Gather, at: Op) -> None:
+        first = self.ops[gather.first]
+        for t in gather.weights:
+            tensor = self.tensors[t]
+            name = f"{tensor.name}.for.{first.name}"
+            gather.whole[t] = self.new.tensor(tensor, Same(t), name=name, role="temporary", replaces=None)
+        name = f"{first.name}.all_gather"
+        parts = [self.ids[t] for t in gather.weights]
+        self._all_gather(name, parts, list(gather.whole.values()), gather.weights, at)

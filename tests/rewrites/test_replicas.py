@@ -1,0 +1,202 @@
+"""Replicas and ZeRO: closed forms, every rank against the one that stands for all, and faults that the law finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from sim.analysis.peak_memory import peak_bytes
+from sim.engine.event_path.groups import COLLECTIVE_CHUNK
+from sim.engine.replay import replay
+from sim.hardware.platform import Engine, Link, Platform, Tier, rank_link
+from sim.layout import lay_out
+from sim.plan import Plan
+from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.values import departures
+from sim.rewrites.zero import LEVELS, shard
+from sim.trace import Trace, TraceBuilder
+from sim.trace.op import Ring
+from workloads import transformer
+
+CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+GB = 10**9
+LAYOUTS = [
+    {"dp": 2},
+    {"dp": 2, "micro_batches": 2, "zero": 1},
+    {"dp": 4, "zero": 2},
+    {"dp": 2, "micro_batches": 2, "zero": 3},
+    {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 1},
+    {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
+]
+
+
+@cache
+def step() -> Trace:
+    """A step whose tensors divide by all the ranks here."""
+    return transformer(CONFIG, batch=8, sequence=16, precision="mixed_bf16")
+
+
+def line(devices: int, ranks: int = 1) -> Platform:
+    """Devices that each reach all others at 1 GB/s, without latency; of each, a link among so many ranks."""
+    which = range(devices)
+    links = [Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", GB) for i in which for j in which if i != j]
+    if ranks > 1:
+        links += [Link(rank_link("data", i), f"hbm@{i}", f"hbm@{i}", GB) for i in which]
+    return Platform(
+        "line",
+        tuple(Tier(f"hbm@{i}", 1 << 40, 1 << 40, 10**12, device=i) for i in which),
+        tuple(Engine(f"gpu@{i}", i, f"hbm@{i}", (f"hbm@{i}",), {"fp32": 10**12}, launch=7) for i in which),
+        tuple(links),
+    )
+
+
+def peaks(trace: Trace, platform: Platform) -> tuple[int, list[int]]:
+    """Makespan, and the peak of each device."""
+    log = replay(Plan(trace), platform)
+    held = peak_bytes(log)
+    return log.end, [held[f"hbm@{i}"] for i in range(trace.devices)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_one_rank_stands_for_all(layout: dict) -> None:
+    """Same time, same peaks, and the same values: the law checks all ranks without knowing that they are symmetric."""
+    trace, _ = lay_out(step(), "a100_80_sxm", layout)
+    assert not departures(trace, step())
+    every = all_ranks(trace)
+    assert {each.what for each in departures(every, step())} <= {"repeated"}
+    stages, ranks = trace.devices, layout["dp"]
+    one, all_of_them = peaks(trace, line(stages, ranks)), peaks(every, line(stages * ranks))
+    assert one[0] == all_of_them[0]
+    assert [peak for peak in one[1] for _ in range(ranks)] == all_of_them[1]
+
+
+# ---- closed forms ------------------------------------------------------------------------------------
+
+
+def parameters(count: int, ranks: int) -> Trace:
+    """One layer of so many parameters: 16-bit weights and gradients, 12 bytes of optimizer state each."""
+    b = TraceBuilder({"batch": ranks})
+    x, w, s = (
+        b.tensor("x", ranks, "input"),
+        b.tensor("w", 2 * count, "weight"),
+        b.tensor("w.s", 12 * count, "optimizer_state"),
+    )
+    y, g = b.tensor("y", ranks), b.tensor("w.grad", 2 * count, "gradient")
+    w2, s2 = (
+        b.tensor("w.new", 2 * count, "weight", replaces=w),
+        b.tensor("w.s.new", 12 * count, "optimizer_state", replaces=s),
+    )
+    b.op("f", "matmul", reads=[x, w], writes=[y], layer=0, splits=["batch"])
+    b.op("b", "matmul", reads=[x, y, w], writes=[g], layer=0, phase="backward", splits=["batch_sum"])
+    b.op("u", "optimizer", reads=[g, s, w], writes=[w2, s2], phase="update", splits=["rows"])
+    return b.build(outputs=[w2, s2], carry=[(w2, w), (s2, s)])
+
+
+def zero(trace: Trace, ranks: int, level: int) -> Trace:
+    return shard(split_batch_ops(trace, 1, ranks, level > 1)[0], ranks, level)
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"), [(0, 120 * GB), (1, 31_406_250_000), (2, 16_640_625_000), (3, 1_875_000_000)]
+)
+def test_training_state_of_the_papers_example(level: int, kept: int) -> None:
+    """7.5e9 parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB (ZeRO, figure 1)."""
+    base = parameters(7_500_000_000, 64)
+    trace = zero(base, 64, level)
+    assert not departures(trace, base)
+    initial = sum(t.bytes for t in trace.tensors if trace.producer[t.id] < 0 and t.role != "input")
+    ring = next(op for op in trace.ops if op.ring is not None and op.phase == "backward")
+    gradients = trace.tensors[(ring.writes if level > 1 else ring.reads)[0]].bytes
+    assert initial + gradients == kept
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_that_a_rank_sends(level: int) -> None:
+    """Per parameter of 2 bytes: twice (d - 1) / d of them, at level 3 three times."""
+    trace = zero(parameters(64_000, 64), 64, level)
+    sent = sum(op.bytes or 0 for op in trace.ops if op.ring is not None)
+    assert sent == {0: 2, 1: 2, 2: 2, 3: 3}[level] * 2 * 64_000 * 63 // 64
+
+
+def test_a_ring_of_four_takes_60_ms_for_a_gigabyte() -> None:
+    trace = zero(parameters(GB // 2, 4), 4, 0)
+    ring = next(op for op in trace.ops if op.ring is not None)
+    assert ring.bytes == 3 * GB // 2
+    device = Tier("hbm", 1 << 60, 1 << 60, 10**18, device=0)
+    engine = Engine("gpu", 0, "hbm", ("hbm",), {"fp32": 10**18})
+    machine = Platform("ring", (device,), (engine,), (Link(rank_link("data", 0), "hbm", "hbm", 25 * GB),))
+    log = replay(Plan(trace), machine)
+    rows = log.interval("bytes") == ring.bytes
+    (took,) = (log.interval("end") - log.interval("start"))[rows].tolist()
+    chunks = -(-(3 * GB // 2) // COLLECTIVE_CHUNK)
+    assert 60_000_000 <= took < 60_000_000 + chunks  # each chunk rounds up to a nanosecond
+
+
+# ---- faults that the law finds -----------------------------------------------------------------------
+
+
+def whats(trace: Trace) -> set[str]:
+    return {each.what for each in departures(trace, step())}
+
+
+def rebuilt(trace: Trace, **columns: object) -> Trace:
+    ops = replace(trace.op_columns, **columns)
+    return Trace(
+        trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+
+
+def reading(trace: Trace, op: int, old: int, new: int) -> Trace:
+    ids = trace.op_columns.read_ids.copy()
+    start, stop = trace.op_columns.read_start[op : op + 2]
+    ids[start:stop][ids[start:stop] == old] = new
+    return rebuilt(trace, read_ids=ids)
+
+
+def replica(layout: dict) -> Trace:
+    return lay_out(step(), "a100_80_sxm", layout)[0]
+
+
+def test_a_collective_without_a_member_is_wrong() -> None:
+    trace = replica({"dp": 4})
+    first = min(trace.op_columns.ring)
+    ring = {**trace.op_columns.ring, first: Ring("data", 3, 2)}
+    assert whats(rebuilt(trace, ring=ring)) == {"wrong"}
+
+
+def test_a_gradient_that_was_not_summed_over_the_replicas_is_wrong() -> None:
+    trace = replica({"dp": 2})
+    reduce = next(op for op in trace.ops if op.ring is not None)
+    update = next(op for op in trace.ops if op.phase == "update" and set(op.reads) & set(reduce.writes))
+    t = next(t for t in update.reads if t in reduce.writes)
+    own = reduce.reads[reduce.writes.index(t)]
+    loose = replace(trace.tensor_columns, replaces=trace.tensor_columns.replaces.copy())
+    loose.replaces[t] = -1
+    apart = Trace(
+        loose, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+    assert whats(apart) == set()
+    assert whats(reading(apart, update.id, t, own)) == {"wrong"}
+
+
+def test_a_gradient_counted_twice_is_wrong() -> None:
+    trace = replica({"dp": 2, "micro_batches": 2, "zero": 2})
+    add = next(op for op in trace.ops if op.name.endswith(".sum.add.mb1"))
+    total, term = add.reads
+    assert "wrong" in whats(reading(trace, add.id, term, total))
+
+
+def test_the_gathered_weights_of_another_layer_are_wrong() -> None:
+    trace = replica({"dp": 2, "zero": 3})
+    op = next(
+        op for op in trace.ops if op.name.startswith("h0.mlp.fc") and op.phase == "forward" and op.kind == "matmul"
+    )
+    names = [trace.tensors[t].name for t in range(len(trace.tensors))]
+    mine = next(t for t in op.reads if names[t].startswith("h0.mlp.fc.weight"))
+    other = next(
+        t for op in trace.ops if op.phase == "forward" for t in op.writes if names[t].startswith("wpe.weight.for")
+    )
+    assert "wrong" in whats(reading(trace, op.id, mine, other))
