@@ -34,9 +34,10 @@ def random_platforms(
     host: bool = True,
     cpu: bool = False,
     drive: bool = False,
+    slc: bool = False,
     exact: bool = False,
 ) -> Document:
-    """Devices with their memory `hbm`; if asked for, a `host` with links both ways, a `cpu` engine, their own `drive`.
+    """Devices with their memory `hbm`; if asked for, a `host` with links both ways, a `cpu` engine, a `drive`, regions.
 
     At random: a third tier behind the host, links that are slower or have a fixed time per copy, several copy engines,
     shared bandwidth of every kind, a device that reads the host's memory in place, and, unless `exact`, an allocator
@@ -90,6 +91,14 @@ def random_platforms(
         tiers["drive"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
         links["drive_write"] = {"from": "hbm", "to": "drive", "rate": "700 MB/s", "fixed": "1 ns", **sourced}
         links["drive_read"] = {"from": "drive", "to": "hbm", "rate": "900 MB/s", "fixed": "2 ns", **sourced}
+    if slc:
+        common = {**sourced, "fixed": "1 ns"}
+        small = f"{digits.pick(range(60, 180))} B"
+        for name, capacity, pace in (("slc", small, "900 MB/s"), ("tlc", f"{AMPLE} B", "300 MB/s")):
+            tiers[name] = {"kind": name, **sourced, "nominal": capacity, "capacity": capacity, "bandwidth": "1 GB/s"}
+            links[f"{name}_read"] = {**common, "from": name, "to": "hbm", "rate": "1 GB/s"}
+            links[f"{name}_write"] = {**common, "from": "hbm", "to": name, "rate": pace}
+        links["fold"] = {**common, "from": "slc", "to": "tlc", "rate": "300 MB/s"}
     if cpu:
         home = "host" if host else "hbm"
         engines["cpu"] = {"home": home, "main": False, **sourced, "launch": "2 ns", "peak": {"fp32": "1 GFLOP/s"}}

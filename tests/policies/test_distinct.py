@@ -12,7 +12,7 @@ import pytest
 
 from sim import load_profile, simulate
 from sim.errors import Deadlock, Infeasible, PolicyError
-from sim.hardware.platform import Allocator, Platform
+from sim.hardware.platform import Allocator, Link, Platform
 from sim.policies import names, policy_class
 from sim.policies.base import Beside, default_of
 from sim.search import smallest_budget
@@ -20,7 +20,11 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
-NEEDED = {"drive": "direct drive", "experts": "experts"}  # problems for policies that need such a thing
+NEEDED = {
+    "drive": "direct drive",
+    "experts": "experts",
+    "slc": "regions",
+}  # problems for policies that need such a thing
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
@@ -144,11 +148,20 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "convolutions": (convolutions(8), a100, None),
         "tight convolutions": (convolutions(8), a100, int(0.7 * _peak(convolutions(8), a100))),
         "direct drive": (convolutions(8), load_profile("a100_80_gds"), int(0.7 * _peak(convolutions(8), a100))),
-        "experts": (requests(), load_profile("a100_80_gds"), None),
+        "regions": (eager, with_drives(), int(0.7 * _peak(eager, survey))),
+        "experts": (requests(), with_drives(), None),
         "roomy": (eager, survey, None),
         "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),
     }
+
+
+def with_drives() -> Platform:
+    """MT-3000 with a drive whose fast region is soon full, and one that the device reaches past the host."""
+    plain = load_profile("mt3000_survey_slc", overrides={"tiers.slc.capacity": "100 MB"})
+    drive = dataclasses.replace(plain.tier("tlc"), name="drive", kind="nvme")
+    out, back = Link("direct_write", "zone", "drive", 10**9), Link("direct_read", "drive", "zone", 2 * 10**9)
+    return dataclasses.replace(plain, tiers=(*plain.tiers, drive), links=(*plain.links, out, back))
 
 
 def requests() -> Trace:

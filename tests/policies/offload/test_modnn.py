@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
-from sim.policies.offload.modnn.offloads import longest_away
 from sim.rewrites.values import departures
 from sim.solvers.load_curve import Curve, Variable
+from sim.solvers.longest_away import longest_away
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Implementation
 from tests.policies.offload.conftest import facts, machine
