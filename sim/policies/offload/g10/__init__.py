@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from sim.errors import OutOfMemory, PolicyError
+from sim.eviction.farthest import FarthestNextUse
 from sim.plan import Action, Move, Online, Plan, Problem, Unpressed
 from sim.policies.base import Policy
 from sim.policies.offload.g10.residents import Away, away_of, given_by
-from sim.policies.offload.g10.running import FarthestNextUse
 from sim.policies.offload.g10.scheduling import Schedule
 from sim.policies.offload.g10.vitality import Vitality, users, vitality_of
 from sim.policies.offload.swap_all import SwapAll

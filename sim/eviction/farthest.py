@@ -1,4 +1,4 @@
-"""What the plan did not foresee: on pressure, what is needed last makes way."""
+"""An online part for plans that look ahead: under pressure that they did not foresee, what is needed last makes way."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""Sentinel: pages of one lifetime, migrated every few layers; how many, and what to do when late, is found by trial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from sim.declared import Size
+from sim.errors import OutOfMemory, PolicyError
+from sim.eviction.farthest import FarthestNextUse
+from sim.plan import Action, Plan, Problem, Unpressed
+from sim.policies.base import Beside, Policy, by_parameter
+from sim.policies.offload.sentinel.migration import Migration, lengths
+from sim.policies.offload.sentinel.pages import Profiled, profiled
+from sim.units import to_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentinel(Policy):
+    """Keep what lives within a layer; migrate the rest between intervals of layers, the next interval's needs ahead.
+
+    A profiling step shows each tensor's layers and accesses. Those that are smaller than a page share one with
+    others of the same first and last layer and as many accesses, and pages migrate whole. What lives within one layer
+    stays in a part of the fast tier that is reserved for it. Before an interval of `interval` layers, what neither it
+    nor the next one uses makes room, the farthest next use first, then the coldest; what the next one uses is brought
+    from the slow tier, the hottest (accesses per byte) first, as far as there is space. If that is late, the device
+    either waits at the start of the interval, or goes on: where its engine reads the slow tier in place, on what is
+    still there, else until an op needs it. Lengths and both cases are each tried for one step, and the fastest is
+    kept.
+    Source: Ren, Luo, Wu, Zhang, Jeon, Li, "Sentinel: Efficient Tensor Migration and Allocation on Heterogeneous Memory
+        Systems for Deep Learning", HPCA 2021, arXiv:1909.05182. The paper was not at hand; intervals follow accounts
+        of it.
+    Bounds: nothing migrates where all fits. A replay per length that fits (six at most), and two for the case of late
+        prefetches. O(intervals x pages) each.
+    Headline: a fifth of the peak as fast memory costs 8 % at most on DRAM and Optane; no profile here has Optane.
+    Departs: lifetimes and accesses are those of the trace, and a step of trial is a replay, not an iteration of the
+        run. Rounding to pages is counted (`page_bytes`), and not copied. Lengths are powers of two. What begins in the
+        slow tier, as it does not fit, is what is needed last. Under pressure that the intervals do not foresee, what
+        is needed last is moved out, where the GPU's variant has page faults. What other engines or devices use stays.
+        Slower than `swap_all` where a whole interval's needs leave no space for the next one's, as its authors' choice
+        of few, long intervals has it.
+
+    interval: layers per interval; None: found by trial.
+    late: `wait`, `go_on`, or `trial` for the better of both.
+    page: bytes of a page.
+    coallocate: whether pages are shared by tensors of one lifetime alone; else in the order of allocation.
+    Notes of the plan: `interval`; `late`; `fits`: whether each interval's own needs do; `page_bytes` and `tensor_bytes`
+        that migrate per step.
+    Raises PolicyError for a platform without a host tier, or a number below 1.
+    """
+
+    online = True
+    moves = True
+    needs = frozenset({"host"})
+    manages = ("activations", "gradients", "optimizer_state", "weights")
+    fidelity = "reconstruction"
+    plans_ahead = "the layers that use each tensor, from the profiling step"
+    rarely = "it moves only what exceeds the memory"
+    other_values = by_parameter(
+        interval=3, late=Beside("wait", interval=2), page="64 MiB", coallocate=Beside(False, page="64 MiB")
+    )
+
+    interval: Annotated[int, Ge(1)] | None = None
+    late: Literal["trial", "wait", "go_on"] = "trial"
+    page: Annotated[Size, Ge(1)] = "4 KiB"
+    coallocate: bool = True
+
+    def plan(self, problem: Problem) -> Plan:
+        """The intervals that were fastest."""
+        trace, platform = problem.trace, problem.platform
+        if platform.host is None:
+            raise PolicyError(f"sentinel: {platform.name} has no host tier to migrate to")
+        page = to_bytes(self.page)
+        devices = [profiled(problem, device, page, coallocate=self.coallocate) for device in range(trace.devices)]
+        tried = [self.interval] if self.interval else lengths(max(len(each.layers) for each in devices))
+        make = partial(_plan, problem, devices, platform.host.name)
+        first = make(tried[0], waits=self.late == "wait")
+        if not first.actions and not first.place:
+            return first
+        plans = [make(length, waits=self.late == "wait") for length in tried]
+        best = _fastest(problem, [plan for plan in plans if plan.notes["fits"]] or plans[:1])
+        if self.late == "trial":
+            best = _fastest(problem, [best, make(best.notes["interval"], waits=True)])
+        return best
+
+
+def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int, *, waits: bool) -> Plan:
+    """The plan with intervals of so many layers. waits: whether the device waits for late prefetches."""
+    trace, platform = problem.trace, problem.platform
+    actions: list[Action] = []
+    place: dict[int, str] = {}
+    found = []
+    for device, each in enumerate(devices):
+        home = platform.home(device)
+        one = Migration(each, home.capacity, length, home.name, slow)
+        place.update(dict.fromkeys(one.begin_slow, slow))
+        actions += [*one.waits(), *one.actions] if waits else one.actions
+        found.append(one)
+    size = trace.tensor_columns.bytes.tolist()
+    online = partial(
+        FarthestNextUse,
+        chain=platform.cascade(slow),
+        homes=tuple(platform.home(device).name for device in range(trace.devices)),
+        movable=[bytes > 0 for bytes in size],
+        size=size,
+        uses={t: _users(problem, t) for t, bytes in enumerate(size) if bytes},
+    )
+    notes = {
+        "interval": length,
+        "late": "wait" if waits else "go_on",
+        "fits": all(one.fits for one in found),
+        "page_bytes": sum(one.page_bytes for one in found),
+        "tensor_bytes": sum(one.tensor_bytes for one in found),
+    }
+    return Plan(trace, actions, place=place, online=online, notes=notes, unpressed=Unpressed())
+
+
+def _users(problem: Problem, tensor: int) -> list[int]:
+    return [op for op in (int(problem.trace.producer[tensor]), *problem.trace.readers(tensor)) if op >= 0]
+
+
+def _fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
+    """The plan whose replay ends first; the first one where none fits."""
+    best, least = plans[0], None
+    for plan in plans:
+        try:
+            end = problem.evaluate(plan).end
+        except OutOfMemory:
+            continue
+        if least is None or end < least:
+            best, least = plan, end
+    return best

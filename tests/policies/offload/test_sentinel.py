@@ -1,0 +1,167 @@
+"""Sentinel: pages of one lifetime, what lives within a layer stays, and intervals are the fastest of those tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import simulate
+from sim.policies.offload.sentinel.migration import lengths
+from sim.policies.offload.sentinel.pages import Storage, paged
+from sim.trace import Trace, TraceBuilder
+from tests.policies.offload.conftest import facts, machine
+from tests.policies.offload.test_autotm import near
+from tests.policies.offload.test_g10 import random_net
+from tests.policies.offload.test_uvm import step
+
+
+def storage(first: int, last: int, bytes: int, accesses: int = 2) -> Storage:
+    return Storage([(first, first)], bytes, [first, last], accesses, last)
+
+
+def test_tensors_of_different_lifetimes_share_a_page_until_they_are_regrouped() -> None:
+    # a hot one and one that is dead after layer 1 alternate: four of 2 KiB
+    mixed = [storage(0, 9, 2048), storage(0, 1, 2048), storage(0, 9, 2048), storage(0, 1, 2048)]
+    before, after = (paged(mixed, 4096, coallocate=grouped) for grouped in (False, True))
+    hot = {id(each) for each in mixed if each.until == 9}
+
+    def migrating(units) -> tuple[int, int]:
+        """What has to migrate for the hot ones: bytes of pages, and of all that is on them."""
+        touched = [unit for unit in units if any(id(each) in hot for each in unit.storages)]
+        return sum(unit.page_bytes for unit in touched), sum(unit.bytes for unit in touched)
+
+    assert migrating(before) == (8192, 8192)
+    assert migrating(after) == (4096, 4096)
+    assert sum(unit.bytes for unit in before) == sum(unit.bytes for unit in after) == 8192
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 9000), st.integers(1, 9)), max_size=12))
+def test_pages_hold_each_storage_once_and_those_of_one_lifetime_alone(drawn: list[tuple[int, int, int, int]]) -> None:
+    storages = [storage(first, first + more, bytes, accesses) for first, more, bytes, accesses in drawn]
+    for grouped in (False, True):
+        units = paged(storages, 4096, coallocate=grouped)
+        assert sorted(id(each) for unit in units for each in unit.storages) == sorted(map(id, storages))
+        for unit in units:
+            assert unit.page_bytes % 4096 == 0
+            assert 0 <= unit.page_bytes - unit.bytes < 4096
+            assert len(unit.storages) == 1 or unit.page_bytes == 4096
+            if grouped:
+                assert len({(*each.layers, each.accesses.bit_length()) for each in unit.storages}) == 1
+
+
+def layered(layers: int, kept: int, short: int, ns: int = 100) -> Trace:
+    """Forward layers that each keep a result for their backward, with a temporary in between; each op takes `ns`."""
+    b = TraceBuilder()
+    last = b.tensor("x", 1, "input")
+    saved = []
+    for i in range(layers):
+        temporary, result = b.tensor(f"t{i}", short, "temporary"), b.tensor(f"y{i}", kept)
+        b.op(f"f{i}.a", reads=[last], writes=[temporary], layer=i, duration=ns)
+        b.op(f"f{i}.b", reads=[temporary], writes=[result], layer=i, duration=ns)
+        saved.append(result)
+        last = result
+    grad = b.tensor("g", 1)
+    b.op("loss", reads=[last], writes=[grad], duration=0)
+    for i in reversed(range(layers)):
+        new = b.tensor(f"g{i}", 1)
+        b.op(f"b{i}", reads=[grad, saved[i]], writes=[new], layer=i, phase="backward", duration=2 * ns)
+        grad = new
+    return b.build(outputs=[grad])
+
+
+def test_what_lives_within_a_layer_stays_and_the_next_intervals_needs_come_during_the_one_before(run) -> None:
+    trace = layered(6, 20, 30)
+    peak = run(trace, "keep_all").peak
+    done = run(trace, "sentinel", peak - 20, interval=1, late="go_on")
+    moved = {tensor for _, tensor, _, _ in done.moves}
+    assert any(tensor.startswith("y") for tensor in moved)
+    assert not any(tensor.startswith("t") for tensor in moved)
+    assert {t: b for t, b in done.out.items() if t != "x"} == done.back  # nothing reads the input again
+    # what is brought back ends before the layer that reads it
+    for link, tensor, start, end in done.moves:
+        if link == "h2d" and tensor[0] == "y":
+            assert done.ran(f"b{int(tensor[1:]) + 1}")[0][0] <= start
+            assert end <= done.ran(f"b{tensor[1:]}")[0][0]
+    assert done.time == run(trace, "keep_all").time
+
+
+def test_with_memory_for_all_nothing_migrates(run) -> None:
+    trace = layered(6, 20, 30)
+    peak = run(trace, "keep_all").peak
+    assert not run(trace, "sentinel", peak + 200).moves
+    assert not run(trace, "sentinel").result.plan.actions
+
+
+def test_more_layers_per_interval_hold_more(run) -> None:
+    trace = layered(8, 20, 30)
+    peak = run(trace, "keep_all").peak
+    times = {n: run(trace, "sentinel", peak // 2, interval=n).time for n in (1, 2, 4)}
+    done = run(trace, "sentinel", peak // 2)
+    assert done.result.plan.notes["interval"] in times
+    assert done.time <= min(times.values())
+
+
+def test_lengths_are_few() -> None:
+    assert list(lengths(1)) == [1]
+    assert list(lengths(9)) == [1, 2, 4, 8]
+    assert len(lengths(10_000)) == 6
+
+
+@pytest.mark.parametrize(("slow", "better"), [(10**9, "go_on"), (10**9 // 400, "wait")])
+def test_late_prefetches_are_tried_both_ways(slow: int, better: str) -> None:
+    """In place the slow tier is as fast as the other, or far slower than waiting for the copy."""
+    trace = layered(6, 40, 1, ns=8)
+    peak = facts(simulate(trace, machine(), "keep_all")).peak
+    on = near(peak // 2, slow=slow)
+    ends = {late: simulate(trace, on, "sentinel", interval=1, late=late).log.end for late in ("wait", "go_on")}
+    assert min(ends, key=lambda late: ends[late]) == better
+    assert ends["wait"] != ends["go_on"]
+    tried = simulate(trace, on, "sentinel", interval=1)
+    assert tried.log.end == ends[better]
+    assert tried.plan.notes["late"] == better
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6))
+@example(139)
+def test_whatever_paging_can_do_with_it_can(seed: int) -> None:
+    trace, on, budget = random_net(seed)
+    try:
+        facts(simulate(trace, on.with_budget(budget), "uvm"))
+    except OutOfMemory:
+        return
+    tried = simulate(trace, on.with_budget(budget), "sentinel").log.end
+    assert tried <= simulate(trace, on.with_budget(budget), "sentinel", interval=1, late="go_on").log.end
+
+
+def test_what_does_not_fit_begins_in_the_slow_tier() -> None:
+    done = facts(simulate(step(), machine(50), "sentinel"))
+    assert done.peak <= 50
+    with pytest.raises(OutOfMemory):
+        simulate(step(), machine(40), "sentinel")
+
+
+def test_pages_are_counted_whole(run) -> None:
+    trace = layered(6, 20, 30)
+    peak = run(trace, "keep_all").peak
+    notes = run(trace, "sentinel", peak // 2, page=64).result.plan.notes
+    assert notes["page_bytes"] > notes["tensor_bytes"] > 0
+    exact = run(trace, "sentinel", peak // 2, page=1).result.plan.notes
+    assert exact["page_bytes"] == exact["tensor_bytes"]
+
+
+def test_bad_values_are_refused() -> None:
+    on = machine()
+    for wrong in ({"interval": 0}, {"page": 0}, {"late": "never"}):
+        with pytest.raises(PolicyError, match=next(iter(wrong))):
+            simulate(step(), on, "sentinel", **wrong)
+    with pytest.raises(PolicyError, match="sentinel: toy has no host tier"):
+        simulate(step(), machine(50, host=False), "sentinel")
+    small = replace(on, tiers=(on.tiers[0], replace(on.tiers[1], capacity=0)))
+    with pytest.raises(OutOfMemory):
+        simulate(step(), small.with_budget(50), "sentinel")
