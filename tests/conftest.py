@@ -55,6 +55,15 @@ QUICK = {
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 LONG = (
+    "applying/test_export.py::test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else",
+    "applying/test_settings.py::test_each_setting_recomputes_and_moves_where_it_says",
+    "applying/test_settings.py::test_every_second_layer_is_a_setting_of_transformers_alone",
+    "applying/test_settings.py::test_a_plan_that_moves_weights_is_no_plan_about_activations_alone",
+    "applying/test_settings.py::test_an_update_in_backward_is_told_from_one_after_it",
+    *(
+        f"applying/test_settings.py::test_a_plan_finds_its_setting[{name}"
+        for name in ("zero_offload", "layers", "selective", "every_k", "full_recompute-mindspeed")
+    ),
     *(
         f"applying/test_torch.py::test_what_the_plan_moves_is_on_the_host_between_forward_and_backward[{name}"
         for name in ("gpt2", "mixer", "residual", "llama")

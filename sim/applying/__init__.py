@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from sim.applying.as_pytorch import Cost, cost_of
 from sim.applying.choosing import Allowed, Choice, nearest
 from sim.applying.meaning import Meaning, meaning_of
 from sim.applying.parts import Module, modules_of
+from sim.applying.settings import FRAMEWORKS
+from sim.applying.told import nearest_setting
 from sim.applying.torch_file import torch_text
 from sim.errors import PolicyError, near
 from sim.experiment import Result
@@ -22,6 +23,8 @@ __all__ = ["TARGETS", "Cost", "Exported", "check_framework", "export"]
 
 SAME = 0.01
 """Up to this part of peak and time an exported plan counts as the run's own."""
+TOLD = 0.05
+"""Up to this part of the bytes that a setting treats otherwise than the run, it counts as the plan."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Exported:
     cost: what the exported plan costs there, simulated on the same machine without a limit of memory.
     budget: bytes of the device.
     differences: what the framework cannot be told, and what happens instead.
+    told: whether this is the plan; False where the framework has no switch for it, and the text is the nearest that it
+        has.
     """
 
     to: str
@@ -44,6 +49,7 @@ class Exported:
     cost: Cost
     budget: int
     differences: tuple[str, ...]
+    told: bool = True
 
     @property
     def fits(self) -> bool:
@@ -61,7 +67,8 @@ def export(result: Result, to: str, *, layers: str | None = None) -> Exported:
     """A run's plan for a framework, with what it costs there.
 
     What the plan does is read from the run, not from its policy's name: which results were kept, recomputed or
-    moved. What the framework cannot be told is replaced by the nearest that it can be, which is simulated.
+    moved. What the framework cannot be told is replaced by the nearest that it can be, which is simulated. PyTorch gets
+    a Python file, the others their options; where none of their switches does what the plan does, `told` is False.
 
     result: of `simulate`.
     to: the framework, a key of `TARGETS`.
@@ -72,7 +79,9 @@ def export(result: Result, to: str, *, layers: str | None = None) -> Exported:
     """
     check_framework(to)
     meaning = meaning_of(result)
-    return TARGETS[to](result, meaning, modules_of(meaning.trace, layers))
+    if to in FRAMEWORKS:
+        return _settings(to, result, meaning)
+    return _torch(result, meaning, modules_of(meaning.trace, layers))
 
 
 def check_framework(name: str) -> None:
@@ -100,8 +109,26 @@ def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exp
     return Exported("torch", text, ".py", planned, choice.cost, result.platform.home(0).capacity, differences)
 
 
-TARGETS: Mapping[str, Callable[[Result, Meaning, tuple[Module, ...]], Exported]] = {"torch": _torch}
-"""The frameworks, and what writes for each."""
+def _settings(to: str, result: Result, meaning: Meaning) -> Exported:
+    framework, planned = FRAMEWORKS[to], cost_of(result.log)
+    found = nearest_setting(result, meaning, framework)
+    told = found.disagreement <= TOLD
+    differences = [found.setting.note] if found.setting.note else []
+    if not told:
+        differences.append(
+            f"{to} has no switch for this plan. The nearest, which {found.setting.policy!r} simulates, treats "
+            f"{found.disagreement:.0%} of the bytes otherwise: kept, recomputed or moved."
+        )
+    left_out = [words for words in meaning.changes if words not in found.meaning.changes]
+    differences += [f"The plan also {words}; that is left out here." for words in left_out]
+    differences += _beside(found.cost, planned)
+    text = framework.text(found.setting.options)
+    budget = result.platform.home(0).capacity
+    return Exported(to, text, framework.suffix, planned, found.cost, budget, tuple(differences), told)
+
+
+TARGETS = ("torch", *FRAMEWORKS)
+"""The frameworks."""
 
 
 def _model(meaning: Meaning) -> str:
@@ -140,12 +167,15 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
     again = [op for op, times in meaning.times.items() if times > 1]
     if again:
         found.append(f"The plan recomputes {len(again)} ops more than once; here each is recomputed once.")
-    ratio = (choice.cost.peak_bytes / planned.peak_bytes - 1, choice.cost.makespan_ns / planned.makespan_ns - 1)
-    if max(map(abs, ratio)) > SAME:
-        found.append(
-            f"So it is the nearest that can be told, not the same: peak {ratio[0]:+.1%}, time {ratio[1]:+.1%}."
-        )
-    return tuple(found)
+    return (*found, *_beside(choice.cost, planned))
+
+
+def _beside(cost: Cost, planned: Cost) -> list[str]:
+    """What an exported plan costs beside the run, where that is not the same."""
+    ratio = (cost.peak_bytes / planned.peak_bytes - 1, cost.makespan_ns / planned.makespan_ns - 1)
+    if max(map(abs, ratio)) <= SAME:
+        return []
+    return [f"So it is the nearest that can be told, not the same: peak {ratio[0]:+.1%}, time {ratio[1]:+.1%}."]
 
 
 def _regions(choice: Choice) -> list[Region]:

@@ -46,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Sent:
-    """What goes to the host when it is saved in modules under one wrapper.
+    """What is sent to the host when it is saved in modules under one wrapper.
 
     results: tensors that they produce.
     inputs: tensors that enter them, and that no other wrapper produces.

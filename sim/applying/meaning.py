@@ -17,7 +17,7 @@ from sim.log import CAUSE, WHY, EventLog
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Encoded, Expr, Fused, Glue, Lossy, Microbatch, Packed, Part, leaves
-from sim.trace.phases import FORWARD
+from sim.trace.phases import BACKWARD, FORWARD
 
 CHANGED: tuple[tuple[tuple[type[Expr], ...], str], ...] = (
     ((Encoded, Lossy), "keeps tensors in another code"),
@@ -38,6 +38,7 @@ class Meaning:
     moved: forward results that left the device before backward and came back -> the tier that they went to.
     away: role -> bytes of weights, gradients or optimizer state that left the device, or were placed elsewhere.
     elsewhere: names of the engines, other than the device's main one, that ran ops of the iteration.
+    early: whether an update ran before the last backward op.
     changes: what the plan does beyond dropping, recomputing and moving, in words.
     """
 
@@ -47,6 +48,7 @@ class Meaning:
     moved: Mapping[int, str]
     away: Mapping[str, int]
     elsewhere: tuple[str, ...]
+    early: bool
     changes: tuple[str, ...]
 
 
@@ -68,6 +70,7 @@ def meaning_of(result: Result) -> Meaning:
         _moved(log, old_tensor, trace),
         _away(log),
         _elsewhere(log),
+        _updates_early(log),
         _changes(log.trace),
     )
 
@@ -147,14 +150,15 @@ def _elsewhere(log: EventLog) -> tuple[str, ...]:
     return tuple(sorted({name for name in log.trace.op_columns.engine.values() if name and name != main}))
 
 
+def _updates_early(log: EventLog) -> bool:
+    phases = log.trace.op_columns.phase
+    updates, backward = np.flatnonzero(phases == PHASE_CODE["update"]), np.flatnonzero(phases == BACKWARD)
+    return bool(len(updates) and len(backward) and updates[0] < backward[-1])
+
+
 def _changes(trace: Trace) -> tuple[str, ...]:
     """What a rewritten trace computes differently, in words."""
     if trace.origin is None:
         return ()
     kinds = {type(expr) for expr in (*trace.origin.ops, *trace.origin.tensors)} - {Glue}
     return tuple(words for types, words in CHANGED if kinds & set(types))
-
-
-def update_elsewhere(meaning: Meaning) -> bool:
-    """Whether another engine than the device's runs the optimizer."""
-    return bool(meaning.elsewhere) and bool((meaning.trace.op_columns.phase == PHASE_CODE["update"]).any())

@@ -186,7 +186,7 @@ class Offload:
         if copy is None:
             if not tensor.is_cpu and self.streams is None:
                 self.streams = Streams(getattr(torch, tensor.device.type))
-            self.packing = True  # what this runs is no op of the call
+            self.packing = True  # what this runs does not count as an op of the call
             copy = Copy(tensor, self.streams)
             self.packing = False
             self.copies[number] = weakref.ref(copy)
@@ -349,5 +349,5 @@ def _module(model: nn.Module, path: str) -> nn.Module:
 PLAN: Sequence[Mapping[str, Any]] = ()
 """Per entry: `modules`, paths, called one after the other where there are several; `checkpoint`, whether they are
 recomputed; `save`, what a selective checkpoint keeps: per name of an op how many a call runs, and which of those;
-`send`, what goes to the host when it is saved: the same with pairs of an op and one of its results, or "all";
+`send`, what is sent to the host when it is saved: the same with pairs of an op and one of its results, or "all";
 `send_input`: the first argument goes, too."""

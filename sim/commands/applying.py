@@ -29,12 +29,19 @@ LAYERS = Option(
     ],
     None,
 )
+NEAREST = Option(
+    "nearest",
+    Annotated[
+        bool, typer.Option("--nearest", help="write the nearest also where the framework has no switch for this")
+    ],
+    False,
+)
 FILE = Option(
     "out", Annotated[str | None, typer.Option("-o", "--out", help="file to write; default: standard output")], None
 )
 
 
-@takes(TO, LAYERS, FILE, TRUST, JSON)
+@takes(TO, LAYERS, NEAREST, FILE, TRUST, JSON)
 def export(
     run: Annotated[str, typer.Argument(help="folder of `run -o`")],
     **options: Any,
@@ -47,6 +54,8 @@ def export(
     check_framework(options["to"])
     exported = written_for(repeated_run(Path(run), options["trust"]).result, options["to"], layers=options["layers"])
     out, lines = options["out"], summary_lines(exported)
+    if not exported.told and not options["nearest"]:
+        _refuse(exported, lines, options["json"])
     if out:
         exported.write(out)
     if options["json"]:
@@ -57,6 +66,19 @@ def export(
     else:
         print("\n".join(lines), file=sys.stderr)
         print(exported.text, end="")
+
+
+def _refuse(exported: Exported, lines: Sequence[str], json: bool) -> None:
+    """Say what the nearest would be and cost, and write nothing. Ends with status 1."""
+    from sim.outputs import to_json
+
+    if json:
+        print(to_json({**asdict(exported), "fits": exported.fits}))
+    else:
+        nearest = [f"    {line}" for line in exported.text.splitlines()] or ["    no option at all"]
+        said = [*lines, "The nearest:", *nearest, "Nothing is written; --nearest writes it."]
+        print("\n".join(said), file=sys.stderr)
+    raise typer.Exit(1)
 
 
 def summary_lines(exported: Exported) -> Sequence[str]:

@@ -41,6 +41,23 @@ def test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else(tmp
     assert figures["cost"] == figures["planned"]
     assert figures["differences"] == []
     assert (tmp_path / "plan.py").read_text() == shown.stdout
+    settings = tiersim("export", tmp_path / "run", "--to", "transformers", "-o", tmp_path / "arguments.json")
+    assert (settings.returncode, json.loads((tmp_path / "arguments.json").read_text())["gradient_checkpointing"]) == (
+        0,
+        True,
+    )
+    assert (
+        tiersim(
+            "run", *job, "--policy", "layers 0-5: full_recompute; rest: keep_all", "-o", tmp_path / "six"
+        ).returncode
+        == 0
+    )
+    refused = tiersim("export", tmp_path / "six", "--to", "transformers", "-o", tmp_path / "none.json")
+    assert (refused.returncode, refused.stdout, (tmp_path / "none.json").exists()) == (1, "", False)
+    assert "transformers has no switch for this plan" in refused.stderr
+    assert '"every_n_layers": 4' in refused.stderr
+    asked = tiersim("export", tmp_path / "six", "--to", "transformers", "--nearest", "-o", tmp_path / "none.json")
+    assert (asked.returncode, (tmp_path / "none.json").exists()) == (0, True)
     wrong = tiersim("export", tmp_path / "run", "--to", "pytorch")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "did you mean 'torch'" in wrong.stderr
