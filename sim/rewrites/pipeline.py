@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from sim.errors import TraceError
@@ -31,8 +32,9 @@ def pipeline(
     Updates come last. Ops of no layer are assigned by position: before the first layer to stage 0, after the last one
     to the last stage, mirrored in backward; updates run where their weight is read first. An op that updates the
     weights of several stages is divided by parameter. A tensor that another stage reads is sent as soon as it is
-    produced, and received where that stage starts the forward or backward that needs it (ops `send` and `recv` in one
-    group); later readers there use the received copy. An input that several stages read is present on each. A weight of
+    produced, and received into space that the reading stage takes one unit (forward, backward) before the one that
+    needs it (ops `send` and `recv` in one group), so that bytes arrive beside what runs before; later readers there use
+    the received copy. An input that several stages read is present on each. A weight of
     two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; the
     other half of its gradient is sent back.
 
@@ -214,11 +216,16 @@ class _Stages:
                 continue
             for s in sorted(self.wanted_by[old.id]):
                 self.received[old.id, s] = self.new.tensor(old, name=f"{old.name}.stage{s}")
+        ahead: list[deque[tuple[list[int], str]]] = [deque() for _ in range(self.stages)]
+        for (q, unit, _), ops in self.order:
+            ahead[q % self.stages].append((ops, "backward" if unit == "weight" else unit))
         for (q, unit, _), ops in self.order:
             s, phase = q % self.stages, "backward" if unit == "weight" else unit
-            for op in ops:
-                for t in trace.reads(op):
-                    self.receive(t, s, phase)
+            own = ahead[s]
+            for unit_ops, its_phase in (own.popleft(), *list(own)[:1]):  # of this unit, and of the next
+                for op in unit_ops:
+                    for t in trace.reads(op):
+                        self.receive(t, s, its_phase)
             for op in ops:
                 self.add(op, s, phase)
         ids = self.ids

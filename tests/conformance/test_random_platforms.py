@@ -18,6 +18,10 @@ NOT_DRAWN = {
     ),
     **dict.fromkeys(("engines.power", "links.energy"), "energy changes no time and no byte"),
     "op_time": "the law takes the time of an op from `op_times`; the bound's closed form is in hardware/test_bound.py",
+    **dict.fromkeys(
+        ("networks.per_node", "networks.rate", "networks.fixed"),
+        "become links of a laid-out machine: their closed form is in test_layout.py",
+    ),
     "links.egress": "becomes a pool of its own, and pools are drawn",
 }
 """Keys that change a run and are not drawn, with the reason."""

@@ -92,6 +92,7 @@ class Machine:
         assert trace.origin is not None
         values: dict[int, Number] = {}
         posted: dict[str, Number] = {}
+        waiting: dict[str, tuple[int, ...]] = {}
         for t in np.flatnonzero(trace.producer < 0).tolist():
             expr = trace.origin.tensors[t]
             (leaf,) = leaves(expr)
@@ -105,6 +106,10 @@ class Machine:
                 made = self.op(leaves(expr)[0].id, reads)
             elif op.kind == "send":
                 posted[op.group], made = reads[0], []
+                values.update(dict.fromkeys(waiting.pop(op.group, ()), reads[0]))
+            elif op.kind == "recv" and op.group not in posted:  # it waits beside the ops that follow
+                waiting[op.group] = op.writes
+                continue
             elif op.kind == "recv":
                 made = [posted[op.group]]
             elif op.kind == "elementwise":

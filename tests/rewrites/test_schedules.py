@@ -25,7 +25,7 @@ HELD = 1000
 """Bytes of what one forward of one microbatch saves."""
 
 
-def model(parts: int, n: int, forward: int, inputs: int, weights: int = 0) -> Trace:
+def model(parts: int, n: int, forward: int, inputs: int, weights: int = 0, unit: int = UNIT) -> Trace:
     """Parts of equal times per microbatch. weights: of the weight gradients, 0 for a backward in one piece."""
     b = TraceBuilder({"batch": n, "samples": n})
     x, saved, gradients = b.tensor("x", n, "input"), [], []
@@ -34,7 +34,7 @@ def model(parts: int, n: int, forward: int, inputs: int, weights: int = 0) -> Tr
         y = b.tensor(f"y{i}", n, "temporary", layer=i)
         kept = b.tensor(f"saved{i}", HELD * n, layer=i)
         b.op(
-            f"f{i}", reads=[x, *w[i : i + 1]], writes=[y, kept], layer=i, duration=UNIT * n * forward, splits=["batch"]
+            f"f{i}", reads=[x, *w[i : i + 1]], writes=[y, kept], layer=i, duration=unit * n * forward, splits=["batch"]
         )
         saved.append(kept)
         x = y
@@ -43,40 +43,40 @@ def model(parts: int, n: int, forward: int, inputs: int, weights: int = 0) -> Tr
     for i in reversed(range(parts)):
         new = b.tensor(f"g{i}", n, "temporary", layer=i)
         fields = {"phase": "backward", "layer": i}
-        b.op(f"b{i}", reads=[g, saved[i]], writes=[new], duration=UNIT * n * inputs, splits=["batch"], **fields)
+        b.op(f"b{i}", reads=[g, saved[i]], writes=[new], duration=unit * n * inputs, splits=["batch"], **fields)
         if weights:
             t = b.tensor(f"w{i}.grad", 1, "gradient", layer=i)
-            took = UNIT * n * weights
+            took = unit * n * weights
             b.op(f"b{i}.weight", reads=[g, saved[i]], writes=[t], duration=took, splits=["batch_sum"], **fields)
             gradients.append(t)
         g = new
     return b.build(outputs=gradients, carry=())
 
 
-def line(devices: int) -> Platform:
-    """Devices whose links and additions take no time."""
+def line(devices: int, send: int = 0) -> Platform:
+    """Devices whose additions take no time, and whose links take `send` ns for a message and none for its bytes."""
     which = range(devices)
     return Platform(
         "line",
         tuple(Tier(f"hbm@{i}", 1 << 40, 1 << 40, 10**15, device=i) for i in which),
         tuple(Engine(f"gpu@{i}", i, f"hbm@{i}", (f"hbm@{i}",), {"fp32": 10**15}) for i in which),
-        tuple(Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", 10**15) for i in which for j in which if i != j),
+        tuple(Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", 10**15, send) for i in which for j in which if i != j),
     )
 
 
-def run(trace: Trace) -> EventLog:
-    return replay(Plan(trace), line(trace.devices))
+def run(trace: Trace, send: int = 0) -> EventLog:
+    return replay(Plan(trace), line(trace.devices, send))
 
 
-def spans(log: EventLog) -> list[tuple[int, int]]:
+def spans(log: EventLog, unit: int = UNIT) -> list[tuple[int, int]]:
     """Per device the time from its first to its last op, and its idle part, in units."""
     lane, start, end = (log.interval(name) for name in ("lane", "start", "end"))
     op = log.interval("op")
     found = []
     for device in range(log.trace.devices):
-        real = (lane == device) & (op >= 0) & (end - start >= UNIT)
+        real = (lane == device) & (op >= 0) & (end - start >= unit)
         busy, length = int((end - start)[real].sum()), int(end[real].max() - start[real].min())
-        found.append((round(length / UNIT), round((length - busy) / UNIT)))
+        found.append((round(length / unit), round((length - busy) / unit)))
     return found
 
 
@@ -138,6 +138,38 @@ def test_a_divided_backward_leaves_a_third_of_the_idle_time(
     if times == (1, 1, 1):
         assert in_flight(trace, log) == [stages] * stages  # what backward reads stays to the weight gradients
         assert round(log.end / UNIT, 1) == {4: 27, 8: 79}[stages]
+
+
+ZERO_BUBBLE = [
+    *((8, *row) for row in [
+        (24, 18522, 18086, 9337, 601, 0.2431, 0.1585),
+        (32, 18513, 18086, 9331, 626, 0.1985, 0.1242),
+        (64, 18546, 18097, 9321, 762, 0.1240, 0.0674),
+        (24, 29718, 29444, 19927, 527, 0.2347, 0.1323),
+        (32, 29802, 29428, 19530, 577, 0.1898, 0.1045),
+        (64, 29935, 29621, 19388, 535, 0.1091, 0.0554),
+    ]),
+    (16, 48, 11347, 11248, 8132, 377, 0.2552, 0.1397),
+    (16, 64, 11307, 11254, 8101, 379, 0.2082, 0.1088),
+    (32, 96, 10419, 10207, 7715, 408, 0.2646, 0.1421),
+]  # fmt: skip
+"""Stages, microbatches, microseconds of F, B, W and a send, and the bubble rates of 1F1B and ZB-H1: tables 9 and 5 of
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024."""
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row[:2] == (8, 24) else pytest.mark.slow) for row in ZERO_BUBBLE], ids=str
+)
+def test_bubble_rates_that_were_printed(row: tuple[int, int, int, int, int, int, float, float]) -> None:
+    """(cost - n (F + B + W)) / cost, cost being the longest time from a stage's first to its last op: four digits."""
+    stages, n, forward, inputs, weights, send, *printed = row
+    work = n * (forward + inputs + weights)
+    for schedule, rate in zip(("1f1b", "zb_h1"), printed, strict=True):
+        times = (inputs + weights, 0) if schedule == "1f1b" else (inputs, weights)  # its backward is one piece
+        base = model(stages, n, forward, *times, unit=1000)
+        log = run(pipeline(base, list(range(stages)), n, schedule), send * 1000)
+        cost = max(length for length, _ in spans(log, unit=1000))
+        assert round((cost - work) / cost, 4) == rate
 
 
 def test_every_unit_is_scheduled_once() -> None:
