@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,10 +14,12 @@ from sim.errors import TiersimError
 from sim.experiment import Result, check_trace, to_platform
 from sim.hardware.platform import Platform
 from sim.layout import Layout, lay_out
+from sim.least_time import LowerBound, lower_bound
 from sim.parallel import Request, answers
 from sim.policies import label as label_of
 from sim.policies import load, names
 from sim.policies.base import Policy
+from sim.report.cells import bound_lines
 from sim.rows import Answer, Row, Setting, refused_for_state, states_of
 from sim.rows import answer as answer_to
 from sim.trace.graph import Trace
@@ -33,7 +35,7 @@ LITTLE = 10_000
 """Policies times ops: what takes less time than the start of other processes."""
 
 KEY_COLUMNS = (
-    *("policy", "fits", "peak_bytes", "makespan_ns", "overhead", "recompute_ns", "saved_fraction"),
+    *("policy", "fits", "peak_bytes", "makespan_ns", "overhead", "above_bound", "recompute_ns", "saved_fraction"),
     *("floor_bytes", "fidelity", "error"),
 )
 """The columns that a notebook shows; `Comparison.to_frame` has all of them."""
@@ -50,6 +52,8 @@ class Comparison:
     results: the results of the policies that fit, by label.
     left_out: policies that were not run -> the reason.
     notes: what to know of how they were run, a line each.
+    bound: the least time that any plan of a class takes; None where it was not asked for. Rows that fit have
+        `bound_ns`, `above_bound`, by how much a run of that class exceeds it, and `outside_bound`, why another is none.
     """
 
     trace: Trace
@@ -58,6 +62,7 @@ class Comparison:
     results: Mapping[str, Result] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    bound: LowerBound | None = None
 
     def __repr__(self) -> str:
         fitting = sum(row["fits"] is True for row in self.rows)
@@ -75,8 +80,11 @@ class Comparison:
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """How near runs are to the least makespan that their policies have proven, a line per policy with a proof."""
-        return tuple(f"{name}: {line}" for name, result in self.results.items() for line in result.bounds)
+        """The bound on all plans of a class, and what it is not about; then a line per policy with its own proof."""
+        return (
+            *bound_lines(self.bound.text() if self.bound else "", self.rows),
+            *(f"{name}: {line}" for name, result in self.results.items() for line in result.bounds),
+        )
 
     @property
     def fastest(self) -> str | None:
@@ -151,6 +159,7 @@ def compare(
     jobs: int | None = 1,
     on_progress: Callable[[Progress], None] | None = None,
     parallel: Layout | Mapping[str, Any] | None = None,
+    bound: bool = True,
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
@@ -169,6 +178,7 @@ def compare(
         so.
     on_progress: called for each policy that has been answered.
     parallel: see `simulate`.
+    bound: whether to say how near each run is to the least time that any plan of a class takes (`sim.lower_bound`).
 
     Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
     Interrupted on Ctrl-C, with the rows so far.
@@ -185,7 +195,24 @@ def compare(
         work.run(jobs)
     except KeyboardInterrupt:
         raise Interrupted(work.comparison(interrupted=True)) from None
-    return work.comparison()
+    found = work.comparison()
+    return bounded(found, machine if budget is None else machine.with_budget(to_bytes(budget))) if bound else found
+
+
+def bounded(comparison: Comparison, limited: Platform) -> Comparison:
+    """A comparison with the least time that any plan takes, and in each row how near it is to that.
+
+    limited: the machine with the budget.
+    """
+    try:
+        bound = lower_bound(comparison.trace, limited)
+    except TiersimError:  # what keeps every policy from running has been said by each
+        return comparison
+    rows = []
+    for row in comparison.rows:
+        result = comparison.results.get(row["policy"])
+        rows.append({**row, **(bound.record(result.log) if result else {})})
+    return replace(comparison, rows=tuple(rows), bound=bound)
 
 
 class _Work:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from sim.least_time import LowerBound
+
 UNLIMITED = 1 << 60
 """Capacity in bytes of the home tier in reference runs with unlimited memory."""
 
@@ -97,6 +99,7 @@ class Result:
     plan_s: wall-clock time of planning in seconds, not part of the simulated time.
     reference: computes the run with unlimited memory that slowdown and savings are measured against.
     trace: what the policy was asked to plan for, before it rewrote anything.
+    bound: the least time that any plan of a class takes, where it was asked for; see `sim.lower_bound`.
     """
 
     policy: Policy
@@ -109,6 +112,7 @@ class Result:
     plan_s: float = 0.0
     reference: Callable[[], Reference] | None = field(default=None, repr=False)
     trace: Trace | None = field(default=None, repr=False)
+    bound: LowerBound | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         figures = f"{format_time(self.log.end)}, peak {format_bytes(home_peak(self.log))}"
@@ -127,6 +131,17 @@ class Result:
         other = dataclasses.replace(self, reference=reference)
         vars(other)["_figures"] = self._figures
         return other
+
+    def with_bound(self) -> Result:
+        """The same result with the least time that any plan of a class takes, which its page then shows."""
+        from sim.least_time import lower_bound
+
+        try:
+            return (
+                self if self.trace is None else dataclasses.replace(self, bound=lower_bound(self.trace, self.platform))
+            )
+        except ProfileError:  # an op that its engine can't run, which the policy runs elsewhere
+            return self
 
     @property
     def bounds(self) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
-from sim.analysis.bounds import ideal_ns
 from sim.analysis.lanes import MOVE, RECOMPUTE
 from sim.hardware.cost import op_times
+from sim.hardware.ideal import ideal_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import CAUSE, EventLog
@@ -70,6 +71,18 @@ class LowerBound:
         if not self.makespan_ns or not log.complete or self.outside(log):
             return None
         return log.end / self.makespan_ns - 1
+
+    def record(self, log: EventLog) -> dict[str, Any]:
+        """What a run's row says of the bound: `bound_ns`, `above_bound`, `outside_bound`."""
+        return {"bound_ns": self.makespan_ns, "above_bound": self.above(log), "outside_bound": self.outside(log)}
+
+    def line(self, log: EventLog) -> str:
+        """How near a run is to the bound, in a sentence."""
+        if why := self.outside(log):
+            return f"not compared with the bound, since it {why}: {self.text()}"
+        above = self.above(log)
+        near = "" if above is None else f"within {100 * above:.2g} % of what any plan of its class can reach: "
+        return near + self.text()
 
     def outside(self, log: EventLog) -> str:
         """What a run did that plans of the class do not, in words that follow its policy; "" for a run of the class."""

@@ -111,6 +111,8 @@ def write_comparison(
         write_text(folder / "comparison.txt", text),
     ]
     record = {**about, "rows": [dict(row) for row in comparison.rows], "left_out": dict(comparison.left_out)}
+    if comparison.bound is not None:
+        record["bound"] = comparison.bound.text()
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
     for i, row in enumerate(comparison.rows):
         if row["policy"] in comparison.results:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sim.hardware.platform import Platform
+from sim.least_time import LowerBound
 from sim.log import EventLog
 from sim.policies.base import Policy
-from sim.report.cells import approximate_lines, cancelled_lines, ordered
+from sim.report.cells import approximate_lines, bound_lines, cancelled_lines, ordered
 from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 from sim.rewrites.values import approximate
@@ -46,6 +47,10 @@ class Run(Protocol):
     @property
     def bounds(self) -> tuple[str, ...]:
         """How near it is to what its policy has proven."""
+
+    @property
+    def bound(self) -> LowerBound | None:
+        """The least time that any plan of a class takes, if it is known."""
 
     def summary(self) -> dict[str, Any]:
         """Its figures."""
@@ -112,6 +117,7 @@ def run_notes(result: Run) -> tuple[str, ...]:
     """Notes beside a run's figures: what its policy saves and has proven, cancelled moves, what is approximate."""
     lossy = approximate_lines(approximate(result.log.trace))
     saved = (*result.policy.saving_lines(), *result.bounds)
+    saved = saved if result.bound is None else (*saved, result.bound.line(result.log))
     return (*saved, *cancelled_lines(result.summary()), *lossy)
 
 
@@ -134,7 +140,7 @@ def saved_table(
 ) -> TableView:
     """A saved comparison as a page shows it.
 
-    record: `rows`, `left_out`, `workload` and `platform` as saved.
+    record: `rows`, `left_out`, `workload`, `platform` and `bound` as saved.
     runs: a view of each run that fits, by label.
     platform: None where its profile was not opened; the figures are then taken from the views.
     command: the command that reproduces the comparison.
@@ -154,6 +160,7 @@ def saved_table(
         runs=runs,
         notes=[
             *bounds,
+            *bound_lines(record.get("bound", ""), record["rows"]),
             *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
             *(f"not run: {name}: {why}" for name, why in record["left_out"].items()),
         ],

@@ -19,12 +19,13 @@ SUMMARY = (
     *("mean_saved_fraction", "overhead", "unlimited_ns", "unlimited_run", "energy_j", "counters"),
     *("bubble", "exposed_ns", "binding_device"),
 )
-ROW = ("policy", "fidelity", "manages", *SUMMARY, "plan_s")
+BOUND = ("bound_ns", "above_bound", "outside_bound")
+ROW = ("policy", "fidelity", "manages", *SUMMARY, "plan_s", *BOUND)
 REFUSED = ("policy", "fidelity", "manages", "fits", "refusal", "error", "floor_bytes", "holders", "full")
 ABOUT = ("asked", "assumed", "files", "platform", "trace", "workload")
 ASKED = (
     *("profile", "policy", "model", "batch", "seq", "precision", "attention", "optimizer", "loss", "micro_batches"),
-    *("budget", "seed"),
+    *("budget", "seed", "bound"),
 )
 TRAITS = (
     *("online", "recomputes", "moves", "rewrites", "lossless", "optimal", "needs", "solver", "warm_up", "manages"),
@@ -52,9 +53,10 @@ def test_every_figure_of_a_summary_is_pinned():
 
 
 def test_run(capsys):
-    assert tuple(answer("run", *JOB, capsys=capsys)) == ("policy", *SUMMARY)
+    assert tuple(answer("run", *JOB, capsys=capsys)) == ("policy", *SUMMARY, *BOUND)
+    assert tuple(answer("run", *JOB, "--no-bound", capsys=capsys)) == ("policy", *SUMMARY)
     found = answer("run", *JOB, "--analysis", "traffic", capsys=capsys)
-    assert tuple(found) == ("policy", *SUMMARY, "analyses")
+    assert tuple(found) == ("policy", *SUMMARY, *BOUND, "analyses")
     assert tuple(found["analyses"]["traffic"][0]) == ("link", "bytes", "transfers", "busy_ns", "busy", "utilisation")
 
 
@@ -74,7 +76,7 @@ def test_files_of_a_run_and_of_a_comparison(capsys, tmp_path):
         assert tuple(json.load(file)["view"]["figures"]) == SUMMARY
     tiersim("compare", *JOB, "--policies", "keep_all,full_recompute", "-o", str(tmp_path / "two"), capsys=capsys)
     saved = json.loads((tmp_path / "two" / "comparison.json").read_text())
-    assert tuple(saved) == (*ABOUT, "rows", "left_out")
+    assert tuple(saved) == (*ABOUT, "rows", "left_out", "bound")
     assert all(tuple(row) == ROW for row in saved["rows"])
     head = next(csv.reader((tmp_path / "two" / "comparison.csv").open()))
     assert tuple(dict.fromkeys(name.partition(".")[0] for name in head)) == tuple(

@@ -3,7 +3,7 @@
 Made by `scripts/make_figures.py`: the public names of the files of this folder.
 """
 
-from sim.analysis.bounds import Bounds, bounds, ideal_ns
+from sim.analysis.bounds import Bounds, bounds
 from sim.analysis.bubbles import Bubbles, bubbles
 from sim.analysis.fragmentation import Fragmentation, fragmentation
 from sim.analysis.lifetimes import lifetimes
@@ -42,7 +42,6 @@ __all__ = [
     "bubbles",
     "fragmentation",
     "home_peak",
-    "ideal_ns",
     "lifetimes",
     "mean_bytes",
     "memory_over_time",

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from sim.analysis.lanes import MOVE
 from sim.analysis.peak_memory import peak_bytes
 from sim.hardware.cost import OpTimes, op_times
-from sim.hardware.platform import Platform
+from sim.hardware.ideal import load_and_path
 from sim.hardware.transfer_time import transfer_ns
 from sim.log import CAUSE, EventLog, Ints
-from sim.trace.graph import Trace
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def bounds(log: EventLog, tier: str | None = None) -> Bounds:
     """
     name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
     times = op_times(log.trace, log.platform)
-    load, path = _compute(log.trace, log.platform, times)
+    load, path = load_and_path(log.trace, log.platform, times)
     transfer = _transfer_ns(log, times)
     working, pinned, op = _memory_bound(log, times, name)
     time, memory, peak = max(load, path, transfer), working + pinned, peak_bytes(log)[name]
@@ -81,55 +80,6 @@ def bounds(log: EventLog, tier: str | None = None) -> Bounds:
 
 
 # ---- time --------------------------------------------------------------------------------------
-
-
-def ideal_ns(trace: Trace, platform: Platform) -> int:
-    """Nanoseconds that the ops of a trace take at least, each once, whatever the memory: see `Bounds`."""
-    return max(_compute(trace, platform, op_times(trace, platform)))
-
-
-def _compute(trace: Trace, platform: Platform, times: OpTimes) -> tuple[int, int]:
-    """All ops of the busiest engine, and the longest chain of ops."""
-    cost = times.total.copy()
-    cost[list(trace.op_columns.group)] = 0  # a group runs on links
-    return int(_loads(times.engine, cost).max(initial=0)), _critical_path(trace, platform, times, cost)
-
-
-def _loads(engine: NDArray[np.int32], cost: Ints) -> Ints:
-    """Nanoseconds of all ops, per engine."""
-    load = np.zeros(int(engine.max(initial=-1)) + 1, np.int64)
-    np.add.at(load, engine, cost)
-    return load
-
-
-def _critical_path(trace: Trace, platform: Platform, times: OpTimes, cost: Ints) -> int:
-    c = trace.op_columns
-    main = np.array([platform.engine_for(device) for device in range(trace.devices)], np.int64)
-    in_order = times.engine == main[c.device]
-    if trace.devices == 1 and in_order.all():
-        return int(cost.sum())  # one engine, one queue: the chain of all ops
-    reached = [0] * trace.devices  # when each device can continue
-    ready = [0] * len(trace.tensor_columns.name)
-    together: dict[str, int] = {}
-    device, on_main, ns = c.device.tolist(), in_order.tolist(), cost.tolist()
-    read_at, reads = c.read_start.tolist(), c.read_ids.tolist()
-    write_at, writes = c.write_start.tolist(), c.write_ids.tolist()
-    last = 0
-    for op in range(len(ns)):
-        start = reached[device[op]]
-        for tensor in reads[read_at[op] : read_at[op + 1]]:
-            if ready[tensor] > start:
-                start = ready[tensor]
-        group = c.group.get(op)
-        if group:  # members start together; later members of the trace do not delay this one: still a lower bound
-            start = together[group] = max(start, together.get(group, 0))
-        end = start + ns[op]
-        if on_main[op] and not group:
-            reached[device[op]] = end
-        for tensor in writes[write_at[op] : write_at[op + 1]]:
-            ready[tensor] = end
-        last = max(last, end)
-    return last
 
 
 def _transfer_ns(log: EventLog, times: OpTimes) -> int:

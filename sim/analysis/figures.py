@@ -47,6 +47,14 @@ BESIDE: Mapping[str, Figure] = {
     "over_fastest": Figure(
         "change", "over fastest", "slowdown against the fastest policy on the same job", column=(4, "vs fastest")
     ),
+    "bound_ns": Figure("time", "least time", "the least that any plan of a class takes, which is proven"),
+    "above_bound": Figure(
+        "change",
+        "above the bound",
+        "how much longer than the least time that any plan of its class takes, which is proven",
+        column=(5, "above bound"),
+    ),
+    "outside_bound": Figure("text", "outside the bound", "what a run does that plans of the bound's class do not"),
     "recompute_share": Figure("percent", "recompute share", "of the devices' time", column=(6, "recompute")),
     "stall_share": Figure("percent", "stall share", "of the devices' time", column=(7, "stall")),
 }

@@ -79,6 +79,7 @@ def _run(wanted: Wanted) -> Path:
         return write_run_page(view, wanted.target)
     platform, trace = job
     result = repeat(options, trace, platform, policy, saved, folder)
+    result = result.with_bound() if options["bound"] else result
     return write_run_page(run_view(result, command=command, links=links), wanted.target)
 
 

@@ -71,10 +71,20 @@ FIGURES = Option(
 NOTES = Option(
     "notes", Annotated[bool, typer.Option("--notes", help="print every note, and why each misfit does not fit")], False
 )
-RUN = (PROFILE, POLICY, *WORKLOAD, *LAYOUT, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, OUT, JSON)
+BOUND = Option(
+    "bound",
+    Annotated[
+        bool,
+        typer.Option(
+            "--bound/--no-bound", help="say how near a run is to the least time that any plan of its class takes"
+        ),
+    ],
+    True,
+)
+RUN = (PROFILE, POLICY, *WORKLOAD, *LAYOUT, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, BOUND, OUT, JSON)
 COMPARED = (
     *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], *LAYOUT, BUDGET, SET, *REPLAY),
-    *(FLOORS, JOBS, OUT, FIGURES, NOTES, JSON),
+    *(FLOORS, BOUND, JOBS, OUT, FIGURES, NOTES, JSON),
 )
 
 
@@ -105,13 +115,16 @@ def run(ctx: typer.Context, **options: Any) -> None:
             (row,) = run_all(work, platform, [(policy, given)], **how).rows
             print(to_json({**row, "policy": policy}))
         raise
+    if options["bound"]:
+        result = result.with_bound()
     about = about_run(options, platform, work, [policy])
     more = {name: as_records(of(result.log)) for name, of in asked.items()}
     if folder:
         for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):
             say(f"wrote {path}")
+    near = result.bound.record(result.log) if result.bound else {}
     if json:
-        print(to_json({"policy": policy, **result.summary(), **({"analyses": more} if more else {})}))
+        print(to_json({"policy": policy, **result.summary(), **near, **({"analyses": more} if more else {})}))
     else:
         warm_up = len(result.warm_up)
         notes = run_notes(result)
@@ -151,6 +164,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
             **limit_of(options["recompute_limit"]),
             find_floor=options["floors"] or None,
             jobs=options["jobs"],
+            bound=options["bound"],
             on_progress=told(),
         )
     except Interrupted as stop:

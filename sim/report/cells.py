@@ -116,6 +116,7 @@ def columns(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bo
         Column(title["makespan_ns"], lambda row: clock(row.get("makespan_ns"))),
         Column(title["over_fastest"], lambda row: str(standing.get(row["policy"], NONE))),
         Column(title["overhead"], lambda row: percent(row.get("overhead"), sign=True), spare=3),
+        Column(title["above_bound"], lambda row: percent(row.get("above_bound"), sign=True), spare=6),
         Column(title["recompute_share"], lambda row: share(row, "recompute_ns"), spare=4),
         Column(title["stall_share"], lambda row: share(row, "stall_ns"), spare=5),
         Column(title["moved_bytes"], moved, spare=2),
@@ -150,6 +151,18 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
     if any(row.get("fidelity") == "reconstruction" for row in rows):
         lines.append("reconstruction: detail of the published system was not public, so its headline is not credited")
     return lines
+
+
+def bound_lines(text: str, rows: Sequence[Row]) -> list[str]:
+    """What the rows are above: the bound in words, "" for none, and which runs it is not about."""
+    if not text:
+        return []
+    apart: dict[str, list[str]] = {}
+    for row in ordered(rows):
+        if why := row.get("outside_bound"):
+            apart.setdefault(str(why), []).append(str(row["policy"]))
+    others = "; ".join(f"{', '.join(policies)} ({why})" for why, policies in apart.items())
+    return [f"bound: {text}", *([f"not compared with the bound: {others}"] if apart else [])]
 
 
 def cancelled_lines(summary: Row) -> list[str]:

@@ -78,7 +78,17 @@ def verdict_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR, *, bina
     word = "the only one that fits" if len(fitting) == 1 and len(ran) > 1 else "the fastest"
     first = f"{top['policy']} is {word}: " if len(ran) > 1 else f"{top['policy']}: "
     why = does(top, binary=binary)
-    return [f"{first}{least}{f'; {why}' if why else ''}.", *_others(fitting, model_error)]
+    near = _near(top.get("above_bound"))
+    return [f"{first}{least}{f'; {why}' if why else ''}{near}.", *_others(fitting, model_error)]
+
+
+def _near(above: float | None) -> str:
+    """How near a run is to the least that is proven possible, as the end of a sentence; "" if unknown."""
+    if above is None:
+        return ""
+    if percent(above) == percent(0):
+        return "; no plan of its class is faster"
+    return f"; within {percent(above)} of what any plan of its class can reach"
 
 
 def _others(fitting: Sequence[Row], model_error: float) -> Iterator[str]:
