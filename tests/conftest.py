@@ -95,6 +95,7 @@ LONG = (
     "policies/hybrid/test_poet.py::test_no_plan_of_its_class",
     "solvers/test_ordering.py",
     "solvers/test_rounding.py",
+    "conformance/test_planted_policies.py::test_a_planted_fault",
     "fuzz/test_fuzz.py::test_more",
     "test_documents.py::test_a_notebook_runs",
     "test_documents.py::test_the_demos_table",

@@ -235,7 +235,13 @@ def demo(**options: Any) -> None:
         print(f"\n{what} for ui.perfetto.dev are in {options['out']}/")
 
 
-@takes(Option("examples", Annotated[int, typer.Option(help="random examples per law", min=1)], 50), PARAM, SEED, JSON)
+EXAMPLES = Option("examples", Annotated[int, typer.Option(help="random examples per law", min=1)], 50)
+LIMIT = Option(
+    "time_limit", Annotated[float, typer.Option(help="seconds of processor time per example", min=0.01)], 30.0
+)
+
+
+@takes(EXAMPLES, LIMIT, PARAM, SEED, JSON)
 def check(
     policy: Annotated[str, typer.Argument(help=WRITTEN)],
     **options: Any,
@@ -244,7 +250,8 @@ def check(
     from sim.conformance.isolation import checked
     from sim.outputs import to_json
 
-    report, text = checked(policy, parameters(options["param"]), examples=options["examples"], seed=options["seed"])
+    how = {"examples": options["examples"], "seed": options["seed"], "time_limit_s": options["time_limit"]}
+    report, text = checked(policy, parameters(options["param"]), **how)
     print(to_json(report) if options["json"] else text)
     if not report["passed"]:
         raise typer.Exit(1)

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from sim.conformance.examples import Example, examples_for, for_each
+from sim.conformance.limits import limited
 from sim.conformance.replayed import run_policy
 from sim.errors import PolicyError
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
+from sim.trace.graph import Trace
 
 
-def fingerprints(policy: Policy, *, examples: int, seed: int, last_first: bool = False) -> list[str]:
-    """The result of each example as text: the hash of the log, or the refusal.
+def fingerprints(
+    policy: Policy, *, examples: int, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
+) -> list[str]:
+    """The result of each example as text: a hash of what happened when, without names, and the kind of a refusal.
 
-    last_first: whether they run in reverse order; the order of the results stays the same.
+    elsewhere: whether they run in reverse order, with other names of tensors; the order of the results stays the same.
     """
     drawn: list[Example] = []
     for_each(examples_for(policy), drawn.append, examples, seed)
 
     def look(example: Example) -> str:
-        run = run_policy(policy, example.trace, example.platform, seed=seed)
-        answer = run.log.content_hash if run.log is not None else ""
-        return f"{answer} {type(run.error or run.crash).__name__}: {run.error or run.crash}"
+        trace = renamed(example.trace) if elsewhere else example.trace
+        with limited(time_limit_s):
+            run = run_policy(policy, trace, example.platform, seed=seed)
+        rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
+        answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
+        return f"{answer} {type(run.error or run.crash).__name__}"
 
-    if last_first:
+    if elsewhere:
         return [look(example) for example in reversed(drawn)][::-1]
     return [look(example) for example in drawn]
+
+
+def renamed(trace: Trace) -> Trace:
+    """The same trace with tensors whose names sort and hash otherwise; their words stay, since they may say a role."""
+    tensors, count = trace.tensor_columns, len(trace.tensors)
+    columns = dataclasses.replace(tensors, name=[f"r{count - i:07d}.{name}" for i, name in enumerate(tensors.name)])
+    return Trace(columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
 
 
 class Ended(Exception):
     """The second process ended without an answer: it failed, or a policy ended it, as `os._exit` does."""
 
 
-def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int) -> list[str]:
+def differences(
+    policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int, time_limit_s: float | None = None
+) -> list[str]:
     """The policies, given with their names, for which a second process gets different results.
 
-    It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones. A policy that
+    It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
+    of another day, and with other names of tensors. A policy that
     cannot be loaded there by its name and parameters is left out. The second process runs first, so that a policy that
     ends its process does not end this one. Raises Ended if that happened.
     """
@@ -52,7 +72,8 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
         except (PolicyError, TypeError, ValueError):
             known = False
         if known:
-            jobs.append({"name": name, "parameters": parameters, "examples": examples, "seed": seed})
+            how = {"examples": examples, "seed": seed, "time_limit_s": time_limit_s}
+            jobs.append({"name": name, "parameters": parameters, **how})
     if not jobs:
         return []
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -68,21 +89,35 @@ def differences(policies: Sequence[tuple[str, Policy]], *, examples: int, seed: 
         raise Ended(f"a process that runs it ends without an answer (exit status {done.returncode}): {last}")
     found = []
     for job, there in zip(jobs, answers, strict=True):
-        here = fingerprints(load(job["name"], **job["parameters"]), examples=examples, seed=seed)  # type: ignore[arg-type]
+        policy = load(job["name"], **job["parameters"])  # type: ignore[arg-type]
+        here = fingerprints(policy, examples=examples, seed=seed, time_limit_s=time_limit_s)
         if here != there:
             at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
             found.append(f"{job['name']}: example {at} gives a different result in a second process")
     return found
 
 
+SHIFT_S = 400 * 86_400 + 12_345
+"""Seconds by which the clocks of the second process are ahead: another year, month, day, hour and minute."""
+
+
+def _shift_clocks() -> None:
+    """Let every clock of `time` tell another time; what elapses stays the same."""
+    for name in ("time", "monotonic", "perf_counter"):
+        clock, in_ns = getattr(time, name), getattr(time, f"{name}_ns")
+        setattr(time, name, lambda clock=clock: clock() + SHIFT_S)
+        setattr(time, f"{name}_ns", lambda clock=in_ns: clock() + SHIFT_S * 10**9)
+
+
 def main() -> None:
     """Read jobs from standard input and print their results."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a policy prints is not part of the answer
+    _shift_clocks()
     answers = []
     for job in json.load(sys.stdin):
-        policy = load(job["name"], **job["parameters"])
-        answers.append(fingerprints(policy, examples=job["examples"], seed=job["seed"], last_first=True))
+        policy = load(job.pop("name"), **job.pop("parameters"))
+        answers.append(fingerprints(policy, **job, elsewhere=True))
     json.dump(answers, out)
     out.close()
 

@@ -9,18 +9,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from sim.conformance.limits import SECONDS
 from sim.conformance.memory import check_outcome
 from sim.conformance.suite import Broken, Report, check_policy, sentence
 from sim.errors import PolicyError, PolicyFailed, TiersimError
 from sim.policies import load
 
 
-def checked(name: str, parameters: Mapping[str, Any], *, examples: int, seed: int) -> tuple[dict[str, Any], str]:
+def checked(
+    name: str, parameters: Mapping[str, Any], *, examples: int, seed: int, time_limit_s: float = SECONDS
+) -> tuple[dict[str, Any], str]:
     """The report on a policy, as JSON values and as text.
 
     If the process ends without a report, law 6 is broken. Raises PolicyError or PolicyFailed as `load` does.
     """
     job = {"name": name, "parameters": dict(parameters), "examples": examples, "seed": seed}
+    job |= {"time_limit_s": time_limit_s}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "sim.conformance.isolation"]
     done = subprocess.run(
@@ -47,8 +51,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     answer: dict[str, Any]
     try:
-        policy = load(job["name"], **job["parameters"])
-        report = check_policy(policy, examples=job["examples"], seed=job["seed"], name=job["name"])
+        policy = load(job["name"], **job.pop("parameters"))
+        report = check_policy(policy, **job)
         answer = {"record": report.as_dict(), "text": report.as_text()}
     except TiersimError as error:
         answer = {"error": type(error).__name__, "text": str(error)}

@@ -6,11 +6,15 @@ from collections import defaultdict
 
 import numpy as np
 
+from sim.analysis.peak_memory import peak_bytes
 from sim.conformance.ledger import FIRST, FOREVER, FREED, MADE, MOVED_IN, Ledger
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.errors import Infeasible, OutOfMemory, PolicyError
+from sim.experiment import reference_run
+from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
 from sim.plan import Move, Plan
+from sim.trace.graph import Trace
 
 WORKSPACE = CAUSE["workspace"]
 
@@ -166,6 +170,18 @@ def check_outcome(run: Replayed) -> None:
         raise LawBroken(f"{type(run.error).__name__}: {run.error}")
     if isinstance(run.error, OutOfMemory) and run.plan is not None:
         _check_refusal(run, run.error)
+    if run.plan is None and not isinstance(run.error, OutOfMemory) and _is_ample(run.trace, run.platform):
+        raise LawBroken(f"says that nothing fits where everything does: {run.error}")
+
+
+def _is_ample(trace: Trace, platform: Platform) -> bool:
+    """Whether keeping everything fits, and every other tier could take all there is."""
+    homes = {platform.home(device).name for device in range(trace.devices)}
+    whole = int(trace.tensor_columns.bytes.sum())
+    if any(tier.capacity < whole for tier in platform.tiers if tier.name not in homes):
+        return False
+    peaks = peak_bytes(reference_run(trace, platform))
+    return all(peaks[name] <= platform.tier(name).capacity for name in homes)
 
 
 def _check_refusal(run: Replayed, error: OutOfMemory) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sim.conformance.ledger import Ledger
+from sim.conformance.limits import TooLong
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for
@@ -86,7 +87,7 @@ def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: i
         partial = getattr(error, "log", None) if plan is not None else None
         return Replayed(policy, trace, platform, seed, plan, partial, error, None, history)
     except BaseException as crash:
-        if type(crash) is KeyboardInterrupt:  # a person's
+        if type(crash) in (KeyboardInterrupt, TooLong):  # a person's, and the checker's
             raise
         return Replayed(policy, trace, platform, seed, plan, None, None, crash, history)
     return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from sim.conformance.across_processes import Ended, differences
 from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
 from sim.conformance.examples import Example, examples_for, for_each, on_its_own
+from sim.conformance.limits import SECONDS, TooLong, limited
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.optimality import check_optimal
 from sim.conformance.order import check_ops, check_order, check_tiling
@@ -51,8 +53,24 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
 }
 """The laws by name, in order of their numbers."""
 
+APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
+    "outcome": lambda run: True,
+    "repeats": lambda run: run.crash is None,
+    "optimal": lambda run: run.done and bool(run.policy.optimal),
+    "carried": lambda run: run.done and bool(run.trace.carry),
+    "online": lambda run: run.done and run.plan is not None and run.plan.online is not None,
+    "costs": lambda run: run.done and run.plan is not None and run.plan.trace != run.trace,
+}
+"""What an example needs in order to put a law to the test, where that is more than to run to its end."""
+
+ENOUGH = 15
+"""Examples that ran, from which on a declared trait that never showed counts as a fault."""
+
 ELSEWHERE = 5
 """Most examples that a second process repeats."""
+
+SHRINKS = 500
+"""Most examples that are tried to find a smaller one that breaks a law."""
 
 # ---- the report --------------------------------------------------------------------------------
 
@@ -90,6 +108,8 @@ class Report:
     shares: per declared trait the fraction of completed examples in which it showed.
     broken: the laws that were broken.
     notes: remarks for the reader.
+    exercised: the laws that some example put to the test.
+    rarely: why a declared trait seldom shows, as the policy says.
     """
 
     policy: str
@@ -101,6 +121,8 @@ class Report:
     shares: Mapping[str, float] = field(default_factory=dict)
     broken: tuple[Broken, ...] = ()
     notes: tuple[str, ...] = ()
+    exercised: tuple[str, ...] = ()
+    rarely: str = ""
 
     @property
     def ran(self) -> int:
@@ -109,8 +131,15 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every law was kept, and some example completed."""
-        return not self.broken and self.ran > 0
+        """Whether every law was kept, some example completed, and no declared trait is an empty word."""
+        return not self.broken and self.ran > 0 and not self.never_shown
+
+    @property
+    def never_shown(self) -> tuple[str, ...]:
+        """Declared traits that showed in none of many examples, and that the policy does not call rare."""
+        if self.ran < ENOUGH or self.rarely:
+            return ()
+        return tuple(trait for trait, share in self.shares.items() if not share)
 
     @property
     def not_exercised(self) -> tuple[str, ...]:
@@ -120,7 +149,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         found = dataclasses.asdict(self)
-        return {**found, "passed": self.passed, "not_exercised": list(self.not_exercised)}
+        lists = {"not_exercised": list(self.not_exercised), "never_shown": list(self.never_shown)}
+        return {**found, "passed": self.passed, **lists}
 
     def as_text(self) -> str:
         """The report as text."""
@@ -131,8 +161,9 @@ class Report:
         ]
         broken = {entry.law: entry for entry in self.broken}
         for law, check in CHECKS.items():
-            verdict = "FAIL" if law in broken else "ok" if self.ran else "–"
-            lines.append(f"  {verdict:4}  {sentence(check)}")
+            verdict = "FAIL" if law in broken else "ok" if law in self.exercised else "–"
+            idle = "" if law in broken or law in self.exercised or not self.ran else " (not exercised)"
+            lines.append(f"  {verdict:4}  {sentence(check)}{idle}")
             if law in broken:
                 entry = broken[law]
                 if self.examples:
@@ -143,7 +174,8 @@ class Report:
         if self.ran == 0:
             lines.append("  nothing ran: no law was put to the test")
         for trait, share in self.shares.items():
-            mark = "  not exercised: " if share < SELDOM else "  "
+            mark = "  FAIL  declared, and never shown: " if trait in self.never_shown else "  "
+            mark = "  not exercised: " if share < SELDOM and not mark.strip() else mark
             lines.append(f"{mark}{trait} in {share:.0%} of the examples that ran")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -164,6 +196,7 @@ def check_policy(
     name: str = "",
     folder: str | os.PathLike[str] = ".",
     across_processes: bool = True,
+    time_limit_s: float | None = SECONDS,
 ) -> Report:
     """Check that a policy keeps every law on random examples; the same arguments give the same report.
 
@@ -173,6 +206,7 @@ def check_policy(
         second process can load it for law 7.
     folder: where a failing example is written, as a trace and a profile.
     across_processes: whether law 7 uses that process.
+    time_limit_s: processor time that the policy may take for an example, None for no limit.
 
     Raises PolicyError if `examples` is below 1.
     """
@@ -182,23 +216,33 @@ def check_policy(
     elsewhere: list[str] = []
     if across_processes:
         try:
-            elsewhere = differences([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed)
+            elsewhere = differences(
+                [(name, policy)], examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s
+            )
         except Ended as error:
             ended = Broken("outcome", sentence(check_outcome), 1, str(error))
             return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
+    exercised: set[str] = set()
 
     def look(example: Example) -> None:
-        run = run_policy(policy, example.trace, example.platform, seed=seed)
-        seen.add(run)
-        for law, check in CHECKS.items():
-            text = breaks(check, run)
-            if text:
-                broken.setdefault(law, []).append((example, text))
+        with limited(time_limit_s):
+            run = run_policy(policy, example.trace, example.platform, seed=seed)
+            seen.add(run)
+            for law, check in CHECKS.items():
+                if APPLIES[law](run) if law in APPLIES else run.done:
+                    exercised.add(law)
+                text = breaks(check, run)
+                if text:
+                    broken.setdefault(law, []).append((example, text))
 
     drawn = examples_for(policy)
-    for_each(drawn, look, examples, seed)
+    try:
+        for_each(drawn, look, examples, seed)
+    except TooLong as error:
+        ended = Broken("outcome", sentence(check_outcome), 1, f"TooLong: {error}")
+        return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=(ended,))
     found = []
     for law, cases in broken.items():
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed) or cases[0]
@@ -215,6 +259,8 @@ def check_policy(
         shares=seen.shares(),
         broken=tuple(found),
         notes=tuple(seen.notes()),
+        exercised=tuple(law for law in CHECKS if law in exercised),
+        rarely=policy.rarely,
     )
 
 
@@ -234,6 +280,7 @@ def _smallest(
 ) -> tuple[Example, str] | None:
     """Repeat the examples until the law is broken, then shrink that one. None if none breaks it this time."""
     found: list[tuple[Example, str]] = []
+    tries = itertools.count(1)
 
     @seed(first)
     @settings(
@@ -247,12 +294,15 @@ def _smallest(
     )
     @given(drawn)
     def until_broken(example: Example) -> None:
-        text = breaks(check, run_policy(policy, example.trace, example.platform, seed=first))
+        if next(tries) > count + SHRINKS:
+            raise TooLong("small enough")
+        with limited(SECONDS):
+            text = breaks(check, run_policy(policy, example.trace, example.platform, seed=first))
         if text:
             found.append((example, text))
             raise LawBroken(text)
 
-    with on_its_own(), suppress(LawBroken, Flaky):
+    with on_its_own(), suppress(LawBroken, Flaky, TooLong):
         until_broken()
     return found[-1] if found else None
 

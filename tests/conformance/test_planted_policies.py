@@ -1,0 +1,156 @@
+"""Policies with one fault each: the check that a user runs catches every one, by the law named beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sim.conformance import CHECKS, check_policy
+from sim.policies import load
+
+HEAD = '''
+import itertools, random, sys, time
+from dataclasses import dataclass
+from typing import ClassVar
+from sim.errors import Infeasible
+from sim.plan import Drop, Move, Online, Plan, Recompute
+from sim.policies.base import MANAGES, Policy
+from sim.rewrites.rewriter import with_columns
+
+SEEN = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Policy):
+    """Moves one result away."""
+
+    moves = True
+    manages: ClassVar[tuple[str, ...]] = MANAGES
+    needs = frozenset({"host"})
+
+    def made(self, trace):
+        return [t for t in range(len(trace.tensors)) if trace.producer[t] >= 0 and trace.tensors[t].bytes
+                and trace.read_counts[t] and t not in trace.outputs and trace.replaced_by[t] < 0]
+
+    def away(self, problem, pick):
+        trace, made = problem.trace, self.made(problem.trace)
+        if not made:
+            return Plan(trace)
+        t = made[pick % len(made)]
+        return Plan(trace, [Move(t, "host", after=int(trace.producer[t]))])
+
+
+class Knows(Online):
+    def __init__(self, trace):
+        self.trace = trace
+
+    def before(self, op, memory):
+        for t in self.trace.reads(op + 2) if op + 2 < len(self.trace.ops) else ():
+            if 0 <= self.trace.producer[t] < op and t not in self.trace.outputs:
+                return [Move(t, "host", keep=True)]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted(Base):
+    """Has one fault."""
+'''
+
+PLAN = "    def plan(self, problem):\n        trace, made = problem.trace, self.made(problem.trace)\n"
+
+FAULTS = {
+    "sys.exit(0)": ("outcome", "sys.exit(0)"),
+    "a false Infeasible": ("outcome", "raise Infeasible('nothing fits')"),
+    "Infeasible for some": (
+        "outcome",
+        "if len(trace.ops) % 2: raise Infeasible('nothing fits')\nreturn self.away(problem, 1)",
+    ),
+    "random ops that lose their seed": (
+        "costs",
+        "return Plan(with_columns(trace, random=trace.op_columns.random & False))",
+    ),
+    "halved durations": (
+        "costs",
+        "return Plan(with_columns(trace, duration=trace.op_columns.duration // 2, flops=trace.op_columns.flops // 2))",
+    ),
+    "no workspaces": ("costs", "return Plan(with_columns(trace, workspace=trace.op_columns.workspace * 0))"),
+    "the order of a set": (
+        "repeats",
+        "names = {trace.tensors[t].name for t in made}\n"
+        "if not names: return Plan(trace)\n"
+        "t = trace.tensor_id(next(iter(names)))\n"
+        "return Plan(trace, [Move(t, 'host', after=int(trace.producer[t]))])",
+    ),
+    "the hash of a text": ("repeats", "return self.away(problem, hash('tensor'))"),
+    "the clock": ("repeats", "return self.away(problem, int(time.time() * 1000))"),
+    "the minute": ("repeats", "return self.away(problem, int(time.time() // 60))"),
+    "dice without a seed": ("repeats", "return self.away(problem, random.randrange(1000))"),
+    "names of tensors": (
+        "repeats",
+        "t = min(made, key=lambda t: trace.tensors[t].name, default=None)\n"
+        "if t is None: return Plan(trace)\n"
+        "return Plan(trace, [Move(t, 'host', after=int(trace.producer[t]))])",
+    ),
+    "what it saw before": ("repeats", "SEEN.append(1)\nreturn self.away(problem, len(SEEN))"),
+    "an online part that looks two ops ahead": ("online", "return Plan(trace, online=lambda: Knows(trace))"),
+    "a crash on long traces": ("outcome", "if len(trace.ops) > 12: raise KeyError('x')\nreturn self.away(problem, 1)"),
+    "a list for a plan": ("outcome", "return [Move(0, 'host', after=0)]"),
+    "endless recursion": ("outcome", "return self.plan(problem)"),
+    "a plan that never comes": ("outcome", "while True: pass"),
+    "a plan that waits for something else": ("outcome", "time.sleep(10**6)"),
+    "actions without end": ("outcome", "return Plan(trace, (Drop(0, after=0) for _ in itertools.count()))"),
+    "a drop of what cannot be recomputed": (
+        "outcome",
+        "first = [t for t in range(len(trace.tensors)) if trace.producer[t] < 0 and len(trace.readers(t))]\n"
+        "return Plan(trace, [Drop(first[0], before=trace.readers(first[0])[0])] if first else [])",
+    ),
+    "moves that it does not declare": ("ops", "return self.away(problem, 1)"),
+    "moves that never happen": ("", "return Plan(trace)"),
+    "recomputation that never happens": ("", "return self.away(problem, 1)"),
+}
+"""By a name the law that catches it ("" for a declared trait that never shows), and what `plan` does."""
+
+TRAITS = {
+    "moves that it does not declare": "    moves = False\n",
+    "recomputation that never happens": "    recomputes = True\n",
+    "a drop of what cannot be recomputed": "    recomputes = True\n",
+    **dict.fromkeys(("random ops that lose their seed", "halved durations", "no workspaces"), "    rewrites = True\n"),
+}
+STOPPED = ("a plan that never comes", "a plan that waits for something else", "actions without end")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught_by_its_law(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    law, body = FAULTS[fault]
+    plan = PLAN + "".join(f"        {line}\n" for line in body.splitlines())
+    (tmp_path / "planted.py").write_text(f"{HEAD}\n{TRAITS.get(fault, '')}\n{plan}")
+    monkeypatch.chdir(tmp_path)
+    name = "planted.py:Planted"
+    limit = 0.3 if fault in STOPPED else 30
+    elsewhere = law in ("repeats", "outcome")
+    report = check_policy(
+        load(name), examples=50, name=name, folder=tmp_path, across_processes=elsewhere, time_limit_s=limit
+    )
+    assert not report.passed
+    assert law in [entry.law for entry in report.broken] or (not law and report.never_shown)
+    if fault in STOPPED:
+        assert "TooLong" in report.as_text()
+        assert "--time-limit" in report.as_text()
+
+
+def test_without_a_fault_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text(f"{HEAD}\n{PLAN}        return self.away(problem, 1)\n")
+    monkeypatch.chdir(tmp_path)
+    report = check_policy(load("planted.py:Planted"), examples=50, name="planted.py:Planted", folder=tmp_path)
+    assert report.passed, report.as_text()
+
+
+def test_a_law_that_no_example_put_to_the_test_is_not_called_kept() -> None:
+    report = check_policy(load("keep_all"), examples=20, name="keep_all", across_processes=False)
+    assert report.passed
+    idle = [line for line in report.as_text().splitlines() if line.endswith("(not exercised)")]
+    assert any("Law 8" in line for line in idle)
+    assert any("Law 10" in line for line in idle)
+    assert not any(line.strip().startswith("ok") for line in idle)
+    assert report.as_text().count("ok    Law") == len(CHECKS) - len(idle)
