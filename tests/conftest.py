@@ -93,6 +93,7 @@ LONG = (
     "policies/hybrid/test_joint_optimal.py::test_no_plan",
     "policies/hybrid/test_olla.py::test_a_real_step",
     "policies/hybrid/test_poet.py::test_no_plan_of_its_class",
+    "policies/offload/test_g10.py::test_bert_beyond_the_memory_of_its_machine[4 GiB]",
     "solvers/test_ordering.py",
     "solvers/test_rounding.py",
     "conformance/test_planted_policies.py::test_a_planted_fault",
