@@ -76,13 +76,13 @@ class Split:
         """The gradients in the order in which they are complete."""
         return sorted(self.gradients, key=lambda t: (self.last_use[t], t))
 
-    def check_independent(self, policy: str) -> None:
-        """Raise PolicyError, which names the policy, where an update reads a result of another one."""
+    def check_independent(self, who: str) -> None:
+        """Raise PolicyError where an update reads a result of another one. who: the policy, and what asks for it."""
         for op in sorted(self.updates):
             for t in self.trace.reads(op):
                 if int(self.trace.producer[t]) in self.updates:
                     names, producer = self.trace.op_columns.name, int(self.trace.producer[t])
-                    raise PolicyError(f"{policy}: delayed: update {names[op]!r} reads what {names[producer]!r} makes")
+                    raise PolicyError(f"{who}: update {names[op]!r} reads what {names[producer]!r} makes")
 
 
 @dataclass

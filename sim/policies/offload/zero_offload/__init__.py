@@ -91,7 +91,7 @@ class ZeroOffload(Policy):
         stay = {trace.op_columns.name[op] for op in {*updates} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         if self.delayed:
-            split.check_independent("zero_offload")
+            split.check_independent("zero_offload: delayed")
         new = updated_on_host(split, self.delayed, in_place=self.weights == "host")
         homes = [platform.home(device).name for device in range(trace.devices)]
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]

@@ -1,0 +1,129 @@
+"""SuperOffload: on a superchip the CPU updates while backward still runs, and the device updates what comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
+
+from annotated_types import Ge
+
+from sim.errors import Deadlock, Infeasible
+from sim.plan import Action, Drop, Move, Plan, Problem
+from sim.policies.base import Policy, by_parameter
+from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
+from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.rewrite import reorder
+from sim.trace.graph import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperOffload(Policy):
+    """Update each layer on the CPU as soon as its gradients are there, and the layers that come last on the device.
+
+    As in `zero_offload` states live on the host, gradients go down as they are produced and weights come up. But no
+    update waits for the end of backward: a layer's begins when the gradients of `lag` further layers are complete,
+    which gives its own time to arrive, so that the CPU works beside the device. The layers whose gradients come last,
+    which the CPU would still have to update when backward has ended, stay with their states on the device and are
+    updated there.
+    Source: SuperOffload, arXiv:2509.21271, by its abstract, and DeepSpeed's public `superoffload_stage3`: an update
+        begins with the last gradient of its sub-group, and the last sub-groups are updated on the device.
+    Bounds: time is at least that of forward and backward. One replay for each number of layers tried, doubling.
+    Departs: a published update begins before the norm of all gradients is known, and is undone where that asks for
+        clipping; here one that needs the norm of all begins behind that. Gradients cross in their own type,
+        where the published system casts them on the device. The split is found by replay. Weights stay on the
+        device; where they do not fit, `zero_offload(weights=host) + weight_streaming` lets them flow.
+
+    on_device: how many layers, those with the last gradients, the device updates; None for the fastest that fits.
+    lag: how many layers' gradients are complete before an update begins.
+    Raises PolicyError for a platform without host tier or an engine `cpu`, and where one update reads another's result.
+    """
+
+    moves = True
+    rewrites = True
+    needs = frozenset({"host", "cpu"})
+    saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
+    manages = ("gradients", "optimizer_state", "weights")
+    other_values = by_parameter(on_device=0, lag=3)
+
+    on_device: Annotated[int, Ge(0)] | None = None
+    lag: Annotated[int, Ge(0)] = 1
+
+    def plan(self, problem: Problem) -> Plan:
+        """The fastest of the numbers of layers tried, or the one asked for."""
+        trace = problem.trace
+        host = updating_host(problem.platform, "superoffload", "to offload to")
+        groups = _by_readiness(trace)
+        if not groups:
+            return Plan(trace)
+        if self.on_device is not None:
+            return self._splitting(groups[: max(0, len(groups) - self.on_device)], host, problem)
+        best, best_ns = None, 0
+        for count in sorted({0, *(1 << i for i in range(len(groups).bit_length())), len(groups)}):
+            plan = self._splitting(groups[: len(groups) - count], host, problem)
+            try:
+                took = problem.evaluate(plan).end
+            except (Infeasible, Deadlock):
+                continue
+            if best is None or took < best_ns:
+                best, best_ns = plan, took
+        return best or self._splitting(groups, host, problem)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """The update divided between CPU and device; without memory to save it may still be the faster one."""
+        return {"the update beside the device": self.plan(problem)}
+
+    def _splitting(self, on_cpu: list[list[int]], host: str, problem: Problem) -> Plan:
+        """The plan where the CPU updates these groups of ops."""
+        trace = problem.trace
+        if not on_cpu:
+            return Plan(trace)
+        chosen = [op for group in on_cpu for op in group]
+        fused = fuse_updates(trace, sorted(chosen))
+        stay = {trace.op_columns.name[op] for op in {*device_updates(trace)} - {*chosen}}
+        split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
+        split.check_independent("superoffload")
+        new = updated_on_host(split)
+        moved, at = self._early(new, split)
+        homes = [problem.platform.home(device).name for device in range(fused.devices)]
+        return Plan(moved, tuple(_copies(split, new, at, host, homes)))
+
+    def _early(self, new: OnHost, split: Split) -> tuple[Trace, Mapping[int, int]]:
+        """The CPU's updates between the ops of backward; per op of the trace before, its new id."""
+        ends = {tile: _complete(split.trace, (tile,)) for tile in split.updates}
+        tiles = sorted(ends, key=lambda tile: (ends[tile], tile))
+        follow: dict[int, list[int]] = {}
+        for k, tile in enumerate(tiles):
+            follow.setdefault(ends[tiles[min(k + self.lag, len(tiles) - 1)]], []).append(tile)
+        order: list[int] = [new.ops[tile] for tile in follow.get(-1, ())]
+        for op in range(len(split.trace.ops)):
+            if op not in split.updates:
+                order.append(new.ops[op])
+            order += [new.ops[tile] for tile in follow.get(op, ())]
+        return reorder(new.trace, order), {old: position for position, old in enumerate(order)}
+
+
+def _complete(trace: Trace, group: Collection[int]) -> int:
+    """The op with which the last operand of some updates is complete, -1 where none is produced."""
+    reads = {t for op in group for t in trace.reads(op)}
+    return max((int(trace.producer[t]) for t in reads if int(trace.producer[t]) not in group), default=-1)
+
+
+def _by_readiness(trace: Trace) -> list[list[int]]:
+    """The optimizer's ops in groups of a layer each, in the order in which their gradients are complete."""
+    optimizer = [op for op in device_updates(trace) if trace.op_columns.kind[op] == OPTIMIZER]
+    return sorted(tiles(trace, optimizer), key=lambda group: (_complete(trace, frozenset(group)), group))
+
+
+def _copies(split: Split, new: OnHost, at: Mapping[int, int], host: str, homes: list[str]) -> Iterator[Action]:
+    """Each gradient down when it is complete, each new weight up when it is made."""
+    old = split.trace
+    for t in split.ready():
+        yield Move(new.tensors[t], host, after=at[new.ops[split.last_use[t]]])
+    for t, fresh in new.fresh.items():
+        used = at[new.ops[split.last_use[t]]]
+        home = homes[int(old.op_columns.device[split.last_use[t]])]
+        made = at[new.ops[int(old.producer[split.weights[t]])]]
+        yield Drop(new.tensors[t], home, after=max(used, made))
+        yield Move(fresh, home, after=max(used, made))
