@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from sim.measure.gpt2 import Gpt2, plain
 from sim.measure.llama import Llama
@@ -72,8 +71,8 @@ LLAMA = {
 }  # fmt: skip
 
 
-def encoder(**options):
-    return nn.TransformerEncoderLayer(32, 4, 96, dropout=0.0, batch_first=True, **options)
+def encoder(dropout=0.0, **options):
+    return nn.TransformerEncoderLayer(32, 4, 96, dropout=dropout, batch_first=True, **options)
 
 
 def mlp():
@@ -86,7 +85,9 @@ MODELS = {
     "llama": (lambda: Language(Llama(LLAMA, attention="sdpa")), (3, 24)),
     "encoder": (lambda: Stack(nn.Linear(8, 32), [encoder() for _ in range(2)], nn.Linear(32, 8)), (2, 20, 8)),
     "vision": (
-        lambda: Stack(Patches(), [encoder(norm_first=True, activation="gelu") for _ in range(2)], nn.Linear(32, 10)),
+        lambda: Stack(
+            Patches(), [encoder(0.2, norm_first=True, activation="gelu") for _ in range(2)], nn.Linear(32, 10)
+        ),
         (2, 3, 16, 16),
     ),
     "mixer": (lambda: Stack(nn.Linear(8, 24), [Mixer() for _ in range(2)], nn.Linear(24, 8)), (2, 16, 8)),
@@ -120,13 +121,10 @@ def module_from(text):
     return module
 
 
-def trained(name, apply, steps=1):
+def trained(name, apply):
     """Loss and gradients of a step of a model with values, after `apply`."""
     torch.manual_seed(0)
     model = apply(MODELS[name][0]())
     loss = model(batch(name))
     loss.backward()
     return loss.detach(), {key: p.grad for key, p in model.named_parameters()}
-
-
-__all__ = ["MODELS", "SGD", "F", "batch", "module_from", "trace_of", "trained"]
