@@ -282,7 +282,7 @@ def parameters(pairs: list[str] | None) -> dict[str, Any]:
             raise typer.BadParameter(f"-p {pair!r}: expected NAME=VALUE")
         try:
             found[key] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, brackets without end
             found[key] = {"True": True, "False": False, "None": None}.get(text, text)
     return found
 

@@ -120,11 +120,18 @@ TRAITS = {
 STOPPED = ("a plan that never comes", "a plan that waits for something else", "actions without end")
 
 
+def write_planted(fault: str, folder: Path) -> Path:
+    """The file of a policy with that fault, whose class is `Planted`."""
+    plan = PLAN + "".join(f"        {line}\n" for line in FAULTS[fault][1].splitlines())
+    path = folder / "planted.py"
+    path.write_text(f"{HEAD}\n{TRAITS.get(fault, '')}\n{plan}")
+    return path
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught_by_its_law(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    law, body = FAULTS[fault]
-    plan = PLAN + "".join(f"        {line}\n" for line in body.splitlines())
-    (tmp_path / "planted.py").write_text(f"{HEAD}\n{TRAITS.get(fault, '')}\n{plan}")
+    law, _ = FAULTS[fault]
+    write_planted(fault, tmp_path)
     monkeypatch.chdir(tmp_path)
     name = "planted.py:Planted"
     limit = 0.3 if fault in STOPPED else 30

@@ -22,6 +22,7 @@ LONG_AGO = {
     "comparison folder": (35,),  # asked without a batch
     "policy": (13,),
     "profile": (10,),
+    "quantity": (100_046,),  # a number of thousands of digits after -p
 }
 """By reader the numbers of cases that once ended in a traceback, or in a line of thousands of characters."""
 
