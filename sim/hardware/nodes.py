@@ -210,7 +210,10 @@ class _Placement:
                     copies.append(member)
                 elif self._owner(member.name) == 0:
                     copies += [replace(member, name=self._at(member.name, s)) for s in range(self.stages)]
-            yield Pool(pool.name, tuple(copies), None if pool.rate is None else self._scaled(pool.rate))
+            # a pool of some of a node's devices, such as a PCIe switch, is shared by fewer
+            behind = min(sum(owner >= 0 for owner in owners), self.per_node) or self.per_node
+            rate = None if pool.rate is None else max(int(pool.rate * self.share * self.per_node / behind), 1)
+            yield Pool(pool.name, tuple(copies), rate)
 
     def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
         """What a stage can send, and receive, over all its links to other stages together, inside and between nodes."""

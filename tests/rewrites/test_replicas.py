@@ -6,19 +6,24 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from sim.analysis.peak_memory import peak_bytes
 from sim.engine.event_path.groups import COLLECTIVE_CHUNK
 from sim.engine.replay import replay
+from sim.errors import TraceError
 from sim.hardware.platform import Engine, Link, Platform, Tier, rank_link
 from sim.layout import lay_out
 from sim.plan import Plan
 from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.pipeline import pipeline
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.values import departures
 from sim.rewrites.zero import LEVELS, shard
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Ring
+from tests.strategies import traces
 from workloads import transformer
 
 CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128}
@@ -71,6 +76,33 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     one, all_of_them = peaks(trace, line(stages, ranks)), peaks(every, line(stages * ranks))
     assert one[0] == all_of_them[0]
     assert [peak for peak in one[1] for _ in range(ranks)] == all_of_them[1]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    traces(update=True, cpu=False, in_place=False),
+    st.integers(1, 3),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from(LEVELS),
+    st.sampled_from(("1f1b", "gpipe", "naive", "zb_h1")),
+)
+def test_random_traces_on_random_devices_compute_the_same(
+    base: Trace, stages: int, n: int, ranks: int, level: int, schedule: str
+) -> None:
+    layers = 1 + max(op.layer for op in base.ops)
+    assume(layers >= stages)
+    parts = [i * stages // layers for i in range(layers)]
+    try:
+        divided = pipeline(base, parts, n, schedule, ranks=ranks, dealt=level > 1)
+    except TraceError as error:  # rows of all replicas in one place
+        assume("with the rows of all" not in str(error))
+        raise
+    trace = shard(divided, ranks, level)
+    for whole in (trace, all_ranks(trace)):
+        found = [each.text for each in departures(whole, base) if each.what != "repeated"]
+        # a rank's bytes are rounded as those of the first
+        assert not [text for text in found if " bytes, not " not in text]
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
