@@ -81,8 +81,10 @@ class LowerBound:
         if why := self.outside(log):
             return f"not compared with the bound, since it {why}: {self.text()}"
         above = self.above(log)
-        near = "" if above is None else f"within {100 * above:.2g} % of what any plan of its class can reach: "
-        return near + self.text()
+        if above is None:
+            return self.text()
+        near = f"within {100 * above:.2g} % of what any plan of its class can reach"
+        return f"{'no plan of its class is faster' if above < 5e-5 else near}: {self.text()}"
 
     def outside(self, log: EventLog) -> str:
         """What a run did that plans of the class do not, in words that follow its policy; "" for a run of the class."""

@@ -25,6 +25,8 @@ from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
 from sim.advice.trials import OnRow, Row, Trials, best, fits, speed
 from sim.errors import TiersimError
+from sim.experiment import simulate
+from sim.least_time import lower_bound
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
 
@@ -113,6 +115,7 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     others = [row for row in rows if row["policy"] != winner["policy"] and row.get("batch") == winner.get("batch")
               and row["budget"] == winner["budget"]]  # fmt: skip
     skipped = trials.skipped
+    near = _near(chosen, winner, trials)
     flipped, tried, known = flips(chosen, winner, rows, trials) if asked.goal == "throughput" else ([], 0, 0)
     return Advice(
         question=chosen,
@@ -125,8 +128,20 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
         figures_tried=tried,
         figures_all=known,
         skipped=skipped,
+        near=near,
         elapsed_s=trials.seconds - trials.left_s,
     )
+
+
+def _near(chosen: Question, winner: Row, trials: Trials) -> str:
+    """How near the best is to the least that any plan takes; "" where no time is left to run it once more."""
+    if winner["wall_s"] > trials.left_s:
+        return ""
+    try:
+        log = simulate(chosen.trace, chosen.limited, str(winner["policy"]), seed=chosen.seed).log
+        return lower_bound(chosen.trace, chosen.limited).line(log)
+    except TiersimError:
+        return ""
 
 
 def _winner(asked: Question, rows: Sequence[Row]) -> Row | None:

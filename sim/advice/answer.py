@@ -37,6 +37,7 @@ class Advice:
     figures_tried, figures_all: how many assumed figures were varied, and how many there are.
     changes: where nothing fits, changes of the workload with which it does.
     skipped: runs for which no time was left.
+    near: how near the best is to the least time that any plan takes; "" where no time was left to tell.
     """
 
     question: Question
@@ -50,6 +51,7 @@ class Advice:
     figures_all: int = 0
     changes: tuple[Change, ...] = ()
     skipped: int = 0
+    near: str = ""
     elapsed_s: float = field(default=0.0, compare=False)
 
     @property
@@ -84,6 +86,7 @@ class Advice:
             "flips": [asdict(flip) for flip in self.flips],
             "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
             "skipped": self.skipped,
+            "near": self.near,
             "verdict": self.text().splitlines(),
         }  # fmt: skip
 
@@ -102,6 +105,8 @@ def _verdict(advice: Advice) -> list[str]:
     lines.append(_use(advice, top))
     if advice.runner_up is not None:
         lines.append(_next(top, advice.runner_up))
+    if advice.near:
+        lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     lines += [*_decisive(advice), "", *_front(advice), *_end(advice)]
     return lines
 
