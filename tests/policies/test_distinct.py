@@ -20,18 +20,16 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
-NEEDED = {
-    "drive": "direct drive",
-    "experts": "experts",
-    "slc": "regions",
-}  # problems for policies that need such a thing
+NEEDED = {"drive": ("direct drive", "regions"), "experts": ("experts", "mixture"), "slc": ("regions",)}
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
 
 def tried_on(*policies: str) -> tuple[str, ...]:
     """The problems on which to look for a difference, in order."""
-    needed = tuple(NEEDED[need] for name in policies for need in policy_class(name).needs if need in NEEDED)
+    needed = dict.fromkeys(
+        one for name in policies for need in policy_class(name).needs for one in NEEDED.get(need, ())
+    )
     return (*needed, *(SMALL if SLOW.intersection(policies) else (*LARGE, *SMALL)))
 
 
@@ -150,6 +148,7 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
         "direct drive": (convolutions(8), load_profile("a100_80_gds"), int(0.7 * _peak(convolutions(8), a100))),
         "regions": (eager, with_drives(), int(0.7 * _peak(eager, survey))),
         "experts": (requests(), with_drives(), None),
+        "mixture": (mixture(), with_drives(), None),
         "roomy": (eager, survey, None),
         "drive": (fused, load_profile("mt3000_survey_ssd"), None),
         "lengths": (lengths, a100, int(0.8 * _peak(lengths[-1], a100))),
@@ -165,16 +164,30 @@ def with_drives() -> Platform:
 
 
 def requests() -> Trace:
-    """Layers whose routers choose one of three experts in turn, and some again."""
+    """Layers whose routers choose one of three experts in turn, and some again; backward reads what they read."""
     b = TraceBuilder({"batch": 1, "samples": 1})
     weights = [b.tensor(f"expert{e}.weight", 1 << 24, "weight") for e in range(3)]
-    x = b.tensor("x", 1 << 20, "input")
-    for i, e in enumerate((0, 1, 2, 0, 0, 2, 1, 1, 0, 2)):
-        y = b.tensor(f"y{i}", 1 << 20, layer=i)
-        b.op(f"router{i}", "other", reads=[x], layer=i, duration=10**4)
-        b.op(f"expert{e}.f{i}", "matmul", reads=[x, weights[e]], writes=[y], layer=i, duration=10**6)
-        x = y
-    return b.build(outputs=[x], carry=())
+    x = [b.tensor("x", 1 << 24, "input")]
+    chosen = (0, 1, 2, 0, 0, 2, 1, 1, 0, 2)
+    for i, e in enumerate(chosen):
+        x.append(b.tensor(f"y{i}", 1 << 24, layer=i))
+        b.op(f"expert{e}.f{i}", "matmul", reads=[x[-2], weights[e]], writes=x[-1:], layer=i, duration=10**6)
+    gradient = b.tensor("loss.grad", 1 << 24, "temporary")
+    b.op("loss", "loss", reads=x[-1:], writes=[gradient], phase="backward", duration=10**4)
+    for i, e in reversed(list(enumerate(chosen))):
+        made = b.tensor(f"y{i}.grad", 1 << 24, "temporary", layer=i)
+        reads = [gradient, x[i], weights[e]]
+        b.op(f"f{i}.bwd", "matmul", reads=reads, writes=[made], layer=i, duration=2 * 10**6, phase="backward")
+        gradient = made
+    return b.build(outputs=(gradient,), carry=())
+
+
+def mixture() -> Trace:
+    """A small transformer with experts of their own."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 1, "experts_implementation": "loop"}
+    return transformer(config, batch=1, sequence=32)
 
 
 def convolutions(layers: int) -> Trace:
