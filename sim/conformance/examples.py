@@ -61,11 +61,8 @@ def random_examples(
     cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
     host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
     spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
-    machine = draw(
-        random_platforms(
-            devices=1 if one else 2, host=host, cpu=cpu, drive="drive" in needs, slc="slc" in needs, exact=exact
-        )
-    )
+    stores = {store: store in needs for store in ("drive", "slc", "pool")}
+    machine = draw(random_platforms(devices=1 if one else 2, host=host, cpu=cpu, exact=exact, **stores))
     unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
     kind = draw(st.integers(0, 9))
     if kind >= 10 - real:

@@ -35,6 +35,7 @@ def random_platforms(
     cpu: bool = False,
     drive: bool = False,
     slc: bool = False,
+    pool: bool = False,
     exact: bool = False,
 ) -> Document:
     """Devices with their memory `hbm`; if asked for, a `host` with links both ways, a `cpu` engine, a `drive`, regions.
@@ -85,8 +86,8 @@ def random_platforms(
         if flags & 48 == 48:
             engines["npu"]["reaches"] = ["host"]
         pools.update(_pools(digits.pick(STYLES), digits.pick(RATES), cpu, devices > 1))
-        for pool in pools.values():
-            pool.update(sourced)
+        for shared in pools.values():
+            shared.update(sourced)
     if drive:
         tiers["drive"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
         links["drive_write"] = {"from": "hbm", "to": "drive", "rate": "700 MB/s", "fixed": "1 ns", **sourced}
@@ -99,6 +100,11 @@ def random_platforms(
             links[f"{name}_read"] = {**common, "from": name, "to": "hbm", "rate": "1 GB/s"}
             links[f"{name}_write"] = {**common, "from": "hbm", "to": name, "rate": pace}
         links["fold"] = {**common, "from": "slc", "to": "tlc", "rate": "300 MB/s"}
+    for n in range(2 if pool else 0):
+        tiers[f"pool{n}"] = {"kind": "pooled", **sourced, **sizes, "bandwidth": "1 GB/s"}
+        common = {**sourced, "fixed": "2 ns", "copy_engines": 2}
+        links[f"out{n}"] = {**common, "from": "hbm", "to": f"pool{n}", "rate": "700 MB/s"}
+        links[f"in{n}"] = {**common, "from": f"pool{n}", "to": "hbm", "rate": "600 MB/s"}
     if cpu:
         home = "host" if host else "hbm"
         engines["cpu"] = {"home": home, "main": False, **sourced, "launch": "2 ns", "peak": {"fp32": "1 GFLOP/s"}}

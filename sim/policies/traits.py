@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Fidelity = Literal["code", "equations", "reconstruction"]
 Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
-Needed = Literal["chain", "layers", "history", "host", "cpu", "drive", "slc", "backward", "experts"]
+Needed = Literal["chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward"]
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 MANAGES: tuple[Managed, ...] = get_args(Managed)

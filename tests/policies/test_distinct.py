@@ -21,6 +21,7 @@ from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
 NEEDED = {"drive": ("direct drive", "regions"), "experts": ("experts", "mixture"), "slc": ("regions",)}
+NEEDED["pool"] = ("regions", "mixture")
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
@@ -156,11 +157,15 @@ def large_problems() -> dict[str, tuple[Trace | tuple[Trace, ...], Platform, int
 
 
 def with_drives() -> Platform:
-    """MT-3000 with a drive whose fast region is soon full, and one that the device reaches past the host."""
+    """MT-3000 with a drive whose fast region is soon full, one that the device reaches past the host, and a pool."""
     plain = load_profile("mt3000_survey_slc", overrides={"tiers.slc.capacity": "100 MB"})
     drive = dataclasses.replace(plain.tier("tlc"), name="drive", kind="nvme")
     out, back = Link("direct_write", "zone", "drive", 10**9), Link("direct_read", "drive", "zone", 2 * 10**9)
-    return dataclasses.replace(plain, tiers=(*plain.tiers, drive), links=(*plain.links, out, back))
+    # and two nodes of a pool
+    nodes = [dataclasses.replace(plain.tier("ddr"), name=f"pool{n}", kind="pooled") for n in range(2)]
+    ways = [Link(f"out{n}", "zone", f"pool{n}", 10**9) for n in range(2)]
+    ways += [Link(f"in{n}", f"pool{n}", "zone", 10**9) for n in range(2)]
+    return dataclasses.replace(plain, tiers=(*plain.tiers, drive, *nodes), links=(*plain.links, out, back, *ways))
 
 
 def requests() -> Trace:
