@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sim.engine.replay import replay as replayed
 from sim.errors import OutOfMemory, PolicyError
+from sim.eviction.farthest import FarthestNextUse
 from sim.experiment import simulate
 from sim.hardware.platform import Link, Platform, Tier
 from sim.hardware.profile import load_profile
+from sim.plan import Move, Plan
 from sim.policies.offload.g10.lanes import Lane, Lanes
 from sim.policies.offload.g10.scheduling import Schedule
 from sim.policies.offload.g10.vitality import Level, Period, Vitality
@@ -157,6 +161,23 @@ def test_by_hand(run) -> None:
     assert done.moves == [("d2h", "y", 10, 20), ("h2d", "y", 50, 60)]
     assert done.time == keep.time == 90
     assert run(trace, "g10", 36).moves == []
+
+
+def test_a_prefetch_that_leaves_too_little_space_turns_back() -> None:
+    b = TraceBuilder()
+    x, y, big = b.tensor("x", 1, "input"), b.tensor("y", 10), b.tensor("big", 25)
+    b.op("f", reads=[x], writes=[y], duration=10)
+    b.op("wait", reads=[x], writes=[b.tensor("z", 0)], duration=20)
+    b.op("g", reads=[x], writes=[big], duration=10)
+    b.op("end", reads=[x, y], writes=[b.tensor("w", 0)], duration=10)
+    size = [1, 10, 25, 0, 0]
+    online = partial(
+        FarthestNextUse, chain=["host"], homes=["hbm"], movable=[True] * 5, size=size, uses={0: [0, 1, 2, 3], y: [0, 3]}
+    )
+    moves = [Move(y, "host", after="f"), Move(y, "hbm", before="g")]  # g needs the space at once, and y is on its way
+    log = replayed(Plan(b.build(), moves, online=online), machine(30))
+    assert log.complete
+    assert log.counters["pressure_calls"] > 0
 
 
 def random_net(seed: int) -> tuple[Trace, Platform, int]:
