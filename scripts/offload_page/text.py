@@ -9,6 +9,7 @@ from scripts.offload_page.cases import BASELINES, LAYERS, OWN, RESNET, STATES, T
 from scripts.offload_page.measure import SHARES
 from scripts.offload_page.rules import rule_of
 from sim.hardware.profile import load_profile
+from sim.policies import policy_class
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -137,11 +138,11 @@ def said(rows: Rows) -> str:
     excess = sorted(
         (row["back"] / row["must_back"], row["policy"])
         for row in moves
-        if row["policy"] not in BASELINES and row["back"]
+        if row["back"] and policy_class(row["policy"]).manages == ("activations",)
     )
     low, high = excess[0], excess[-1]
     lines.append(
-        f"* **Few move only what has to move.** Of what must return to the device on GPT-2, `{low[1]}` moves"
+        f"* **Few move only what has to move.** Of the activations that must return on GPT-2, `{low[1]}` moves"
         f" {low[0]:.2f} times as much, `{high[1]}` {high[0]:.1f} times."
     )
     slower, others = slower_than_swap_all(rows), len({row["policy"] for row in rows["own"]}) - 1
