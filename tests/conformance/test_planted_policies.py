@@ -107,13 +107,13 @@ FAULTS = {
     ),
     "moves that it does not declare": ("ops", "return self.away(problem, 1)"),
     "moves that never happen": ("", "return Plan(trace)"),
-    "recomputation that never happens": ("", "return self.away(problem, 1)"),
+    "recomputation that never happens": ("", "return Plan(trace)"),
 }
 """By a name the law that catches it ("" for a declared trait that never shows), and what `plan` does."""
 
 TRAITS = {
     "moves that it does not declare": "    moves = False\n",
-    "recomputation that never happens": "    recomputes = True\n",
+    "recomputation that never happens": "    recomputes = True\n    moves = False\n",
     "a drop of what cannot be recomputed": "    recomputes = True\n",
     **dict.fromkeys(("random ops that lose their seed", "halved durations", "no workspaces"), "    rewrites = True\n"),
 }
