@@ -181,8 +181,9 @@ def bounds(declared: Any) -> dict[str, Any]:
 
 
 def takes_anything(declared: Any) -> bool:
-    """Whether every value of its type is allowed: no choices, no bounds, and no flag."""
-    return not choices(declared) and not bounds(declared) and "bool" not in plain(declared)
+    """Whether every value of its type is allowed: no choices, no bounds, not even one item, and no flag."""
+    has_items = any(isinstance(each, annotated_types.MinLen) for each in _details(declared))
+    return not (choices(declared) or bounds(declared) or has_items or "bool" in plain(declared))
 
 
 def plain(declared: Any) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -186,12 +186,16 @@ def near(wrong: str, valid: Iterable[str]) -> str:
 NEAREST = 3
 """The most names that a hint offers."""
 
+SHORTEST = 3
+"""Characters of a word that is compared by itself."""
+
 LONGEST = 100
 """How many characters of a wrong name are compared: it may come from a file, and comparing takes its square."""
 
 
 def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
-    """The names that a wrong one may stand for, few: those that continue it, else contain it, else are spelt alike.
+    """The names that a wrong one may stand for, few: those that continue it, else contain it, else are spelt
+    alike, begin it, or have a word that is.
 
     A number is a whole word: "a10" does not stand for "a100", nor "h800" for "h100".
     """
@@ -206,7 +210,22 @@ def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
         if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
             return found[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
-    return [named[text] for text in difflib.get_close_matches(wrong, named, n=1, cutoff=0.6)]
+    if alike := difflib.get_close_matches(wrong, named, n=1, cutoff=0.6):
+        return [named[alike[0]]]
+    longer = [choice for choice in choices if len(choice) >= SHORTEST and wrong.startswith(folded[choice])]
+    return [max(longer, key=len)] if longer else _by_word(wrong, named)
+
+
+def _by_word(wrong: str, named: Mapping[str, str]) -> list[str]:
+    """The shortest name one of whose words is spelt like the last word of a wrong one."""
+    words: dict[str, str] = {}
+    for text in sorted(named, key=len):
+        for word in re.findall(r"[^\W_]+", text):
+            words.setdefault(word, named[text])
+    last = (re.findall(r"[^\W_]+", wrong) or [""])[-1]
+    words = {word: name for word, name in words.items() if re.findall(r"\d", word) == re.findall(r"\d", last)}
+    alike = difflib.get_close_matches(last, words, n=1, cutoff=0.8) if len(last) >= SHORTEST else []
+    return [words[alike[0]]] if alike else []
 
 
 def _renumbered(wrong: str, right: str) -> bool:

@@ -11,7 +11,7 @@ from workloads.models import model_names
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
-        ("a100", ("a100_40_pcie", "a100_80_gds", "a100_80_sxm")),
+        ("a100", ("a100_40_g10", "a100_40_pcie", "a100_80_gds")),
         ("A100-40-PCIE", ("a100_40_pcie",)),
         ("mt300_survey", ("mt3000_survey",)),
         ("v100", ("v100_16", "v100_32")),
@@ -28,7 +28,9 @@ def test_a_card_is_suggested_by_how_its_name_begins_and_never_for_another_number
 @pytest.mark.parametrize(
     ("wrong", "valid", "meant"),
     [
-        ("swap", names(), ("swap_all",)),
+        ("swap", names(), ("swap_all", "swap_attention")),
+        ("atn", ["add", "attn.core", "attn.add"], ("attn.add",)),
+        ("convolution", ["matmul", "conv", "copy"], ("conv",)),
         ("recompute", names(), ("full_recompute", "selective_recompute")),
         ("full-recompute", names(), ("full_recompute",)),
         ("none", names(), ()),

@@ -6,55 +6,18 @@ import json
 
 import pytest
 
-from sim.analysis.waits import waits
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import simulate
 from sim.explanation import explain
 from sim.explanation.parting import parting, steps
-from sim.plan import Move, Plan
-from sim.trace import TraceBuilder
+from sim.plan import Plan
+from tests.analysis.test_waits import late, there_and_back
 from tests.machines import GB, machine
 from tests.test_cli import tiersim
 from workloads import transformer, w1
 
 ROOM = 1 << 40
-
-
-def late():
-    """Seven ops of 10 ns: `a` makes x of 40 bytes, `z` reads it, and the five between them hand on 10 bytes, f0 20."""
-    b = TraceBuilder()
-    start = b.tensor("start", 10, "input")
-    x = b.tensor("x", 40)
-    b.op("a", reads=[start], writes=[x], duration=10)
-    last = start
-    for i in range(5):
-        out = b.tensor(f"m{i}", 10 if i else 20)
-        b.op(f"f{i}", reads=[last], writes=[out], duration=10)
-        last = out
-    b.op("z", reads=[x, last], writes=[b.tensor("end", 10)], duration=10, phase="backward")
-    return b.build()
-
-
-def there_and_back():
-    return Plan(late(), [Move("x", "host", after="a"), Move("x", "hbm", after="f4")])
-
-
-def test_a_wait_for_a_copy_names_its_tensor_and_link():
-    # at a byte a ns x leaves from 10 to 50 and returns from 60 to 100, where z could start at 60
-    log = replay(there_and_back(), machine(host=ROOM))
-    (row,) = waits(log).to_dict("records")
-    assert row == {"cause": "transfer", "link": "h2d", "tensor": "x", "op": "z", "stall_ns": 40, "stalls": 1}
-    assert log.end == 110
-
-
-def test_a_wait_for_space_names_the_copy_that_gives_it():
-    # start, x and m0 are 70 bytes: of 75, f1 has its 10 once x has left, at 50 instead of 20
-    log = replay(there_and_back(), machine(75, host=ROOM))
-    rows = waits(log).set_index("cause")
-    assert rows.loc["space", ["link", "tensor", "op", "stall_ns"]].to_list() == ["d2h", "x", "f1", 30]
-    assert rows.loc["transfer", ["link", "tensor", "op", "stall_ns"]].to_list() == ["h2d", "x", "z", 40]
-    assert log.end == 140
 
 
 @pytest.mark.parametrize("policy", ["swap_all", "lru_tiering", "delta", "dtr", "full_recompute", "hybrid"])

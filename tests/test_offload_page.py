@@ -196,7 +196,7 @@ def test_a_word_that_is_no_policy_is_refused(tool):
 
 
 def two_halves() -> Trace:
-    """Four results of 100 bytes; forward 10 ns an op, backward 20."""
+    """Four results of 100 bytes; forward 10 ns per op, backward 20."""
     b = TraceBuilder()
     made = [b.tensor("x", 0, "input")]
     for i in range(4):

@@ -26,6 +26,31 @@ STYLES = ("none", "none", "half", "factors", "bus", "memory")
 """Shared bandwidth: none, one rate for both directions, measured factors, a bus, or the host's memory."""
 
 
+def _storage(
+    drive: bool, small: str, pool: bool, sizes: dict[str, str], sourced: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tiers and links of what lies behind the device: a drive, one with a region of that size, a pool of two nodes."""
+    tiers: dict[str, Any] = {}
+    links: dict[str, Any] = {}
+    if drive:
+        tiers["drive"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
+        links["drive_write"] = {"from": "hbm", "to": "drive", "rate": "700 MB/s", "fixed": "1 ns", **sourced}
+        links["drive_read"] = {"from": "drive", "to": "hbm", "rate": "900 MB/s", "fixed": "2 ns", **sourced}
+    if small:
+        common = {**sourced, "fixed": "1 ns"}
+        for name, capacity, pace in (("slc", small, "900 MB/s"), ("tlc", f"{AMPLE} B", "300 MB/s")):
+            tiers[name] = {"kind": name, **sourced, "nominal": capacity, "capacity": capacity, "bandwidth": "1 GB/s"}
+            links[f"{name}_read"] = {**common, "from": name, "to": "hbm", "rate": "1 GB/s"}
+            links[f"{name}_write"] = {**common, "from": "hbm", "to": name, "rate": pace}
+        links["fold"] = {**common, "from": "slc", "to": "tlc", "rate": "300 MB/s"}
+    for n in range(2 if pool else 0):
+        tiers[f"pool{n}"] = {"kind": "pooled", **sourced, **sizes, "bandwidth": "1 GB/s"}
+        node: dict[str, Any] = {**sourced, "fixed": "2 ns", "copy_engines": 2}
+        links[f"out{n}"] = {**node, "from": "hbm", "to": f"pool{n}", "rate": "700 MB/s"}
+        links[f"in{n}"] = {**node, "from": f"pool{n}", "to": "hbm", "rate": "600 MB/s"}
+    return tiers, links
+
+
 @st.composite
 def random_platforms(
     draw: st.DrawFn,
@@ -88,23 +113,11 @@ def random_platforms(
         pools.update(_pools(digits.pick(STYLES), digits.pick(RATES), cpu, devices > 1))
         for shared in pools.values():
             shared.update(sourced)
-    if drive:
-        tiers["drive"] = {"kind": "nvme", **sourced, **sizes, "bandwidth": "1 GB/s", "latency": "5 ns"}
-        links["drive_write"] = {"from": "hbm", "to": "drive", "rate": "700 MB/s", "fixed": "1 ns", **sourced}
-        links["drive_read"] = {"from": "drive", "to": "hbm", "rate": "900 MB/s", "fixed": "2 ns", **sourced}
     if slc:
-        common = {**sourced, "fixed": "1 ns"}
         small = f"{digits.pick(range(60, 180))} B"
-        for name, capacity, pace in (("slc", small, "900 MB/s"), ("tlc", f"{AMPLE} B", "300 MB/s")):
-            tiers[name] = {"kind": name, **sourced, "nominal": capacity, "capacity": capacity, "bandwidth": "1 GB/s"}
-            links[f"{name}_read"] = {**common, "from": name, "to": "hbm", "rate": "1 GB/s"}
-            links[f"{name}_write"] = {**common, "from": "hbm", "to": name, "rate": pace}
-        links["fold"] = {**common, "from": "slc", "to": "tlc", "rate": "300 MB/s"}
-    for n in range(2 if pool else 0):
-        tiers[f"pool{n}"] = {"kind": "pooled", **sourced, **sizes, "bandwidth": "1 GB/s"}
-        common = {**sourced, "fixed": "2 ns", "copy_engines": 2}
-        links[f"out{n}"] = {**common, "from": "hbm", "to": f"pool{n}", "rate": "700 MB/s"}
-        links[f"in{n}"] = {**common, "from": f"pool{n}", "to": "hbm", "rate": "600 MB/s"}
+    more_tiers, more_links = _storage(drive, small if slc else "", pool, sizes, sourced)
+    tiers |= more_tiers
+    links |= more_links
     if cpu:
         home = "host" if host else "hbm"
         engines["cpu"] = {"home": home, "main": False, **sourced, "launch": "2 ns", "peak": {"fp32": "1 GFLOP/s"}}

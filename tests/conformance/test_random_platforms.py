@@ -22,6 +22,10 @@ NOT_DRAWN = {
         ("networks.per_node", "networks.rate", "networks.fixed"),
         "become links of a laid-out machine: their closed form is in test_layout.py",
     ),
+    **dict.fromkeys(
+        ("sharers", "pools.devices"),
+        "become slower pools and a smaller host: hardware/test_sharers.py simulates them all",
+    ),
     "links.egress": "becomes a pool of its own, and pools are drawn",
 }
 """Keys that change a run and are not drawn, with the reason."""

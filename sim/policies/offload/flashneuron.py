@@ -75,7 +75,7 @@ class FlashNeuron(Policy):
     moves = True
     rewrites = True
     needs = frozenset({"drive"})
-    fidelity = "code"
+    fidelity = "equations"
     saves = MappingProxyType({"codec": "elements that are zero are not stored"})
     rarely = "it offloads only what is not free beside the initial tensors, and few random tensors state zeros"
     other_values = by_parameter(share=0.1, csr=False, fp16=True)

@@ -42,6 +42,7 @@ class SuperOffload(Policy):
 
     moves = True
     rewrites = True
+    fidelity = "reconstruction"
     needs = frozenset({"host", "cpu"})
     saves = MappingProxyType({"fusion": "the CPU's optimizer is one kernel, which touches each operand once"})
     manages = ("gradients", "optimizer_state", "weights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 
 from sim.errors import PolicyError
 from sim.plan import Action, Plan, Problem
@@ -45,7 +45,7 @@ class SwapAttention(Policy):
     rarely = "ops of random nets are not called attention"
     other_values = by_parameter(modules=("*.mlp",), layers=1, min_bytes=1 << 24)
 
-    modules: tuple[str, ...] = ("*.attn", "*.self_attention", "*.self_attn")
+    modules: Annotated[tuple[str, ...], MinLen(1)] = ("*.attn", "*.self_attention", "*.self_attn")
     layers: Annotated[int, Ge(0)] | None = None
     min_bytes: Annotated[int, Ge(0)] = 1 << 19
 

@@ -291,7 +291,8 @@ def test_no_plan_of_more_graphs_with_more_trips_is_faster_than_the_bound():
 
 def test_comparisons_say_how_near_the_bound_a_run_is():
     found = compare(uniform_chain(6), machine(4, host=1000, rate=10**9), ["joint_optimal", "checkmate", "keep_all"])
-    assert [line.partition(" among ")[0] for line in found.bounds] == [
+    own = [line for line in found.bounds if not line.startswith("bound: ")]
+    assert [line.partition(" among ")[0] for line in own] == [
         "joint_optimal: time: the least makespan proven possible",
         "checkmate: time: the least makespan proven possible",
     ]

@@ -58,7 +58,7 @@ def test_what_the_device_updates_does_not_cross(run) -> None:
     plain = run(tiny(), "zero_offload")
     assert sum(every.out.values()) == sum(plain.out.values())
     assert sum(every.back.values()) == sum(plain.back.values())
-    # 2 bytes a parameter each way, of what is left on the CPU
+    # 2 bytes per parameter each way, of what is left on the CPU
     assert sum(some.out.values()) == sum(some.back.values())
     assert run(tiny(), "superoffload", on_device=100).out == {}
 

@@ -84,7 +84,7 @@ class ModNn(Policy):
                 if log.end == trial.least_ns:
                     break
             if best is not None and not best[1].actions and parts == 1:
-                break  # memory is no limit
+                break  # memory does not limit it
         if best is None:
             assert refused is not None
             raise refused

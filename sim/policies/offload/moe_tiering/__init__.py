@@ -38,7 +38,7 @@ class MoeTiering(Policy):
         probability given.
 
     slots: experts per device, None for as many as its memory holds.
-    replacement: `lru`, or `belady`, which sends away the expert that is needed last and is no online policy's choice.
+    replacement: `lru`, or `belady`, which sends away the expert that is needed last, as no online policy can.
     speculate: what is predicted of the next layer: `none`; `previous`, its experts in the iteration before; `router`,
         those that it will choose, each with probability `accuracy`, else another one of the layer.
     accuracy: of that prediction.

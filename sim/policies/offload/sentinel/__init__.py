@@ -26,7 +26,7 @@ class Sentinel(Policy):
     A profiling step shows each tensor's layers and accesses. Those that are smaller than a page share one with
     others of the same first and last layer and as many accesses, and pages migrate whole. What lives within one layer
     stays in a part of the fast tier that is reserved for it. Before an interval of `interval` layers, what neither it
-    nor the next one uses makes room, the farthest next use first, then the coldest; what the next one uses is brought
+    nor the next one uses gives space, the farthest next use first, then the coldest; what the next one uses is brought
     from the slow tier, the hottest (accesses per byte) first, as far as there is space. If that is late, the device
     either waits at the start of the interval, or goes on: where its engine reads the slow tier in place, on what is
     still there, else until an op needs it. Lengths and both cases are each tried for one step, and the fastest is

@@ -57,7 +57,7 @@ class Migration:
             self._interval(k)
 
     def _interval(self, k: int) -> None:
-        """Before an interval: make room for what it uses and for what the next one wants of the slow tier."""
+        """Before an interval: free space for what it uses and for what the next one wants of the slow tier."""
         units = self.profiled.units
         here = slice(k * self.interval, (k + 1) * self.interval)
         first = self.profiled.layers[here.start][0]
@@ -81,7 +81,7 @@ class Migration:
         self._resident |= now
 
     def _evict(self, k: int, first: int, now: set[int], held: int, wanted: int) -> int:
-        """Make room for so many bytes more, but not of what the next interval uses; the bytes that are held then."""
+        """Free space for so many bytes more, but not of what the next interval uses; the bytes that are held then."""
         units = self.profiled.units
         later = {i: self._next(i, k) for i in self._resident - now}
         for i in sorted(later, key=lambda i: (-later[i], units[i].heat, i)):
