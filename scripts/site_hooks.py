@@ -28,6 +28,7 @@ HOW_TO = (
     "apply-a-plan",
     "fine-tune",
     "combine-policies",
+    "many-devices",
     "add-a-policy",
     "add-a-profile",
     "add-an-analysis",
