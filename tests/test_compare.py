@@ -203,13 +203,8 @@ def test_ctrl_c_shows_and_saves_the_rows_so_far(jobs, job, tmp_path):
             time.sleep(0.05)
         if jobs > 1:  # the others have ended, or are about to
             time.sleep(1)
-        for _ in range(8):  # a signal that meets a finalizer is lost, as Python says: whoever waits presses again
-            running.send_signal(signal.SIGINT)
-            try:
-                out, err = running.communicate(timeout=25)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=200)
     finally:
         running.kill()
     assert running.returncode == 130

@@ -19,14 +19,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import click
 import typer
 
 from sim.errors import TiersimError
 from tests.fuzz.mutations import as_json, as_toml, bent, damaged, mutated
 from tests.fuzz.traces import BY_LINE, DOCUMENTS, own_chakra
 
-REFUSALS = (TiersimError, OSError, typer.Exit, typer.BadParameter, click.ClickException)
+REFUSALS = (TiersimError, OSError, typer.Exit, typer.BadParameter, typer.TyperException)
 ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64}
 LLAMA = {
@@ -360,7 +359,7 @@ def read_quantity(folder: Path) -> None:
 
 def check_words(error: BaseException) -> None:
     """Assert that a refusal says something."""
-    said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    said = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     assert said or isinstance(error, (OSError, typer.Exit)), "a refusal without a word"
 
 
