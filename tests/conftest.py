@@ -105,6 +105,19 @@ LONG = (
     "test_site.py::test_what_a_guide_tells_to_type_works",
     "workloads/test_adapters.py",
     "workloads/test_import_fuzz.py",
+    "policies/test_conformance.py::test_another_process",
+    "test_validation_page.py::test_printed_figures_are",
+    "test_validation_page.py::test_later_cases_are",
+    "sweep/test_kill.py::test_killing_a_worker_and_the_driver",
+    "test_advice.py::test_a_policy_whose_work_takes",
+    "test_advice.py::test_where_nothing_fits",
+    "analysis/test_bounds.py::test_no_legal_plan_fits",
+    "policies/composition/test_composition.py::test_two_mechanisms_fit",
+    "policies/composition/test_composition.py::test_a_planner_fills",
+    "policies/hybrid/test_capuchin.py::test_guided_iterations_are",
+    "policies/hybrid/test_olla.py::test_spilling_and",
+    "engine/test_fairness.py::test_where_a_flow",
+    "solvers/test_unnecessary.py::test_never_slower",
 )
 """Tests that a plain `pytest` leaves to `.ci/run`, which runs them too: with them it takes twice as long."""
 

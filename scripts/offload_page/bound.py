@@ -37,7 +37,7 @@ def bound(
     """The bound of a trace of one device.
 
     ratio: the least fraction of its bytes that a copy takes on the link.
-    rates: bytes/s out and back, by default those of the links of the host.
+    rates: bytes/s out and back, by default of the links to the host and to drives or pools beside it.
     """
     c, t = trace.op_columns, trace.tensor_columns
     count, home = len(c.name), platform.home(0).name
@@ -72,11 +72,22 @@ def bound(
     out = np.maximum(back - free, 0)
     before = np.concatenate([[0], np.cumsum(cost)])
     if rates is None:
-        host = platform.host
-        assert host is not None
-        rates = platform.pace(platform.route(home, host.name)).rate, platform.pace(platform.route(host.name, home)).rate
+        rates = _rates(platform, home)
     first = np.maximum(before[:-1], out * ratio * 1e9 / rates[0])
     total = first + np.maximum(before[-1] - before[:-1], back * ratio * 1e9 / rates[1])
     worst = int(np.argmax(total))
     most = int(np.argmax(back))
     return Bound(int(total[worst]), int(out[most]), int(back[most]), int(before[-1]), worst)
+
+
+def _rates(platform: Platform, home: str) -> tuple[int, int]:
+    """Bytes/s out of the home tier and into it: to the host by its fastest way, and to what lies beside the host."""
+    host = platform.host
+    assert host is not None
+    behind = {tier.name for tier in platform.tiers if tier.kind != platform.tier(home).kind and tier.name != host.name}
+    beside = {name for name in behind if platform.tier(name).kind == "pooled" or platform.tier(name).kind != host.kind}
+    out = platform.pace(platform.route(home, host.name)).rate
+    back = platform.pace(platform.route(host.name, home)).rate
+    out += sum(link.rate for link in platform.links if link.source == home and link.target in beside)
+    back += sum(link.rate for link in platform.links if link.target == home and link.source in beside)
+    return out, back

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -80,6 +80,25 @@ BERT = Job(
     "bert-base",
     {"batch": 64, "sequence": 512, "optimizer": "adamw_fused"},
 )
+EXPERTS = Job(
+    "6 layers of 8 experts, 2 x 512, mixed precision",
+    "mt3000_survey",
+    (0.9,),
+    {
+        "model_type": "mixtral",
+        "num_hidden_layers": 6,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "loop",
+        "vocab_size": 32000,
+    },
+    {"batch": 2, "sequence": 512, "precision": "mixed_fp16", "optimizer": "adamw_fused"},
+)
+
 OWN: Mapping[str, Job] = {
     "vdnn": VGG,
     "vdnn_pp": VGG,
@@ -94,7 +113,24 @@ OWN: Mapping[str, Job] = {
     "stronghold": STATES,
     "offload_activations": LAYERS,
     "layer_offload": LAYERS,
-    "swap_attention": LAYERS,
+    "swap_attention": replace(LAYERS, budgets=(0.93,)),
+    "superoffload": replace(STATES, profile="gh200"),
+    "moe_tiering": EXPERTS,
+    "flashneuron": _net("vgg-16", 256, "a100_80_gds", 0.7),
+    "slc_cache": Job(
+        "GPT-2, 8 x 512, amp_fp16",
+        "mt3000_survey_slc",
+        (0.75,),
+        "gpt2",
+        {"batch": 8, "sequence": 512, "precision": "amp_fp16", "optimizer": "adamw_fused"},
+    ),
+    "pooled_memory": Job(
+        "GPT-2 medium, 8 x 1024, amp_bf16",
+        "cloudmatrix384_die",
+        (0.6,),
+        "gpt2-medium",
+        {"batch": 8, "sequence": 1024, "precision": "amp_bf16", "optimizer": "adamw_fused"},
+    ),
     "swap_all": LAYERS,
     "save_on_cpu": LAYERS,
     "lru_tiering": BERT,

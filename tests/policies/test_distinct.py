@@ -20,8 +20,13 @@ from sim.trace import Implementation, Trace, TraceBuilder
 from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
-NEEDED = {"drive": ("direct drive", "regions"), "experts": ("experts", "mixture"), "slc": ("regions",)}
-NEEDED["pool"] = ("regions", "mixture")
+NEEDED = {
+    "drive": ("direct drive", "regions"),
+    "experts": ("experts", "mixture"),
+    "slc": ("steps of regions", "regions"),
+    "pool": ("steps of a pool", "regions", "mixture"),
+}
+"""Per need of a policy the problems whose machine, or trace, has it."""
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
 SMALL = ("two ways", "steps", "few steps", "one layer", "net", "knots", "branches", "few ways", "addresses")
 
@@ -51,6 +56,8 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         "few ways": (few, a100, int(0.8 * _peak(few, a100))),
         # what plans give no address takes the highest free range, and leaves holes
         "addresses": (layer, with_addresses(a100), int(1.02 * _peak(layer, a100))),
+        "steps of regions": (steps, load_profile("mt3000_survey_slc"), 5 << 24),
+        "steps of a pool": (steps, load_profile("cloudmatrix384_die"), 5 << 24),
     }
 
 
@@ -230,7 +237,7 @@ def outcome(problem: str, policy: str, parameters: tuple = ()) -> str | None:
 @cache
 def run(problem: str, policy: str, parameters: tuple = ()) -> tuple[str | None, str]:
     """The same, and which limit of its search a planner met."""
-    trace, platform, budget = (small_problems() if problem in SMALL else large_problems())[problem]
+    trace, platform, budget = (small_problems() if problem in small_problems() else large_problems())[problem]
     try:
         result = simulate(trace, platform, policy, budget=budget, **dict(parameters))
     except PolicyError as error:
