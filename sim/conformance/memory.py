@@ -14,6 +14,7 @@ from sim.experiment import reference_run
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
 from sim.plan import Move, Plan
+from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
 WORKSPACE = CAUSE["workspace"]
@@ -170,8 +171,17 @@ def check_outcome(run: Replayed) -> None:
         raise LawBroken(f"{type(run.error).__name__}: {run.error}")
     if isinstance(run.error, OutOfMemory) and run.plan is not None:
         _check_refusal(run, run.error)
-    if run.plan is None and not isinstance(run.error, OutOfMemory) and _is_ample(run.trace, run.platform):
+    refused = run.plan is None and not isinstance(run.error, OutOfMemory) and _by_default(run.policy)
+    if refused and _is_ample(run.trace, run.platform):
         raise LawBroken(f"says that nothing fits where everything does: {run.error}")
+
+
+def _by_default(policy: Policy) -> bool:
+    """Whether a policy has its default parameters; others may forbid it to keep everything."""
+    try:
+        return policy == type(policy)()
+    except TypeError:  # a parameter without a default
+        return False
 
 
 def _is_ample(trace: Trace, platform: Platform) -> bool:

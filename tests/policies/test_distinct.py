@@ -21,7 +21,7 @@ from workloads import random_dag, transformer, uniform_chain, w1
 
 SLOW = {name for name in names() if policy_class(name).slow and not policy_class(name).online}  # slow planners
 NEEDED = {
-    "drive": ("direct drive", "regions"),
+    "drive": ("steps of a drive", "direct drive", "regions"),
     "experts": ("experts", "mixture"),
     "slc": ("steps of regions", "regions"),
     "pool": ("steps of a pool", "regions", "mixture"),
@@ -57,6 +57,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         # what plans give no address takes the highest free range, and leaves holes
         "addresses": (layer, with_addresses(a100), int(1.02 * _peak(layer, a100))),
         "steps of regions": (steps, load_profile("mt3000_survey_slc"), 5 << 24),
+        "steps of a drive": (steps, load_profile("a100_80_gds"), 5 << 24),
         "steps of a pool": (steps, load_profile("cloudmatrix384_die"), 5 << 24),
     }
 
@@ -269,7 +270,14 @@ def skip_without_extra(*policies: str) -> None:
             pytest.skip(missing_extra(policy))
 
 
-@pytest.mark.parametrize(("one", "other"), list(combinations(names(), 2)), ids=lambda name: name)
+PAIRS = [
+    pytest.param(*pair, marks=pytest.mark.slow if set(pair) == {"swap_attention", "joint_optimal"} else ())
+    for pair in combinations(names(), 2)
+]
+"""One is tried on nothing but a transformer, which takes the other a minute and a half."""
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_two_policies_differ_somewhere(one, other):
     skip_without_extra(one, other)
     for problem in (*tried_on(one, other), *(() if SLOW & {one, other} else ("roomy",))):

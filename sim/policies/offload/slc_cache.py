@@ -31,7 +31,8 @@ class SlcCache(Policy):
         activations, and compares it with a hard disk; it gives neither rule nor figure.
     Bounds: W bytes at once take min(W, C) / w_slc + max(0, W - C) / w_tlc on a region of C bytes. A footprint within
         the region never reaches the cells behind it. One pass over the offloads.
-    Departs: all of it is this package's reading. The drive does not fold on its own while it is idle.
+    Departs: all of it is this package's reading. The drive does not fold on its own while it is idle. It is slower than
+        `swap_all` where a host has space, for it is about the drive and leaves the host's memory alone.
 
     store: `slc`, the region with the cells behind it; `tlc`, those cells alone; `hdd`, a hard disk, to compare with.
     replacement: what is folded where the region is full: nothing, so that newcomers pass it by (`none`), what is needed
