@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sim.errors import Infeasible
+from sim.errors import Infeasible, OutOfMemory
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.schedule import Schedule
 from sim.trace.chain import before_update
@@ -140,3 +140,16 @@ def nothing_fits(
     if problem.platform.home(0).allocator.name != "exact":
         return Infeasible(f"{what}; without fragmentation {needed}{end}")
     return Infeasible(f"{what}; {needed}{end}", floor_bytes=floor)
+
+
+def fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
+    """The plan whose replay ends first; the first one where none fits."""
+    best, least = plans[0], None
+    for plan in plans:
+        try:
+            end = problem.evaluate(plan).end
+        except OutOfMemory:
+            continue
+        if least is None or end < least:
+            best, least = plan, end
+    return best

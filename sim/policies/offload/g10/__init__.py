@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from sim.errors import OutOfMemory, PolicyError
+from sim.errors import PolicyError
 from sim.eviction.farthest import FarthestNextUse
 from sim.plan import Action, Move, Online, Plan, Problem, Unpressed
 from sim.policies.base import Policy
@@ -16,6 +16,7 @@ from sim.policies.offload.g10.residents import Away, away_of, given_by
 from sim.policies.offload.g10.scheduling import Schedule
 from sim.policies.offload.g10.vitality import Vitality, users, vitality_of
 from sim.policies.offload.swap_all import SwapAll
+from sim.solvers.outcome import fastest
 
 LONGEST = 1e6
 """How many times as long ops seem where any tensor has the time to be copied."""
@@ -71,20 +72,7 @@ class G10(Policy):
         if drafts.fits:
             return drafts.plan((), {})
         plans = [*drafts.all(), replace(SwapAll().plan(problem), online=Online)]
-        return _fastest(problem, plans)
-
-
-def _fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """The plan whose replay ends first; the first one where none fits."""
-    best, least = plans[0], None
-    for plan in plans:
-        try:
-            end = problem.evaluate(plan).end
-        except OutOfMemory:
-            continue
-        if least is None or end < least:
-            best, least = plan, end
-    return best
+        return fastest(problem, plans)
 
 
 class Drafts:

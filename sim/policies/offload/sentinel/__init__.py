@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from sim.declared import Size
-from sim.errors import OutOfMemory, PolicyError
+from sim.errors import PolicyError
 from sim.eviction.farthest import FarthestNextUse
 from sim.plan import Action, Plan, Problem, Unpressed
 from sim.policies.base import Beside, Policy, by_parameter
 from sim.policies.offload.sentinel.migration import Migration, lengths
 from sim.policies.offload.sentinel.pages import Profiled, profiled
+from sim.solvers.outcome import fastest
 from sim.units import to_bytes
 
 
@@ -82,9 +83,9 @@ class Sentinel(Policy):
         if not first.actions and not first.place:
             return first
         plans = [make(length, waits=self.late == "wait") for length in tried]
-        best = _fastest(problem, [plan for plan in plans if plan.notes["fits"]] or plans[:1])
+        best = fastest(problem, [plan for plan in plans if plan.notes["fits"]] or plans[:1])
         if self.late == "trial":
-            best = _fastest(problem, [best, make(best.notes["interval"], waits=True)])
+            best = fastest(problem, [best, make(best.notes["interval"], waits=True)])
         return best
 
 
@@ -121,16 +122,3 @@ def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int,
 
 def _users(problem: Problem, tensor: int) -> list[int]:
     return [op for op in (int(problem.trace.producer[tensor]), *problem.trace.readers(tensor)) if op >= 0]
-
-
-def _fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """The plan whose replay ends first; the first one where none fits."""
-    best, least = plans[0], None
-    for plan in plans:
-        try:
-            end = problem.evaluate(plan).end
-        except OutOfMemory:
-            continue
-        if least is None or end < least:
-            best, least = plan, end
-    return best
