@@ -8,15 +8,18 @@ memory-efficient kernel does not support. `flash` requires flash attention.
 Fused kernels save queries, keys, values, their result and one fp32 number per query (the logarithm of the sum of
 exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward kernel allocates
 internally are not modelled.
+
+In inference each layer appends its keys and values to a cache, and one fused kernel attends to all that is in it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from sim.errors import WorkloadError
 from workloads.costs import attention_backward_flops, attention_flops, element_flops
-from workloads.precision import promoted
+from workloads.precision import BYTES, promoted
 from workloads.primitives import (
     Gradients,
     batched_matmul,
@@ -27,6 +30,16 @@ from workloads.primitives import (
     softmax,
 )
 from workloads.tape import Tape, Value
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The keys and values of the tokens so far, per layer in one tensor per pass: (batch, 2, kv_heads, tokens, head).
+
+    It grows by a tensor per pass, as a cache in blocks does: what is in it is never copied.
+    """
+
+    parts: dict[int, list[Value]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Core:
     dropout: probability.
     softmax_fp32: softmax in fp32 whatever the type (Llama).
     mask: the additive mask of the eager form, (batch, 1, sequence, sequence), or None.
+    cache: in inference, of the tokens before these.
     """
 
     implementation: str
@@ -52,6 +66,7 @@ class Core:
     dropout: float
     softmax_fp32: bool
     mask: Value | None
+    cache: Cache | None = None
 
     @property
     def query_shape(self) -> tuple[int, ...]:
@@ -68,6 +83,8 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
     """The result of attention over the projected (and rotated) q, k and v: (batch, sequence, heads * head)."""
     q, k, v = q.viewed(*core.query_shape), k.viewed(*core.key_shape), v.viewed(*core.key_shape)
     q, k, v = (tape.to_compute(x, f"{name}.{part}.cast") for x, part in ((q, "q"), (k, "k"), (v, "v")))
+    if core.cache is not None:
+        return _cached(tape, f"{name}.core", core, core.cache, q, k, v)
     if core.implementation == "eager":
         return _composed(tape, f"{name}.core", core, q, k, v, math=False)
     if q.dtype != "fp32":
@@ -109,6 +126,20 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
         return gradients
 
     tape.record([q, k, v], [out], rule)
+    return out.viewed(core.batch, core.sequence, core.heads * core.head)
+
+
+def _cached(tape: Tape, name: str, core: Core, cache: Cache, q: Value, k: Value, v: Value) -> Value:
+    """Attention of new tokens to these and all before them; nothing is saved, since inference has no backward."""
+    new = tape.constant(f"{name}.cache", (core.batch, 2, *core.key_shape[1:]), k.dtype)
+    size = BYTES[k.dtype]
+    tape.op(f"{name}.append", "copy", [k, v], [new], bytes=2 * new.elements * size)
+    parts = cache.parts[tape.layer]
+    parts.append(new)
+    out = tape.result(f"{name}.out", core.query_shape, q.dtype)
+    flops = attention_flops(core.batch * core.heads, core.sequence, core.head, sum(part.shape[3] for part in parts))
+    touched = (q.elements + out.elements + sum(part.elements for part in parts)) * size
+    tape.op(name, "attention", [q, *parts], [out], flops=flops, bytes=touched)
     return out.viewed(core.batch, core.sequence, core.heads * core.head)
 
 

@@ -50,9 +50,12 @@ def matmul_flops(rows: int, inner: int, columns: int) -> int:
     return 2 * rows * inner * columns
 
 
-def attention_flops(batch_heads: int, sequence: int, head: int) -> int:
-    """FLOPs of attention: the two products QK^T and PV (torch.utils.flop_counter: sdpa_flop_count)."""
-    return 2 * matmul_flops(batch_heads * sequence, head, sequence)
+def attention_flops(batch_heads: int, sequence: int, head: int, keys: int | None = None) -> int:
+    """FLOPs of attention: the two products QK^T and PV (torch.utils.flop_counter: sdpa_flop_count).
+
+    keys: how many each query is compared with, by default as many as there are queries.
+    """
+    return 2 * matmul_flops(batch_heads * sequence, head, sequence if keys is None else keys)
 
 
 def attention_backward_flops(batch_heads: int, sequence: int, head: int) -> int:

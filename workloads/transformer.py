@@ -1,4 +1,4 @@
-"""Traces of one training iteration of a transformer."""
+"""Traces of a transformer: one training iteration, or a prompt and the tokens generated from it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ def transformer(
     lora_dropout: float = 0.0,
     routing_seed: int = 0,
     routing_skew: float = 0.0,
+    generate: int | None = None,
 ) -> Trace:
     """One training iteration of a transformer in its steady state: forward, loss, backward, optimizer step.
+
+    With `generate` it is inference, see `workloads.inference`.
 
     config: name of a model (`model_names()`), path of a Hugging Face `config.json`, a dict with its keys, or a
         configuration object of `transformers` (anything with `to_dict()`).
@@ -78,6 +81,9 @@ def transformer(
         or with commas; by default PEFT's for the family, which are queries and values.
     lora_dropout: probability of the dropout before each adapter.
     routing_seed, routing_skew: loads of experts, see `workloads.experts.routing`.
+    generate: tokens to generate per sample after a prompt of `sequence` tokens: no loss, gradients or optimizer. The
+        parts of the batch that `micro_batches` makes run one after another, and `frozen_dtype` is the type of all
+        weights.
 
     A keep-all replay of this trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled: padding
     and attention masks for it, sliding windows shorter than the sequence (refused), loss scaling, workspaces inside
@@ -106,14 +112,27 @@ def transformer(
     if dropout is not None:
         dropout = _probability("dropout", dropout)
         c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
+    if generate is not None:
+        trained = {"frozen": frozen, "lora_rank": lora_rank, "lora_targets": lora_targets, "lora_dropout": lora_dropout}
+        for argument, value in trained.items():
+            if value:
+                raise WorkloadError(f"{argument}: is about training, and with generate nothing is trained")
     tuning = tuning_of(
         c.family,
-        frozen=frozen,
+        frozen="*" if generate is not None else frozen,
         frozen_dtype=frozen_dtype,
         lora_rank=0 if lora_rank is None else _count("lora_rank", lora_rank),
         lora_targets=lora_targets,
         lora_dropout=_probability("lora_dropout", lora_dropout),
     )
+    if generate is not None:
+        from workloads.inference import inference
+
+        parts = (batch, micro_batches)
+        route = (routing_seed, routing_skew)
+        return inference(
+            c, PRECISIONS[precision], tuning, parts, sequence, _count("generate", generate), attention, route
+        )
     return _build(
         c,
         PRECISIONS[precision],
@@ -217,9 +236,15 @@ def _build(
 
 
 def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of GPT-2: learned positions, pre-norm layers, a norm, and a head, by default the embedding."""
+    """The loss of GPT-2: its body, and a head, by default the embedding."""
+    ids, labels = _inputs(tape, model.core)
+    x = gpt2_body(tape, model, ids)
+    return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
+
+
+def gpt2_body(tape: Tape, model: Model, ids: Value) -> Value:
+    """GPT-2 up to its head: learned positions, pre-norm layers, a norm."""
     c, w, core = model.config, model.weights, model.core
-    ids, labels = _inputs(tape, core)
     x = embedding(tape, "wte", ids, w["wte.weight"])
     x = _positions(tape, "wpe", x, w["wpe.weight"])
     if core.implementation == "eager":
@@ -229,15 +254,19 @@ def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
         tape.layer = i
         x = gpt2_layer(tape, model, f"h{i}", x)
     tape.layer = -1
-    x = model.norm(tape, "ln_f", x)
-    head = w["wte.weight" if c.tied else "head.weight"]
-    return head_loss(tape, loss, "head", x, head, labels, causal=True)
+    return model.norm(tape, "ln_f", x)
 
 
 def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of Llama and of mixtures of experts: rotary positions, a norm, and a head, tied or untied."""
+    """The loss of Llama and of mixtures of experts: their body, and a head, tied or untied."""
+    ids, labels = _inputs(tape, model.core)
+    x = llama_body(tape, model, ids)
+    return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
+
+
+def llama_body(tape: Tape, model: Model, ids: Value) -> Value:
+    """Llama and mixtures of experts up to their head: rotary positions, layers, a norm."""
     c, w, core = model.config, model.weights, model.core
-    ids, labels = _inputs(tape, core)
     x = embedding(tape, "embed", ids, w["embed.weight"])
     rotary = rotary_tables(tape, core.sequence, core.head, x.dtype)
     if core.implementation == "eager":
@@ -246,9 +275,13 @@ def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
         tape.layer = i
         x = llama_layer(tape, model, f"h{i}", x, rotary)
     tape.layer = -1
-    x = model.norm(tape, "norm", x)
-    head = w["embed.weight" if c.tied else "head.weight"]
-    return head_loss(tape, loss, "head", x, head, labels, causal=True)
+    return model.norm(tape, "norm", x)
+
+
+def head_weight(model: Model) -> Value:
+    """The matrix of the head: one of its own, or the embedding."""
+    table = "wte.weight" if model.config.family in ("gpt2", "bert") else "embed.weight"
+    return model.weights[table if model.config.tied else "head.weight"]
 
 
 def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
@@ -270,8 +303,7 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
     y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
     y = model.norm(tape, "transform.ln", y)
-    head = w["wte.weight" if c.tied else "head.weight"]
-    tokens = head_loss(tape, loss, "head", y, head, labels, bias=w["head.bias"], causal=False)
+    tokens = head_loss(tape, loss, "head", y, head_weight(model), labels, bias=w["head.bias"], causal=False)
     two = model.linear(tape, "next_sentence", pooled)
     sentence = cross_entropy(tape, "next_sentence.loss", two, following)
     return add(tape, "loss.add", tokens, sentence)

@@ -138,6 +138,10 @@ def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
         return
     batch, sequence = workload.get("batch", 1), workload.get("sequence", 1024)
     same: dict[str, Any] = {}
+    if workload.get("generate"):  # nothing is trained
+        if batch > 1:
+            yield {"batch": 1, "micro_batches": 1}, "one sample at a time"
+        return
     if workload.get("loss", "torch") != "chunked":
         same = {"loss": "chunked"}
         yield dict(same), "the loss in chunks, which computes the same"

@@ -76,6 +76,14 @@ AXES = (
         None,
     ),
     Option("lora_dropout", Annotated[float | None, typer.Option(help="dropout before adapters; default: 0")], None),
+    Option(
+        "generate",
+        Annotated[
+            int | None,
+            typer.Option(help="inference: tokens to generate after a prompt of --seq tokens; default: a training step"),
+        ],
+        None,
+    ),
 )
 """Options from which a model's trace is made; `workloads.transformer` says what each means."""
 

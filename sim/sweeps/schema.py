@@ -251,6 +251,7 @@ class StudyFile(BaseModel):
     lora_rank: Counts | None = None
     lora_targets: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
     lora_dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
+    generate: Counts | None = None
     routing_seed: Seeds = [0]
     routing_skew: Annotated[list[Annotated[float, PlainValidator(_skew)]], Listed] = [0.0]
     profile: Annotated[list[Annotated[str, PlainValidator(_profile)]], Listed]
@@ -270,6 +271,7 @@ class StudyFile(BaseModel):
 WORKLOAD_AXES = (
     *("batch", "sequence", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches"),
     *("frozen", "frozen_dtype", "lora_rank", "lora_targets", "lora_dropout", "routing_seed", "routing_skew"),
+    "generate",
 )
 """The axes that go with `model` and not with `trace`."""
 
