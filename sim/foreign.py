@@ -47,10 +47,9 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise TiersimError(f"{path}: is not a regular file")
-        data = file.read(most + 1) if about.st_size <= most else b""
-        if about.st_size > most or len(data) > most:
+        if about.st_size > most:
             raise TiersimError(f"{path}: has more than {most:,} bytes")
-        return data
+        return file.read(about.st_size)  # a limit of gigabytes would be taken from memory at once
 
 
 @dataclass(frozen=True)

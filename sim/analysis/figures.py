@@ -84,9 +84,36 @@ def known() -> Mapping[str, Figure]:
 
 
 def misfit(row: Mapping[str, Any]) -> str | None:
-    """The first key of a row from a file whose value is not one of its figure's unit, None if there is none."""
-    declared = known()
-    return next((key for key, value in row.items() if key in declared and not _is_of(declared[key].unit, value)), None)
+    """The first key of a row from a file whose value cannot be its figure's, None if there is none.
+
+    A row that fits has a time and a peak; figures with parts, such as stalls by cause, and only these are tables.
+    """
+    declared, own = known(), _own()
+    fits = row.get("fits") is True
+    required: tuple[str, ...] = ("makespan_ns", "peak_bytes") if fits else ()
+    for key in (*required, *row):
+        value = row.get(key)
+        if key not in declared:
+            continue
+        if value is None:
+            is_of = not (fits and own.get(key) is not None)
+        else:
+            is_table = isinstance(value, Mapping)
+            is_of = (key not in own or is_table == (own[key] is dict)) and _is_of(declared[key].unit, value)
+        if not is_of:
+            return key
+    return None
+
+
+@cache
+def _own() -> Mapping[str, type | None]:
+    """The figures of `Summary`: dict for those with parts, None for those that a run may lack."""
+    hints = get_type_hints(Summary, include_extras=True)
+    kinds = {key: get_args(said)[0] for key, said in hints.items() if get_origin(said) is Annotated}
+    return {
+        key: dict if get_origin(kind) is dict else None if type(None) in get_args(kind) else kind
+        for key, kind in kinds.items()
+    }
 
 
 def _is_of(unit: Unit, value: Any) -> bool:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,14 +53,15 @@ class File:
     document: Any
     encode: Encode | None = None
 
-    def bytes(self) -> bytes:
+    @cached_property
+    def right(self) -> bytes:
         """The file as it should be."""
         return self.encode(self.document) if self.encode else self.document
 
     def wrong(self, rng: Random) -> bytes:
         """The file as it should not be."""
         if self.encode is None or rng.random() < 0.25:
-            return damaged(rng, self.bytes()) if rng.random() < 0.95 else rng.randbytes(rng.randrange(300))
+            return damaged(rng, self.right) if rng.random() < 0.95 else rng.randbytes(rng.randrange(300))
         return self.encode(mutated(rng, self.document))
 
 
@@ -78,7 +79,7 @@ class Reader:
         for name, file in start.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.wrong(rng) if name in wrong else file.bytes())
+            path.write_bytes(file.wrong(rng) if name in wrong else file.right)
 
 
 # ---- how things are written ------------------------------------------------------------------------
@@ -251,15 +252,21 @@ def with_sum(document: Any) -> bytes:
     return as_json({**rest, "sum": f"{zlib.crc32(text.encode()):08x}"})
 
 
+@cache
+def commands() -> Callable[..., object]:
+    """The command line."""
+    from sim.cli import app
+
+    return typer.main.get_command(app)
+
+
 def run_command(*words: str) -> None:
     """A command of tiersim, in this process."""
     import sys
 
-    from sim.cli import app
-
     old, sys.argv = sys.argv, ["tiersim", *words]
     try:
-        typer.main.get_command(app)(list(words), standalone_mode=False)
+        commands()(list(words), standalone_mode=False)
     finally:
         sys.argv = old
 

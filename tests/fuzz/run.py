@@ -52,7 +52,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
     slowest, most, began = 0.0, 0, time.monotonic()
     old = signal.signal(signal.SIGPROF, _stop)
     base = Path(tempfile.mkdtemp(prefix="tiersim-fuzz-"))
-    number = first
+    number, peak = first, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         for number in range(first, first + cases):
             if time.monotonic() - began > seconds:
@@ -60,7 +60,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
                 break
             folder = base / "case"
             folder.mkdir()
-            before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            before = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, HANGS_S)
             try:
                 outcomes[run_case(name, number, folder)] += 1
@@ -73,7 +73,8 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
                               f"--cases 1 '{name}'")  # fmt: skip
             signal.setitimer(signal.ITIMER_PROF, 0)
             spent = time.process_time() - before
-            taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+            peak, old_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, peak
+            taken = (peak - old_peak) * 1024
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if spent > SLOW_S:
                 faults.append(f"{spent:.1f} s: python tests/fuzz/run.py --first {number} --cases 1 '{name}'")

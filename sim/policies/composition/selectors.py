@@ -73,11 +73,15 @@ def _term(trace: Trace, term: str) -> Mask:
     found = LAYERS.fullmatch(term)
     if found is None:
         return _named(trace, term)
-    numbers: set[int] = set()
+    layers = tensor_layers(trace)
+    most = int(layers.max(initial=0))
+    chosen = np.zeros(len(layers), np.bool_)
     for piece in re.findall(RANGE, found[1]):
         low, _, high = piece.partition("-")
-        numbers.update(range(int(low), int(high or low) + 1))
-    return np.isin(tensor_layers(trace), sorted(numbers))
+        # what is typed may have thousands of digits
+        first, last = (min(int(end), most + 1) if len(end) < 20 else most + 1 for end in (low, high or low))
+        chosen |= (layers >= first) & (layers <= last)
+    return chosen
 
 
 def meets(name: str, pattern: str) -> bool:
