@@ -4,6 +4,7 @@ from workloads.capture import capture, capture_from_reference
 from workloads.cnn import cnn, cnn_names
 from workloads.importers.any_format import load_trace
 from workloads.models import Config, model_names, read_config
+from workloads.stacks import with_stack
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
 from workloads.transformer import transformer
 from workloads.varied import joined, varied_lengths
@@ -26,5 +27,6 @@ __all__ = [
     "uniform_chain",
     "varied_lengths",
     "w1",
+    "with_stack",
     "with_zeros",
 ]

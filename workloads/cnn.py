@@ -14,6 +14,7 @@ from workloads.image_layers import KERNELS, ImageTape
 from workloads.losses import cross_entropy
 from workloads.optimizers import check_optimizer, update
 from workloads.precision import precision_of
+from workloads.stacks import as_workload, check_stack
 from workloads.tape import Value
 from workloads.zeros import Zeros, with_zeros
 
@@ -35,6 +36,7 @@ def cnn(
     micro_batches: int = 1,
     inplace_relu: bool = True,
     kernels: str = "torch",
+    stack: str = "eager",
     zeros: Zeros | None = None,
 ) -> Trace:
     """One training iteration of a convolutional network in its steady state: forward, loss, backward, optimizer step.
@@ -51,6 +53,7 @@ def cnn(
         Hugging Face's.
     kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling saves no indices, and an in-place ReLU also
         overwrites its gradient.
+    stack: as for `transformer`.
     zeros: the fraction of zeros in the results of ReLUs, on which sparse codecs depend; see `with_zeros`. By default
         nothing is stated of it.
 
@@ -68,6 +71,7 @@ def cnn(
         raise WorkloadError(f"network {name!r} is unknown{near(str(name), NETS)}")
     if kernels not in KERNELS:
         raise WorkloadError(f"kernels: {kernels!r} is unknown{near(str(kernels), KERNELS)}")
+    check_stack(stack)
     net, types = NETS[name], precision_of(precision)
     check_optimizer(optimizer)
     image = net.image if image is None else image
@@ -124,4 +128,4 @@ def cnn(
         carry=trace.carry,
         meta={**trace.meta, "model_flops": products},
     )
-    return built if zeros is None else with_zeros(built, zeros)
+    return as_workload(built if zeros is None else with_zeros(built, zeros), stack)

@@ -22,6 +22,7 @@ from workloads.optimizers import OPTIMIZERS, update
 from workloads.parameters import make_parameters
 from workloads.precision import PRECISIONS, Precision
 from workloads.primitives import add, dropout, embedding, split, tanh
+from workloads.stacks import STACKS, as_workload
 from workloads.tape import Tape, Value
 
 ATTENTIONS = ("eager", "sdpa", "flash")
@@ -30,6 +31,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "attention": ATTENTIONS,
     "optimizer": OPTIMIZERS,
     "loss": LOSSES,
+    "stack": STACKS,
     "frozen_dtype": FROZEN_DTYPES,
 }
 """The valid values of arguments that are names: the registries themselves, so that additions there are valid here."""
@@ -45,6 +47,7 @@ def transformer(
     dropout: float | None = None,
     optimizer: str = "adamw_foreach",
     loss: str = "torch",
+    stack: str = "eager",
     micro_batches: int = 1,
     frozen: str | Sequence[str] | None = None,
     frozen_dtype: str | None = None,
@@ -69,6 +72,8 @@ def transformer(
     dropout: replaces all probabilities of the config.
     optimizer: one of `workloads.optimizers.OPTIMIZERS`.
     loss: torch, fused or chunked, see `workloads.losses`.
+    stack: what runs it: eager, compiled (torch.compile) or fused (the kernels of Megatron-LM, Apex and Transformer
+        Engine), see `workloads.stacks`.
     micro_batches: gradients are accumulated over that many parts of the batch.
     frozen: weights that are not trained: names of weights or of parts of the model (`h0`, `h0.attn`, `wte.weight`), or
         patterns of these (`h[0-5]`, `*.weight`), as a list or with commas. By default none; with adapters all others.
@@ -85,14 +90,14 @@ def transformer(
         parts of the batch that `micro_batches` makes run one after another, and `frozen_dtype` is the type of all
         weights.
 
-    A keep-all replay of this trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled: padding
-    and attention masks for it, sliding windows shorter than the sequence (refused), loss scaling, workspaces inside
-    kernels, and rounding by the allocator.
+    A keep-all replay of an eager trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled:
+    padding and attention masks for it, sliding windows shorter than the sequence (refused), loss scaling, workspaces
+    inside kernels, and rounding by the allocator.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
     c = read_config(config)
-    given = {"precision": precision, "attention": attention, "optimizer": optimizer, "loss": loss}
+    given = {"precision": precision, "attention": attention, "optimizer": optimizer, "loss": loss, "stack": stack}
     for axis, name in given.items():
         if name not in CHOICES[axis]:
             raise WorkloadError(f"{axis} {name!r} is unknown{near(str(name), CHOICES[axis])}")
@@ -130,10 +135,11 @@ def transformer(
 
         parts = (batch, micro_batches)
         route = (routing_seed, routing_skew)
-        return inference(
+        trace = inference(
             c, PRECISIONS[precision], tuning, parts, sequence, _count("generate", generate), attention, route
         )
-    return _build(
+        return as_workload(trace, stack)
+    trace = _build(
         c,
         PRECISIONS[precision],
         tuning,
@@ -145,6 +151,7 @@ def transformer(
         micro_batches,
         (routing_seed, routing_skew),
     )
+    return as_workload(trace, stack)
 
 
 def _count(argument: str, value: object) -> int:

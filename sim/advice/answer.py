@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 8
-USUAL = {"attention": "sdpa", "loss": "torch", "micro_batches": 1}
+USUAL = {"attention": "sdpa", "loss": "torch", "stack": "eager", "micro_batches": 1}
 """Options of a workload that are named only if they have another value."""
 
 

@@ -112,7 +112,7 @@ def _frameworks() -> Collection[str]:
 
 REGISTRIES: Mapping[str, Callable[[], Collection[str]]] = {
     "schedule": _schedules,
-    **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "frozen_dtype")},
+    **{name: _axis(name) for name in ("precision", "attention", "optimizer", "loss", "stack", "frozen_dtype")},
     "validated": _validated,
     "analyses": _analyses,
     "goals": _goals,

@@ -45,6 +45,7 @@ AXES = (
     ATTENTION,
     Option("optimizer", Annotated[str, typer.Option(help="{optimizer}")], "adamw_foreach"),
     Option("loss", Annotated[str, typer.Option(help="{loss}")], "torch"),
+    Option("stack", Annotated[str | None, typer.Option(help="{stack}; default: eager")], None),
     Option(
         "dropout", Annotated[float | None, typer.Option(help="dropout probability; default: the model's own")], None
     ),
@@ -208,10 +209,11 @@ def workload(options: dict[str, Any]) -> Any:
     """The trace that the options describe; options["ctx"], if present, knows which of them were given."""
     if options["trace"]:
         if "ctx" in options:
-            _refuse_axes(options["ctx"], {"micro_batches"} if "divided" in options else set())
+            _refuse_axes(options["ctx"], {"stack", *({"micro_batches"} if "divided" in options else ())})
         from workloads import load_trace
+        from workloads.stacks import as_workload
 
-        return load_trace(options["trace"])
+        return as_workload(load_trace(options["trace"]), options["stack"] or "eager")
     from workloads import transformer
 
     if not options["model"]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "Parting", "Step", "Tried", "explain"]
 
 NUMBER = re.compile(r"(?<![A-Za-z])\d+|\d+(?=\.)")
-JOB = ("model", "batch", "sequence", "precision", "attention", "optimizer", "loss")
+JOB = ("model", "batch", "sequence", "precision", "attention", "optimizer", "loss", "stack")
 """What the description of a trace says of its job."""
 
 

@@ -2,81 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
-from sim.trace.op import Op
+from sim.trace.op import KIND_CODE, PHASES, Op
 from sim.trace.origin import Expr, Fused, Same
+from sim.trace.tensor import Tensor
 
 Touched = Callable[[Sequence[int], Sequence[int]], int]
 WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64"))}
 """Types by rising width; no engine computes faster in a wider one."""
 
+STREAMED = ("elementwise", "norm", "softmax", "loss", "copy", "reduce")
+"""Kinds of op that go through their operands once and are bound by memory, so that one kernel may be of several."""
+
+RECOMPUTES_FROM = "what a fused kernel recomputes from"
+"""Why backward needs a tensor that it did not read before."""
+
 
 def fuse(
-    trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None = None, *, workspace: bool = True
+    trace: Trace,
+    groups: Sequence[Sequence[int]],
+    touched: Touched | None = None,
+    *,
+    workspace: bool = True,
+    recomputed: Collection[int] = (),
+    streams: bool = False,
+    meta: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Replace each group of ops by one fused op, named after its last member; groups run in the order of their starts.
 
     The fused op reads the group's external inputs and writes the results that others read or that are kept to the end;
     tensors internal to the group are never in memory. FLOPs add up, and the workspace is the largest of the group's.
     The fused op has no measured duration, because the measured ones belong to other kernels. It computes in the widest
-    type of the group, so that no arithmetic is priced too fast. Where an op outside the group needs one of its results
-    before the group is complete (or overwrites one of its inputs), the group is cut there into several fused ops, so
-    that no cycle arises.
+    type of the group, so that no arithmetic is priced too fast.
+    Where an op outside the group needs one of its results before the group is complete (or overwrites one of its
+    inputs), the group is cut there into several fused ops, so that no cycle arises.
 
     trace: the trace to rewrite.
     groups: disjoint groups of op ids; the ops of a group share device, engine, kind and phase, and belong to no
         send/recv pair or collective.
     touched: bytes that a fused op touches, given the ids that it reads and writes; by default each operand once.
     workspace: False for a kernel of another engine, which has no workspace.
+    recomputed: ops whose results no later phase finds in memory. A fused op of a later phase that reads one computes
+        it once more, from what is in memory; an op in no group may not.
+    streams: groups may have several kinds of `STREAMED`; what they become is priced as an element-wise kernel, and
+        may be split in every way in which all its ops may. An element-wise op alone that recomputes nothing stays.
+    meta: entries to add to the trace's.
 
     Raises TraceError for a group that does not meet these conditions.
     """
     touched_bytes = touched or (
         lambda reads, writes: sum(int(trace.tensor_columns.bytes[t]) for t in (*reads, *writes))
     )
-    pieces = _pieces(trace, groups)
+    pieces = _pieces(trace, groups, STREAMED if streams else (), frozenset(recomputed))
     internal = _internal(trace, pieces)
-    new = Rewriter(trace)
-    ids = [-1 if t.id in internal else new.tensor(t) for t in trace.tensors]
+    crossing = [(t, piece) for piece in pieces for t in piece.reads if _phase_of(trace, t) < piece.phase]
+    later = {t for t, _ in crossing} if recomputed else None
+    rebuilt = {t for t, piece in crossing if piece.again}
+    new = Rewriter(trace, meta)
+    ids = [-1 if t.id in internal else new.tensor(t, saved_for=_why(t, later, rebuilt)) for t in trace.tensors]
     for t in trace.tensors:
         old = t.replaces
         while old is not None and old in internal:
             old = trace.tensors[old].replaces
         if old is not None and ids[t.id] >= 0:
             new.builder.take_over(ids[t.id], ids[old])
-    for fused, members in pieces:
-        ops = [trace.ops[op] for op in members]
-        produced = {t for op in ops for t in op.writes}
-        reads = [t for t in dict.fromkeys(t for op in ops for t in op.reads) if t not in produced]
+    for piece in pieces:
+        ops = [trace.ops[op] for op in piece.ops]
+        reads = piece.reads
         writes = [t for op in ops for t in op.writes if t not in internal]
         new_reads, new_writes = [ids[t] for t in reads], [ids[t] for t in writes]
-        if not fused:
+        alone = streams and len(ops) == 1 and not piece.again and ops[0].kind in ("elementwise", "copy", "optimizer")
+        if not piece.fused or alone:
             new.op(ops[0], reads=new_reads, writes=new_writes)
             continue
-        parts: tuple[Expr, ...] = tuple(Same(op) for op in members)
+        computed = [*(trace.ops[op] for op in piece.again), *ops]
+        parts: tuple[Expr, ...] = tuple(Same(op.id) for op in computed)
+        once = touched_bytes(reads, writes)
+        apart = sum(int(trace.touched[op.id]) for op in computed)
         new.op(
             ops[-1],
             Fused(parts),
+            kind="elementwise" if streams and ops[-1].kind in STREAMED else ops[-1].kind,
             reads=new_reads,
             writes=new_writes,
-            flops=sum(op.flops for op in ops),
-            bytes=touched_bytes(reads, writes),
-            workspace=max(op.workspace for op in ops) if workspace else 0,
+            flops=sum(op.flops for op in computed),
+            bytes=min(once, apart) if streams else once,  # an op may touch less than its operands
+            workspace=max(op.workspace for op in computed) if workspace else 0,
             duration=None,
-            random=any(op.random for op in ops),
+            random=any(op.random for op in computed),
             priority=min(op.priority for op in ops),
-            dtype=_widest(ops),
+            dtype=_widest(computed),
             alternatives=(),
-            splits=(),
+            splits=_splits(ops, set(writes)) if streams else (),
             function="",
         )
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
+def _phase_of(trace: Trace, t: int) -> int:
+    """The phase in which a tensor is produced; that of no op for one that exists from the start."""
+    producer = int(trace.producer[t])
+    return int(trace.op_columns.phase[producer]) if producer >= 0 else len(PHASES)
+
+
+def _why(t: Tensor, later: Collection[int] | None, rebuilt: Collection[int]) -> str:
+    """Why backward needs a tensor: as before, or for what is recomputed from it; "" where it no longer reads it."""
+    if later is not None and t.id not in later:
+        return ""
+    return t.saved_for or (RECOMPUTES_FROM if t.id in rebuilt else "")
+
+
+def _splits(ops: Sequence[Op], writes: Collection[int]) -> tuple[str, ...]:
+    """The ways in which all ops may be split; by batch where all may, as a sum where only sums are written."""
+    if not all(op.splits for op in ops):
+        return ()
+    by_batch = ("batch", "batch_sum")
+    if all(set(op.splits) & set(by_batch) for op in ops):
+        rows = any("batch" in op.splits for op in ops if writes.intersection(op.writes))  # type: ignore[attr-defined]
+        return ("batch" if rows else "batch_sum",)
+    return tuple(way for way in ops[0].splits if way not in by_batch and all(way in op.splits for op in ops))
 
 
 def _widest(ops: Sequence[Op]) -> str:
@@ -85,67 +136,128 @@ def _widest(ops: Sequence[Op]) -> str:
     return max(types, key=lambda dtype: WIDTH.get(dtype, len(WIDTH) if dtype else -1))
 
 
-def _pieces(trace: Trace, groups: Sequence[Sequence[int]]) -> list[tuple[bool, list[int]]]:
-    """The ops of the new trace in order: whether each is fused, and which ops it stands for."""
-    group_of = _group_of(trace, groups)
+@dataclass
+class _Piece:
+    """Ops that become one op of the new trace.
+
+    ops: those met so far. written, read: the tensors that they write and read.
+    fused: whether they are of a group.
+    phase: of the ops.
+    again: ops of an earlier phase that it computes once more.
+    reads: what it finds in memory, once it is complete.
+    """
+
+    ops: list[int]
+    fused: bool
+    phase: int
+    written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    again: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+    def comes_before(self, reads: Sequence[int], overwritten: Sequence[int]) -> bool:
+        """Whether an op that reads and overwrites these tensors must come after all of this piece."""
+        return not self.written.isdisjoint((*reads, *overwritten)) or not self.read.isdisjoint(overwritten)
+
+    def complete(self, trace: Trace, recomputed: Collection[int]) -> _Piece:
+        """The piece with what it recomputes and what it reads."""
+        phase, inside = trace.op_columns.phase, set(self.ops)
+        if recomputed:
+            stack = [t for op in self.ops for t in trace.reads(op)]
+            while stack:
+                producer = int(trace.producer[stack.pop()])
+                if producer in recomputed and producer not in inside and phase[producer] < self.phase:
+                    inside.add(producer)
+                    self.again.append(producer)
+                    stack += trace.reads(producer)
+            if self.again and not self.fused:
+                name = trace.op_columns.name
+                raise TraceError(f"fuse: op {name[self.ops[0]]!r} is in no group, but reads {name[self.again[0]]!r}")
+            self.again.sort()
+        computed = (*self.again, *self.ops)
+        made = {t for op in computed for t in trace.writes(op)}
+        self.reads = [t for t in dict.fromkeys(t for op in computed for t in trace.reads(op)) if t not in made]
+        return self
+
+
+def _pieces(
+    trace: Trace, groups: Sequence[Sequence[int]], mixed: Collection[str], recomputed: Collection[int]
+) -> list[_Piece]:
+    """The ops of the new trace in order."""
+    group_of = _group_of(trace, groups, mixed)
     missing = [len(group) for group in groups]
-    replaces = trace.tensor_columns.replaces
+    replaces, phase = trace.tensor_columns.replaces, trace.op_columns.phase.tolist()
+    overwrites = (replaces >= 0).any()
     collecting: dict[int, _Piece] = {}
-    pieces: list[tuple[bool, list[int]]] = []
-    for op in range(len(trace.ops)):
+    pieces: list[_Piece] = []
+    for op in _hoisted(trace, groups, group_of) if mixed else range(len(trace.ops)):
         group, reads, writes = group_of.get(op, -1), trace.reads(op), trace.writes(op)
-        overwritten = [old for old in replaces[list(writes)].tolist() if old >= 0]
+        overwritten = [old for old in replaces[list(writes)].tolist() if old >= 0] if overwrites else []
         for k in [k for k, piece in collecting.items() if k != group and piece.comes_before(reads, overwritten)]:
-            pieces.append((True, collecting.pop(k).ops))
+            pieces.append(collecting.pop(k))
         if group < 0:
-            pieces.append((False, [op]))
+            pieces.append(_Piece([op], False, phase[op]))
             continue
-        piece = collecting.setdefault(group, _Piece([], set(), set()))
+        piece = collecting.setdefault(group, _Piece([], True, phase[op]))
         piece.ops.append(op)
         piece.written.update(writes)
         piece.read.update(reads)
         missing[group] -= 1
         # complete groups run in the order of their starts, so that the order does not depend on how ops interleave
         while collecting and not missing[first := next(iter(collecting))]:
-            pieces.append((True, collecting.pop(first).ops))
-    return pieces
+            pieces.append(collecting.pop(first))
+    return [piece.complete(trace, recomputed) for piece in pieces]
 
 
-@dataclass
-class _Piece:
-    """The ops of a group met so far, with the tensors that they write and read."""
+def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[int, int]) -> Iterator[int]:
+    """The ops in an order in which a group's ops follow each other as soon as what they read is there.
 
-    ops: list[int]
-    written: set[int]
-    read: set[int]
+    Otherwise an op between them that reads what the first of them writes would cut the group. What overwrites a
+    tensor keeps its place.
+    """
+    producer, replaces = trace.producer.tolist(), trace.tensor_columns.replaces
+    placed = [False] * len(trace.ops)
+    fixed = {op for op in group_of if any(replaces[t] >= 0 for t in trace.writes(op))}
+    for op in range(len(trace.ops)):
+        if placed[op]:
+            continue
+        placed[op] = True
+        yield op
+        if op not in group_of:
+            continue
+        for other in groups[group_of[op]]:
+            movable = not placed[other] and other not in fixed
+            if movable and all(producer[t] < 0 or placed[producer[t]] for t in trace.reads(other)):
+                placed[other] = True
+                yield other
 
-    def comes_before(self, reads: Sequence[int], overwritten: Sequence[int]) -> bool:
-        """Whether an op that reads and overwrites these tensors must come after all of this piece."""
-        return not self.written.isdisjoint((*reads, *overwritten)) or not self.read.isdisjoint(overwritten)
 
-
-def _group_of(trace: Trace, groups: Sequence[Sequence[int]]) -> dict[int, int]:
+def _group_of(trace: Trace, groups: Sequence[Sequence[int]], mixed: Collection[str]) -> dict[int, int]:
     group_of: dict[int, int] = {}
     c = trace.op_columns
+    several = {KIND_CODE[kind] for kind in mixed}
     for k, group in enumerate(groups):
         for op in group:
-            traits = [(c.device[i], c.engine.get(i, ""), c.kind[i], c.phase[i]) for i in (op, group[0])]
+            traits = [
+                (c.device[i], c.engine.get(i, ""), -1 if c.kind[i] in several else c.kind[i], c.phase[i])
+                for i in (op, group[0])
+            ]
             if op in group_of or op in c.group or traits[0] != traits[1]:
                 raise TraceError(f"fuse: op {c.name[op]!r} cannot be in one op with {c.name[group[0]]!r}")
             group_of[op] = k
     return group_of
 
 
-def _internal(trace: Trace, pieces: Sequence[tuple[bool, Sequence[int]]]) -> set[int]:
+def _internal(trace: Trace, pieces: Sequence[_Piece]) -> set[int]:
     """The tensors that are only visible inside one fused op, unread ones included."""
-    inside = {op: k for k, (fused, ops) in enumerate(pieces) if fused for op in ops}
-    kept = set(trace.outputs)
+    inside = {op: k for k, piece in enumerate(pieces) if piece.fused for op in piece.ops}
+    outside = {t for piece in pieces for t in piece.reads}
+    outside.update(trace.outputs)
     internal = set()
     for t, producer in enumerate(trace.producer.tolist()):
-        if producer not in inside or t in kept:
+        if producer not in inside or t in outside:
             continue
         after = int(trace.replaced_by[t])
-        users = [*trace.readers(t), *([int(trace.producer[after])] if after >= 0 else [])]
-        if all(inside.get(op) == inside[producer] for op in users):
+        if after < 0 or inside.get(int(trace.producer[after])) == inside[producer]:
             internal.add(t)
     return internal

@@ -23,7 +23,9 @@ def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
     operands and once as results: 28 bytes per parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
     optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
-    return fuse(trace, tiles(trace, optimizer), lambda reads, writes: _touched(trace, reads, writes), workspace=False)
+    return fuse(
+        trace, tiles(trace, optimizer), lambda reads, writes: touched_once(trace, reads, writes), workspace=False
+    )
 
 
 def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
@@ -54,7 +56,7 @@ def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _touched(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> int:
+def touched_once(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> int:
     """Bytes of all operands and results, less what a kernel holds and does not read; scalars count nothing."""
     c = trace.tensor_columns
     large = [t for t in writes if c.shape.get(t) != ()]

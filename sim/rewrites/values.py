@@ -16,7 +16,9 @@ following identities are used:
   sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
 - An op of the optimizer updates each parameter from that parameter's own tensors (`sim.rewrites.slots`): `Slots` of it
   must find those of its parameters, and has their results.
-- A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it.
+- A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it. Kinds
+  that stream through their operands may be fused with each other, and with such ops of an earlier phase, which it
+  recomputes.
 - What one member of a group (send and receive, a collective) reads, all members read.
 - A lossless encoding decodes to the original; a lossy one decodes to `Lossy`, which stands for nothing else. A code in
   a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any other lossless
@@ -40,11 +42,12 @@ import numpy as np
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
+from sim.rewrites.fuse import STREAMED
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
 from sim.rewrites.split import ELEMENTWISE
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import PHASE_CODE
+from sim.trace.op import KINDS, PHASE_CODE
 from sim.trace.origin import (
     Encoded,
     Expr,
@@ -391,7 +394,7 @@ class _Check:
         """What an op computes that stands for an op of the base. only: of that op's reads, those it has to find."""
         base, c, b = self.base, self.trace.op_columns, self.base.op_columns
         name = c.name[op]
-        if (c.kind[op], c.phase[op]) != (b.kind[leaf.id], b.phase[leaf.id]):
+        if not self.is_alike(op, leaf):
             self.report("wrong", name, "", f"op {name!r} is of another kind or phase than {b.name[leaf.id]!r}")
         enclosing = self.origin.ops[op]
         while isinstance(enclosing, Part | Microbatch | Slots):
@@ -419,6 +422,18 @@ class _Check:
             if wanted not in have:
                 self.report_read(op, wanted, claims)
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
+
+    def is_alike(self, op: int, leaf: Same) -> bool:
+        """Whether an op has the kind and phase of a base op; in one kernel with others, of one like it.
+
+        A fused kernel that streams through its operands may be of several such kinds, and may recompute what an
+        earlier phase computed.
+        """
+        c, b = self.trace.op_columns, self.base.op_columns
+        if (c.kind[op], c.phase[op]) == (b.kind[leaf.id], b.phase[leaf.id]):
+            return True
+        streams = KINDS[c.kind[op]] in STREAMED and KINDS[b.kind[leaf.id]] in STREAMED
+        return isinstance(self.origin.ops[op], Fused) and streams and bool(b.phase[leaf.id] <= c.phase[op])
 
     def sufficient(self, leaf: Same, have: set[Expr]) -> frozenset[int]:
         """What a backward op of the base saved in forward, if a code of it is there that suffices; else nothing."""

@@ -91,10 +91,13 @@ class JointGraph:
 
     @cached_property
     def required(self) -> list[bool]:
-        """Per node whether the forward pass computes it whatever is saved: its results depend on it, or it enters."""
+        """Per node whether the forward pass computes it whatever is saved: its results depend on it, or it enters.
+
+        What may never be recomputed (it overwrites its operand, as the slices of a chunked loss do) is computed there.
+        """
         found = [node.enters and not backward for node, backward in zip(self.nodes, self.backward)]
         for i in reversed(range(len(self.nodes))):
-            if not self.backward[i] and (self.leaves[i] or found[i]):
+            if not self.backward[i] and (self.leaves[i] or found[i] or self.nodes[i].fixed):
                 found[i] = True
                 for argument in self.nodes[i].arguments:
                     found[argument] = True

@@ -244,6 +244,7 @@ class StudyFile(BaseModel):
         "adamw_foreach"
     ]
     loss: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("loss")))]], Listed] = ["torch"]
+    stack: Annotated[list[Annotated[str, PlainValidator(_one_of(_choices("stack")))]], Listed] | None = None
     dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
     micro_batches: Counts = [1]
     frozen: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
@@ -269,7 +270,7 @@ class StudyFile(BaseModel):
 
 
 WORKLOAD_AXES = (
-    *("batch", "sequence", "precision", "attention", "optimizer", "loss", "dropout", "micro_batches"),
+    *("batch", "sequence", "precision", "attention", "optimizer", "loss", "stack", "dropout", "micro_batches"),
     *("frozen", "frozen_dtype", "lora_rank", "lora_targets", "lora_dropout", "routing_seed", "routing_skew"),
     "generate",
 )
