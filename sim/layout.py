@@ -9,6 +9,7 @@ holds for each device.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,8 +19,10 @@ from sim.errors import LayoutError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES
+from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.zero import LEVELS, shard
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
@@ -30,6 +33,8 @@ class Layout:
     """How a trace is divided among devices.
 
     dp: replicas of the model, each with an equal part of the samples.
+    tp: ranks among which the layers of each replica are divided, by heads, columns and vocabulary.
+    sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     pp: stages of the pipeline.
@@ -43,6 +48,8 @@ class Layout:
     """
 
     dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
     zero: int = 0
     pp: int = 1
     schedule: str = "1f1b"
@@ -60,8 +67,12 @@ class Layout:
             raise LayoutError(
                 f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
             )
-        for key in ("dp", "pp", "micro_batches", "chunks"):
+        if not isinstance(self.sequence_parallel, bool):
+            raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
+        for key in ("dp", "tp", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
+        if self.sequence_parallel and self.tp == 1:
+            raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.schedule == "interleaved" and self.chunks < 2:
             raise LayoutError("chunks: interleaved needs at least 2 parts per device; nearest: 2, or schedule 1f1b")
@@ -84,7 +95,7 @@ class Layout:
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return self.dp * self.pp
+        return self.dp * self.tp * self.pp
 
     @property
     def is_trivial(self) -> bool:
@@ -117,11 +128,11 @@ def with_devices(given: Mapping[str, Any]) -> dict[str, Any]:
     if devices is None:
         return table
     _positive("devices", devices)
-    pp, dp = int(table.get("pp", 1)), table.get("dp")
-    if devices % max(pp, 1) or (dp is not None and dp * pp != devices):
-        nearest = dp * pp if dp is not None else max(pp, round(devices / max(pp, 1)) * pp)
-        raise LayoutError(f"devices: {devices} are not dp * pp with pp = {pp}; nearest: {nearest}")
-    return {**table, "dp": devices // pp}
+    each, dp = max(int(table.get("pp", 1)), 1) * max(int(table.get("tp", 1)), 1), table.get("dp")
+    if devices % each or (dp is not None and dp * each != devices):
+        nearest = dp * each if dp is not None else max(each, round(devices / each) * each)
+        raise LayoutError(f"devices: {devices} are not dp * tp * pp with tp * pp = {each}; nearest: {nearest}")
+    return {**table, "dp": devices // each}
 
 
 def lay_out(
@@ -153,10 +164,12 @@ def lay_out(
         machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(node)})
     _check_devices(machine, layout)
     _check_samples(trace, layout)
+    check_division(trace, layout.tp, layout.sequence_parallel)
     table = part_of_layer(trace, layout)
+    trace = divide_layers(trace, layout.tp, layout.sequence_parallel)
     dealt = layout.zero > 1 and layout.dp > 1
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, ranks=layout.dp, dealt=dealt)
-    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp)
+    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp, layout.tp)
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:
@@ -171,6 +184,38 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         nearest = nearest_divisor(samples // layout.dp, layout.micro_batches)
         of = f"batch of {samples}" if layout.dp == 1 else f"{samples // layout.dp} samples of a replica"
         raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
+
+
+def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
+    """Raise LayoutError where the layers of a trace do not divide among so many ranks."""
+    if tp == 1:
+        return
+    for key, what in (("expert_loads", "experts"), ("lora_rank", "adapters")):
+        if key in trace.meta:
+            raise LayoutError(f"tp: layers with {what} cannot be divided yet; nearest: 1")
+    if trace.meta.get("loss") == "chunked":
+        raise LayoutError("tp: loss 'chunked' computes its gradients in forward, which cannot be divided; try 'fused'")
+    if int(trace.meta.get("micro_batches", 1)) > 1:
+        raise LayoutError("tp: the trace has microbatches already; give micro_batches in the layout instead")
+    most = divisible(trace)
+    if not most:
+        raise LayoutError("tp: the trace has no layers that are known to divide; nearest: 1")
+    if most % tp:
+        raise LayoutError(f"tp: {tp} does not divide heads and columns ({most}); nearest: {nearest_divisor(most, tp)}")
+    sequence = trace.meta.get("sequence")
+    if sequence_parallel and isinstance(sequence, int) and sequence % tp:
+        nearest = nearest_divisor(math.gcd(sequence, most), tp)
+        raise LayoutError(f"tp: {tp} does not divide the sequence of {sequence}; nearest: {nearest}")
+
+
+def divisible(trace: Trace) -> int:
+    """What all heads and columns of layers that can be divided have as a common divisor; 0 where there are none."""
+    known, found = dimensions(trace), 0
+    for t in known.has[TENSOR]:
+        shape = trace.tensor_columns.shape.get(t, ())
+        if trace.tensor_columns.layer[t] >= 0 and not known.family[t] and len(shape) > 2:
+            found = math.gcd(found, shape[1] if len(shape) == 4 else shape[-1])
+    return found
 
 
 def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
@@ -208,7 +253,7 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
     """Raise LayoutError where a machine has fewer devices and no network, or no link from each to the next."""
     devices = layout.devices
     if machine.devices < devices and not machine.networks:
-        key = "pp" if layout.dp == 1 else "dp"
+        key = "dp" if layout.dp > 1 else "tp" if layout.tp > 1 else "pp"
         raise LayoutError(
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"

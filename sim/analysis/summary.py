@@ -206,9 +206,10 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     except ProfileError:
         return None, None
     possible = peak * (log.end / 1e9)
-    replicas = log.trace.origin.ranks if log.trace.origin is not None else 1
+    origin = log.trace.origin
+    ranks = origin.ranks * origin.tensor if origin is not None else 1
     why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
     ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
     executed = int(c.flops[op[ran]].sum())
     model = log.trace.meta.get("model_flops")
-    return (model / (possible * replicas) if isinstance(model, (int, float)) else None), executed / possible
+    return (model / (possible * ranks) if isinstance(model, (int, float)) else None), executed / possible

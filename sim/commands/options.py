@@ -100,10 +100,16 @@ WORDS = {"seq": "sequence"}
 LAYOUT = (
     Option(
         "devices",
-        Annotated[int | None, typer.Option(help="devices in all; replicas are made of those beyond --pp")],
+        Annotated[int | None, typer.Option(help="devices in all; replicas are made of those beyond --tp and --pp")],
         None,
     ),
     Option("dp", Annotated[int | None, typer.Option(help="replicas of the model; default: 1")], None),
+    Option("tp", Annotated[int | None, typer.Option(help="ranks that divide each layer; default: 1")], None),
+    Option(
+        "sequence_parallel",
+        Annotated[bool | None, typer.Option("--sequence-parallel", help="with --tp: divide by tokens what it leaves")],
+        None,
+    ),
     Option(
         "zero",
         Annotated[

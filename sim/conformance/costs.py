@@ -16,7 +16,7 @@ from sim.rewrites.rewriter import with_columns
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Implementation, Op
-from sim.trace.origin import Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
+from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
 
 LONGEST_LAUNCH = 20_000
 """The longest launch overhead (ns) that a measured op may hold: about that of a framework's and a driver's call."""
@@ -109,7 +109,7 @@ class _Costs:
         parts = list(_parts(expr))
         if parts != [expr]:
             return self.fused(op, [self.of(op, part) for part in parts], parts)
-        if isinstance(expr, Part | Microbatch):
+        if isinstance(expr, Part | Microbatch | Along):
             whole, share = self.of(op, expr.of), Fraction(expr.stop - expr.first, expr.count)
             operands = len(op.reads) + len(op.writes)  # each of them is rounded down to whole bytes
             return replace(
@@ -305,7 +305,7 @@ class _Costs:
         joined: dict[Same, frozenset[Same]] = {}
         for op, expr in zip(ops, self.exprs, strict=True):
             parts = list(_parts(expr))
-            divided = [leaves(part)[0] for part in parts if isinstance(part, Part | Microbatch)]
+            divided = [leaves(part)[0] for part in parts if isinstance(part, Part | Microbatch | Along)]
             if not divided:
                 continue
             done[divided[0]] += op.flops - sum(self.of(op, part).flops for part in parts if isinstance(part, Same))
@@ -327,7 +327,7 @@ class _Costs:
 def _share(expr: Expr) -> Fraction:
     """The share of its op that a part of one is."""
     share = Fraction(1)
-    while isinstance(expr, Part | Microbatch):
+    while isinstance(expr, Part | Microbatch | Along):
         share, expr = share * (expr.stop - expr.first) / expr.count, expr.of
     return share
 
@@ -337,7 +337,7 @@ def _parts(expr: Expr) -> Iterator[Expr]:
     if isinstance(expr, Fused):
         for part in expr.parts:
             yield from _parts(part)
-    elif isinstance(expr, Part | Microbatch):
+    elif isinstance(expr, Part | Microbatch | Along):
         for inner in _parts(expr.of):
             yield replace(expr, of=inner)
     elif not isinstance(expr, Glue):
@@ -353,4 +353,4 @@ def _is_code(expr: Expr) -> bool:
     """Whether a tensor holds an encoded value."""
     if isinstance(expr, Packed):
         return any(part is not None and _is_code(part) for part in expr.parts)
-    return isinstance(expr, Encoded) or (isinstance(expr, Part | Microbatch) and _is_code(expr.of))
+    return isinstance(expr, Encoded) or (isinstance(expr, Part | Microbatch | Along) and _is_code(expr.of))

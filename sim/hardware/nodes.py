@@ -1,9 +1,9 @@
 """A machine of many nodes as a layout uses it: one device per stage, which stands for its symmetric ranks.
 
-The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, those that are
-simulated get their share of what a node's devices share: of n nodes and s stages on N devices, capacity and rates of a
-shared part are multiplied by n s / N, so that eight offloading cards have an eighth of a host each. Hosts of several
-nodes count as one memory of their sum.
+The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, and of these those
+that divide a replica's layers, the devices that are simulated get their share of what a node's devices share: of n
+nodes and s stages on N devices, capacity and rates of a shared part are multiplied by n s / N, so that eight
+offloading cards have an eighth of a host each. Hosts of several nodes count as one memory of their sum.
 
 Two stages exchange data over the links inside a node where their first ranks share one, else over the network. The
 ranks of a stage sum and gather over rings, inside nodes first and then among them (hierarchical): of m bytes among p
@@ -25,29 +25,32 @@ from sim.errors import LayoutError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link
 
 
-def placed(platform: Platform, stages: int, ranks: int) -> Platform:
+def placed(platform: Platform, stages: int, ranks: int, tensor: int = 1) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
+    ranks: replicas. tensor: ranks among which the layers of each are divided.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
-    if ranks == 1 and stages <= platform.devices:
+    if ranks * tensor == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks).platform()
+    return _Placement(platform, stages, ranks, tensor).platform()
 
 
 class _Placement:
     """What is built of a node.
 
+    ranks: devices of a stage.
     per_node: devices of a node that are used. nodes: how many.
     share: of a shared part that the simulated devices get.
     inner: the link from device 0 to device 1, None for none. inner_rate: bytes/s of a ring inside a node.
     """
 
-    def __init__(self, node: Platform, stages: int, ranks: int) -> None:
-        self.node, self.stages, self.ranks = node, stages, ranks
-        total = stages * ranks
+    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int) -> None:
+        self.node, self.stages, self.ranks = node, stages, replicas * tensor
+        self.replicas, self.tensor = replicas, tensor
+        total = stages * self.ranks
         self.per_node = min(node.devices, total)
         self.nodes = -(-total // self.per_node)
         self.share = Fraction(self.nodes * stages, total)
@@ -174,10 +177,19 @@ class _Placement:
 
     def _among_ranks(self) -> Iterator[Link]:
         """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
-        if self.ranks == 1:
-            return
-        g = min(self.per_node, self.ranks)
-        k = -(-self.ranks // g)
+        together = min(self.per_node, self.tensor)  # those that divide layers are next to each other
+        beside = max(min(self.per_node // self.tensor, self.replicas), 1)
+        for axis, ranks, g in (("tensor", self.tensor, together), ("data", self.replicas, beside)):
+            if ranks == 1:
+                continue
+            rate, fixed = self._ring(ranks, g)
+            for s in range(self.stages):
+                home = self._tier(self.node.home(0).name, s)
+                yield Link(rank_link(axis, s), home, home, rate, fixed)
+
+    def _ring(self, ranks: int, g: int) -> tuple[int, int]:
+        """Rate and fixed time of a ring of so many ranks, g of them on each node."""
+        k = -(-ranks // g)
         seconds, fixed = Fraction(0), 0
         if g > 1:
             seconds += Fraction(g - 1, g * self.inner_rate) if self._inside() else 0
@@ -185,10 +197,7 @@ class _Placement:
         if k > 1 and self.network is not None:
             seconds += Fraction(k - 1, k * g * self.network.rate)
             fixed += (k - 1) * self.network.fixed
-        rate = int(Fraction(self.ranks - 1, self.ranks) / seconds)
-        for s in range(self.stages):
-            home = self._tier(self.node.home(0).name, s)
-            yield Link(rank_link("data", s), home, home, rate, fixed)
+        return int(Fraction(ranks - 1, ranks) / seconds), fixed
 
     # ---- pools -------------------------------------------------------------------------------
 

@@ -11,7 +11,20 @@ from itertools import accumulate
 import numpy as np
 
 from sim.trace.graph import Trace
-from sim.trace.origin import Encoded, Expr, Glue, Lossy, Microbatch, Origin, Packed, Part, Same, leaves
+from sim.trace.origin import (
+    Along,
+    Encoded,
+    Expr,
+    Glue,
+    Lossy,
+    Microbatch,
+    Origin,
+    Packed,
+    Part,
+    Rowwise,
+    Same,
+    leaves,
+)
 
 Turn = tuple[int, tuple[int, int, int] | None]
 """Iteration and microbatches (first, stop, count; None for all) of the first base."""
@@ -103,7 +116,7 @@ def _turn(expr: Expr) -> Turn:
         match expr:
             case Microbatch(of, first, stop, count):
                 expr, batch = of, (first, stop, count)
-            case Part(of) | Encoded(of) | Lossy(of):
+            case Part(of) | Along(of) | Rowwise(of) | Encoded(of) | Lossy(of):
                 expr = of
             case Packed(parts):
                 expr = next((part for part in parts if part is not None), Glue())

@@ -7,23 +7,25 @@ from typing import Any
 from sim.rewrites.holding import carry_releases
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.origin import Origin, Same
+from sim.trace.op import Op
+from sim.trace.origin import Expr, Origin, Same
 
 
 def all_ranks(trace: Trace) -> Trace:
-    """The same work with all replicas in one trace: replica r of stage s of d replicas on device s d + r.
+    """The same work with all ranks in one trace: of d replicas of t ranks, rank k of replica r of stage s on device
+    (s d + r) t + k.
 
-    A collective becomes a group with a member per replica. This trace has as many times more ops; it shows what a
-    layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is returned where
-    it stands for itself alone.
+    A collective becomes groups with a member per rank that it joins. This trace has as many times more ops; it shows
+    what a layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is
+    returned where it stands for itself alone.
 
-    trace: of one replica.
+    trace: of one rank.
     """
     origin = trace.origin
-    if origin is None or origin.ranks == 1:
+    if origin is None or origin.ranks * origin.tensor == 1:
         return trace
-    ranks, tensors = origin.ranks, list(trace.tensors)
-    builder = TraceBuilder({**trace.meta, "replicas": ranks})
+    ranks, tensors = origin.ranks * origin.tensor, list(trace.tensors)
+    builder = TraceBuilder({**trace.meta, "replicas": origin.ranks})
     ids: list[list[int]] = []
     for t in tensors:
         fields: dict[str, Any] = {
@@ -46,20 +48,33 @@ def all_ranks(trace: Trace) -> Trace:
                 reads=[ids[t][r] for t in op.reads],
                 writes=[ids[t][r] for t in op.writes],
                 device=op.device * ranks + r,
-                group=op.group if op.ring is not None or not op.group else f"{op.group}@{r}",
+                group=_group(op, r, origin.tensor),
                 ring=None,
                 releases=(),
             )
     whole = Origin(
         origin.base,
-        tuple(origin.of_rank(expr, r) for expr in origin.tensors for r in range(ranks)),
-        tuple(origin.of_rank(expr, r) for expr in origin.ops for r in range(ranks)),
+        tuple(_of_rank(origin, expr, r) for expr in origin.tensors for r in range(ranks)),
+        tuple(_of_rank(origin, expr, r) for expr in origin.ops for r in range(ranks)),
         origin.iterations,
     )
     outputs = [each for t in trace.outputs for each in ids[t]]
     carry = [pair for a, b in trace.carry for pair in zip(ids[a], ids[b], strict=True)]
     new = builder.build(outputs=outputs, carry=carry, origin=whole)
     return new if not trace.op_columns.releases else carry_releases(trace, new, _copies(trace, ranks))
+
+
+def _group(op: Op, rank: int, tensor: int) -> str:
+    """The group of an op's copy for a rank: the ranks that its collective joins, or the rank alone."""
+    if not op.group:
+        return ""
+    if op.ring is None:
+        return f"{op.group}@{rank}"
+    return f"{op.group}@{rank // tensor}" if op.ring.axis == "tensor" else f"{op.group}@{rank % tensor}"
+
+
+def _of_rank(origin: Origin, expr: Expr, rank: int) -> Expr:
+    return origin.of_rank(origin.of_rank(expr, rank // origin.tensor), rank % origin.tensor, "tensor")
 
 
 def _copies(trace: Trace, ranks: int) -> Origin:

@@ -82,15 +82,16 @@ class Rewriter:
         iterations: int = 1,
         ranks: int = 1,
         dealt: bool = False,
+        tensor: int = 1,
     ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
-        ranks, dealt: which of the symmetric replicas it is one of, see `Origin`.
+        ranks, dealt, tensor: which of the symmetric ranks it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt)
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 

@@ -36,20 +36,20 @@ def slots_of(trace: Trace, op: int) -> list[Slot]:
     """The slots of an op in the order of its operands; [] where it cannot be divided into any."""
     if trace.op_columns.kind[op] != OPTIMIZER:
         return []
-    weights = _weights(trace)
+    weights = weights_of(trace)
     names, replaces = trace.tensor_columns.name, trace.tensor_columns.replaces
     slots: dict[str, Slot] = {}
     for which, ids in (("reads", trace.reads(op)), ("writes", trace.writes(op))):
         for t in ids:
-            owner = _owner(names[t], weights)
+            parameter = owner(names[t], weights)
             old = int(replaces[t])
-            if owner is None or (which == "writes" and old >= 0 and _owner(names[old], weights) != owner):
+            if parameter is None or (which == "writes" and old >= 0 and owner(names[old], weights) != parameter):
                 return []
-            getattr(slots.setdefault(owner, Slot(owner)), which).append(t)
+            getattr(slots.setdefault(parameter, Slot(parameter)), which).append(t)
     return list(slots.values())
 
 
-def _weights(trace: Trace) -> frozenset[str]:
+def weights_of(trace: Trace) -> frozenset[str]:
     """Names of all weights that exist from the start."""
 
     def find() -> frozenset[str]:
@@ -60,7 +60,7 @@ def _weights(trace: Trace) -> frozenset[str]:
     return kept(trace, "weight_names", "", find)
 
 
-def _owner(name: str, weights: frozenset[str]) -> str | None:
+def owner(name: str, weights: frozenset[str]) -> str | None:
     """The weight whose name a tensor's name begins with, the longest of several."""
     while name not in weights:
         name, dot, _ = name.rpartition(".")

@@ -10,8 +10,13 @@ following identities are used:
 - A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`. It must find the same microbatch of tensors with
   rows, and tensors without rows whole; its results are that microbatch of o's results. A `Part` of an op must find that
   part of all its reads, or the whole of some.
-- Of symmetric replicas (`Origin.ranks`) one is checked: the others have the same claims on other parts, and a
-  collective among them (`Op.ring`) reads those, too.
+- An op that stands for a share of o `Along` a dimension needs one that o can be divided along
+  (`sim.rewrites.dimensions`). It must find that share of tensors with the dimension, or all of them, and all of tensors
+  without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share.
+  Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results. A
+  loss finds what its rows need to know of all their columns, which is found by shares like a sum.
+- Of symmetric ranks (`Origin.ranks`, `Origin.tensor`) one is checked: the others have the same claims on other
+  parts, and a collective among them (`Op.ring`) reads those, too.
 - All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
   sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
 - An op of the optimizer updates each parameter from that parameter's own tensors (`sim.rewrites.slots`): `Slots` of it
@@ -34,7 +39,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -42,6 +47,7 @@ import numpy as np
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
+from sim.rewrites.dimensions import DIMENSIONS, TENSOR, dimensions, operands
 from sim.rewrites.fuse import STREAMED
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
@@ -49,6 +55,7 @@ from sim.rewrites.split import ELEMENTWISE
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import KINDS, PHASE_CODE
 from sim.trace.origin import (
+    Along,
     Encoded,
     Expr,
     Fused,
@@ -58,6 +65,7 @@ from sim.trace.origin import (
     Origin,
     Packed,
     Part,
+    Rowwise,
     Same,
     Slots,
     leaves,
@@ -194,6 +202,7 @@ class _Check:
     def __init__(self, trace: Trace, base: Trace, origin: Origin) -> None:
         self.trace, self.base, self.origin = trace, base, origin
         self.rows, self.by_batch = batched(base), batch_ops(base)
+        self.dims = dimensions(base)
         self.last_of = {first: last for last, first in base.carry}
         self.constant = (base.producer < 0) & np.isin(base.tensor_columns.role, PERSISTENT)
         if origin.iterations == 1:
@@ -245,11 +254,16 @@ class _Check:
 
     def of_all_ranks(self, op: int, claims: Iterable[Expr]) -> list[Expr]:
         """The claims of all symmetric ranks, given those of this one. op: the collective among them, -1 at the end."""
-        ranks, ring = self.origin.ranks, self.trace.op_columns.ring.get(op)
-        if ring is not None and (ring.axis, ring.ranks) != ("data", ranks):
+        ranks = {"data": self.origin.ranks, "tensor": self.origin.tensor}
+        ring = self.trace.op_columns.ring.get(op)
+        if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
-            self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {ranks} replicas")
-        return [self.origin.of_rank(claim, r) for claim in claims for r in range(ranks)]
+            have = f"{ranks[ring.axis]} {'replicas' if ring.axis == 'data' else 'ranks'}"
+            self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {have}")
+        every = list(claims)
+        for axis in (ring.axis,) if ring is not None else ranks:
+            every = [self.origin.of_rank(claim, r, axis) for claim in every for r in range(ranks[axis])]
+        return every
 
     def size(self, expr: Expr | None) -> tuple[int, bool]:
         """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
@@ -260,6 +274,10 @@ class _Check:
             if isinstance(expr, Microbatch) and not self.has_rows(expr.of):
                 return whole, exact  # a sum is as large as its terms
             return slice_of(whole, expr.first, expr.stop, expr.count), exact
+        if isinstance(expr, Along):
+            whole, exact = self.size(expr.of)
+            has = self.has(expr.dimension, expr.of)
+            return (slice_of(whole, expr.first, expr.stop, expr.count) if has else whole), exact
         if isinstance(expr, Packed):
             return sum(self.size(part)[0] for part in expr.parts), False
         if isinstance(expr, Lossy):
@@ -349,6 +367,8 @@ class _Check:
             return available
         if isinstance(expr, Slots):
             return self.slot_results(op, expr, have, claims, share)
+        if isinstance(expr, Along):
+            return self.shared_results(op, expr, have, claims, share)
         assert isinstance(expr, Part | Microbatch)
         kind, span = type(expr), (expr.first, expr.stop, expr.count)
         inner: set[Expr] = set()
@@ -366,6 +386,37 @@ class _Check:
         if isinstance(restricted, Microbatch):
             return not any(self.rows[leaf.id] for leaf in leaves(claim))
         return True  # the whole has the part
+
+    def shared_results(self, op: int, expr: Along, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+        """What an op computes that stands for a share of one along a dimension."""
+        name, dims = self.trace.op_columns.name[op], self.dims
+        (leaf,) = leaves(expr.of)
+        like = (expr.dimension, expr.first, expr.stop, expr.count)
+        shares = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
+        parts = {of for of in shares if self.has(expr.dimension, of)}
+        used, of_terms = operands(dims.ops[leaf.id]), False
+        if expr.dimension not in DIMENSIONS or not dims.divides(leaf.id, expr.dimension):
+            of_terms = dims.takes_terms(leaf.id) and {Same(t, leaf.iteration) for t in used} <= shares - parts
+            if not of_terms:
+                what = self.base.op_columns.name[leaf.id]
+                self.report("wrong", name, "", f"op {name!r}: {what!r} may not be divided along {expr.dimension!r}")
+        inner = shares if of_terms else parts | have
+        rows = dims.rowwise(leaf.id) if expr.dimension == TENSOR else -1
+        if rows >= 0 and Rowwise(Same(rows, leaf.iteration)) not in have:
+            self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")
+        share = share * (expr.stop - expr.first) / expr.count
+        results = self.results(op, expr.of, self.closure(inner, glue=False, adds=False), claims, share)
+        shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
+        if of_terms or dims.sums(leaf.id):
+            shared = results
+        return {Along(x, *like) if x in shared else x for x in results}
+
+    def has(self, dimension: str, expr: Expr) -> bool:
+        """Whether what an expression is a share of has a dimension, so that the share is a part of its elements."""
+        if isinstance(expr, Rowwise):
+            return False
+        has = self.dims.has.get(dimension, frozenset())
+        return any(leaf.id in has for leaf in leaves(expr))
 
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that updates some parameters of an op of the base."""
@@ -397,8 +448,8 @@ class _Check:
         if not self.is_alike(op, leaf):
             self.report("wrong", name, "", f"op {name!r} is of another kind or phase than {b.name[leaf.id]!r}")
         enclosing = self.origin.ops[op]
-        while isinstance(enclosing, Part | Microbatch | Slots):
-            if isinstance(enclosing, Slots):
+        while isinstance(enclosing, Part | Microbatch | Slots | Along):
+            if isinstance(enclosing, Slots | Along):
                 enclosing = enclosing.of
                 continue
             if isinstance(enclosing, Microbatch):
@@ -411,10 +462,16 @@ class _Check:
             enclosing = enclosing.of
         if self.origin.ranks > 1 and self.origin.of_rank(self.origin.ops[op], 1) != self.origin.ops[op]:
             share = share * self.origin.ranks  # each replica does as much
+        if self.origin.tensor > 1 and self.origin.of_rank(self.origin.ops[op], 1, "tensor") != self.origin.ops[op]:
+            share = share * self.origin.tensor
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
+        shares = {x.of for x in have if isinstance(x, Along)}
+        used = operands(self.dims.ops[leaf.id]) if shares else ()
         for t in base.reads(leaf.id):
-            if t in suffices or (only is not None and t not in only):
+            if t in suffices or (shares and t not in used and Same(t, leaf.iteration) in shares):
+                continue
+            if only is not None and t not in only:
                 continue
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
@@ -470,7 +527,7 @@ class _Check:
         """All values that follow from these."""
         have: set[Expr] = set()
         todo = list(claims)
-        ranges: dict[tuple[type, Expr, int], list[tuple[int, int]]] = {}
+        ranges: dict[tuple[type, Expr | tuple[Expr, str], int], list[tuple[int, int]]] = {}
         while todo:
             claim = todo.pop()
             if claim in have:
@@ -484,6 +541,12 @@ class _Check:
                 held = ranges.setdefault((type(claim), claim.of, claim.count), [])
                 held.append((claim.first, claim.stop))
                 joins = isinstance(claim, Part) or adds or claim.count == 1 or self.has_rows(claim.of)
+                if joins and _tiles(held, 0, claim.count):
+                    todo.append(claim.of)
+            elif isinstance(claim, Along):
+                held = ranges.setdefault((Along, (claim.of, claim.dimension), claim.count), [])
+                held.append((claim.first, claim.stop))
+                joins = (glue and self.has(claim.dimension, claim.of)) or adds
                 if joins and _tiles(held, 0, claim.count):
                     todo.append(claim.of)
         return have
@@ -502,8 +565,8 @@ class _Check:
             if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
                 return True
             span = (claim.first, claim.stop, claim.count)
-            inner = {x.of for x in have if isinstance(x, Part) and (x.first, x.stop, x.count) == span}
-            if isinstance(claim, Part) and glue and inner:  # the part of a sum is the sum of the parts
+            inner = {x.of for x in have if type(x) is type(claim) and (x.first, x.stop, x.count) == span}
+            if glue and inner:  # the part of a sum is the sum of the parts
                 inner = self.closure(inner, glue=glue, adds=adds)
                 if self.covers(claim.of, inner, glue=glue, adds=adds):
                     return True
@@ -513,6 +576,10 @@ class _Check:
                 if type(other) is type(claim) and (other.of, other.count) == (claim.of, claim.count)
             ]
             return glue and (rows or adds) and _tiles(held, claim.first, claim.stop)
+        if isinstance(claim, Along):
+            if isinstance(claim.of, Rowwise):  # found by shares
+                return adds and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
+            return glue and self.has(claim.dimension, claim.of) and self.covers(claim.of, have, glue=glue, adds=adds)
         return False
 
     def has_rows(self, expr: Expr) -> bool:
@@ -563,7 +630,7 @@ class _Check:
             return f"{names[expr.id]!r}{late}"
         if isinstance(expr, Slots):
             return f"slots {', '.join(map(str, expr.slots))} of {self.say(expr.of, names)}"
-        if isinstance(expr, Part | Microbatch):
+        if isinstance(expr, Part | Microbatch | Along):
             return f"{type(expr).__name__.lower()} {expr.first}-{expr.stop}/{expr.count} of {self.say(expr.of, names)}"
         return f"{type(expr).__name__.lower()} " + ", ".join(self.say(leaf, names) for leaf in leaves(expr))
 

@@ -50,6 +50,10 @@ class _Gather:
     whole: dict[int, int] = field(default_factory=dict)
 
 
+def _among_replicas(op: Op) -> bool:
+    return op.ring is not None and op.ring.axis == "data"
+
+
 class _Sharding:
     """The trace as it is rewritten.
 
@@ -77,7 +81,7 @@ class _Sharding:
             if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT))
         }
         for op in self.ops:
-            if op.ring is not None or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
+            if _among_replicas(op) or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
                 found.update(op.writes)
         return found
 
@@ -108,7 +112,8 @@ class _Sharding:
         """An op over parts, over gathered weights, or as it is."""
         whole = gather.whole if gather else {}
         reads, writes = [whole.get(t, self.ids[t]) for t in op.reads], [self.ids[t] for t in op.writes]
-        if op.ring is not None:
+        if _among_replicas(op):
+            assert op.ring is not None
             ring = op.ring._replace(passes=1)
             size = sum(self.tensors[t].bytes for t in op.reads)
             name = op.name.replace("all_reduce", "reduce_scatter")
@@ -127,6 +132,9 @@ class _Sharding:
             fresh = [t for t in op.writes if self.tensors[t].role == "weight"] if self.level < 3 else []
             if fresh:
                 self._gather_updated(op, fresh)
+        elif op.ring is not None and self.parts.intersection(op.reads):  # a sum over other ranks, of parts
+            size = sum(self.new.builder.bytes_of(t) for t in reads)
+            self.new.op(op, reads=reads, writes=writes, bytes=sent(size, op.ring))
         else:
             self.new.op(op, reads=reads, writes=writes)
 

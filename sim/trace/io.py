@@ -62,7 +62,11 @@ _HEADER = {
     "format": _TEXT,
     "version": _SIZE,
 }
-_ORIGIN = {"base": _TEXT, "iterations": (int, 1, 2**31 - 1), "ranks": (int, 1, 2**31 - 1), "dealt": (bool, 0, 1)}
+_ORIGIN = {
+    "base": _TEXT,
+    **dict.fromkeys(("iterations", "ranks", "tensor"), (int, 1, 2**31 - 1)),
+    "dealt": (bool, 0, 1),
+}
 _TENSOR = {
     **dict.fromkeys(("tensor", "role", "dtype", "saved_for"), _TEXT),
     **dict.fromkeys(("zeros", "replaces", "stands_for"), _EITHER),
@@ -131,6 +135,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
         head["origin"] = {"base": origin.base, "iterations": origin.iterations}
         if origin.ranks > 1:
             head["origin"] |= {"ranks": origin.ranks, "dealt": origin.dealt}
+        if origin.tensor > 1:
+            head["origin"]["tensor"] = origin.tensor
     yield dump(head).encode() + b"\n"
     t = trace.tensor_columns
     numbers = zip(t.bytes.tolist(), t.role.tolist(), t.layer.tolist(), t.replaces.tolist(), strict=True)
@@ -482,8 +488,8 @@ class _Reader:
         for expr in (*self.tensor_exprs, *self.op_exprs):
             if any(leaf.iteration >= iterations for leaf in leaves(expr)):
                 raise TraceError(f"origin: an iteration is not below {iterations}")
-        ranks, dealt = origin.get("ranks", 1), origin.get("dealt", False)
-        return Origin(origin["base"], tuple(self.tensor_exprs), tuple(self.op_exprs), iterations, ranks, dealt)
+        ranks, dealt, tensor = origin.get("ranks", 1), origin.get("dealt", False), origin.get("tensor", 1)
+        return Origin(origin["base"], tuple(self.tensor_exprs), tuple(self.op_exprs), iterations, ranks, dealt, tensor)
 
 
 # ---- single values -----------------------------------------------------------------------------

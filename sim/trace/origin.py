@@ -7,6 +7,9 @@ the ids of the base trace:
     Part(of, first, stop, count)      its elements from first/count to stop/count
     Microbatch(of, first, stop, n)    its share for microbatches first … stop-1 of n: those rows where it has
                                       a batch dimension, the sum over those rows where it was summed
+    Along(of, dimension, first, stop, n)  its share along a dimension (`sim.rewrites.dimensions`): those elements
+                                      where it has the dimension, a term of the sum where it was summed
+    Rowwise(of)                       what its rows need to know of all their columns, such as their maximum
     Packed((a, b, None, …))           several tensors in one storage; None is a slot not yet filled
     Encoded(of, codec, lossless)      its encoding by a codec
     Lossy(of, codec)                  its reconstruction by a lossy codec
@@ -58,6 +61,24 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Along:
+    """A tensor or op restricted to the shares `first` … `stop - 1` of `count` along a dimension."""
+
+    of: Expr
+    dimension: str
+    first: int
+    stop: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rowwise:
+    """What each row of a tensor needs to know of all its columns: maximum, sum of exponentials, the label's entry."""
+
+    of: Expr
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """Several tensors in one storage, in order; None for an empty slot."""
 
@@ -105,21 +126,18 @@ class Glue:
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
-Expr: TypeAlias = Same | Part | Microbatch | Packed | Encoded | Lossy | Fused | Slots | Glue
-Range = (Part, Microbatch)
+Expr: TypeAlias = Same | Part | Microbatch | Along | Rowwise | Packed | Encoded | Lossy | Fused | Slots | Glue
 
 
 def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
     """The expression with each `Same` in it replaced by `change` of it."""
     if isinstance(expr, Same):
         return change(expr)
-    if isinstance(expr, Part | Microbatch | Slots):
+    if isinstance(expr, Part | Microbatch | Along | Slots | Rowwise):
         inner = map_leaves(expr.of, change)
         if isinstance(inner, Glue):
             return inner  # a part of what computes nothing of the base
-        if isinstance(expr, Slots):
-            return Slots(inner, expr.slots, expr.count)
-        return type(expr)(inner, expr.first, expr.stop, expr.count)
+        return _of_slots(inner, expr) if isinstance(expr, Slots) else replace(expr, of=inner)
     if isinstance(expr, Packed):
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
     if isinstance(expr, Fused):
@@ -129,6 +147,15 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
     if isinstance(expr, Lossy):
         return Lossy(map_leaves(expr.of, change), expr.codec)
     return expr
+
+
+def _of_slots(inner: Expr, outer: Slots) -> Expr:
+    """`outer` of an op that may itself update some parameters of an op only."""
+    if isinstance(inner, Slots):
+        return replace(inner, slots=tuple(inner.slots[k] for k in outer.slots))
+    if isinstance(inner, Part | Microbatch | Along):
+        return replace(inner, of=_of_slots(inner.of, outer))
+    return replace(outer, of=inner)
 
 
 def leaves(expr: Expr | None) -> list[Same]:
@@ -170,6 +197,8 @@ class Origin:
     ranks: how many symmetric replicas this trace is one of. Each has the same ops and tensors, on other parts: where
         this one has microbatches `first` … `stop - 1` of n or such parts, replica r has those `r * n / ranks` further.
     dealt: microbatches are dealt to the replicas in turn instead: replica r has those r further.
+    tensor: how many symmetric ranks divide the layers of this replica, of which this is one. Where it has share 0
+        along a dimension, rank r has share r.
     """
 
     base: str
@@ -178,6 +207,7 @@ class Origin:
     iterations: int = 1
     ranks: int = 1
     dealt: bool = False
+    tensor: int = 1
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
@@ -187,25 +217,31 @@ class Origin:
         tensors = tuple(map(Same, range(len(trace.tensors))))
         return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
 
-    def of_rank(self, expr: Expr, rank: int) -> Expr:
-        """What replica `rank` has where this one, which is replica 0, has `expr`."""
+    def of_rank(self, expr: Expr, rank: int, axis: str = "data") -> Expr:
+        """What rank `rank` along an axis has where this one, which is rank 0, has `expr`."""
         if isinstance(expr, Packed):
-            return Packed(tuple(None if part is None else self.of_rank(part, rank) for part in expr.parts))
-        if isinstance(expr, Same | Glue | Fused | Slots):
+            return Packed(tuple(None if part is None else self.of_rank(part, rank, axis) for part in expr.parts))
+        if isinstance(expr, Same | Glue | Fused):
             return expr
-        inner = self.of_rank(expr.of, rank)
+        inner = self.of_rank(expr.of, rank, axis)
         if inner != expr.of:
             return replace(expr, of=inner)
-        if not isinstance(expr, Part | Microbatch) or expr.count % self.ranks:
+        if not isinstance(expr, Part | Microbatch | Along):
             return expr
-        if isinstance(expr, Part) and expr.count != self.ranks:
-            return expr  # every replica has the other parts, too
-        is_dealt = self.dealt and isinstance(expr, Microbatch)
-        width = 1 if is_dealt else expr.count // self.ranks
-        if expr.stop - expr.first > width:
-            return expr  # of more than its own microbatches, summed over the replicas: all have it
-        shift = rank * width
-        return replace(expr, first=expr.first + shift, stop=expr.stop + shift)
+        width = self._width(expr, axis)
+        if not width or expr.stop - expr.first > width:
+            return expr  # all ranks have it
+        return replace(expr, first=expr.first + rank * width, stop=expr.stop + rank * width)
+
+    def _width(self, expr: Part | Microbatch | Along, axis: str) -> int:
+        """By how many shares an expression differs from a rank to the next; 0 where all ranks have the same."""
+        if axis == "tensor":
+            return int(isinstance(expr, Along) and expr.count == self.tensor)
+        if isinstance(expr, Part):
+            return int(expr.count == self.ranks)  # of others, every replica has the other parts, too
+        if not isinstance(expr, Microbatch) or expr.count % self.ranks:
+            return 0
+        return 1 if self.dealt else expr.count // self.ranks
 
     def over(self, trace: Rewritten) -> Origin:
         """This origin, which refers to `trace`, in terms of the base that `trace` was derived from."""
@@ -231,6 +267,7 @@ class Origin:
             self.iterations * middle.iterations,
             max(self.ranks, middle.ranks),
             self.dealt or middle.dealt,
+            max(self.tensor, middle.tensor),
         )
 
 
@@ -244,6 +281,10 @@ def to_json(expr: Expr) -> Any:
     if isinstance(expr, Part | Microbatch):
         word = "part" if isinstance(expr, Part) else "microbatch"
         return [word, to_json(expr.of), expr.first, expr.stop, expr.count]
+    if isinstance(expr, Along):
+        return ["along", to_json(expr.of), expr.dimension, expr.first, expr.stop, expr.count]
+    if isinstance(expr, Rowwise):
+        return ["rowwise", to_json(expr.of)]
     if isinstance(expr, Slots):
         return ["slots", to_json(expr.of), list(expr.slots), expr.count]
     if isinstance(expr, Packed):
@@ -266,6 +307,10 @@ def from_json(value: Any) -> Expr:
             return Same(id, iteration)
         case ["part" | "microbatch" as word, of, int(first), int(stop), int(count)] if 0 <= first < stop <= count:
             return (Part if word == "part" else Microbatch)(from_json(of), first, stop, count)
+        case ["along", of, str(dimension), int(first), int(stop), int(count)] if 0 <= first < stop <= count:
+            return Along(from_json(of), dimension, first, stop, count)
+        case ["rowwise", of]:
+            return Rowwise(from_json(of))
         case ["slots", of, [*slots], int(count)] if _are_slots(slots, count):
             return Slots(from_json(of), tuple(slots), count)
         case ["packed", *parts]:

@@ -1,0 +1,182 @@
+"""The dimensions along which a transformer's tensors and ops can be divided among devices, besides its samples.
+
+`tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
+`VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
+have it their shapes tell.
+
+An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
+whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
+divided vocabulary can be divided if each row knows what it needs of all its columns (`Rowwise`): its maximum, the sum
+of its exponentials, the label's entry.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sim.rewrites.slots import owner, weights_of
+from sim.trace.graph import Trace
+from sim.trace.kept import kept
+from sim.trace.op import Op
+from sim.trace.tensor import Tensor
+
+COLUMNS = ("attn.qkv", "attn.q", "attn.k", "attn.v", "mlp.fc", "mlp.gate", "mlp.up")
+"""Linear layers whose results are divided: weights and biases."""
+ROWS = ("attn.proj", "mlp.proj", "mlp.down")
+"""Linear layers that sum over what is divided: weights only."""
+VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
+"""Embedding and head."""
+
+TENSOR, SEQUENCE = "tensor", "sequence"
+DIMENSIONS = (TENSOR, SEQUENCE)
+
+_COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias)")
+_ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.weight")
+_SUM = re.compile(r".*\.grad\.(add|accumulate)(\.\d+)?")
+_GRADIENT = re.compile(r"(.*)\.grad(\.part)?(\.\d+)?")
+
+
+def is_divided(weight: str) -> bool:
+    """Whether the weight of this name has the dimension `tensor`."""
+    return bool(weight in VOCABULARY or _COLUMN.fullmatch(weight) or _ROW.fullmatch(weight))
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Which tensors of a trace have which dimension, and which ops can be divided along it.
+
+    has: per dimension the ids of the tensors that have it.
+    family: per tensor, the weight that it belongs to: itself, its gradient, its state or a copy in another type; "".
+    """
+
+    trace: Trace
+    ops: tuple[Op, ...]
+    has: dict[str, frozenset[int]]
+    family: tuple[str, ...]
+
+    def divides(self, op: int, dimension: str) -> bool:
+        """Whether an op can be computed in shares along a dimension."""
+        it = self.ops[op]
+        return _divides(it, operands(it), self.has[dimension], dimension)
+
+    def sums(self, op: int) -> bool:
+        """Whether a result without the dimension along which the op is divided is a sum over the shares."""
+        return self.ops[op].kind in ("matmul", "embedding", "reduce", "norm")
+
+    def takes_terms(self, op: int) -> bool:
+        """Whether an op is linear in all its reads, so that of terms of sums it computes a term of a sum."""
+        it = self.ops[op]
+        return it.kind == "copy" or (it.kind == "elementwise" and bool(_SUM.fullmatch(it.name)))
+
+    def rowwise(self, op: int) -> int:
+        """The divided tensor whose rows the op needs as a whole, -1 for none."""
+        it, divided = self.ops[op], self.has[TENSOR]
+        if it.kind != "loss":
+            return -1
+        saved = [t for t in it.reads if t not in divided and self._says_rows(t)]
+        return next((t for t in operands(it) if t in divided), -1) if not saved else -1
+
+    def _says_rows(self, t: int) -> bool:
+        producer = int(self.trace.producer[t])
+        return producer >= 0 and self.ops[producer].kind == "loss" and self.ops[producer].phase == "forward"
+
+
+def operands(op: Op) -> tuple[int, ...]:
+    """The reads that an op computes with; others it only holds, since autograd releases them when it ends."""
+    if op.kind == "matmul" and op.phase == "backward":
+        return op.reads[:2]
+    if op.kind == "reduce":
+        return op.reads[:1]
+    return op.reads[:2] if op.kind == "loss" and op.phase == "forward" else op.reads
+
+
+def dimensions(trace: Trace) -> Dimensions:
+    """The dimensions of a trace on one device; found once per trace."""
+    return kept(trace, "dimensions", "", lambda: _find(trace))
+
+
+def _find(trace: Trace) -> Dimensions:
+    tensors, ops = list(trace.tensors), tuple(trace.ops)
+    weights = weights_of(trace)
+    family = tuple(owner(t.name, weights) or "" for t in tensors)
+    batch, sequence = trace.meta.get("batch"), trace.meta.get("sequence")
+    tokens = {
+        t.id for t in tensors if isinstance(batch, int) and isinstance(sequence, int)
+        and not family[t.id] and _has_tokens(t, batch, sequence)
+    }  # fmt: skip
+    divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id])}
+    by_name = {t.name: t.id for t in tensors}
+    for op in ops:
+        passes = _passes(op, divided, tensors)
+        for t in op.writes:
+            if family[t]:
+                continue
+            gradient = _GRADIENT.fullmatch(tensors[t].name)
+            of = by_name.get(gradient[1]) if gradient and op.phase == "backward" and op.kind == "copy" else None
+            if (passes and _has_columns(tensors[t])) or of in divided:
+                divided.add(t)
+    return Dimensions(trace, ops, {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens)}, family)
+
+
+def _has_tokens(t: Tensor, batch: int, sequence: int) -> bool:
+    """Whether a shape has the tokens where activations have them: (batch, s, …), (batch, heads, s, …), (batch s, …)."""
+    shape = t.shape or ()
+    if len(shape) == 4:
+        return shape[2] == sequence
+    if len(shape) in (2, 3) and shape[1] == sequence and shape[0] in (batch, 1):
+        return True
+    return len(shape) == 2 and shape[0] == batch * sequence
+
+
+def _has_columns(t: Tensor) -> bool:
+    """Whether a shape has room for heads, columns or a vocabulary: no scalar, no random state."""
+    return len(t.shape or ()) > 1
+
+
+def _passes(op: Op, divided: set[int], tensors: list[Tensor]) -> bool:
+    """Whether the results of an op have the dimension `tensor`."""
+    parts = [t in divided for t in operands(op)]
+    if not any(parts):
+        return False
+    if op.kind == "matmul":
+        return not (parts[0] and parts[1] and _is_linear(op, tensors))
+    if op.kind == "embedding":
+        return False
+    if op.kind == "loss":
+        columns = {(tensors[t].shape or ())[-1:] for t in operands(op) if t in divided}
+        return any((tensors[t].shape or ())[-1:] in columns for t in op.writes)
+    return op.kind in ("elementwise", "copy", "softmax", "attention", "reduce", "optimizer")
+
+
+def _is_linear(op: Op, tensors: list[Tensor]) -> bool:
+    """Whether a product is one with a matrix, and not a batch of products, of every head."""
+    return any(len(tensors[t].shape or ()) == 2 for t in (*operands(op)[:2], *op.writes))
+
+
+def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str) -> bool:
+    parts, results = [t in has for t in used], [t in has for t in op.writes]
+    match op.kind:
+        case "optimizer":
+            return True
+        case "elementwise" | "copy":
+            return all(results) and bool(results)
+        case "norm":
+            return dimension == SEQUENCE and parts[0] and (op.phase == "backward" or all(results))
+        case "matmul":
+            contracted = parts[0] and parts[1]
+            if dimension == SEQUENCE and contracted and any(results):
+                return False  # each token with all others
+            return any(parts[:2]) and (contracted or all(results))
+        case "embedding":
+            return any(parts) or any(results)
+        case "attention" | "softmax":
+            return dimension == TENSOR and any(parts)
+        case "loss":
+            return dimension == TENSOR and any(parts)
+        case "reduce":
+            return any(parts)
+    return False
+
+
+__all__ = ["DIMENSIONS", "SEQUENCE", "TENSOR", "Dimensions", "dimensions", "is_divided", "operands"]

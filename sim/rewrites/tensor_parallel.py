@@ -1,0 +1,308 @@
+"""The rewrite for tensor parallelism: heads, MLPs and vocabulary divided among t devices, as in Megatron-LM.
+
+Of t ranks each keeps 1/t of the weights of attention, MLP, embedding and head, with their gradients and states. The
+first linear layer of a block is divided by columns, the second one by rows; each rank then has a term of the sum, and
+an all-reduce adds them, as it does for the gradient of the block's input: four times per layer, each sends
+2 (t - 1) / t of its bytes. The rest is computed by every rank. With sequence parallelism that rest is divided by
+tokens: a reduce-scatter takes the place of the all-reduce, and an all-gather precedes each block; backward gathers a
+block's input once more, of which only the own tokens were kept. Of a layer's activations, s tokens of b samples, width
+h, a heads, a rank saves
+
+    s b h (10 + 24 / t + 5 a s / (h t))            with sequence parallelism  s b h / t (34 + 5 a s / h)
+
+The ranks do the same on other parts; the new trace is that of the first and stands for all (`Origin.tensor`).
+
+Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", MLSys 2023, sections 4.2 and 4.3.
+Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
+need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
+are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from sim.rewrites.batching import sent
+from sim.rewrites.dimensions import SEQUENCE, TENSOR, Dimensions, dimensions, is_divided, operands
+from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.rewrites.slots import split_updates
+from sim.trace.graph import Trace
+from sim.trace.op import Op, Ring
+from sim.trace.origin import Along, Expr, Rowwise, Same
+from sim.trace.tensor import Tensor
+
+WHOLE = "whole"
+ROW_NUMBERS = 3
+"""Numbers of four bytes that a row's loss needs of all its columns: maximum, sum of exponentials, the label's entry."""
+
+
+def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
+    """The first of so many symmetric ranks, each with a part of every layer.
+
+    trace: a trace on one device, of a dense transformer.
+    ranks: how many; with 1 the trace itself is returned.
+    sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
+    """
+    if ranks == 1:
+        return trace
+    apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter)))
+    return _Division(apart, ranks, sequence_parallel).build()
+
+
+class _Division:
+    """The trace as it is rewritten.
+
+    forms: per tensor of the old trace, the new ones that hold it: whole, or this rank's share along a dimension.
+    term: of a tensor of which this rank has a term of a sum only, the dimension summed over and the new tensor.
+    gathered: what has been gathered for ops of a phase and layer.
+    """
+
+    def __init__(self, trace: Trace, ranks: int, sequence_parallel: bool) -> None:
+        self.trace, self.ranks, self.by_tokens = trace, ranks, sequence_parallel
+        self.dims: Dimensions = dimensions(trace)
+        self.ops, self.tensors = self.dims.ops, list(trace.tensors)
+        self.new = Rewriter(trace, {"tensor_ranks": ranks, "sequence_parallel": sequence_parallel})
+        self.forms: list[dict[str, int]] = [{} for _ in self.tensors]
+        self.term: dict[int, tuple[str, int]] = {}
+        self.gathered: dict[tuple[int, str, int], int] = {}
+
+    def build(self) -> Trace:
+        """The new trace."""
+        trace = self.trace
+        for first in self.tensors:
+            if trace.producer[first.id] < 0:
+                self._add_tensor(first.id, TENSOR if first.id in self.dims.has[TENSOR] else WHOLE)
+        for op in self.ops:
+            self._add(op)
+        last = self.ops[-1]
+        ids = {}
+        for t in (*trace.outputs, *(t for pair in trace.carry for t in pair)):
+            ids[t] = self._held(t) if t not in self.term else self._whole(t, last)
+        carry = [(ids[a], ids[b]) for a, b in trace.carry]
+        return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, tensor=self.ranks)
+
+    # ---- ops ---------------------------------------------------------------------------------
+
+    def _add(self, op: Op) -> None:
+        dimension, of_terms = self._dimension(op)
+        used = operands(op)
+        self._sum_gradients(op, used)
+        if of_terms:
+            reads = [self.term[t][1] for t in op.reads]
+        else:
+            reads = [self._read(t, op, dimension) if t in used else self._held(t) for t in op.reads]
+        if dimension == TENSOR and (rows := self.dims.rowwise(op.id)) >= 0:
+            reads.append(self._rows(rows, op))
+        if not dimension:
+            self.new.op(op, reads=reads, writes=[self._add_tensor(t, WHOLE) for t in op.writes])
+            return
+        writes = [self._add_result(t, op, dimension) for t in op.writes]
+        n = self.ranks
+        self.new.op(
+            op,
+            self._share(Same(op.id), dimension),
+            reads=reads,
+            writes=writes,
+            flops=slice_of(op.flops, 0, 1, n),
+            bytes=None if op.bytes is None else self._touched(op, reads, writes),
+            workspace=-(-op.workspace // n),
+            duration=None if op.duration is None else -(-op.duration // n),
+            alternatives=tuple(replace(other, workspace=-(-other.workspace // n)) for other in op.alternatives),
+        )
+
+    def _dimension(self, op: Op) -> tuple[str, bool]:
+        """Along which dimension the op is divided, "" for none, and whether it takes terms of sums over it."""
+        dims, used = self.dims, operands(op)
+        if op.kind == "optimizer":
+            return (TENSOR if all(t in dims.has[TENSOR] for t in op.writes) else ""), False
+        if dims.divides(op.id, TENSOR) and any(t in dims.has[TENSOR] for t in (*used, *op.writes)):
+            return TENSOR, False
+        terms = {self.term[t][0] if t in self.term else "" for t in used}
+        if len(terms) == 1 and "" not in terms and dims.takes_terms(op.id) and self._is_summed_later(op):
+            return terms.pop(), True
+        if self.by_tokens and dims.divides(op.id, SEQUENCE) and any(self._has_own_tokens(t) for t in used):
+            return SEQUENCE, False
+        return "", False
+
+    def _is_summed_later(self, op: Op) -> bool:
+        """Whether it is as well to sum over the ranks after the op: it adds, or casts what is then added or kept."""
+        if op.kind != "copy" or all(self.dims.family[t] for t in op.writes):
+            return True
+        readers = {r for t in op.writes for r in self.trace.readers(t)}
+        return all(self.ops[r].kind != "copy" and self.dims.takes_terms(r) for r in readers)
+
+    def _has_own_tokens(self, t: int) -> bool:
+        summed = t in self.term and self.term[t][0] == TENSOR
+        return t in self.dims.has[SEQUENCE] and (SEQUENCE in self.forms[t] or summed)
+
+    def _touched(self, op: Op, reads: Sequence[int], writes: Sequence[int]) -> int:
+        """Bytes touched by a share of an op that states them: in proportion to its operands."""
+        size = self.trace.tensor_columns.bytes
+        before = sum(int(size[t]) for t in (*op.reads, *op.writes))
+        now = sum(self.new.builder.bytes_of(t) for t in (*reads, *writes))
+        assert op.bytes is not None
+        return min(op.bytes, max(-(-op.bytes // self.ranks), op.bytes * now // max(before, 1)))
+
+    def _share(self, expr: Expr, dimension: str) -> Along:
+        return Along(expr, dimension, 0, 1, self.ranks)
+
+    # ---- results -----------------------------------------------------------------------------
+
+    def _add_result(self, t: int, op: Op, dimension: str) -> int:
+        """A result of an op that is divided along a dimension: a share of it, a term, or the whole."""
+        if t in self.dims.has[dimension]:
+            return self._add_tensor(t, dimension)
+        if self.dims.sums(op.id) or self.dims.takes_terms(op.id):
+            tensor = self.tensors[t]
+            new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=self._storage(t, "term"))
+            self.term[t] = (dimension, new)
+            return new
+        return self._add_tensor(t, WHOLE)
+
+    def _add_tensor(self, t: int, form: str, **changes: Any) -> int:
+        """A tensor in a form. Returns the new id."""
+        tensor = self.tensors[t]
+        fields: dict[str, Any] = {"replaces": self._storage(t, form), **changes}
+        if form == WHOLE:
+            new = self.new.tensor(tensor, **fields)
+        else:
+            fields |= {"bytes": slice_of(tensor.bytes, 0, 1, self.ranks), "shape": self._shape(tensor, form)}
+            new = self.new.tensor(tensor, self._share(Same(t), form), **fields)
+        self.forms[t][form] = new
+        return new
+
+    def _storage(self, t: int, form: str) -> int | None:
+        """The new tensor whose storage a result takes over."""
+        old = self.tensors[t].replaces
+        if old is None:
+            return None
+        return self.term[old][1] if form == "term" and old in self.term else self.forms[old].get(form)
+
+    def _shape(self, t: Tensor, form: str) -> tuple[int, ...] | None:
+        """The shape of a share of an activation where it is known."""
+        if t.shape is None or self.dims.family[t.id]:
+            return None
+        if form == TENSOR:
+            at = 1 if len(t.shape) == 4 else len(t.shape) - 1
+        else:
+            at = 2 if len(t.shape) == 4 else 0 if len(t.shape) == 2 and t.shape[0] > t.shape[1] else 1
+        size, rest = divmod(t.shape[at], self.ranks)
+        return None if rest else (*t.shape[:at], size, *t.shape[at + 1 :])
+
+    # ---- operands ----------------------------------------------------------------------------
+
+    def _read(self, t: int, op: Op, dimension: str) -> int:
+        """The tensor that an op, divided along a dimension or not at all, reads for `t`."""
+        if dimension and t in self.dims.has[dimension]:
+            if dimension in self.forms[t]:
+                return self.forms[t][dimension]
+            if dimension == SEQUENCE and t in self.term and self.term[t][0] == TENSOR:
+                return self._reduce_scatter(t, op)
+        return self._whole(t, op)
+
+    def _held(self, t: int) -> int:
+        """A tensor in the form that there is, for an op that only holds it."""
+        return next(iter(self.forms[t].values())) if self.forms[t] else self.term[t][1]
+
+    def _whole(self, t: int, op: Op) -> int:
+        """All of a tensor: as it is, summed or gathered."""
+        if WHOLE in self.forms[t]:
+            return self.forms[t][WHOLE]
+        if t in self.term:
+            return self._all_reduce([t], op)[0]
+        key = (t, op.phase, op.layer)
+        if key not in self.gathered:
+            (form,) = self.forms[t]
+            tensor, name = self.tensors[t], f"{self.tensors[t].name}.for.{op.name}"
+            whole = self.new.tensor(tensor, name=name, role="temporary", replaces=None, saved_for="")
+            self.gathered[key] = whole
+            self._collective(f"{name}.all_gather", [self.forms[t][form]], [whole], tensor.bytes, 1, t, op, op.layer)
+        return self.gathered[key]
+
+    def _sum_gradients(self, op: Op, used: Sequence[int]) -> None:
+        """Sum the gradients of a layer that an update reads by one collective."""
+        if op.phase != "update":
+            return
+        by_layer: dict[int, list[int]] = {}
+        for t in dict.fromkeys(used):
+            if t in self.term and WHOLE not in self.forms[t]:
+                layer = self.tensors[t].layer
+                by_layer.setdefault(layer if layer >= 0 else -1 - t, []).append(t)
+        for tensors in by_layer.values():
+            self._all_reduce(tensors, op)
+
+    # ---- collectives -------------------------------------------------------------------------
+
+    def _all_reduce(self, tensors: Sequence[int], op: Op) -> list[int]:
+        """The sums of terms, in their place."""
+        terms = [self.term[t][1] for t in tensors]
+        wholes = []
+        for t, term in zip(tensors, terms, strict=True):
+            name = f"{self.tensors[t].name}.summed"
+            wholes.append(self.new.tensor(self.tensors[t], name=name, replaces=term))
+            self.forms[t][WHOLE] = wholes[-1]
+            del self.term[t]
+        size, first = sum(self.tensors[t].bytes for t in tensors), tensors[0]
+        name = f"{self.tensors[first].name}.tensor.all_reduce"
+        self._collective(name, terms, wholes, size, 2, first, op)
+        return wholes
+
+    def _reduce_scatter(self, t: int, op: Op) -> int:
+        """This rank's tokens of the sum of terms."""
+        term = self.term.pop(t)[1]
+        own = self._add_tensor(t, SEQUENCE, name=f"{self.tensors[t].name}.summed", replaces=None)
+        name = f"{self.tensors[t].name}.reduce_scatter"
+        self._collective(name, [term], [own], self.tensors[t].bytes, 1, t, op)
+        return own
+
+    def _rows(self, t: int, op: Op) -> int:
+        """What the rows of a divided tensor need to know of all its columns."""
+        tensor = self.tensors[t]
+        assert tensor.shape is not None
+        size = prod(tensor.shape[:-1]) * ROW_NUMBERS * 4
+        changes: dict[str, Any] = {
+            "bytes": size,
+            "shape": None,
+            "dtype": "fp32",
+            "role": "temporary",
+            "zeros": None,
+            "saved_for": "",
+        }
+        name, part = f"{op.name}.rows", self._share(Rowwise(Same(t)), TENSOR)
+        own = self.new.tensor(tensor, part, name=f"{name}.own", replaces=None, **changes)
+        whole = self.new.tensor(tensor, Rowwise(Same(t)), name=name, replaces=own, **changes)
+        self.new.glue(f"{name}.find", "reduce", [self.forms[t][TENSOR]], [own], **self._fields(t, op, op.layer))
+        self._collective(f"{name}.all_reduce", [own], [whole], size, 2, t, op, op.layer)
+        return whole
+
+    def _collective(
+        self,
+        name: str,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        size: int,
+        passes: int,
+        t: int,
+        op: Op,
+        layer: int | None = None,
+    ) -> None:
+        """A collective on a tensor for an op, in a layer, by default that of the tensor."""
+        ring = Ring(TENSOR, self.ranks, passes)
+        fields = self._fields(t, op, self.tensors[t].layer if layer is None else layer)
+        self.new.glue(name, "collective", reads, writes, bytes=sent(size, ring), ring=ring, group=name, **fields)
+
+    def _fields(self, t: int, op: Op, layer: int) -> dict[str, Any]:
+        """Fields of an op that works on a tensor for another op."""
+        producer = int(self.trace.producer[t])
+        splits = self.ops[producer].splits if producer >= 0 and op.phase != "update" else ()
+        batch = tuple(way for way in splits if way in ("batch", "batch_sum"))
+        dtype = self.tensors[t].dtype
+        return {"phase": op.phase, "layer": layer, "device": op.device, "dtype": dtype, "splits": batch}
+
+
+__all__ = ["ROW_NUMBERS", "divide_layers"]

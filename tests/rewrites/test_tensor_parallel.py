@@ -1,0 +1,244 @@
+"""Tensor parallelism: closed forms, every rank against the one that stands for all, and faults that the law finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim.errors import LayoutError
+from sim.hardware.platform import Link, Platform, rank_link
+from sim.layout import lay_out
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.tensor_parallel import divide_layers
+from sim.rewrites.values import departures
+from sim.trace import Trace
+from sim.trace.op import Ring
+from sim.trace.origin import Along
+from sim.trace.phases import saved_tensors
+from tests.rewrites.test_replicas import GB, line, peaks, reading, rebuilt
+from tests.rewrites.test_schedules import FAMILIES
+from workloads import transformer
+
+GPT = {**FAMILIES["gpt2"], "model_type": "gpt2", "activation_function": "gelu"}
+LAYOUTS = [
+    {"tp": 2},
+    {"tp": 4, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "micro_batches": 2},
+    {"tp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
+]
+
+
+@cache
+def step(family: str = "gpt2") -> Trace:
+    config = GPT if family == "gpt2" else {**FAMILIES[family], "model_type": family}
+    return transformer(config, batch=4, sequence=16, precision="mixed_bf16", loss="fused")
+
+
+def among(stages: int, replicas: int, tensor: int) -> Platform:
+    """`line`, with links for the rings of both axes."""
+    bare = line(stages, replicas)
+    rings = [Link(rank_link("tensor", i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) if tensor > 1]
+    return replace(bare, links=(*bare.links, *rings))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_one_rank_stands_for_all(layout: dict) -> None:
+    """Same time, same peaks, and the same values: the law checks all ranks without knowing that they are symmetric."""
+    trace, _ = lay_out(step(), "a100_80_sxm", layout)
+    assert not departures(trace, step())
+    every = all_ranks(trace)
+    assert {each.what for each in departures(every, step())} == {"repeated"}
+    stages, replicas, tensor = trace.devices, layout.get("dp", 1), layout["tp"]
+    one = peaks(trace, among(stages, replicas, tensor))
+    time, held = peaks(every, line(stages * replicas * tensor))
+    assert one[0] == time
+    assert [peak for peak in one[1] for _ in range(replicas * tensor)] == held
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(("fp32", "amp_bf16", "mixed_bf16")),
+    st.sampled_from(("torch", "fused")),
+    st.sampled_from(("eager", "sdpa")),
+    st.fixed_dictionaries(
+        {
+            "sequence_parallel": st.booleans(),
+            "dp": st.sampled_from((1, 2)),
+            "pp": st.sampled_from((1, 2)),
+            "zero": st.integers(0, 3),
+            "micro_batches": st.sampled_from((1, 2)),
+            "schedule": st.sampled_from(("1f1b", "gpipe", "naive", "zb_h1")),
+        }
+    ),
+)
+def test_any_transformer_in_any_layout_computes_the_same(
+    family: str, precision: str, loss: str, attention: str, layout: dict
+) -> None:
+    config = {**FAMILIES[family], "model_type": family}
+    base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention=attention)
+    trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, **layout})
+    assert not departures(trace, base)
+    assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+
+
+# ---- closed forms ------------------------------------------------------------------------------------
+
+
+def of_a_layer(trace: Trace, layer: int) -> int:
+    """Bytes that forward saves of a layer, but for the statistics of its norms."""
+    tensors = (trace.tensors[t] for t in saved_tensors(trace).tolist())
+    return sum(t.bytes for t in tensors if t.layer == layer and not t.name.endswith((".mean", ".rstd")))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_saved_bytes_of_a_layer(ranks: int, by_tokens: bool) -> None:
+    """s b h (10 + 24 / t + 5 a s / (h t)), and with sequence parallelism s b h / t (34 + 5 a s / h)."""
+    s, b, h, a = 64, 3, 32, 4
+    base = transformer({**GPT, "n_layer": 3}, batch=b, sequence=s, precision="bf16", attention="eager")
+    trace = divide_layers(base, ranks, by_tokens)
+    expected = s * b * h * (34 if by_tokens else 10 * ranks + 24) // ranks + 5 * a * s * s * b // ranks
+    assert of_a_layer(trace, 1) == expected
+
+
+def traffic(trace: Trace, layer: int) -> list[tuple[str, int, int]]:
+    """Phase, passes and bytes sent of each collective of a layer before the update."""
+    ops = [op for op in trace.ops if op.ring is not None and op.layer == layer and op.phase != "update"]
+    return [(op.phase, op.ring.passes, op.bytes or 0) for op in ops if op.ring is not None]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_layer_has_four_all_reduces(family: str) -> None:
+    trace, size = divide_layers(step(family), 2), 2 * 4 * 16 * 32
+    assert traffic(trace, 0) == [*[("forward", 2, size)] * 2, *[("backward", 2, size)] * 2]
+
+
+def test_a_rank_sends_352_megabytes_per_layer_of_gpt_3() -> None:
+    """b = 1, s = 2048, h = 12,288, t = 8: four all-reduces, 4 * 2 (t - 1) / t * 2 b s h bytes."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
+    base = transformer({**config, "vocab_size": 51200}, batch=1, sequence=2048, precision="mixed_fp16", dropout=0)
+    sent = sum(size for _, _, size in traffic(divide_layers(base, 8), 0))
+    assert sent == 4 * 2 * 7 * 2 * 2048 * 12288 // 8 == 352_321_536
+    by_tokens = traffic(divide_layers(base, 8, True), 0)
+    one_pass = 7 * 2 * 2048 * 12288 // 8
+    assert {size for _, _, size in by_tokens} == {one_pass}
+    assert [phase for phase, _, _ in by_tokens] == ["forward"] * 4 + ["backward"] * 6  # two inputs are gathered again
+
+
+def test_the_loss_exchanges_numbers_of_rows_and_no_logits() -> None:
+    trace = divide_layers(step(), 2)
+    (found,) = [op for op in trace.ops if op.name == "loss.rows.all_reduce"]
+    assert found.bytes == 3 * 4 * (4 * 16)
+    assert all("head" not in trace.tensors[t].name for op in trace.ops if op.ring for t in op.writes)
+
+
+def test_work_of_the_ranks_adds_up() -> None:
+    base = step("llama")
+    work = {op.name: op.flops for op in base.ops}
+    trace = divide_layers(base, 4 // 2)
+    for op in trace.ops:
+        name = op.name.removesuffix(".0").removesuffix(".1")
+        if op.kind in ("matmul", "attention"):
+            assert 2 * op.flops == work[name]
+
+
+# ---- faults that the law finds -----------------------------------------------------------------------
+
+
+def whats(trace: Trace) -> set[str]:
+    return {each.what for each in departures(trace, step())}
+
+
+def named(trace: Trace, name: str) -> int:
+    return next(t.id for t in trace.tensors if t.name == name)
+
+
+def op_named(trace: Trace, name: str) -> int:
+    return next(op.id for op in trace.ops if op.name == name)
+
+
+def apart(trace: Trace, t: int) -> Trace:
+    """The trace with a tensor in a storage of its own."""
+    columns = replace(trace.tensor_columns, replaces=trace.tensor_columns.replaces.copy())
+    columns.replaces[t] = -1
+    return Trace(
+        columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+
+
+def test_a_collective_without_a_member_is_wrong() -> None:
+    trace = divide_layers(step(), 4)
+    first = min(trace.op_columns.ring)
+    assert whats(rebuilt(trace, ring={**trace.op_columns.ring, first: Ring("tensor", 3, 2)})) == {"wrong"}
+
+
+def test_a_term_of_a_sum_is_not_the_sum() -> None:
+    trace = divide_layers(step(), 2)
+    whole, term = named(trace, "h0.attn.proj.out.summed"), named(trace, "h0.attn.proj.out")
+    loose = apart(trace, whole)
+    assert whats(loose) == set()
+    assert "wrong" in whats(reading(loose, op_named(trace, "h0.attn.dropout"), whole, term))
+
+
+def test_the_weights_of_another_layer_are_wrong() -> None:
+    trace = divide_layers(step(), 2)
+    mine, other = named(trace, "h0.mlp.fc.weight"), named(trace, "h1.mlp.fc.weight")
+    assert "wrong" in whats(reading(trace, op_named(trace, "h0.mlp.fc"), mine, other))
+
+
+def test_a_gradient_counted_twice_is_wrong() -> None:
+    base = step("llama")
+    trace = divide_layers(base, 2)
+    add = next(op for op in trace.ops if op.name == "h0.norm1.out.grad.add")
+    twice = reading(trace, add.id, add.reads[1], add.reads[0])
+    assert "wrong" in {each.what for each in departures(twice, base)}
+
+
+def test_the_input_of_a_block_must_be_gathered() -> None:
+    trace = divide_layers(step(), 2, True)
+    whole, own = named(trace, "h0.ln2.out.for.h0.mlp.fc"), named(trace, "h0.ln2.out")
+    assert "wrong" in whats(reading(trace, op_named(trace, "h0.mlp.fc"), whole, own))
+
+
+def test_a_loss_over_part_of_the_vocabulary_is_wrong() -> None:
+    trace = divide_layers(step(), 2)
+    whole, own = named(trace, "loss.rows"), named(trace, "loss.rows.own")
+    loose = apart(trace, whole)
+    assert "wrong" in whats(reading(loose, op_named(trace, "loss"), whole, own))
+
+
+def test_a_norm_is_not_divided_by_columns() -> None:
+    trace = divide_layers(step(), 2)
+    assert trace.origin is not None
+    ops = list(trace.origin.ops)
+    norm = op_named(trace, "h0.ln1")
+    ops[norm] = Along(ops[norm], "tensor", 0, 1, 2)
+    trace.origin = replace(trace.origin, ops=tuple(ops))
+    assert "wrong" in whats(trace)
+
+
+# ---- what cannot be divided --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "said"),
+    [
+        ({}, {"tp": 3}, r"tp: 3 does not divide heads and columns \(4\); nearest: 2"),
+        ({"config": {**GPT, "vocab_size": 127}}, {"tp": 3}, "nearest: 2"),  # the vocabulary need not divide
+        ({"sequence": 18}, {"tp": 4, "sequence_parallel": True}, "does not divide the sequence of 18; nearest: 2"),
+        ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
+        ({"loss": "chunked"}, {"tp": 2}, "loss 'chunked' .* try 'fused'"),
+        ({"lora_rank": 4}, {"tp": 2}, "layers with adapters cannot be divided yet; nearest: 1"),
+        ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),
+        ({"config": {**FAMILIES["llama"], "model_type": "llama"}}, {"tp": 4}, r"columns \(2\); nearest: 2"),
+    ],
+)
+def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: dict, said: str) -> None:
+    given = {"config": GPT, "batch": 4, "sequence": 16, **changes}
+    with pytest.raises(LayoutError, match=said):
+        lay_out(transformer(**given), "a100_80_sxm", layout)
