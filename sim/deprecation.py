@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import Field
 from typing import Any
 
-from sim.errors import PolicyError
+from sim.errors import Caution, PolicyError
 
 _EARLIER = "earlier names"
 
@@ -50,11 +50,11 @@ def present_names(what: str, given: Mapping[str, Any], fields: Collection[Field[
 
 @contextmanager
 def told_on_stderr() -> Iterator[None]:
-    """For the command line: each use of an earlier name is a line on standard error, once."""
+    """For the command line: each use of an earlier name, and each caution, is a line on standard error, once."""
     told: set[str] = set()
 
     def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if not issubclass(category, Renamed):
+        if not issubclass(category, (Renamed, Caution)):
             show(message, category, *place, **more)
         elif str(message) not in told:
             told.add(str(message))
@@ -63,5 +63,6 @@ def told_on_stderr() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
         warnings.simplefilter("always", Renamed)
+        warnings.simplefilter("always", Caution)
         warnings.showwarning = tell
         yield

@@ -29,6 +29,10 @@ class TiersimError(Exception):
     """Base class of all errors of this package; the message is one line."""
 
 
+class Caution(UserWarning):
+    """Something that keeps nothing from going on, but that a person should know; on the command line, a line."""
+
+
 class UnitError(TiersimError, ValueError):
     """A quantity that cannot be read in the required unit."""
 

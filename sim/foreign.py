@@ -11,6 +11,8 @@ without asking only if its size lets it end within minutes.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -50,6 +52,21 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         if about.st_size > most:
             raise TiersimError(f"{path}: has more than {most:,} bytes")
         return file.read(about.st_size)  # a limit of gigabytes would be taken from memory at once
+
+
+def parse_json(data: bytes) -> Any:
+    """A document of JSON as this program writes it. Raises ValueError for anything else, such as NaN or 1e999."""
+    try:
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from sim.errors import TiersimError
 from sim.experiment import Result
-from sim.foreign import MOST_BYTES, read_file
+from sim.foreign import MOST_BYTES, parse_json, read_file
 from sim.pages import run_view
 from sim.report.files import write_aside
 from sim.report.page import SavedView
@@ -62,12 +62,12 @@ def read_view(path: Path, **about: Any) -> SavedView:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise TiersimError(f"{path}: holds more than {MOST_BYTES:,} bytes")
-        record = json.loads(text)
+        record = parse_json(text)
     except FileNotFoundError:
         raise TiersimError(f"{path}: does not exist: no view was saved") from None
     except OSError as error:
         raise TiersimError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (EOFError, zlib.error, ValueError, RecursionError) as error:
+    except (EOFError, zlib.error, ValueError) as error:
         raise TiersimError(f"{path}: damaged ({error})") from None
     view = record.get("view") if isinstance(record, Mapping) and record.get("format") == FORMAT else None
     if not isinstance(view, Mapping) or record.get("version") != VERSION:

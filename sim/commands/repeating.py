@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,11 @@ ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not 
 def read_saved(path: Path, *needed: str) -> dict[str, Any]:
     """What a file of results holds. Raises TiersimError where it is not one, or has none of the keys needed."""
     from sim.errors import TiersimError
-    from sim.foreign import read_file
+    from sim.foreign import parse_json, read_file
 
     try:
-        found = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(read_file(path))
+    except ValueError as error:
         raise TiersimError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict) or not all(key in found for key in needed):
         raise TiersimError(f"{path}: expected the keys {', '.join(needed)}; `tiersim run -o` writes them")

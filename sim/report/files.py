@@ -1,10 +1,11 @@
-"""Writing a file atomically: nobody ever sees half of it."""
+"""Writing a file atomically: nobody ever sees half of it, even after a power failure."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,10 +29,13 @@ def _write_and_rename(target: Path, write: Callable[[IO[bytes]], None]) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power failure may keep the name and lose the content
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # mkstemp makes files that only their owner can read
         os.replace(name, target)
     except BaseException:
-        os.unlink(name)
+        with suppress(OSError):  # what made it fail may keep it from being removed, too
+            os.unlink(name)
         raise

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from sim.errors import TiersimError
 from sim.report.files import write_aside
 from sim.sweeps.frame import flat_rows
-from sim.sweeps.store import FORMAT, Store
+from sim.sweeps.store import FORMAT, Store, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +62,10 @@ def connect(store: Store) -> sqlite3.Connection:
     except (OSError, sqlite3.Error):  # missing or unreadable
         connection.close()
         connection = sqlite3.connect(":memory:")
-    _fill(connection, store)
+    try:
+        _fill(connection, store)
+    except (sqlite3.Error, ValueError) as error:  # labels that no table has, which this program does not write
+        raise StoreError(f"{store.folder}: cannot be indexed: {' '.join(str(error).split())}") from None
     image = connection.serialize()
     with suppress(OSError):  # a folder that cannot be written: the index is made for this query alone
         _write(path, image)

@@ -9,6 +9,9 @@
 A segment belongs to one run of the driver. The driver alone writes, whatever executor runs the cells: file systems of
 clusters have few inodes, and a single writer needs no locks, which they may lack. A line that a kill or a full disk cut
 short fails its checksum, and its cell is repeated. A record's `ran` (time, host, …) is not compared.
+
+Each record has the labels of its cell, so that the cells of a folder whose `study.json` is damaged are those of its
+segments. A sweep that finds every answer writes nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from sim.analysis.figures import misfit
-from sim.errors import TiersimError
-from sim.foreign import read_file, read_sums
+from sim.errors import Caution, TiersimError
+from sim.foreign import parse_json, read_file, read_sums
 from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
@@ -35,6 +39,7 @@ KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
 """The keys of `study.json`."""
 ANSWERS = ("ok", "infeasible", "not_applicable")
 MOST_SEGMENT = 8 << 30  # bytes of a segment that are read at most: some four million cells
+KEPT = "all cells finished before are kept; continue with --resume"
 SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure up to these
 
 
@@ -42,8 +47,51 @@ class StoreError(TiersimError):
     """A folder of results cannot be used: another sweep writes it, it is full, or it holds other files."""
 
 
+class NewerStore(StoreError):
+    """A folder of results was written by a newer version of the program."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What `study.json` says.
+
+    study: the study as it was given.
+    cells: its cells in order, each with `id` and `labels`.
+    files: SHA-256 of the files that it refers to, by name.
+    """
+
+    study: Mapping[str, Any]
+    cells: Sequence[Mapping[str, Any]]
+    files: Mapping[str, str]
+
+
+def read_about(path: Path) -> About:
+    """Read a `study.json`. Raises NewerStore for one of a newer version, StoreError for any other that is none."""
+    try:
+        about = parse_json(read_file(path))
+        format, study, cells = about["tiersim_store"], about["study"], about["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from None
+    if type(format) is int and format > FORMAT:
+        raise NewerStore(f"{path}: format {format} is of a newer version; this one reads up to {FORMAT}")
+    if type(format) is not int or format < 1:
+        raise StoreError(f"{path}: format {format!r}: expected a number from 1 to {FORMAT}")
+    if about.get("sum", _sum(about)) != _sum(about) or set(about) - KEYS:
+        raise StoreError(f"{path}: damaged (its checksum fails)")
+    if not isinstance(study, dict):
+        raise StoreError(f"{path}: study: expected a table")
+    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
+        raise StoreError(f"{path}: cells: expected a list of cells, each with its id and labels")
+    if len({cell["id"] for cell in cells}) < len(cells):
+        raise StoreError(f"{path}: cells: expected each cell once")
+    return About(study, cells, read_sums(about.get("files"), str(path)))
+
+
 class Store:
-    """The finished cells in a folder, read-only; `Writer` adds cells. Raises StoreError if it holds no sweep."""
+    """The finished cells in a folder, read-only; `Writer` adds cells. Raises StoreError if it holds no sweep.
+
+    Where `study.json` is damaged, the cells are those of the segments, and a Caution says so.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -54,21 +102,24 @@ class Store:
         if not study.is_file():
             raise StoreError(f"{self.folder}: no sweep's results are here (there is no study.json)")
         try:
-            about = json.loads(read_file(study))
-            self.format, self.study, self.cells = about["tiersim_store"], about["study"], about["cells"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreError(f"{study}: cannot be read: {error}") from None
-        if not isinstance(self.format, int) or self.format > FORMAT:
-            raise StoreError(f"{study}: format {self.format!r} is of a newer version; this one reads up to {FORMAT}")
-        if about.get("sum", _sum(about)) != _sum(about) or set(about) - KEYS:
-            raise StoreError(f"{study}: damaged (its checksum fails); --resume with the study restores it")
-        if not isinstance(self.study, dict):
-            raise StoreError(f"{study}: study: expected a table")
-        if not isinstance(self.cells, list) or not all(map(_is_cell, self.cells)):
-            raise StoreError(f"{study}: cells: expected a list of cells, each with its id and labels")
-        if len({cell["id"] for cell in self.cells}) < len(self.cells):
-            raise StoreError(f"{study}: cells: expected each cell once")
-        self.files = read_sums(about.get("files"), str(study))
+            about = read_about(study)
+        except NewerStore:
+            raise
+        except StoreError as error:
+            about = self._recovered(error)
+        self.study, self.cells, self.files = about.study, about.cells, about.files
+
+    def _recovered(self, error: StoreError) -> About:
+        """The cells of the segments. Raises the error where these hold none."""
+        records = self.records()
+        if not records:
+            raise error
+        if self._damage:
+            raise StoreError(f"{error}, and so is {self._damage}; --resume with the study restores it")
+        cells = [{"id": id, "labels": record["labels"]} for id, record in records.items()]
+        text = f"{error}; its cells are the {len(cells)} that were finished; --resume with the study restores it"
+        warnings.warn(text, Caution, stacklevel=3)
+        return About({}, cells, {})
 
     def cell_folder(self, id: str) -> Path:
         """The folder of a cell's timeline, if it has one."""
@@ -133,7 +184,7 @@ def _sum(about: Mapping[str, Any]) -> str:
 
 def _is_record(record: Any) -> bool:
     """Whether this is a record as `Writer.add` writes them."""
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+    if not _is_cell(record):
         return False
     row, ran = record.get("row"), record.get("ran")
     if not isinstance(row, dict) or not isinstance(row.get("status"), str) or not isinstance(ran, dict):
@@ -183,10 +234,11 @@ def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
     """The records of a segment; None for a damaged line."""
     for line in read_file(path, MOST_SEGMENT).splitlines(keepends=True):
         sum_, _, text = line[:-1].partition(b" ")
+        record = None
         if sum_ == b"%08x" % zlib.crc32(text):  # the byte after it ends the line, even if that byte is damaged
-            yield json.loads(text)
-        else:
-            yield None
+            with contextlib.suppress(ValueError):
+                record = parse_json(text)
+        yield record
 
 
 class Writer:
@@ -212,28 +264,19 @@ class Writer:
             raise StoreError(f"{self.folder}: holds other files ({foreign[0]!r}, …); choose a folder of its own")
         self._take_lock()
         try:
-            if (self.folder / "study.json").exists():
-                Store(self.folder)  # one of a newer version is left alone
-            done = any((self.folder / "segments").glob("*.jsonl"))
-            if done and not self.resume:
+            if any((self.folder / "segments").glob("*.jsonl")) and not self.resume:
                 raise StoreError(f"{self.folder}: holds results already; --resume adds what is missing")
-            (self.folder / "segments").mkdir(exist_ok=True)
-            self._open_segment()
         except BaseException:
             self._drop_lock()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._segment >= 0:
-            try:
-                self._sync()
-            finally:
-                os.close(self._segment)
-                self._segment = -1
-                if not self._path.stat().st_size:
-                    self._path.unlink()
-        self._drop_lock()
+        try:
+            if self._segment >= 0:
+                self._close_segment()
+        finally:
+            self._drop_lock()
 
     def begin(
         self,
@@ -243,56 +286,95 @@ class Writer:
         time_limit_s: float | None = None,
         files: Mapping[str, str] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Write the study, and the SHA-256 of files that it names; returns the records that exist already, by id."""
+        """Write the study, and the SHA-256 of files that it names, unless the folder has just this study.
+
+        Returns the records that exist already, by id. Raises StoreError for a folder of a newer version.
+        """
         about = {"tiersim_store": FORMAT, "study": source, "files": dict(files or {}), "cells": list(cells)}
         about = json.loads(json.dumps(about, default=str))
-        text = json.dumps({**about, "sum": _sum(about)}) + "\n"
+        text = (json.dumps({**about, "sum": _sum(about)}) + "\n").encode()
 
         def write(file: IO[bytes]) -> None:
-            file.write(text.encode())
+            file.write(text)
 
-        write_aside(self.folder / "study.json", write)
+        path = self.folder / "study.json"
+        if path.exists():
+            try:
+                read_about(path)
+            except NewerStore:
+                raise
+            except StoreError:  # it is written once more
+                pass
+        if not _holds(path, text):
+            write_aside(path, write)
         records = Store(self.folder).records()
-        return {id: record for id, record in records.items() if stands(record, time_limit_s)}
+        known = {id: record for id, record in records.items() if stands(record, time_limit_s)}
+        if any(cell["id"] not in known for cell in about["cells"]):
+            self._sign_lock()
+        return known
 
     def add(self, id: str, labels: Mapping[str, Any], outcome: Outcome) -> None:
         """Write a finished cell; after this returns, killing this process does not lose it. Raises StoreError."""
         line = line_of({"id": id, "labels": labels, **outcome})
-        before = os.fstat(self._segment).st_size
+        before = -1
         try:
+            if self._segment < 0:
+                self._open_segment()
+            before = os.fstat(self._segment).st_size
             done = 0
             while done < len(line):
                 done += os.write(self._segment, line[done:])
             self.written += 1
             if self.written % SYNC_EVERY == 0:
-                self._sync()
+                os.fsync(self._segment)
         except OSError as error:
-            os.ftruncate(self._segment, before)
-            raise StoreError(
-                f"{self._path}: {error.strerror}; all cells finished before are kept; continue with --resume"
-            ) from error
+            if before >= 0:
+                with contextlib.suppress(OSError):  # else the line is cut short, which its checksum tells
+                    os.ftruncate(self._segment, before)
+            raise StoreError(f"{self._path}: {error.strerror}; {KEPT}") from error
 
     def cell_folder(self, id: str) -> Path:
         """The folder for a cell's timeline."""
         return self.folder.absolute() / "cells" / id[:16]
 
-    def _open_segment(self) -> None:
-        last = max((int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdigit()), default=0)
-        self._path = self.folder / "segments" / f"{last + 1:05d}.jsonl"
-        self._segment = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+    # ---- the segment -------------------------------------------------------------------------
 
-    def _sync(self) -> None:
+    def _open_segment(self) -> None:
+        """Create the next segment; not before there is a cell to write."""
+        folder = self.folder / "segments"
+        folder.mkdir(exist_ok=True)
+        last = max((int(p.stem) for p in folder.glob("*.jsonl") if p.stem.isdigit()), default=0)
+        while self._segment < 0:
+            last += 1
+            self._path = folder / f"{last:05d}.jsonl"
+            with contextlib.suppress(FileExistsError):  # of a sweep that another machine could not lock out
+                self._segment = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+
+    def _close_segment(self) -> None:
+        """Sync and close the segment; an empty one is removed. Raises StoreError."""
         try:
-            os.fsync(self._segment)
+            try:
+                os.fsync(self._segment)
+            finally:
+                handle, self._segment = self._segment, -1
+                os.close(handle)
+            if not self._path.stat().st_size:
+                self._path.unlink()
         except OSError as error:
-            raise StoreError(f"{self._path}: {error.strerror}") from error
+            raise StoreError(f"{self._path}: {error.strerror}; {KEPT}") from error
 
     # ---- the lock ----------------------------------------------------------------------------
 
     def _take_lock(self) -> None:
         import fcntl  # the system releases it when the process ends, however it ends
 
-        self._lock = open(self.folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115
+        path = self.folder / "lock"
+        try:
+            self._lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        except OSError:
+            if not path.is_file():
+                raise
+            self._lock = open(path, encoding="utf-8")  # noqa: SIM115  # whoever cannot write may find every answer
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -302,15 +384,30 @@ class Writer:
             self._lock = None
             raise StoreError(f"{self.folder}: another sweep is writing here{f' ({who})' if who else ''}") from None
         except OSError as error:
-            warnings.warn(f"{self.folder}: cannot be locked ({error.strerror}); run one sweep at a time", stacklevel=3)
-        self._lock.seek(0)
-        self._lock.truncate()
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        self._lock.flush()
+            text = f"{self.folder}: cannot be locked ({error.strerror}); run one sweep at a time"
+            warnings.warn(text, Caution, stacklevel=3)
+
+    def _sign_lock(self) -> None:
+        """Say in the lock who writes, for whoever finds it taken."""
+        if self._lock is not None and self._lock.writable():
+            with contextlib.suppress(OSError):
+                self._lock.truncate(0)
+                self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+                self._lock.flush()
 
     def _drop_lock(self) -> None:
         if self._lock is not None:
+            lock, self._lock = self._lock, None
+            if lock.writable() and os.fstat(lock.fileno()).st_size:
+                with contextlib.suppress(OSError):
+                    lock.truncate(0)
             with contextlib.suppress(OSError):
-                self._lock.truncate(0)
-            self._lock.close()
-            self._lock = None
+                lock.close()
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a file has this content."""
+    try:
+        return read_file(path) == content
+    except (OSError, TiersimError):
+        return False

@@ -59,9 +59,10 @@ class Mimose(RecomputationPlanner):
         of the `largest` bucket (the code: smallest).
     static_size: plan for inputs of this size whatever their own, the code's static mode; None: for their own.
     verify: compute the plan's exact peak before it runs, and where it would not fit add the excess to the deficit,
-        until it fits or all blocks are checkpointed. Without, the plan is the estimate's, as in the code.
+        until it fits or all blocks are checkpointed; where these would not fit, and keeping everything does,
+        everything is kept. Without, the plan is the estimate's, as in the code.
     Raises PolicyError on several devices, without layers or a backward, or where history is of another batch or
-        number of blocks; Infeasible where not even checkpointing all blocks fits.
+        number of blocks; Infeasible where neither checkpointing all blocks fits nor keeping everything.
     """
 
     recomputes = True
@@ -87,9 +88,10 @@ class Mimose(RecomputationPlanner):
         self._check(blocks, notes, past)
         seen = {run.plan.notes["input_size"] for run in past}
         if not past or (len(problem.history) < self.collect and size not in seen):
-            notes |= {"phase": "collect", "freed": blocks.freed, "blocks": tuple(range(len(blocks.regions)))}
-            schedule = blocks.shuttled()
-            self._refuse(problem, schedule)
+            shuttled = blocks.shuttled()
+            schedule = self._fitting(problem, blocks, shuttled)
+            if schedule is shuttled:
+                notes |= {"phase": "collect", "freed": blocks.freed, "blocks": tuple(range(len(blocks.regions)))}
             return Plan(problem.trace, schedule.actions(), notes=notes)
         rounded = -(-(self.static_size or size) // self.round_to) * self.round_to
         notes |= {"phase": "respond", "rounded": rounded}
@@ -130,17 +132,24 @@ class Mimose(RecomputationPlanner):
             schedule = blocks.checkpointed(chosen)
         notes |= {"blocks": chosen, "predicted": now, "deficit": deficit, "estimate_fits": estimate.fits}
         if len(chosen) == len(now.blocks):
-            self._refuse(problem, schedule)
+            schedule = self._fitting(problem, blocks, schedule)
         return Plan(problem.trace, self.finished(problem, schedule).actions(), notes=notes)
 
-    def _refuse(self, problem: Problem, most: Schedule) -> None:
-        """Raise Infeasible where a walk says that the plan which checkpoints all blocks takes too much."""
+    def _fitting(self, problem: Problem, blocks: Blocks, most: Schedule) -> Schedule:
+        """The schedule that checkpoints all blocks, or one that keeps everything where a walk says that only it fits.
+
+        Raises Infeasible where neither does.
+        """
         main = problem.platform.engine_for(0)
         engines = set(problem.trace.op_columns.engine.values())
         # what runs on other engines may lie in other tiers, which the walk does not know
         alone = all(problem.platform.engine_for(0, name) == main for name in engines)
-        if self.verify and alone and most.peak() > problem.budget:
+        if not (self.verify and alone) or most.peak() <= problem.budget:
+            return most
+        kept = blocks.checkpointed(())
+        if kept.peak() > problem.budget:
             raise refused(problem, "mimose", most, proven=False, smallest=False)
+        return kept
 
 
 def input_size(trace: Trace) -> int:
