@@ -20,6 +20,7 @@ from typing import Any
 
 from sim.policies.base import Policy
 from sim.policies.composition import Composition
+from sim.sweeps.probes import engine_results, solver_results
 
 PACKAGES = ("sim", "workloads")
 ENGINE = (
@@ -44,8 +45,11 @@ def digest(value: Any) -> str:
 
 @cache
 def engine_version() -> str:
-    """Hash of the sources of the engine and all it imports, and of the libraries under it."""
-    return digest([source_hash(ENGINE), _versions(LIBRARIES)])
+    """Hash of the sources of the engine and all it imports, and of the libraries under it.
+
+    Of a library its release counts, and what it gives for a probe; a patch that changes no result changes no id.
+    """
+    return digest([source_hash(ENGINE), _releases(LIBRARIES), engine_results()])
 
 
 @cache
@@ -66,7 +70,7 @@ def policy_identity(policy: Policy) -> str:
     parameters = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     if isinstance(policy, Composition):
         parameters = {"parts": [(part.selector, policy_identity(part.policy)) for part in policy.parts]}
-    libraries = _versions(SOLVER_LIBRARIES) if policy.solver else {}
+    libraries = [_releases(SOLVER_LIBRARIES), solver_results()] if policy.solver else {}
     return digest([type(policy).__qualname__, parameters, _class_source(type(policy)), libraries])
 
 
@@ -154,6 +158,11 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
             continue
         yield node
         yield from _nodes(node)
+
+
+def _releases(libraries: tuple[str, ...]) -> Mapping[str, str]:
+    """Versions of libraries without their patches."""
+    return {name: ".".join(version.split(".")[:2]) for name, version in _versions(libraries).items()}
 
 
 @cache

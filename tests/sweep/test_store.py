@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from sim.errors import Caution
 from sim.sweeps import Store, StoreError, query, run_sweep, sweep, write_csv
 from sim.sweeps.store import Writer, line_of, read_segment
 
@@ -136,6 +137,42 @@ def test_a_profile_edited_while_a_sweep_runs_gives_no_wrong_answer(study, tmp_pa
     assert "was changed while the sweep ran" in row["error"]
 
 
+def test_going_on_where_nothing_is_missing_writes_nothing(done):
+    study, folder, _ = done
+
+    def state():
+        return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
+
+    before = {**state(), folder: folder.stat().st_mtime_ns}
+    assert ran(run_sweep(study, out=folder, resume=True)) == 0
+    assert {**state(), folder: folder.stat().st_mtime_ns} == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"tiersim_store": 1, "stu', b"\x00" * 40])
+def test_a_half_written_study_file_is_recovered_from_the_segments(done, tmp_path, content):
+    study, folder, whole = done
+    right = (folder / "study.json").read_bytes()
+    (folder / "study.json").write_bytes(content)
+    with pytest.warns(Caution, match=r"study.json: .*; its cells are the 8 that were finished; --resume"):
+        store = Store(folder)
+    assert write_csv(store.whole_rows(), tmp_path / "x.csv").read_bytes() == whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ran(run_sweep(study, out=folder, resume=True)) == 0
+    assert (folder / "study.json").read_bytes() == right
+
+
+def test_a_store_of_an_older_version_is_read(done):
+    study, folder, _ = done
+    new = ("mean_bytes", "reserved_bytes", "unlimited_run", "overlap_by_link", "energy_j")  # figures that it lacks
+    path = segments(folder)[0]
+    records = [record for record in read_segment(path) if record]
+    kept = [{**each, "row": {k: v for k, v in each["row"].items() if k not in new}} for each in records]
+    path.write_bytes(b"".join(map(line_of, kept)))
+    assert "mean_bytes" not in query(Store(folder), "SELECT * FROM cells").columns
+    assert ran(run_sweep(study, out=folder, resume=True)) == 0
+
+
 def test_two_sweeps_cannot_write_one_folder(done):
     study, folder, _ = done
     with Writer(folder, resume=True) as writer:
@@ -174,6 +211,35 @@ def test_a_store_of_an_older_engine_gives_fresh_answers(study, tmp_path, monkeyp
     assert ran(run_sweep(study(), out=folder, resume=True)) == 8
     assert len(Store(folder).records()) == 16  # the old answers are kept, and not shown
     assert len(list(Store(folder).rows())) == 8
+
+
+@pytest.mark.parametrize("changed", ["patch", "release", "results", "solver"])
+def test_a_patch_of_a_library_changes_ids_only_with_results(monkeypatch, changed):
+    from sim.policies import load
+    from sim.sweeps import identity
+
+    def ids():
+        for cached in (identity.engine_version, identity._versions):
+            cached.cache_clear()
+        return identity.engine_version(), identity.policy_identity(load("checkmate"))
+
+    known, real = ids(), identity.version
+    if changed in ("patch", "release"):
+        more = "{}.{}.999" if changed == "patch" else "{}.999.{}"
+        monkeypatch.setattr(identity, "version", lambda name: more.format(*real(name).split(".")))
+    elif changed == "results":
+        monkeypatch.setattr(identity, "engine_results", lambda: "others")
+    else:
+        monkeypatch.setattr(identity, "solver_results", lambda: "others")
+    try:
+        same = [now == then for now, then in zip(ids(), known, strict=True)]
+    finally:
+        monkeypatch.undo()
+        ids()
+    assert (
+        same
+        == {"patch": [True] * 2, "release": [False] * 2, "results": [False, True], "solver": [True, False]}[changed]
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"tiersim_store": 1}', "no json"])
