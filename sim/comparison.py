@@ -87,6 +87,11 @@ class Comparison:
         )
 
     @property
+    def idle_parts(self) -> tuple[str, ...]:
+        """A line for each part of a composition that does nothing."""
+        return tuple(f"{name}: {line}" for name, result in self.results.items() for line in result.idle_parts)
+
+    @property
     def fastest(self) -> str | None:
         """The label of the fastest policy, of equal ones the simplest by its traits, then the first; None for none."""
 

@@ -157,6 +157,11 @@ class Result:
             lines.append(f"{short}: {above} {what} proven possible among {notes['bound_among']}")
         return tuple(lines)
 
+    @property
+    def idle_parts(self) -> tuple[str, ...]:
+        """A line for each part of a composition that does nothing."""
+        return tuple(self.plan.notes.get("idle_parts", ()))
+
     def plot_memory(self, tier: str | None = None) -> Figure:
         """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""
         from sim.report.plot import plot_memory
@@ -212,6 +217,13 @@ def check_trace(trace: Any) -> None:
     if not isinstance(trace, Trace):
         given = repr(trace) if isinstance(trace, str) else f"a {type(trace).__name__}"
         raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) return one")
+
+
+WITHOUT_HOST = (
+    "take a machine that has one (tiersim profiles), describe one in a profile of your own, or take a policy that only "
+    "recomputes, such as full_recompute"
+)
+"""What to do where a policy needs the host, and the machine has none."""
 
 
 class Evaluated:
@@ -385,6 +397,10 @@ def simulate(
             history = (*history, run)
         except Infeasible as error:
             error.plan = plan
+            raise
+        except PolicyError as error:
+            if limited.host is None and "host" in chosen.needs:
+                raise PolicyError(f"{error}; {WITHOUT_HOST}") from error
             raise
         except TiersimError:
             raise

@@ -49,6 +49,10 @@ class Run(Protocol):
         """How near it is to what its policy has proven."""
 
     @property
+    def idle_parts(self) -> tuple[str, ...]:
+        """What parts of a composition do nothing."""
+
+    @property
     def bound(self) -> LowerBound | None:
         """The least time that any plan of a class takes, if it is known."""
 
@@ -83,6 +87,10 @@ class Compared(Protocol):
     def bounds(self) -> tuple[str, ...]:
         """How near runs are to what their policies have proven."""
 
+    @property
+    def idle_parts(self) -> tuple[str, ...]:
+        """What parts of compositions do nothing."""
+
 
 def run_view(result: Run, *, title: str = "", command: str = "", links: Links = ()) -> RunView:
     """A result as a page shows it.
@@ -114,18 +122,18 @@ def run_view(result: Run, *, title: str = "", command: str = "", links: Links = 
 
 
 def run_notes(result: Run) -> tuple[str, ...]:
-    """Notes beside a run's figures: what its policy saves and has proven, cancelled moves, what is approximate."""
+    """Notes beside a run's figures: what is saved and proven, idle parts, cancelled moves, what is lossy."""
     lossy = approximate_lines(approximate(result.log.trace))
     saved = (*result.policy.saving_lines(), *result.bounds)
     saved = saved if result.bound is None else (*saved, result.bound.line(result.log))
-    return (*saved, *cancelled_lines(result.summary()), *lossy)
+    return (*saved, *result.idle_parts, *cancelled_lines(result.summary()), *lossy)
 
 
 def comparison_view(comparison: Compared, *, command: str = "") -> TableView:
     """A comparison as a page shows it, with a view of each run that fits."""
     runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
     record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
-    bounds = comparison.bounds
+    bounds = (*comparison.bounds, *comparison.idle_parts)
     return saved_table(record, runs, platform=comparison.platform, command=command, bounds=bounds)
 
 

@@ -196,6 +196,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     floors = [] if options["floors"] else [row["policy"] for row in unknown if row["refusal"] != "state"]
     notes = (
         *comparison.bounds,
+        *comparison.idle_parts,
         *comparison.notes,
         *([f"smallest budget not searched: {', '.join(floors)}: --floors"] if floors else []),
         *_not_run(comparison.left_out),

@@ -180,7 +180,7 @@ def _by_default(policy: Policy) -> bool:
     """Whether a policy has its default parameters; others may forbid it to keep everything."""
     try:
         return policy == type(policy)()
-    except TypeError:  # a parameter without a default
+    except (TypeError, PolicyError):  # a parameter without a default, or none that is allowed, as of a composition
         return False
 
 

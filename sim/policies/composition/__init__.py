@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.log import EventLog
-from sim.plan import Action, Plan, Problem, Run
+from sim.plan import Action, Plan, Problem, Recompute, Run
 from sim.policies.base import FIDELITIES, Policy, joins
 from sim.policies.composition import selectors
 from sim.policies.composition.checkpoints import with_recomputation
@@ -18,6 +18,7 @@ from sim.policies.composition.ownership import Part, is_narrowed, own_ops, owner
 from sim.policies.composition.rewriting import implemented_among, rewrites
 from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
+from sim.trace.tensor import ROLES
 
 ATTEMPTS = 8
 """Budgets that planners are given in turn, until their plan, replayed with the others', fills the true one."""
@@ -42,6 +43,7 @@ class Composition(Policy):
     what other parts move away: its budget is searched by halving, with at most eight replays of all parts together,
     so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order given, and
     the first with an answer answers; each sees what others own as pinned.
+    Notes of the plan: `parts`, those of the parts; `idle_parts`, a line for each part that does nothing.
 
     Source: what users combine today, such as ZeRO-Offload with activation checkpointing (DeepSpeed's
         `activation_checkpointing`), or selective recomputation with offload by module (Megatron-LM).
@@ -233,7 +235,7 @@ class Composition(Policy):
         )
 
     def _joined(self, made: Sequence[_Made], trace: Trace, problem: Problem) -> Plan:
-        owned = owners([each.part for each in made], [each.actions for each in made], trace)
+        owned = _owned(made, trace)
         kept = []
         for each, own in zip(made, owned, strict=True):
             actions = restricted(each.actions, trace, own)
@@ -241,9 +243,7 @@ class Composition(Policy):
             unsaid = each.plan.online is not None or (each.part.selector and not each.actions)
             narrowed = len(actions) < len(each.actions) or (unsaid and is_narrowed(each.part, own, each.plan.trace))
             if each.rewrites and narrowed:
-                raise PolicyError(
-                    f"{each.part.label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}"
-                )
+                raise _cannot_be_restricted(each, made, owned, trace)
             kept.append(actions)
         parts = [(each.plan.online, own) for each, own in zip(made, owned, strict=True) if each.plan.online is not None]
         place = {
@@ -261,6 +261,7 @@ class Composition(Policy):
             notes={
                 "parts": tuple(each.plan.notes for each in made),
                 "given": tuple(each.given.content_hash for each in made),
+                "idle_parts": tuple(_idle(made, owned, kept)),
             },
         )
 
@@ -315,6 +316,42 @@ def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace, seen: Tra
     return [*(each.over(given, plan.trace, part.label) for each in made), last]
 
 
+def _owned(made: Sequence[_Made], trace: Trace) -> list[frozenset[int]]:
+    """The tensors that each part owns."""
+    return owners([each.part for each in made], [each.actions for each in made], trace, [one.rewrites for one in made])
+
+
+def _cannot_be_restricted(
+    each: _Made, made: Sequence[_Made], owned: Sequence[frozenset[int]], trace: Trace
+) -> PolicyError:
+    """The error where a part's rewrite is about tensors that it does not own."""
+    label, own = each.part.label, owned[[one is each for one in made].index(True)]
+    if each.part.selector:
+        return PolicyError(f"{label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}")
+    about = (trace.tensor_id(action.tensor) for action in each.actions if not isinstance(action, Recompute))
+    tensor = next(t for t in about if t not in own)
+    owner = next((one.part.label for one, theirs in zip(made, owned, strict=True) if tensor in theirs), "")
+    role = ROLES[trace.tensor_columns.role[tensor]]
+    whose = (
+        f"which {owner!r} owns"
+        if owner
+        else f"whose role is {role!r}; it manages {', '.join(each.part.policy.manages)}"
+    )
+    return PolicyError(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
+
+
+def _idle(made: Sequence[_Made], owned: Sequence[frozenset[int]], kept: Sequence[Sequence[Action]]) -> Iterator[str]:
+    """A line for each part that does nothing, though its policy can."""
+    for each, own, actions in zip(made, owned, kept, strict=True):
+        policy, plan = each.part.policy, each.plan
+        rewritten = plan.trace is not each.given and plan.trace.content_hash != each.given.content_hash
+        acts = actions or plan.online is not None or plan.keep_dead or own.intersection(each.place)
+        if rewritten or (own and acts) or not (policy.recomputes or policy.moves or policy.rewrites):
+            continue
+        why = "nothing that it owns has to change here" if own else "it owns no tensor of this trace"
+        yield f"part {each.part.label!r} does nothing: {why}"
+
+
 def _asks_what_recomputation_reads(part: Part) -> bool:
     """Whether a part plans for what recomputation reads rather than recomputes: checkpoints, or weights alone."""
     return CHECKPOINTS in selectors.terms(part.selector) or part.policy.manages == ("weights",)
@@ -322,7 +359,7 @@ def _asks_what_recomputation_reads(part: Part) -> bool:
 
 def _as_it_runs(trace: Trace, made: Sequence[_Made]) -> Trace:
     """The trace as such a part sees it: with the reads of the recomputations that the parts before it have planned."""
-    owned = owners([each.part for each in made], [each.actions for each in made], trace)
+    owned = _owned(made, trace)
     actions = [action for each, own in zip(made, owned, strict=True) for action in restricted(each.actions, trace, own)]
     return with_recomputation(trace, actions, taken_away(actions, trace))
 

@@ -31,10 +31,13 @@ class Part(NamedTuple):
         return label(self.policy)
 
 
-def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Trace) -> list[frozenset[int]]:
+def owners(
+    parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Trace, rewriting: Sequence[bool]
+) -> list[frozenset[int]]:
     """The tensors that each part owns. Raises PolicyError naming one that two own.
 
     actions: what each part has planned, for `checkpoints`.
+    rewriting: whether each part has changed the trace, for the error.
     """
     masks: list[Mask] = []
     for part in parts:
@@ -49,7 +52,7 @@ def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Tr
     relative = {i: {REST, CHECKPOINTS} & {*selectors.terms(part.selector)} for i, part in enumerate(parts)}
     taken = np.full(len(trace.tensor_columns.name), -1)
     for i in (i for i, words in relative.items() if not words):
-        _refuse_two(masks[i], taken, i, parts, trace)
+        _refuse_two(masks[i], taken, i, parts, trace, rewriting)
         taken[masks[i]] = i
     for i in relative:
         if REST in relative[i]:
@@ -67,7 +70,7 @@ def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Tr
         found = np.full(len(taken), -1)
         for i in left:
             masks[i] &= kept
-            _refuse_two(masks[i], found, i, parts, trace)
+            _refuse_two(masks[i], found, i, parts, trace, rewriting)
             found[masks[i]] = i
         for i in relative:
             if i not in left:
@@ -75,12 +78,14 @@ def owners(parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Tr
     return [frozenset(np.flatnonzero(mask).tolist()) for mask in masks]
 
 
-def _refuse_two(mask: Mask, taken: NDArray[np.int64], i: int, parts: Sequence[Part], trace: Trace) -> None:
+def _refuse_two(
+    mask: Mask, taken: NDArray[np.int64], i: int, parts: Sequence[Part], trace: Trace, rewriting: Sequence[bool]
+) -> None:
     """Raise PolicyError where part i would own what another one has taken; taken: per tensor its owner, or -1."""
     twice = np.flatnonzero(mask & (taken >= 0))
     if len(twice):
         tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
-        both_rewrite = other.policy.rewrites and parts[i].policy.rewrites
+        both_rewrite = rewriting[i] and rewriting[int(taken[twice[0]])]
         way_out = (
             "both rewrite the trace for it, so name one of them"
             if both_rewrite

@@ -63,6 +63,11 @@ def check(selector: str) -> None:
                 f"selector {term!r}{near(term, (*WORDS, 'layers 0-7'))}; a selector is 'layers 0-7', one of "
                 f"{', '.join(WORDS)}, or a pattern with '*' or '.' for names of ops and tensors"
             )
+        for low, high in re.findall(r"(\d+)-(\d+)", term if LAYERS.fullmatch(term) else ""):
+            if int(low) > int(high):
+                raise PolicyError(
+                    f"selector {term!r}: {low}-{high} is no range of layers (did you mean '{high}-{low}'?)"
+                )
 
 
 def _term(trace: Trace, term: str) -> Mask:

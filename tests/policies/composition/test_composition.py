@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import subprocess
 import sys
 from functools import cache
@@ -22,6 +23,7 @@ from sim.experiment import problem_for, simulate
 from sim.foreign import Trust
 from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
+from sim.pages import run_notes
 from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, label, load, names, policy_class, policy_files
 from sim.policies.composition import joined
@@ -102,6 +104,36 @@ def test_compositions_keep_every_law(text, tmp_path):
     report = check_policy(load(text), examples=25, name=text, folder=tmp_path, across_processes=False)
     assert report.examples > report.skipped
     assert not report.broken, report.as_text()
+
+
+PARTS = [name for name in QUICK if "activations" in load(name).manages and name != "keep_all"]
+
+
+def random_composition(seed):
+    """Two policies for activations, one behind the other or side by side, and often one for the state."""
+    draw = random.Random(seed)
+    state = draw.choice(("", "", "zero_offload + ", "optimizer_in_backward + ", "weight_streaming + "))
+    forms = ("{0}", "activations: {0}", "layers 0: {0}; rest: {1}", "{0}; checkpoints: {1}", "*.h*: {0}; rest: {1}")
+    return state + draw.choice(forms).format(*draw.sample(PARTS, 2))
+
+
+def laws_broken(seed, examples, tmp_path):
+    """How many examples ran under a random composition, and what it broke."""
+    text = random_composition(seed)
+    report = check_policy(load(text), examples=examples, seed=seed, name=text, folder=tmp_path, across_processes=False)
+    return report.ran, [report.as_text()] if report.broken else []
+
+
+def test_random_compositions_keep_every_law(tmp_path):
+    ran, broken = zip(*(laws_broken(seed, 3, tmp_path) for seed in range(6)), strict=True)
+    assert sum(ran) >= 6
+    assert not any(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_more_random_compositions_keep_every_law(seed, tmp_path):
+    assert not laws_broken(seed, 12, tmp_path)[1]
 
 
 def touched(log):
@@ -358,6 +390,8 @@ BAD = {
     "rest: swap_all; rest: full_recompute": "both own the rest of the activations",
     "layers 0-3: save_on_cpu; rest: full_recompute": "rewrites the trace and cannot be restricted to 'layers 0-3'",
     "full_recompute; checkpoints: swap_all + vdnn": "has two owners, 'swap_all' and 'vdnn'",
+    "gist + full_recompute": "say who owns what, as in 'layers 0-3: gist; rest: full_recompute'",
+    "layers 3-1: full_recompute": "3-1 is no range of layers (did you mean '1-3'?)",
     "full_recompute + zero_offload": None,
 }
 
@@ -372,6 +406,43 @@ def test_what_cannot_be_combined_is_said_in_one_line(text, gpt2):
         simulate(gpt2, "mt3000_survey", text)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_rewrite_about_what_its_part_does_not_own_names_it():
+    b = TraceBuilder()
+    w, x, g = b.tensor("w", 100, "weight"), b.tensor("x", 100), b.tensor("g", 100, "temporary")
+    new = b.tensor("new", 100, "weight", replaces=w)
+    b.op("forward", "matmul", reads=[w], writes=[x], flops=1)
+    b.op("backward", "matmul", reads=[x], writes=[g], flops=1, phase="backward")
+    b.op("update", "optimizer", reads=[w, g], writes=[new], flops=1, phase="update")
+    trace = b.build(outputs=[new], carry=[(new, w)])
+    with pytest.raises(
+        PolicyError, match=r"rewrites the trace for tensor 'g', whose role is 'temporary'; it manages gr"
+    ):
+        simulate(trace, "mt3000_survey", "zero_offload(weights=host) + weight_streaming")
+
+
+def test_a_machine_without_the_tier_says_what_to_change(gpt2):
+    with pytest.raises(
+        PolicyError, match=r"has no host tier to offload to; take a machine that has one .*full_recompute"
+    ):
+        simulate(gpt2, "sunway_sw26010pro", "full_recompute; checkpoints: swap_all")
+
+
+IDLE = {
+    "zero_offload + hybrid": ["part 'hybrid' does nothing: nothing that it owns has to change here"],
+    "*: full_recompute; rest: swap_all": ["part 'swap_all' does nothing: it owns no tensor of this trace"],
+    "layers 0-5: full_recompute; rest: swap_all": [],
+    "layers 0-5: full_recompute; rest: keep_all": [],
+    "olla + layers 0: dtr": [],
+}
+
+
+@pytest.mark.parametrize("text", IDLE)
+def test_a_part_that_does_nothing_is_named_in_the_notes(text, gpt2):
+    result = simulate(gpt2, "mt3000_survey", text)
+    assert [*result.idle_parts] == IDLE[text]
+    assert {*IDLE[text]} <= {*run_notes(result)}
 
 
 @pytest.mark.parametrize(

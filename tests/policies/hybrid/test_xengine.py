@@ -148,6 +148,48 @@ def test_unlimited_memory_has_engines_beside_each_other():
     assert reference_for(load("xengine"), net(), platform).makespan_ns <= mine.log.end
 
 
+# ---- a machine that is shipped ---------------------------------------------------------------------
+
+
+def recommender(rows: int) -> Trace:
+    """26 lookups per sample in a table of fp32 rows of 32, and two dense layers; SGD that touches the rows read."""
+    batch, width, looked_up, b = 2048, 512, 26 * 32, TraceBuilder({"model": "recommender"})
+    ids, found = b.tensor("ids", 8 * 26 * batch, "input"), 4 * looked_up * batch
+    table, first, second = (b.tensor(n, 4 * s, "weight") for n, s in
+                            (("table", 32 * rows), ("w0", looked_up * width), ("w1", width * width)))  # fmt: skip
+    e, x, y = b.tensor("e", found), b.tensor("x", 4 * width * batch), b.tensor("y", 4 * width * batch)
+    flops = [2 * batch * looked_up * width, 2 * batch * width * width]
+    b.op("lookup", "embedding", reads=[ids, table], writes=[e], bytes=2 * found, dtype="fp32")
+    b.op("fc0", "matmul", reads=[e, first], writes=[x], flops=flops[0], dtype="fp32")
+    b.op("fc1", "matmul", reads=[x, second], writes=[y], flops=flops[1], dtype="fp32")
+    dy, dx = (b.tensor(n, 4 * width * batch, "temporary") for n in ("dy", "dx"))
+    g0, g1, de = b.tensor("g0", 4 * looked_up * width, "gradient"), b.tensor("g1", 4 * width * width, "gradient"), None
+    de = b.tensor("de", found, "gradient")
+    b.op("loss", "loss", reads=[y], writes=[dy], flops=batch * width, dtype="fp32")
+    for name, reads, made, k in (("w1", [dy, x], g1, 1), ("x", [dy, second], dx, 1), ("w0", [dx, e], g0, 0),
+                                 ("e", [dx, first], de, 0)):  # fmt: skip
+        b.op(f"{name}.bwd", "matmul", reads=reads, writes=[made], flops=flops[k], dtype="fp32", phase="backward")
+    new = []
+    for old, gradient, more in ((first, g0, {}), (second, g1, {}), (table, de, {"bytes": 3 * found})):
+        new.append(b.tensor(f"new{len(new)}", b.bytes_of(old), "weight", replaces=old))
+        b.op(
+            f"sgd{len(new)}", "optimizer", reads=[old, gradient], writes=new[-1:], dtype="fp32", phase="update", **more
+        )
+    return b.build(outputs=new, carry=list(zip(new, (first, second, table), strict=True)))
+
+
+def test_on_mt3000_a_table_larger_than_the_zone_stays_with_the_cpu_and_products_go_to_the_dsps():
+    trace = recommender(100_000_000)  # 12.8 GB, and the zone has 8
+    result = simulate(trace, "mt3000_survey", "xengine")
+    assert result.plan.notes["program"] == "optimal"
+    assert result.plan.notes["engines"] == {"cpu": 2, "dsp": 9}
+    for other in ("keep_all", "hybrid", "weight_streaming", "zero_offload"):
+        with pytest.raises(Infeasible):
+            simulate(trace, "mt3000_survey", other)
+    alone = load_profile("mt3000_survey", overrides={"engines.dsp.runs.default": "none"})
+    assert simulate(trace, alone, "xengine").log.end > 4 * result.log.end
+
+
 # ---- brute force -----------------------------------------------------------------------------------
 
 

@@ -53,6 +53,12 @@ class Xengine(Policy):
         is made when it is read. What is recomputed is copied only for an op before which it is recomputed. A measured
         op stays where it was measured. An engine that reads another's memory in place is refused.
 
+        On the shipped profiles of MT-3000 a second engine pays where a tensor that few bytes of are read exceeds the
+        zone: with an embedding of 12.8 GB looked up and updated by the CPU and the products on the DSPs, a recommender
+        runs in a tenth of the CPU's own time (`mt3000_survey`), and nothing else fits. Where all fits, what the
+        CPU gains are launches, 10 us instead of 50, both assumed; in transformers a block has more ops than
+        `max_ops`. On `mt3000_cluster` the CPU reads the clusters' memory in place, so that it is refused.
+
     max_ops: the most ops to plan for, those of the update counted, at least 2.
     node_limit: nodes of the search tree, of each search.
     time_limit: seconds of search in all.
