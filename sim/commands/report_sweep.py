@@ -27,6 +27,7 @@ MOST_CELLS = 100_000
 def sweep_page(wanted: Wanted) -> Path:
     """Write the page of a sweep: its rows as they were saved, and the runs of cells."""
     from sim.foreign import Trust
+    from sim.least_time import KEEPING
     from sim.report.page import TableView, write_table_page
     from sim.sweeps.frame import flat_rows
     from sim.sweeps.store import Store
@@ -44,6 +45,8 @@ def sweep_page(wanted: Wanted) -> Path:
     found.collect(chosen, wanted.most)
     platforms, unread = _platforms(rows, trust)
     notes = [*found.notes, *unread]
+    if any(row.get("bound_ns") is not None for row in rows):
+        notes.append(f"above bound: over the least time among plans that {KEEPING}; where runs are others, no figure")
     if store.damaged:
         notes.append(f"{store.damaged} damaged lines in the folder count as missing")
     view = TableView(
@@ -207,7 +210,7 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
 
     asked = dict(task["workload"])
     trace = load_trace(asked["trace"]) if "trace" in asked else transformer(asked.pop("model"), **asked)
-    return simulate(
+    result = simulate(
         trace,
         load_profile(task["profile"], overrides=task["figures"] or None),
         load(task["policy"], **task["parameters"]),
@@ -216,6 +219,7 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
         iterations=task["iterations"],
         recompute_limit=task["recompute_limit"],
     )
+    return result.with_bound() if task["bound"] else result
 
 
 def _platforms(rows: Sequence[Mapping[str, Any]], trust: Trust) -> tuple[list[Any], list[str]]:

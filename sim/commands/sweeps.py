@@ -22,6 +22,10 @@ def sweep(
     slurm: Annotated[
         list[str] | None, typer.Option(help="setting of --dask slurm: queue=NAME, submit_command=yhbatch, …")
     ] = None,
+    bound: Annotated[
+        bool,
+        typer.Option("--bound", help="say how near each run is to the least time that any plan of its class takes"),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run every cell of a study that has no answer yet."""
@@ -30,7 +34,9 @@ def sweep(
     for pair in slurm or ():
         if "=" not in pair:
             raise typer.BadParameter(f"--slurm {pair!r}: expected NAME=VALUE, as in queue=debug")
-    code = run_study(study, out=out, jobs=jobs, resume=resume, dask=dask, slurm=parameters(slurm), as_json=json)
+    code = run_study(
+        study, out=out, jobs=jobs, resume=resume, dask=dask, slurm=parameters(slurm), bound=bound, as_json=json
+    )
     if code:
         raise typer.Exit(code)
 

@@ -2,7 +2,8 @@
 
 A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
 changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
-`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `folder` (for the timeline, or None),
+`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `bound` (whether the row says how near the run is to
+the least time that any plan of a class takes), `folder` (for the timeline, or None),
 `time_limit_s` (enforced by the executor, see `pool`), and `sums`: hashes of profile, workload and policy from the time
 when the cell got its identity.
 """
@@ -30,6 +31,7 @@ from sim.errors import (
     OutOfMemory,
     PolicyError,
     PolicyFailed,
+    ProfileError,
     TiersimError,
     WorkloadError,
     refusal_kind,
@@ -37,6 +39,7 @@ from sim.errors import (
 from sim.experiment import reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.least_time import LowerBound, lower_bound
 from sim.log import EventLog
 from sim.policies import load
 from sim.policies.base import Policy
@@ -60,13 +63,14 @@ COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
 
 
 class Bench:
-    """Runs tasks one after another in this process, and caches traces, platforms, reference runs and solvers' plans."""
+    """Runs tasks one after another in this process, and caches what they share: traces, references, bounds, plans."""
 
     def __init__(self) -> None:
         self._traces = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
         self._references = Kept(KEPT_OPS)
         self._freedoms = Kept(KEPT_PLATFORMS)
+        self._bounds = Kept(KEPT_OPS)
         self._plans = Kept(KEPT_OPS)
         self._ops = 0
 
@@ -135,6 +139,10 @@ class Bench:
         result = simulate(
             trace, limited, chosen, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit
         )
+        if task.get("bound"):
+            key = trace_key, platform_key, budget
+            bound = self._bounds.get(key, lambda: _bound(trace, limited), lambda made: _ops(trace))
+            result = replace(result, bound=bound)
         reference = None
         if kept is not None:
             traces = (trace,) * (len(result.warm_up) + 1)
@@ -152,9 +160,18 @@ class Bench:
             "error": "",
             **known,
             **summarize(result.log, reference).as_dict(),
+            **(result.bound.record(result.log) if result.bound else {}),
             "time_limited": bool(notes.get("time_limited", False)) if isinstance(notes, Mapping) else False,
         }
         return row, {"plan_s": result.plan_s}
+
+
+def _bound(trace: Trace, platform: Platform) -> LowerBound | None:
+    """The least time that any plan of a class takes; None where an op can't run on its engine."""
+    try:
+        return lower_bound(trace, platform)
+    except ProfileError:
+        return None
 
 
 def _ops(trace: Trace) -> int:

@@ -21,7 +21,7 @@ from sim.sweeps.store import Store
 from sim.sweeps.study import load_study
 from sim.sweeps.sweep import OnProgress, Progress, run_sweep
 
-SHOWN = ("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "error")
+SHOWN = ("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "above_bound", "error")
 WIDEST = 60
 EVERY_S = 0.1
 
@@ -34,6 +34,7 @@ def run_study(
     resume: bool = False,
     dask: str | None = None,
     slurm: Mapping[str, Any] | None = None,
+    bound: bool = False,
     as_json: bool = False,
 ) -> int:
     """`tiersim sweep`: run a study into a folder (default: its name with `-results`) and print a summary.
@@ -41,11 +42,12 @@ def run_study(
     Progress goes to standard error if that is a terminal. Returns the exit status: 0 if every cell has an answer, 1 if
     one failed, was killed or took too long.
 
+    bound: whether rows have the bound, as the study's own key says.
     as_json: print the rows on standard output, and nothing else.
 
     Raises KeyboardInterrupt after printing how to resume.
     """
-    read = load_study(study)
+    read = load_study(study).bounded() if bound else load_study(study)
     folder = out or f"{Path(study).stem}-results"
     last: list[Progress] = []
     try:
@@ -55,7 +57,7 @@ def run_study(
             )
     except KeyboardInterrupt:
         words = ["tiersim", "sweep", study, "-o", folder, *(["--jobs", str(jobs)] if jobs else [])]
-        words += ["--dask", dask] if dask else []
+        words += [*(["--bound"] if bound else []), *(["--dask", dask] if dask else [])]
         words += [part for key, value in (slurm or {}).items() for part in ("--slurm", f"{key}={_setting(value)}")]
         words.append("--resume")
         how = last[-1].text() if last else "no cell was finished"

@@ -8,7 +8,7 @@ from decimal import Decimal
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictBool, StrictStr
 
 from sim.errors import ProfileError, TiersimError, UnitError, near
 from sim.policies.base import Policy
@@ -265,6 +265,7 @@ class StudyFile(BaseModel):
     skip: Annotated[list[Filter], Listed] = []
     only: Annotated[list[Filter], Listed] = []
     timeline: Annotated[Any, PlainValidator(_timeline)] = False
+    bound: StrictBool = False
     time_limit: Annotated[float | None, PlainValidator(_time_limit)] = None
     most_cells: Annotated[int, PlainValidator(_count(1))] = 1_000_000
 

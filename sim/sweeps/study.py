@@ -77,6 +77,10 @@ class Study:
         """Its name, or that of its file."""
         return self.file.name or Path(self.source).stem
 
+    def bounded(self) -> Study:
+        """The same study, whose rows say how near each run is to the least time that any plan of a class takes."""
+        return Study(self.source, self.file.model_copy(update={"bound": True}), {**self.raw, "bound": True})
+
     def cells(self) -> list[Cell]:
         """All cells in order, each once: traces outermost, policies innermost. Raises StudyError, TiersimError."""
         return _Expansion(self).cells()
@@ -244,6 +248,8 @@ class _Expansion:
                     content = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
                     if chosen.policy.recomputes and limit != RECOMPUTE_LIMIT:  # else it changes no result
                         content.append({"recompute_limit": limit})
+                    if file.bound:
+                        content.append("bound")
                     timeline = self._has_timeline(known, chosen)
                     id = digest([engine_version(), *content, timeline])
                     task = {
@@ -258,6 +264,7 @@ class _Expansion:
                         "iterations": iterations,
                         "recompute_limit": limit,
                         "timeline": timeline,
+                        "bound": file.bound,
                         "time_limit_s": file.time_limit,
                         "sums": {
                             "profile": platform_sum,

@@ -378,6 +378,7 @@ def swept(tmp_path_factory):
         "policy": ["keep_all", "swap_all"],
         "budget": ["all", "85%", "1%"],
         "timeline": {"policy": "swap_all", "budget": "85%"},
+        "bound": True,
     }
     return folder, sweep(study, out=folder, jobs=1)
 
@@ -393,6 +394,10 @@ def test_a_sweep_becomes_a_page_with_links_to_the_runs_that_were_kept(swept, tmp
     assert shown["values"]["makespan_ns"] == [
         None if ns is None else int(ns) for ns in table["makespan_ns"].astype(object).where(table["fits"], None)
     ]
+    near = [row for row in zip(shown["values"]["above_bound"], table["above_bound"], strict=True) if row[0] is not None]
+    assert near
+    assert all(ours == theirs >= 0 for ours, theirs in near)
+    assert any(line.startswith("above bound: over the least time among plans that run") for line in shown["notes"])
     (kept,) = parts["about"]["runs"]
     (row,) = table[(table["policy"] == "swap_all") & (table["budget"] == "85%")].to_dict("records")
     assert kept == row["cell"]

@@ -9,9 +9,13 @@ import time
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+import sim
+from sim.cli import app
 from sim.errors import TiersimError
-from sim.sweeps import Store, command, frame
+from sim.sweeps import Store, command, frame, load_study, run_sweep, write_csv
+from sim.sweeps.execute import Inline
 
 RUN = "import sys; from sim.sweeps.command import run_study; sys.exit(run_study(sys.argv[1], out=sys.argv[2], jobs=2))"
 
@@ -48,6 +52,34 @@ def test_json_is_the_rows_and_nothing_else(study_file, tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["batch"] for row in rows] == [1] * 4 + [2] * 4
     assert {"cell", "policy", "status", "peak_bytes", "makespan_ns", "unconstrained_peak_bytes"} <= set(rows[0])
+
+
+def test_the_bound_is_a_column_where_it_is_asked_for_computed_once_for_each_budget(study, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("sim.sweeps.cell.lower_bound", lambda *given: calls.append(given) or sim.lower_bound(*given))
+    plain = load_study(study(policy=["keep_all", "full_recompute", "zero_offload"], batch=4))
+    assert "bound_ns" not in run_sweep(plain, executor=Inline()).to_frame()
+    assert not calls
+    swept = run_sweep(plain.bounded(), out=tmp_path / "out", executor=Inline())
+    assert len(calls) == len({platform.content_hash for _, platform in calls}) == 2
+    assert {cell.id for cell in plain.cells()}.isdisjoint(cell["id"] for cell, _ in swept.rows)
+    table = swept.to_frame().set_index(["policy", "budget"])
+    assert table["above_bound"].dropna().min() >= 0.0
+    assert table.loc[("keep_all", "all"), "above_bound"] == 0.0
+    assert table.loc[("full_recompute", "90%"), "above_bound"] > 0.0
+    assert table.loc[("zero_offload", "all"), "outside_bound"] == "changes what is computed"
+    assert "above_bound" in write_csv(swept.rows, tmp_path / "t.csv").read_text().partition("\n")[0]
+    assert "above_bound" in command.show_results(str(tmp_path / "out"))
+
+
+def test_a_study_and_the_command_line_ask_for_the_bound_alike(study_file, tmp_path):
+    out = []
+    for key, words in ((True, []), (False, ["--bound"])):
+        path = study_file(f"{key}.toml", bound=key, batch=1, policy="keep_all", budget="all")
+        done = CliRunner().invoke(app, ["sweep", path, "-o", str(tmp_path / f"out {key}"), "--json", *words])
+        out.append(json.loads(done.stdout))
+    assert out[0] == out[1]
+    assert out[0][0]["above_bound"] == 0.0
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(study_file, tmp_path):
