@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.rewrites.fuse import fuse
+from sim.rewrites.kept import kept
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import KIND_CODE
@@ -22,10 +23,15 @@ def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
     trace knows layers all parameters of a layer, or of none. Each touches gradient, weight and states once as
     operands and once as results: 28 bytes per parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
-    optimizer = [op for op in updates if trace.op_columns.kind[op] == OPTIMIZER]
-    return fuse(
-        trace, tiles(trace, optimizer), lambda reads, writes: touched_once(trace, reads, writes), workspace=False
-    )
+    optimizer = tuple(op for op in updates if trace.op_columns.kind[op] == OPTIMIZER)
+
+    def make() -> tuple[Trace, Trace]:
+        new = fuse(
+            trace, tiles(trace, optimizer), lambda reads, writes: touched_once(trace, reads, writes), workspace=False
+        )
+        return new, new
+
+    return kept(trace, ("fuse_updates", optimizer), make)
 
 
 def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sim.errors import PolicyError, ProfileError
 from sim.hardware.platform import Platform
+from sim.rewrites.kept import kept
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
@@ -108,6 +109,15 @@ def updated_on_host(split: Split, delayed: bool = False, in_place: bool = False)
     in_place: no such copies: the weights themselves reside where the CPU updates them, and their new values replace
         them there. Only one that no update reads, such as a 16-bit weight written from its master, gets a new tensor.
     """
+
+    def make() -> tuple[OnHost, Trace]:
+        out = _updated_on_host(split, delayed, in_place)
+        return out, out.trace
+
+    return kept(split.trace, ("updated_on_host", frozenset(split.updates), delayed, in_place), make)
+
+
+def _updated_on_host(split: Split, delayed: bool, in_place: bool) -> OnHost:
     old, new, out = split.trace, Rewriter(split.trace), OnHost()
     outputs = set(old.outputs)
     out.tensors = [new.tensor(t) for t in old.tensors]
