@@ -69,6 +69,24 @@ def test_no_plan_of_small_graphs_that_was_proven_best_is_below_it(seed):
     assert bound.above(result.log) >= 0.0
 
 
+def test_the_smallest_tensor_that_counts_may_leave():
+    # 20,000 bytes are the budget, so that a tensor of one byte counts: it leaves instead of being made again
+    b = TraceBuilder({"model": "hand"})
+    x, small, none = b.tensor("x", 0, "input"), b.tensor("small", 1), b.tensor("none", 0)
+    wide, end = b.tensor("wide", 20_000), b.tensor("end", 0)
+    b.op("make", reads=[x], writes=[small], duration=1000)
+    b.op("pad", reads=[x], writes=[none], duration=10)
+    b.op("widen", reads=[none], writes=[wide], duration=10)
+    b.op("narrow", reads=[wide], writes=[end], duration=10)
+    last = b.tensor("last", 0)
+    b.op("last", reads=[end, small], writes=[last], duration=10)
+    trace, platform = b.build(outputs=[last]), machine(20_000, host=1000)
+    plan = Plan(trace, [Move(small, "host", after="make"), Move(small, "hbm", after="narrow")])
+    log = replay(plan, platform)
+    assert not beaten(lower_bound(trace, platform), log)
+    assert log.end == 1041
+
+
 # ---- no run of the class is below it -------------------------------------------------------------
 
 JOINED = ("full_recompute; checkpoints: swap_all", "layers 0: full_recompute; rest: swap_all", "olla + hybrid")
@@ -187,6 +205,19 @@ def test_a_run_of_another_class_is_told_by_its_log(actions, place, why):
     platform = replace(small, tiers=tiers, links=(*small.links, *(Link(f"{a}-{b}", a, b, GB // 2) for a, b in ends)))
     trace = with_weight()
     assert lower_bound(trace, platform).outside(replay(Plan(trace, actions, place=place), platform)) == why
+
+
+def test_a_tier_on_the_way_to_the_host_is_not_the_host():
+    # the link behind it is slow: copies to it take less than the bound counts for copies to the host
+    tiers = (Tier("hbm", 100, 100, GB, device=0), Tier("near", 1000, 1000, GB, device=0), Tier("host", 1000, 1000, GB))
+    ends = (("hbm", "near", GB), ("near", "hbm", GB), ("near", "host", GB // 10), ("host", "near", GB // 10))
+    links = tuple(Link(f"{a}-{b}", a, b, rate) for a, b, rate in ends)
+    platform = replace(machine(100), tiers=tiers, links=links)
+    trace = with_weight()
+    bound = lower_bound(trace, platform)
+    to_near, to_host = (Plan(trace, [Move("y", tier, after="forward")]) for tier in ("near", "host"))
+    assert bound.outside(replay(to_near, platform)) == "copies to 'near'"
+    assert bound.outside(replay(to_host, platform)) == ""
 
 
 def test_how_long_the_program_holds_a_tensor_does_not_matter():

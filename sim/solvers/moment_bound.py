@@ -285,5 +285,6 @@ def program_of(
     marks = sorted({int(mark) for mark in np.linspace(0, ops[0], MARKS)[:-1]}) if ops[0] else []
     small = budget // SMALL
     away = [*movable(index), *leaving] if trip else ()
-    trips = {t: trip(index.size[t]) for t in away if trip and index.size[t] > small}
+    least = max(small, 1)  # what counts at all may leave
+    trips = {t: trip(index.size[t]) for t in away if trip and index.size[t] >= least}
     return MomentBound(index, cost, ops, marks, trips, small, leaving)
