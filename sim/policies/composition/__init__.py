@@ -15,7 +15,7 @@ from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
 from sim.policies.composition.ownership import Part, is_narrowed, own_ops, owners, taken_away
-from sim.policies.composition.rewriting import implemented_among, rewrites
+from sim.policies.composition.rewriting import held_among, implemented_among, rewrites
 from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLES
@@ -207,7 +207,9 @@ class Composition(Policy):
             plan = part.policy.plan(asked)
             if part.selector and not rewrites(plan.trace, asked.trace):
                 own = own_ops(self.parts, i, asked.trace)
-                plan = replace(plan, trace=implemented_among(own, plan.trace, asked.trace))
+                new = implemented_among(own, plan.trace, asked.trace)
+                managed = own_ops(self.parts, i, asked.trace, part.policy.manages)
+                plan = replace(plan, trace=held_among(managed, new, asked.trace))
             made = _with(made, part, plan, trace, asked.trace)
             trace = made[-1].plan.trace
         return self._joined(made, trace, problem)
@@ -246,11 +248,12 @@ class Composition(Policy):
                 raise _cannot_be_restricted(each, made, owned, trace)
             kept.append(actions)
         parts = [(each.plan.online, own) for each, own in zip(made, owned, strict=True) if each.plan.online is not None]
-        place = {
+        every = frozenset[int]().union(*owned)
+        place = {  # where a part for all that it manages leaves what nobody manages is its own affair
             tensor: where
             for each, own in zip(made, owned, strict=True)
             for tensor, where in each.place.items()
-            if tensor in own
+            if tensor in own or (tensor not in every and not each.part.selector)
         }
         return Plan(
             trace,

@@ -102,12 +102,15 @@ def is_narrowed(part: Part, own: Collection[int], trace: Trace) -> bool:
     return len(own) < int(selectors.roles(trace, part.policy.manages).sum())
 
 
-def own_ops(parts: Sequence[Part], i: int, trace: Trace) -> Mask:
+def own_ops(parts: Sequence[Part], i: int, trace: Trace, manages: tuple[str, ...] = ()) -> Mask:
     """Per op whether part i chooses how it is implemented: its selector names a result, of whatever role.
 
-    Of `rest` they are the ops of which no other part's selector does.
+    Of `rest` they are the ops of which no other part's selector does. manages: only results of these roles count, as
+    words; by default all.
     """
     named = selectors.selected(trace, parts[i].selector)
+    if manages:
+        named &= selectors.roles(trace, manages)
     if REST in selectors.terms(parts[i].selector):
         for other in parts:
             if other.selector and not {REST, CHECKPOINTS} & {*selectors.terms(other.selector)}:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from sim.analysis.peak_memory import home_peak
 from sim.cli import app
 from sim.conformance import check_policy
 from sim.conformance.examples import random_examples
@@ -30,6 +31,7 @@ from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part
 from sim.policies.writing import terms, text_of
+from sim.rewrites.holding import points
 from sim.sweeps.identity import policy_identity
 from sim.trace import TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -539,3 +541,40 @@ def test_the_plan_for_the_true_budget_is_taken_where_it_is_the_faster_one():
 def test_what_is_a_checkpoint_is_declared_to_be_known_from_the_whole_trace():
     assert load("checkpoints: lru_tiering; rest: dtr").plans_ahead == "what is a checkpoint depends on the whole trace"
     assert not load("layers 0: dtr; rest: lru_tiering").plans_ahead
+
+
+def test_a_part_holds_only_what_its_own_ops_read_or_make():
+    # PyTorch's cache of kept products, which `selective_recompute` models, is there only where it checkpoints
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 128, **sizes}
+    trace = transformer(config, batch=4, sequence=64, precision="amp_bf16")
+    platform = load_profile("mt3000_survey")
+
+    def run(text):
+        return simulate(trace, platform, text)
+
+    def held(text):
+        return {trace.tensors[t].name for t, _ in points(run(text).plan.trace)}
+
+    products = {f"h{i}.mlp.down.out" for i in range(4)}
+    assert products <= held("selective_recompute")
+    assert held("layers 0-1: selective_recompute; rest: swap_all") & products == {
+        "h0.mlp.down.out",
+        "h1.mlp.down.out",
+    }
+    alone, beside = run("swap_all").log, run("rest: selective_recompute; activations: swap_all").log
+    assert (beside.end, home_peak(beside)) == (alone.end, home_peak(alone))
+
+
+def test_what_nobody_manages_begins_where_the_policy_leaves_it():
+    # the weights stay on the host, as they do without the other part, and are fetched once
+    trace = transformer("gpt2", batch=1, sequence=64, precision="amp_bf16")
+    platform = load_profile("mt3000_survey")
+    alone, both = (
+        simulate(trace, platform, text)
+        for text in ("zero_offload(weights=host)", "zero_offload(weights=host) + full_recompute")
+    )
+    assert both.plan.place == alone.plan.place
+    assert both.log.end - simulate(trace, platform, "zero_offload + full_recompute").log.end == (
+        alone.log.end - simulate(trace, platform, "zero_offload").log.end
+    )
