@@ -130,7 +130,7 @@ def _has_tokens(t: Tensor, batch: int, sequence: int) -> bool:
 
 
 def _has_columns(t: Tensor) -> bool:
-    """Whether a shape has room for heads, columns or a vocabulary: no scalar, no random state."""
+    """Whether a shape can hold heads, columns or a vocabulary: no scalar, no random state."""
     return len(t.shape or ()) > 1
 
 
