@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Run = Callable[..., Any]
@@ -274,6 +274,8 @@ class Together:
         self.runs = [module.forward for module in modules]
         self.where = f"{paths[0]} to {paths[-1]}"
         self.passed: Any = None
+        self.others: tuple[Any, ...] = ()
+        self.left = 0
         for module, path in zip(modules, paths, strict=True):
             if module._forward_hooks or module._forward_pre_hooks:
                 raise RuntimeError(f"{path}: has hooks, which would not run under a checkpoint round several modules")
@@ -292,6 +294,7 @@ class Together:
         def enter(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             self.passed = weakref.ref(first_of(result, self.where))
+            self.others, self.left = (args[1:], kwargs), len(self.runs) - 1
             return result
 
         return enter
@@ -300,7 +303,26 @@ class Together:
         """What each other module becomes."""
         if self.passed is None or self.passed() is not args[0]:
             raise RuntimeError(f"{self.where}: these modules are not called one after the other on each other's result")
+        if not same_arguments(self.others, (args[1:], kwargs)):
+            raise RuntimeError(f"{self.where}: these modules are not called with the same further arguments")
+        self.left -= 1
+        if self.left <= 0:
+            self.others = ()  # nothing is held beyond the last of them
         return args[0]
+
+
+def same_arguments(ones: Any, others: Any) -> bool:
+    """Whether two calls got the same arguments: the same objects, or plain values that are equal."""
+    (one, its), (other, theirs) = tree_flatten(ones), tree_flatten(others)
+    if its != theirs:
+        return False
+    return all(
+        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Values of which equal ones are the same argument."""
 
 
 def first_of(result: Any, where: str) -> Any:

@@ -176,6 +176,55 @@ def test_layers_under_one_checkpoint_have_to_follow_each_other():
         together.apply(hooked)
 
 
+class Scaled(torch.nn.Module):
+    """Layers that are called with a mask and a factor of their own."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+        def forward(self, x, mask=None, *, factor=1.0):
+            inner = torch.tanh(self.up(x))
+            return x + factor * self.down(inner if mask is None else inner * mask)
+
+    def __init__(self, factors, masked):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in factors)
+        self.factors, self.masked = factors, masked
+        self.register_buffer("mask", torch.linspace(0, 1, 32))
+
+    def forward(self, x):
+        for layer, factor, masked in zip(self.layers, self.factors, self.masked, strict=True):
+            x = layer(x, self.mask if masked else None, factor=factor)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("factors", "masked", "alike"),
+    [([0.5] * 4, [True] * 4, True), ([1.0, 0.5, 1.0, 0.5], [True] * 4, False), ([0.5] * 4, [False, True] * 2, False)],
+)
+def test_layers_under_one_checkpoint_have_to_get_the_same_further_arguments(factors, masked, alike):
+    def made():
+        return Scaled(factors, masked)
+
+    trace = models.capture(made, torch.empty(64, 8, device="meta"), optimizer=models.SGD, kernels="cpu")
+    file = module_from(export(simulate(trace, machine(), "every_k", k=2), "torch").text)
+    assert [len(entry["modules"]) for entry in file.PLAN] == [2, 2]
+    torch.manual_seed(0)
+    plain = made()
+    torch.manual_seed(0)
+    applied = file.apply(made())
+    x = torch.randn(64, 8)
+    if not alike:
+        with pytest.raises(RuntimeError, match="are not called with the same further arguments"):
+            applied(x)
+        return
+    for model in (plain, applied):
+        model(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), applied.parameters(), strict=True))
+
+
 # ---- offload -------------------------------------------------------------------------------------
 
 
