@@ -118,3 +118,24 @@ def test_the_command_names_a_folder_without_a_run(tmp_path, capsys):
     code, _, err = tiersim("explain", tmp_path, capsys=capsys)
     assert code == 2
     assert "no run here: expected summary.json" in err
+
+
+def test_changes_are_simulated_for_as_many_iterations_as_the_run():
+    trace = w1(6)
+    whole = simulate(trace, machine(host=ROOM, rate=GB // 4))
+    budget = int(0.75 * whole.summary()["peak_bytes"])
+    first = simulate(trace, machine(host=ROOM, rate=GB // 4), "capuchin", budget=budget, iterations=1)
+    steady = simulate(trace, machine(host=ROOM, rate=GB // 4), "capuchin", budget=budget)
+    assert first.log.end != steady.log.end
+    for result, iterations in ((first, 1), (steady, None)):
+        faster = next(each for each in explain(result, trace=trace, seconds=60).changes if "links" in each.what)
+        platform = machine(host=ROOM, rate=GB // 2)
+        again = simulate(trace, platform, "capuchin", budget=budget, iterations=iterations)
+        assert faster.makespan_ns == again.log.end
+
+
+def test_changes_are_simulated_with_the_runs_own_limit_of_recomputation():
+    result = simulate(w1(6), machine(host=ROOM), "full_recompute")
+    for limit, refused in ((100, False), (0.01, True)):
+        found = explain(result, trace=w1(6), seconds=60, recompute_limit=limit)
+        assert all((each.makespan_ns is None) == refused for each in found.changes if each.of == "machine")

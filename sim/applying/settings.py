@@ -6,7 +6,7 @@ Sources, all of them code or documentation of the project named:
   `every_n_layers` round those whose number is a multiple; `offload` wraps them in `save_on_cpu(pin_memory=True)`, which
   copies the layers' inputs while the device waits.
 - torchtune bd2a0fc7, recipes and `training/_activation_offloading.py`: `enable_activation_checkpointing` round each
-  layer, `enable_activation_offloading` of what is saved, `optimizer_in_bwd`.
+  layer, `enable_activation_offloading` of what is saved, which they refuse without checkpoints, `optimizer_in_bwd`.
 - DeepSpeed edaa7221, `runtime/activation_checkpointing/checkpointing.py` and the documentation of its JSON: reentrant
   checkpoints where the model calls `deepspeed.checkpointing.checkpoint`, `cpu_checkpointing` of their inputs; optimizer
   and parameters on the host or a drive (`offload_optimizer`, `offload_param`).
@@ -99,7 +99,6 @@ def _torchtune(layers: int) -> Iterator[Setting]:
     for backward, before in ((False, ""), (True, "optimizer_in_backward + ")):
         yield Setting(options(False, False, backward), "optimizer_in_backward" if backward else "keep_all")
         yield Setting(options(True, False, backward), f"{before}full_recompute", range(layers))
-        yield Setting(options(False, True, backward), f"{before}offload_activations", (), range(layers))
         yield Setting(options(True, True, backward), f"{before}full_recompute; {INPUTS.format('')}", range(layers))
 
 
@@ -144,7 +143,11 @@ def _recomputation(layers: int) -> Iterator[Setting]:
     yield Setting(core, "selective_recompute(recompute=attention_core)", range(layers), partly=True)
 
 
-OPTIMIZER = {"--optimizer-cpu-offload": True, "--use-precision-aware-optimizer": True}
+OPTIMIZER = {
+    "--optimizer-cpu-offload": True,
+    "--use-precision-aware-optimizer": True,  # asked for by the first, and asks for the next
+    "--use-distributed-optimizer": True,
+}
 
 
 def _megatron(layers: int) -> Iterator[Setting]:

@@ -28,5 +28,7 @@ def explain(
 
     first = repeated_run(Path(run), options["trust"])
     against = repeated_run(Path(other), options["trust"]).result if other else None
-    found = explained(first.result, against, trace=first.trace, seconds=options["seconds"], seed=first.seed)
+    found = explained(
+        first.result, against, trace=first.trace, seconds=options["seconds"], seed=first.seed, **first.limit
+    )
     print(to_json(found.as_dict()) if options["json"] else found.text().rstrip())

@@ -96,11 +96,15 @@ def repeat(
 
 @dataclass(frozen=True)
 class Repeated:
-    """The run of a folder, simulated once more, with the trace and the seed that it was simulated with."""
+    """The run of a folder, simulated once more, with the trace and what else it was simulated with.
+
+    limit: on recomputation, as an argument of `simulate`; empty for the usual one.
+    """
 
     trace: Trace
     result: Result
     seed: int
+    limit: dict[str, Any]
 
 
 def repeated_run(folder: Path, trust: bool) -> Repeated:
@@ -117,4 +121,5 @@ def repeated_run(folder: Path, trust: bool) -> Repeated:
     if job is None:
         raise TiersimError(f"{folder}: the run cannot be repeated: {'; '.join(objections)}")
     platform, trace = job
-    return Repeated(trace, repeat(options, trace, platform, policy, saved, folder), options["seed"] or 0)
+    result = repeat(options, trace, platform, policy, saved, folder)
+    return Repeated(trace, result, options["seed"] or 0, limit_of(options["recompute_limit"]))

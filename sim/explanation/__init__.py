@@ -15,7 +15,7 @@ from sim.analysis.peak_memory import peak_memory
 from sim.analysis.stalls import stalls
 from sim.analysis.waits import waits
 from sim.errors import TiersimError
-from sim.experiment import Result
+from sim.experiment import RECOMPUTE_LIMIT, Result
 from sim.explanation.answer import Explanation
 from sim.explanation.parting import Parting, Step, parting
 from sim.explanation.tried import Tried, tried
@@ -32,7 +32,13 @@ JOB = ("model", "batch", "sequence", "precision", "attention", "optimizer", "los
 
 
 def explain(
-    result: Result, other: Result | None = None, *, trace: Trace | None = None, seconds: float = 20.0, seed: int = 0
+    result: Result,
+    other: Result | None = None,
+    *,
+    trace: Trace | None = None,
+    seconds: float = 20.0,
+    seed: int = 0,
+    recompute_limit: float | None = RECOMPUTE_LIMIT,
 ) -> Explanation:
     """Explain a run: what set its peak, what it waited for and recomputed, and what would change its time.
 
@@ -40,7 +46,7 @@ def explain(
     other: another run of the same job, to compare with.
     trace: what was simulated; None for that of the plan. Needed where the policy rewrites the trace.
     seconds: how long single changes are tried, 0 for none. Each is one simulation; one that has begun is finished.
-    seed: that of the run.
+    seed, recompute_limit: those of the run.
 
     Raises TiersimError where a rewritten trace is needed, or the two runs are not of the same machine or job.
     """
@@ -49,7 +55,8 @@ def explain(
     if other is not None:
         _check_alike(result, other)
     log = result.log
-    changes, untried = tried(result, trace or result.plan.trace, seconds=seconds, seed=seed) if seconds else ((), 0)
+    given = {"seconds": seconds, "seed": seed, "recompute_limit": recompute_limit}
+    changes, untried = tried(result, trace or result.plan.trace, **given) if seconds else ((), 0)
     return Explanation(
         result,
         peak_memory(log),

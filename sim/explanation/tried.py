@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from sim.errors import Deadlock, Infeasible, TiersimError
-from sim.experiment import simulate
+from sim.experiment import RECOMPUTE_LIMIT, simulate
 from sim.hardware.platform import Platform
 from sim.policies import label
 from sim.policies.base import Policy
@@ -36,16 +36,25 @@ class Tried:
     makespan_ns: int | None
 
 
-def tried(result: Result, trace: Trace, *, seconds: float, seed: int = 0) -> tuple[tuple[Tried, ...], int]:
-    """Each single change with its time, the greatest help first; and for how many there was no time left."""
+def tried(
+    result: Result, trace: Trace, *, seconds: float, seed: int = 0, recompute_limit: float | None = RECOMPUTE_LIMIT
+) -> tuple[tuple[Tried, ...], int]:
+    """Each single change with its time, the greatest help first; and for how many there was no time left.
+
+    All else is as in the run: a number of iterations that is not the policy's own, too.
+    """
     until = time.monotonic() + seconds
     found, left = [], 0
+    count = len(result.warm_up)
+    iterations = None if count == result.policy.warm_up else count + 1
     for what, of, platform, policy in _changes(result):
         if time.monotonic() > until:
             left += 1
             continue
         try:
-            end = simulate(trace, platform, policy, seed=seed).log.end
+            end = simulate(
+                trace, platform, policy, iterations=iterations, seed=seed, recompute_limit=recompute_limit
+            ).log.end
         except (Infeasible, Deadlock):
             found.append(Tried(what, of, None))
         except TiersimError:  # values of parameters that do not go together

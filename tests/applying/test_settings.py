@@ -125,3 +125,13 @@ def test_each_setting_recomputes_and_moves_where_it_says(name):
             assert touched == list(said) or not any(by_layer), setting  # tensors below a threshold stay
         assert disagreement(meaning, meaning) == 0
     assert tried > 4
+
+
+def test_a_setting_has_what_its_framework_asserts_beside_it():
+    """Else the framework stops: torchtune's recipes, Megatron-LM's `arguments.py` and `OptimizerConfig`."""
+    for setting in FRAMEWORKS["torchtune"].settings(4):
+        assert setting.options["enable_activation_checkpointing"] or not setting.options["enable_activation_offloading"]
+    for name in ("megatron", "mindspeed"):
+        for options in (setting.options for setting in FRAMEWORKS[name].settings(4)):
+            assert "--use-precision-aware-optimizer" in options or "--optimizer-cpu-offload" not in options
+            assert "--use-distributed-optimizer" in options or "--use-precision-aware-optimizer" not in options
