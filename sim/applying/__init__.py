@@ -9,7 +9,7 @@ from pathlib import Path
 from sim.applying.as_pytorch import Cost, cost_of
 from sim.applying.choosing import Allowed, Choice, nearest
 from sim.applying.meaning import Meaning, meaning_of
-from sim.applying.parts import Module, modules_of
+from sim.applying.parts import Module, dispatched, modules_of
 from sim.applying.settings import FRAMEWORKS
 from sim.applying.told import nearest_setting
 from sim.applying.torch_file import torch_text
@@ -167,7 +167,18 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
     again = [op for op, times in meaning.times.items() if times > 1]
     if again:
         found.append(f"The plan recomputes {len(again)} ops more than once; here each is recomputed once.")
+    if twice := _updating_twice(meaning, choice):
+        found.append(
+            f"{twice} batch normalizations run again in recomputation, and update their running statistics once more; "
+            "gradients are the same."
+        )
     return (*found, *_beside(choice.cost, planned))
+
+
+def _updating_twice(meaning: Meaning, choice: Choice) -> int:
+    """How many ops with a state beside their results, the running statistics of batch normalization, run again."""
+    again = {op for c in choice.checkpoints for region in c.regions for op in region.forward if op not in c.keep}
+    return sum("batch_norm" in dispatched(meaning.trace, op) for op in again)
 
 
 def _beside(cost: Cost, planned: Cost) -> list[str]:
