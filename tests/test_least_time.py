@@ -70,7 +70,7 @@ def test_no_plan_of_small_graphs_that_was_proven_best_is_below_it(seed):
 
 
 def test_the_smallest_tensor_that_counts_may_leave():
-    # 20,000 bytes are the budget, so that a tensor of one byte counts: it leaves instead of being made again
+    # 20,000 bytes are the budget, so that a tensor of one byte counts: it leaves instead of being recomputed
     b = TraceBuilder({"model": "hand"})
     x, small, none = b.tensor("x", 0, "input"), b.tensor("small", 1), b.tensor("none", 0)
     wide, end = b.tensor("wide", 20_000), b.tensor("end", 0)

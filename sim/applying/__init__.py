@@ -169,14 +169,14 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
         found.append(f"The plan recomputes {len(again)} ops more than once; here each is recomputed once.")
     if twice := _updating_twice(meaning, choice):
         found.append(
-            f"{twice} batch normalizations run again in recomputation, and update their running statistics once more; "
+            f"{twice} batch normalizations run in recomputation, too, and update their running statistics once more; "
             "gradients are the same."
         )
     return (*found, *_beside(choice.cost, planned))
 
 
 def _updating_twice(meaning: Meaning, choice: Choice) -> int:
-    """How many ops with a state beside their results, the running statistics of batch normalization, run again."""
+    """How many ops with a state beside their results, the running statistics of batch normalization, are recomputed."""
     again = {op for c in choice.checkpoints for region in c.regions for op in region.forward if op not in c.keep}
     return sum("batch_norm" in dispatched(meaning.trace, op) for op in again)
 

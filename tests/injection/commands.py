@@ -239,7 +239,7 @@ class Bench:
         folder = self.now / "out"
         if not (folder / "segments").exists():
             if finished:
-                raise Lost("finished cells are gone")
+                raise Lost("finished cells were lost")
             return
         rows = dict(json.loads(right["rows"]))
         paths = sorted((folder / "segments").glob("*.jsonl"))

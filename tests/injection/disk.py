@@ -28,7 +28,7 @@ BACK_S = 10 * 86_400
 
 
 class Fault(NamedTuple):
-    """What goes wrong.
+    """What is wrong.
 
     number: the error, 0 for none.
     kinds: the kinds of events that it befalls, all if none is named.
