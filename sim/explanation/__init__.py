@@ -14,8 +14,9 @@ from sim.analysis.bounds import bounds
 from sim.analysis.peak_memory import peak_memory
 from sim.analysis.stalls import stalls
 from sim.analysis.waits import waits
+from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
-from sim.experiment import RECOMPUTE_LIMIT, Result
+from sim.experiment import Result
 from sim.explanation.answer import Explanation
 from sim.explanation.parting import Parting, Step, parting
 from sim.explanation.tried import Tried, tried
@@ -55,8 +56,11 @@ def explain(
     if other is not None:
         _check_alike(result, other)
     log = result.log
-    given = {"seconds": seconds, "seed": seed, "recompute_limit": recompute_limit}
-    changes, untried = tried(result, trace or result.plan.trace, **given) if seconds else ((), 0)
+    changes: tuple[Tried, ...] = ()
+    untried = 0
+    if seconds:
+        subject = trace or result.plan.trace
+        changes, untried = tried(result, subject, seconds=seconds, seed=seed, recompute_limit=recompute_limit)
     return Explanation(
         result,
         peak_memory(log),

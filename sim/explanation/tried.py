@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import Deadlock, Infeasible, TiersimError
-from sim.experiment import RECOMPUTE_LIMIT, simulate
+from sim.experiment import simulate
 from sim.hardware.platform import Platform
 from sim.policies import label
 from sim.policies.base import Policy
