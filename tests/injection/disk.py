@@ -69,7 +69,7 @@ class Disk:
 
     root: the folder that is watched.
     at: the number of that event, from 1; 0 only counts.
-    fault: what goes wrong then, by a key of `FAULTS`.
+    fault: what fails then, by a key of `FAULTS`.
     meanwhile: called at that event.
     events: the kinds of all events so far.
     dirty: by path, how many bytes were there at the last sync of a file that was written since.

@@ -66,7 +66,7 @@ def check(selector: str) -> None:
         for low, high in re.findall(r"(\d+)-(\d+)", term if LAYERS.fullmatch(term) else ""):
             if int(low) > int(high):
                 raise PolicyError(
-                    f"selector {term!r}: {low}-{high} is no range of layers (did you mean '{high}-{low}'?)"
+                    f"selector {term!r}: {low}-{high} is not a range of layers (did you mean '{high}-{low}'?)"
                 )
 
 

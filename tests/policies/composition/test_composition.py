@@ -393,7 +393,7 @@ BAD = {
     "layers 0-3: save_on_cpu; rest: full_recompute": "rewrites the trace and cannot be restricted to 'layers 0-3'",
     "full_recompute; checkpoints: swap_all + vdnn": "has two owners, 'swap_all' and 'vdnn'",
     "gist + full_recompute": "say who owns what, as in 'layers 0-3: gist; rest: full_recompute'",
-    "layers 3-1: full_recompute": "3-1 is no range of layers (did you mean '1-3'?)",
+    "layers 3-1: full_recompute": "3-1 is not a range of layers (did you mean '1-3'?)",
     "full_recompute + zero_offload": None,
 }
 
