@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -141,6 +141,7 @@ def lay_out(
     parallel: Layout | Mapping[str, Any] | None,
     *,
     overrides: Mapping[str, str] | None = None,
+    kernels: Callable[[Trace], Trace] | None = None,
 ) -> tuple[Trace, Platform]:
     """The trace as a layout divides it, and the platform with as many devices.
 
@@ -149,13 +150,15 @@ def lay_out(
         takes, up to a node's where it states what joins nodes.
     parallel: a layout, or a table of its fields.
     overrides: figures of the profile to change, see `load_profile`.
+    kernels: a rewrite of what a rank does with all samples, before they are divided: `workloads.with_stack`, since
+        kernels that fuse ops can be divided along tensors only before they are fused.
 
     Raises LayoutError naming the key at fault and the nearest valid value.
     """
     layout = to_layout(parallel)
     machine = platform if isinstance(platform, Platform) else load_profile(platform, overrides=overrides)
     if layout.is_trivial:
-        return trace, machine
+        return trace if kernels is None else kernels(trace), machine
     if trace.devices > 1:
         raise LayoutError(f"the trace is already on {trace.devices} devices")
     most = machine.networks[0].per_node if machine.networks else layout.devices if machine.devices == 1 else 0
@@ -167,6 +170,7 @@ def lay_out(
     check_division(trace, layout.tp, layout.sequence_parallel)
     table = part_of_layer(trace, layout)
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel)
+    trace = trace if kernels is None else kernels(trace)
     dealt = layout.zero > 1 and layout.dp > 1
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, ranks=layout.dp, dealt=dealt)
     return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp, layout.tp)
@@ -193,6 +197,11 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
     for key, what in (("expert_loads", "experts"), ("lora_rank", "adapters")):
         if key in trace.meta:
             raise LayoutError(f"tp: layers with {what} cannot be divided yet; nearest: 1")
+    if trace.meta.get("stack", "eager") != "eager":
+        raise LayoutError(
+            f"tp: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
+            "trace eager, and give lay_out(…, kernels=…)"
+        )
     if trace.meta.get("loss") == "chunked":
         raise LayoutError("tp: loss 'chunked' computes its gradients in forward, which cannot be divided; try 'fused'")
     if int(trace.meta.get("micro_batches", 1)) > 1:

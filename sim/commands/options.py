@@ -206,8 +206,17 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     from sim.layout import lay_out, to_layout, with_devices
 
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
-    trace = workload({**options, "micro_batches": 1, "divided": True})
-    trace, platform = lay_out(trace, options["profile"], layout, overrides=overrides(options["set_"]) or None)
+    options = {**options, "micro_batches": 1, "divided": True}
+    kernels = None
+    if layout.tp > 1 and options["stack"]:  # kernels are fused after their ops are divided
+        from functools import partial
+
+        from workloads import with_stack
+
+        kernels = partial(with_stack, stack=options["stack"])
+        options["stack"] = None
+    changes = overrides(options["set_"]) or None
+    trace, platform = lay_out(workload(options), options["profile"], layout, overrides=changes, kernels=kernels)
     return platform, trace
 
 

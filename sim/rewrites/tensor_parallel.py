@@ -276,7 +276,7 @@ class _Division:
         name, part = f"{op.name}.rows", self._share(Rowwise(Same(t)), TENSOR)
         own = self.new.tensor(tensor, part, name=f"{name}.own", replaces=None, **changes)
         whole = self.new.tensor(tensor, Rowwise(Same(t)), name=name, replaces=own, **changes)
-        self.new.glue(f"{name}.find", "reduce", [self.forms[t][TENSOR]], [own], **self._fields(t, op, op.layer))
+        self.new.glue(f"{name}.find", "other", [self.forms[t][TENSOR]], [own], **self._fields(t, op, op.layer))
         self._collective(f"{name}.all_reduce", [own], [whole], size, 2, t, op, op.layer)
         return whole
 

@@ -404,7 +404,9 @@ class _Check:
         rows = dims.rowwise(leaf.id) if expr.dimension == TENSOR else -1
         if rows >= 0 and Rowwise(Same(rows, leaf.iteration)) not in have:
             self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")
-        share = share * (expr.stop - expr.first) / expr.count
+        width = expr.stop - expr.first
+        if (width, expr.count) != (1, self.origin.tensor):  # else each rank does as much
+            share = share * width / expr.count
         results = self.results(op, expr.of, self.closure(inner, glue=False, adds=False), claims, share)
         shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
         if of_terms or dims.sums(leaf.id):
@@ -462,8 +464,6 @@ class _Check:
             enclosing = enclosing.of
         if self.origin.ranks > 1 and self.origin.of_rank(self.origin.ops[op], 1) != self.origin.ops[op]:
             share = share * self.origin.ranks  # each replica does as much
-        if self.origin.tensor > 1 and self.origin.of_rank(self.origin.ops[op], 1, "tensor") != self.origin.ops[op]:
-            share = share * self.origin.tensor
         self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
         shares = {x.of for x in have if isinstance(x, Along)}
@@ -490,7 +490,10 @@ class _Check:
         if (c.kind[op], c.phase[op]) == (b.kind[leaf.id], b.phase[leaf.id]):
             return True
         streams = KINDS[c.kind[op]] in STREAMED and KINDS[b.kind[leaf.id]] in STREAMED
-        return isinstance(self.origin.ops[op], Fused) and streams and bool(b.phase[leaf.id] <= c.phase[op])
+        kernel = self.origin.ops[op]
+        while isinstance(kernel, Part | Microbatch | Along):
+            kernel = kernel.of
+        return isinstance(kernel, Fused) and streams and bool(b.phase[leaf.id] <= c.phase[op])
 
     def sufficient(self, leaf: Same, have: set[Expr]) -> frozenset[int]:
         """What a backward op of the base saved in forward, if a code of it is there that suffices; else nothing."""
@@ -578,7 +581,7 @@ class _Check:
             return glue and (rows or adds) and _tiles(held, claim.first, claim.stop)
         if isinstance(claim, Along):
             if isinstance(claim.of, Rowwise):  # found by shares
-                return adds and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
+                return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
             return glue and self.has(claim.dimension, claim.of) and self.covers(claim.of, have, glue=glue, adds=adds)
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +21,7 @@ from sim.trace.origin import Along
 from sim.trace.phases import saved_tensors
 from tests.rewrites.test_replicas import GB, line, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
-from workloads import transformer
+from workloads import transformer, with_stack
 
 GPT = {**FAMILIES["gpt2"], "model_type": "gpt2", "activation_function": "gelu"}
 LAYOUTS = [
@@ -84,6 +84,14 @@ def test_any_transformer_in_any_layout_computes_the_same(
     trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, **layout})
     assert not departures(trace, base)
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+
+
+def test_kernels_are_fused_after_their_ops_are_divided() -> None:
+    base = transformer(GPT, batch=4, sequence=16, precision="mixed_bf16", loss="fused", optimizer="adamw_fused")
+    layout = {"tp": 2, "pp": 2, "micro_batches": 2, "sequence_parallel": True}
+    trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack="fused"))
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    assert len(trace.ops) < len(lay_out(base, "a100_80_sxm", layout)[0].ops)
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
@@ -233,6 +241,7 @@ def test_a_norm_is_not_divided_by_columns() -> None:
         ({"sequence": 18}, {"tp": 4, "sequence_parallel": True}, "does not divide the sequence of 18; nearest: 2"),
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
         ({"loss": "chunked"}, {"tp": 2}, "loss 'chunked' .* try 'fused'"),
+        ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
         ({"lora_rank": 4}, {"tp": 2}, "layers with adapters cannot be divided yet; nearest: 1"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),
         ({"config": {**FAMILIES["llama"], "model_type": "llama"}}, {"tp": 4}, r"columns \(2\); nearest: 2"),
