@@ -140,13 +140,18 @@ def _passes(op: Op, divided: set[int], tensors: list[Tensor]) -> bool:
     if not any(parts):
         return False
     if op.kind == "matmul":
-        return not (parts[0] and parts[1] and _is_linear(op, tensors))
+        return not (all(_factors(parts)) and _is_linear(op, tensors))
     if op.kind == "embedding":
         return False
     if op.kind == "loss":
         columns = {(tensors[t].shape or ())[-1:] for t in operands(op) if t in divided}
         return any((tensors[t].shape or ())[-1:] in columns for t in op.writes)
     return op.kind in ("elementwise", "copy", "softmax", "attention", "reduce", "optimizer")
+
+
+def _factors(parts: list[bool]) -> list[bool]:
+    """What is known of each operand of an op, of the factors of a product; both may lie in one tensor."""
+    return parts[:2] if len(parts) > 1 else parts * 2
 
 
 def _is_linear(op: Op, tensors: list[Tensor]) -> bool:
@@ -156,15 +161,17 @@ def _is_linear(op: Op, tensors: list[Tensor]) -> bool:
 
 def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str) -> bool:
     parts, results = [t in has for t in used], [t in has for t in op.writes]
+    if op.kind != "optimizer" and not any(parts) and not any(results):
+        return False
     match op.kind:
         case "optimizer":
             return True
         case "elementwise" | "copy":
             return all(results) and bool(results)
         case "norm":
-            return dimension == SEQUENCE and parts[0] and (op.phase == "backward" or all(results))
+            return dimension == SEQUENCE and any(parts[:1]) and (op.phase == "backward" or all(results))
         case "matmul":
-            contracted = parts[0] and parts[1]
+            contracted = bool(parts) and all(_factors(parts))
             if dimension == SEQUENCE and contracted and any(results):
                 return False  # each token with all others
             return any(parts[:2]) and (contracted or all(results))

@@ -86,9 +86,18 @@ def test_any_transformer_in_any_layout_computes_the_same(
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
 
+def test_a_product_of_two_parts_of_one_tensor_is_divided_by_heads() -> None:
+    base = transformer(GPT, batch=1, sequence=16, precision="mixed_bf16", attention="eager")
+    trace = divide_layers(base, 2)
+    assert not departures(trace, base)
+    (product,) = [op for op in trace.ops if op.name == "h0.attn.core.qk"]
+    assert len(product.reads) == 1
+    assert trace.tensors[product.writes[0]].bytes == 2 * 2 * 16 * 16
+
+
 def test_kernels_are_fused_after_their_ops_are_divided() -> None:
     base = transformer(GPT, batch=4, sequence=16, precision="mixed_bf16", loss="fused", optimizer="adamw_fused")
-    layout = {"tp": 2, "pp": 2, "micro_batches": 2, "sequence_parallel": True}
+    layout = {"tp": 2, "dp": 2, "micro_batches": 2, "zero": 1, "sequence_parallel": True}
     trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack="fused"))
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert len(trace.ops) < len(lay_out(base, "a100_80_sxm", layout)[0].ops)
