@@ -165,6 +165,8 @@ def compare(
     on_progress: Callable[[Progress], None] | None = None,
     parallel: Layout | Mapping[str, Any] | None = None,
     bound: bool = True,
+    time_limit_s: float | None = None,
+    most_actions: int | None = None,
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
@@ -184,6 +186,8 @@ def compare(
     on_progress: called for each policy that has been answered.
     parallel: see `simulate`.
     bound: whether to say how near each run is to the least time that any plan of a class takes (`sim.lower_bound`).
+    time_limit_s: processor time that each policy may take, None for no limit; one that takes more has failed.
+    most_actions: how many actions its plan may have, None for 10,000 and 50 per op.
 
     Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
     Interrupted on Ctrl-C, with the rows so far.
@@ -192,7 +196,7 @@ def compare(
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
-    setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor)
+    setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions)
     requests = [_request(each) for each in _listed(policies)]
     work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress)
     try:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sim.hardware.platform import Platform
+from sim.limits import counted
 from sim.log import EventLog, Ints
 from sim.trace.graph import Trace
 
@@ -235,8 +236,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # what has been replayed is not replayed again, so whoever made the lists must not change them in a plan
-        if type(self.actions) is not tuple:
-            object.__setattr__(self, "actions", tuple(self.actions))
+        object.__setattr__(self, "actions", counted(self.actions, len(self.trace.op_columns.name)))
         object.__setattr__(self, "place", dict(self.place))
 
     def __repr__(self) -> str:

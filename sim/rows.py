@@ -21,6 +21,7 @@ from sim.errors import (
 from sim.experiment import Result, reference_run, simulate
 from sim.floors import State, decides_nothing, state_in, too_small
 from sim.hardware.platform import Platform
+from sim.limits import TooLong, limited
 from sim.policies.base import Policy
 from sim.search import smallest_budget
 from sim.trace.graph import Trace
@@ -43,6 +44,8 @@ class Setting:
     iterations: int | None = None
     recompute_limit: float | None = RECOMPUTE_LIMIT
     find_floor: bool | None = None
+    time_limit_s: float | None = None
+    most_actions: int | None = None
 
     @property
     def replay(self) -> dict[str, Any]:
@@ -60,7 +63,15 @@ class Answer:
 
 
 def answer(label: str, policy: Policy, setting: Setting) -> Answer:
-    """Run one policy; where it does not fit, find its floor."""
+    """Run one policy within the limits; where it does not fit, find its floor."""
+    try:
+        with limited(setting.time_limit_s, actions=setting.most_actions):
+            return _answer(label, policy, setting)
+    except TooLong as error:
+        return failed(label, policy, f"policy {label!r}: {error}")
+
+
+def _answer(label: str, policy: Policy, setting: Setting) -> Answer:
     about = _about(label, policy)
     try:
         result = simulate(setting.trace, setting.platform, policy, budget=setting.budget, **setting.replay)

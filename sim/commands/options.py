@@ -353,7 +353,16 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
     """
     from sim.foreign import sums_of
 
-    beside = ("ctx", "out", "json", "jobs", "figures", *(MADE_OF if options["trace"] else ()))
+    beside = (
+        "ctx",
+        "out",
+        "json",
+        "jobs",
+        "figures",
+        "time_limit",
+        "most_actions",
+        *(MADE_OF if options["trace"] else ()),
+    )
     asked = {k: value for k, value in options.items() if value is not None and value is not False and k not in beside}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters
-from sim.commands.runs import COMPARED, RUN
+from sim.commands.runs import COMPARED, LIMITS, RUN
 from sim.commands.saved import check_repeated
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sim.hardware.platform import Platform
     from sim.trace.graph import Trace
 
-ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON)}
+ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not in (OUT, JSON, *LIMITS)}
 """The type of each option that a folder may mention."""
 
 

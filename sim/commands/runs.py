@@ -33,6 +33,7 @@ from sim.commands.options import (
     say,
 )
 from sim.commands.progress import told
+from sim.limits import RUN_SECONDS, SECONDS, limited
 
 if TYPE_CHECKING:
     from sim.comparison import Comparison
@@ -81,10 +82,21 @@ BOUND = Option(
     ],
     True,
 )
-RUN = (PROFILE, POLICY, *WORKLOAD, *LAYOUT, BUDGET, SET, PARAM, *REPLAY, ANALYSIS, BOUND, OUT, JSON)
+TIME_LIMIT = Option(
+    "time_limit",
+    Annotated[float, typer.Option(help="seconds of processor time per policy, in check per example; 0: none", min=0)],
+    RUN_SECONDS,
+)
+MOST_ACTIONS = Option(
+    "most_actions",
+    Annotated[int | None, typer.Option(help="actions that a plan may have; default: 10,000 and 50 per op", min=1)],
+    None,
+)
+LIMITS = (TIME_LIMIT, MOST_ACTIONS)
+RUN = (PROFILE, POLICY, *WORKLOAD, *LAYOUT, BUDGET, SET, PARAM, *REPLAY, *LIMITS, ANALYSIS, BOUND, OUT, JSON)
 COMPARED = (
     *(PROFILE, *WORKLOAD[:2], POLICIES, *WORKLOAD[2:], *LAYOUT, BUDGET, SET, *REPLAY),
-    *(FLOORS, BOUND, JOBS, OUT, FIGURES, NOTES, JSON),
+    *(*LIMITS, FLOORS, BOUND, JOBS, OUT, FIGURES, NOTES, JSON),
 )
 
 
@@ -109,7 +121,8 @@ def run(ctx: typer.Context, **options: Any) -> None:
     how: dict[str, Any] = {"budget": limit, "seed": options["seed"], "iterations": options["iterations"]}
     how |= limit_of(options["recompute_limit"])
     try:
-        result = simulate(work, platform, policy, **how, **given)
+        with limited(options["time_limit"], actions=options["most_actions"]):
+            result = simulate(work, platform, policy, **how, **given)
     except (Infeasible, Deadlock):
         if json:
             (row,) = run_all(work, platform, [(policy, given)], **how).rows
@@ -165,6 +178,8 @@ def _compare(options: dict[str, Any], command: str) -> None:
             find_floor=options["floors"] or None,
             jobs=options["jobs"],
             bound=options["bound"],
+            time_limit_s=options["time_limit"],
+            most_actions=options["most_actions"],
             on_progress=told(),
         )
     except Interrupted as stop:
@@ -237,12 +252,10 @@ def demo(**options: Any) -> None:
 
 
 EXAMPLES = Option("examples", Annotated[int, typer.Option(help="random examples per law", min=1)], 50)
-LIMIT = Option(
-    "time_limit", Annotated[float, typer.Option(help="seconds of processor time per example", min=0.01)], 30.0
-)
+PER_EXAMPLE = TIME_LIMIT._replace(default=SECONDS)
 
 
-@takes(EXAMPLES, LIMIT, PARAM, SEED, JSON)
+@takes(EXAMPLES, PER_EXAMPLE, PARAM, SEED, JSON)
 def check(
     policy: Annotated[str, typer.Argument(help=WRITTEN)],
     **options: Any,

@@ -24,7 +24,7 @@ def sweep(
     ] = None,
     bound: Annotated[
         bool,
-        typer.Option("--bound", help="say how near each run is to the least time that any plan of its class takes"),
+        typer.Option("--bound", help="say how near a run is to the least time that any plan of its class takes"),
     ] = False,
     json: Json = False,
 ) -> None:

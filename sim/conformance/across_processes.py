@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 from sim.conformance.examples import Example, examples_for, for_each
-from sim.conformance.limits import limited
 from sim.conformance.replayed import run_policy
 from sim.errors import PolicyError
+from sim.limits import limited
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 from sim.trace.graph import Trace

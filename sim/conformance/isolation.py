@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sim.conformance.limits import SECONDS
 from sim.conformance.memory import check_outcome
 from sim.conformance.suite import Broken, Report, check_policy, sentence
 from sim.errors import PolicyError, PolicyFailed, TiersimError
+from sim.limits import SECONDS
 from sim.policies import load
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sim.conformance.ledger import Ledger
-from sim.conformance.limits import TooLong
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
+from sim.limits import TooLong
 from sim.log import EventLog
 from sim.plan import Plan, Run
 from sim.policies.base import Policy

@@ -22,7 +22,6 @@ from sim.conformance.across_processes import Ended, differences
 from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
 from sim.conformance.examples import Example, examples_for, for_each, on_its_own
-from sim.conformance.limits import SECONDS, TooLong, limited
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
 from sim.conformance.optimality import check_optimal
 from sim.conformance.order import check_ops, check_order, check_tiling
@@ -33,6 +32,7 @@ from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.unlimited import check_unlimited
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
+from sim.limits import SECONDS, TooLong, limited
 from sim.policies import parameters_of
 from sim.policies.base import Policy
 from sim.trace.io import save

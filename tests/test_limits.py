@@ -1,0 +1,100 @@
+"""A policy that never answers, or whose plan never ends, is stopped and named wherever it runs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+
+from sim import compare, load_profile, simulate
+from sim.errors import IllegalPlan
+from sim.limits import TooLong, limited
+from sim.plan import Drop, Plan
+from sim.policies.base import Policy
+from workloads import transformer
+
+TINY = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+TRACE, MACHINE = transformer(TINY, batch=1, sequence=8), load_profile("p100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loops(Policy):
+    """Never answers, and takes every error for one of its own."""
+
+    def plan(self, problem):
+        while True:
+            with suppress(Exception):
+                sum(range(1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(Policy):
+    """Has a plan without end."""
+
+    recomputes = True
+
+    def plan(self, problem):
+        return Plan(problem.trace, (Drop(0, after=0) for _ in itertools.count()))
+
+
+def test_a_comparison_goes_on_after_a_policy_that_never_answers():
+    found = compare(TRACE, MACHINE, [Loops, "keep_all", Endless], time_limit_s=0.1, bound=False)
+    loops, kept, endless = found.rows
+    assert kept["fits"]
+    assert loops["fits"] is None
+    assert "no answer after 0.1 s of processor time; --time-limit allows more" in loops["error"]
+    assert "a plan of more than 16,450 actions for 129 ops" in endless["error"]
+    assert "--most-actions allows more" in endless["error"]
+
+
+def test_as_many_actions_as_asked_for_are_allowed():
+    ops = len(TRACE.ops)
+    actions = [Drop(0, after=0)] * (10_000 + 50 * ops)
+    assert len(Plan(TRACE, actions).actions) == len(actions)
+    with pytest.raises(IllegalPlan, match=f"more than {len(actions):,} actions for {ops} ops"):
+        Plan(TRACE, [*actions, actions[0]])
+    with limited(None, actions=len(actions) + 1):
+        Plan(TRACE, [*actions, actions[0]])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interruption_that_the_garbage_collector_swallows_comes_again():
+    lost = []
+
+    def wait(phase, info):
+        try:
+            while not lost:
+                sum(range(1000))
+        finally:
+            lost.append(phase)  # an exception in here goes nowhere
+
+    def collect():
+        gc.callbacks.append(wait)
+        gc.collect(0)
+        gc.callbacks.remove(wait)
+        while True:
+            sum(range(1000))
+
+    gc.disable()
+    try:
+        with pytest.raises(TooLong), limited(0.02):
+            collect()
+    finally:
+        gc.enable()
+    assert lost[0] == "start"
+
+
+def test_timers_and_handlers_are_as_they_were():
+    before = signal.getsignal(signal.SIGPROF), signal.getsignal(signal.SIGALRM)
+    signal.setitimer(signal.ITIMER_PROF, 1000)
+    try:
+        with limited(100):
+            simulate(TRACE, MACHINE, "keep_all")
+        assert 900 < signal.setitimer(signal.ITIMER_PROF, 0)[0] < 1001
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    assert (signal.getsignal(signal.SIGPROF), signal.getsignal(signal.SIGALRM)) == before
