@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from sim.conformance.digits import Digits
-from sim.conformance.models import models
+from sim.conformance.models import generations, models
 from sim.conformance.random_platforms import Document, platform_of, random_platforms
 from sim.conformance.random_traces import random_traces
 from sim.experiment import reference_run
@@ -57,7 +57,7 @@ def random_examples(
     longest: most forward ops of the other traces, 0 for what suits the needs.
     """
     digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
-    one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history"})
+    one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history", "inference"})
     cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
     host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
     spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
@@ -65,7 +65,9 @@ def random_examples(
     machine = draw(random_platforms(devices=1 if one else 2, host=host, cpu=cpu, exact=exact, **stores))
     unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
     kind = draw(st.integers(0, 9))
-    if kind >= 10 - real:
+    if "inference" in needs and kind % 2:
+        trace = draw(generations())
+    elif kind >= 10 - real and "inference" not in needs:
         trace = draw(models())
     else:
         steps = longest or (18 if needs & {"chain", "layers"} else 12)

@@ -14,6 +14,25 @@ def models() -> st.SearchStrategy[Trace]:
     return st.sampled_from(range(len(_MODELS))).map(_model)
 
 
+def generations() -> st.SearchStrategy[Trace]:
+    """Prompts and a few generated tokens of two-layer transformers, in one part or several that are independent."""
+    return st.sampled_from(range(len(_GENERATIONS))).map(_generation)
+
+
+_GENERATIONS = ((2, 2, "fp32"), (4, 3, "fp16"), (1, 4, "bf16"), (3, 1, "fp16"))
+"""Parts of the batch, tokens, precision."""
+
+
+@lru_cache
+def _generation(which: int) -> Trace:
+    from workloads.transformer import transformer
+
+    parts, tokens, precision = _GENERATIONS[which]
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 24}
+    return transformer(config, batch=2 * parts, sequence=12, generate=tokens, micro_batches=parts, precision=precision)
+
+
 _MODELS = (
     ("sdpa", "fp32", "sgd_momentum", None),
     ("eager", "amp_bf16", "adamw_fused", None),

@@ -77,7 +77,8 @@ def random_traces(
     half of the ops is on device 0 and results reach the other half by send and receive, or unsent. In one of two traces
     the program holds tensors beyond their last readers. Shrinks to one op.
 
-    needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`, `experts`.
+    needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`,
+        `inference`, `experts`.
     devices: one or two.
     cpu: whether the optimizer, or some ops of each phase, may run on the engine `cpu`.
     unit: bytes of the smallest tensor.
@@ -90,6 +91,7 @@ def random_traces(
         line = [replace(step, weight=step.weight or i % 2 == 0) for i, step in enumerate(line)]
     digits = Digits(draw(st.integers(0, 8 * 2 * 4 * 4 * 3 * 3 * 2 * 2 - 1)))
     backward = digits.pick((True,) * 7 + (False,)) or bool(needs & {"chain", "layers", "backward", "history", "cpu"})
+    backward = backward and "inference" not in needs
     update = (digits.pick((False, True)) or "cpu" in needs) and backward
     layers = digits.pick((0, 1, 2, 3))
     per_layer = layers or int("layers" in needs or chain)

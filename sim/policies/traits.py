@@ -8,7 +8,9 @@ from typing import Literal, get_args
 
 Fidelity = Literal["code", "equations", "reconstruction"]
 Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
-Needed = Literal["chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward"]
+Needed = Literal[
+    "chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward", "inference"
+]
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 MANAGES: tuple[Managed, ...] = get_args(Managed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,11 @@ class LinearProgram:
     def limit(self, row: int, most: float) -> None:
         """Change what the sum of a row is at most."""
         self._most[row] = most
+
+    def add_cost(self, costs: Mapping[int, float]) -> None:
+        """More cost of some columns."""
+        for column, cost in costs.items():
+            self._cost[column] += cost
 
     def solve(self, *, relaxed: bool = False, **options: Any) -> Any:
         """SciPy's answer: `status` is 0 for an optimum, 1 at a limit; `x` and `fun`, None where none was found.
