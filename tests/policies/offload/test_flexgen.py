@@ -194,6 +194,7 @@ def test_a_block_of_144_outruns_layer_by_layer_streaming_on_a_t4():
         ({}, transformer("gpt2", batch=1, sequence=8), "flexgen: is for inference; the trace has a backward or update"),
         ({"attention": "host"}, small(), "flexgen: toy has no engine 'cpu' at home in 'host'"),
         ({"percent": (60, 60, 0, 100, 0, 100)}, small(), "flexgen: percent: 60 and 60 are more than 100"),
+        ({"percent": (60, 40, 0, 100, 0, 90, 10)}, small(), "flexgen: percent: 7 numbers; it needs 6"),
         ({"percent": (60, 20, 0, 100, 0, 100)}, small(), "flexgen: percent: 60 and 20 leave a part to a drive"),
     ],
 )

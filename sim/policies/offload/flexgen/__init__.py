@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Len
+from annotated_types import Ge, Le, MinLen
 
 from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.plan import Plan, Problem
@@ -68,7 +68,16 @@ class FlexGen(Policy):
 
     batches: Annotated[int, Ge(1)] | None = None
     attention: Literal["auto", "device", "host"] = "auto"
-    percent: Annotated[tuple[Annotated[int, Ge(0), Le(100)], ...], Len(6, 6)] | None = None
+    percent: Annotated[tuple[Annotated[int, Ge(0), Le(100)], ...], MinLen(6)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.percent is None:
+            return
+        if len(self.percent) != 6:
+            raise PolicyError(f"flexgen: percent: {len(self.percent)} numbers; it needs 6")
+        for device, host in zip(self.percent[::2], self.percent[1::2], strict=True):
+            if device + host > 100:
+                raise PolicyError(f"flexgen: percent: {device} and {host} are more than 100")
 
     def plan(self, problem: Problem) -> Plan:
         """The fastest block by the program whose plan fits."""
@@ -112,8 +121,6 @@ class FlexGen(Policy):
         if self.percent is None:
             return ()
         for device, host in zip(self.percent[::2], self.percent[1::2], strict=True):
-            if device + host > 100:
-                raise PolicyError(f"flexgen: percent: {device} and {host} are more than 100")
             if device + host < 100 and len(tiers) < 3:
                 raise PolicyError(f"flexgen: percent: {device} and {host} leave a part to a drive, and there is none")
         return tuple(part / 100 for part in self.percent)
