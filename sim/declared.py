@@ -182,6 +182,11 @@ def bounds(declared: Any) -> dict[str, Any]:
 
 def takes_anything(declared: Any) -> bool:
     """Whether every value of its type is allowed: no choices, no bounds, not even one item, and no flag."""
+    origin, inside = get_origin(declared), get_args(declared)
+    if origin in (Union, UnionType):
+        return all(takes_anything(part) for part in inside if part is not NoneType)
+    if origin is tuple and inside[1:] == (...,):
+        return takes_anything(inside[0])
     has_items = any(isinstance(each, annotated_types.MinLen) for each in _details(declared))
     return not (choices(declared) or bounds(declared) or has_items or "bool" in plain(declared))
 
