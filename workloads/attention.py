@@ -200,5 +200,6 @@ def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
 def causal_mask(tape: Tape, batch: int, sequence: int, dtype: str) -> Value:
     """The additive mask of the eager form: a full matrix per sample, in the type of the embedded tokens."""
     mask = tape.constant("mask.out", (batch, 1, sequence, sequence), dtype)
+    tape.per_sample(mask)
     tape.op("mask", "elementwise", [], [mask])
     return mask

@@ -264,7 +264,7 @@ class Tape:
 
         The gradient of a tensor with rows has rows; that of a weight, a position or a loss is a sum over samples.
         """
-        if self._rows.isdisjoint(reads) and self._sums.isdisjoint(reads):
+        if self._rows.isdisjoint((*reads, *(v.tensor for v in kernel.writes))) and self._sums.isdisjoint(reads):
             return ()
         for v in kernel.writes:
             of = self._gradient_of.get(v.tensor)
@@ -273,6 +273,10 @@ class Tape:
         if kernel.across:
             return ()
         return ("batch",) if any(v.tensor in self._rows for v in kernel.writes) else ("batch_sum",)
+
+    def per_sample(self, value: Value) -> None:
+        """Note that a value without operands, such as a mask, has one row per sample all the same."""
+        self._rows.add(value.tensor)
 
     def needs_gradient(self, *values: Value) -> bool:
         """Whether one of these is a trained weight or was computed from one."""

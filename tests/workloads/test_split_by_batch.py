@@ -138,3 +138,9 @@ def test_batch_norm_cannot_be_split(name):
     assert whole == {op.name for op in trace.ops if "norm" in op.name and op.phase != "update"}
     with pytest.raises(TraceError, match=r"norm' reads .*, but may not be split by batch"):
         split_batch(trace, 2)
+
+
+def test_a_microbatch_has_the_mask_of_its_own_samples() -> None:
+    trace = split_batch(transformer(GPT2, batch=4, sequence=16, attention="eager"), 2)
+    masks = [t.bytes for t in trace.tensors if t.name.startswith("mask.out")]
+    assert masks == [2 * 16 * 16 * 4] * 2
