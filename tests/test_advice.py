@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sim.advice import advise
-from sim.advice.candidates import candidates
+from sim.advice.candidates import candidates, lean
 from sim.advice.goals import candidates_for
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS
@@ -73,7 +73,7 @@ def test_what_leaves_more_state_than_the_memory_holds_is_no_candidate(config):
 def test_every_quick_policy_is_a_candidate_and_each_once(config):
     first, rest = candidates(state_of(trace_of(config), load_profile("a100_40_pcie")))
     assert len({*first, *rest}) == len(first) + len(rest)
-    assert {name for name in names() if not load(name).slow} <= {*first, *rest}
+    assert {name for name in names() if load(name).lossless and not load(name).slow} <= {*first, *rest}
 
 
 def test_the_answer_was_run_and_repeats_and_is_the_best_of_its_candidates(config):
@@ -111,6 +111,31 @@ def test_the_largest_batch_fits_and_one_more_does_not(config):
     ]
     assert batch > 1
     assert not any(some)
+
+
+def test_of_all_candidates_none_fits_one_sample_more(config):
+    few = ("zero_offload + full_recompute", "full_recompute", "swap_all", "stronghold + full_recompute", "every_k")
+    lean_ones = lean(few)
+    assert lean_ones
+    assert set(lean_ones) < set(few)
+    advice = advise(config, "a100_40_pcie", goal="batch", budget=5_000_000, policies=few, jobs=1, **AXES)
+    more = trace_of(config, batch=advice.best["batch"] + 1)
+    assert not any(it_fits(more, "a100_40_pcie", name, budget=5_000_000) for name in few)
+    fastest = max((row for row in advice.rows if fits(row)), key=speed)
+    assert advice.also is None or speed(advice.also) == speed(fastest)
+
+
+def test_beside_the_fastest_batch_stands_the_largest(config):
+    advice = advise(config, "a100_40_pcie", budget=40_000_000, policies=FEW, jobs=1, **AXES)
+    largest = advise(config, "a100_40_pcie", goal="batch", budget=40_000_000, policies=FEW, jobs=1, **AXES)
+    assert (advice.also or advice.best)["batch"] == largest.best["batch"]
+    if advice.also:
+        assert f"Largest batch that fits: {advice.also['batch']}, with {advice.also['policy']}" in advice.text()
+
+
+def test_of_equal_runs_the_simplest_is_on_the_front(config):
+    advice = advise(config, "a100_40_pcie", batch=2, policies=("hybrid", "keep_all", "dtr"), jobs=1, **AXES)
+    assert [row["policy"] for row in advice.front] == ["keep_all"]
 
 
 def test_the_least_memory_is_near_what_no_candidate_fits(config):

@@ -10,7 +10,7 @@ from sim.advice.goals import Ceiling
 from sim.advice.question import Question
 from sim.advice.reasons import Change, Flip, above
 from sim.advice.state import State
-from sim.advice.trials import Row, fits, speed
+from sim.advice.trials import SHARE, Row, best, effort, fits, speed
 from sim.analysis.pareto import pareto
 from sim.report.verdict import difference, does
 from sim.units import format_bytes, format_time
@@ -56,8 +56,11 @@ class Advice:
 
     @property
     def front(self) -> list[Row]:
-        """The runs at the best batch that no other beats in both time and peak, by peak."""
-        return pareto(self.at_best)
+        """The runs at the best batch that no other beats in both time and peak, by peak; of equal ones the simplest."""
+        kept: dict[tuple[int, int], Row] = {}
+        for row in sorted(pareto(self.at_best), key=effort):
+            kept.setdefault((row["peak_bytes"], row["makespan_ns"]), row)
+        return sorted(kept.values(), key=lambda row: row["peak_bytes"])
 
     @property
     def at_best(self) -> list[Row]:
@@ -66,6 +69,22 @@ class Advice:
             return []
         same = [row for row in self.rows if fits(row) and row.get("batch") == self.best.get("batch")]
         return sorted(same, key=lambda row: row["makespan_ns"])
+
+    @property
+    def also(self) -> Row | None:
+        """Where the search chose the batch: the run of the largest, or, if that was asked for, of the most throughput.
+
+        None where it is the answer itself.
+        """
+        if self.best is None or "batch" not in self.best:
+            return None
+        found = [row for row in self.rows if fits(row) and not {"assumed", "change"} & {*row}]
+        if self.question.goal == "batch":
+            other = best(found)
+        else:
+            largest = max(row["batch"] for row in found)
+            other = best(row for row in found if row["batch"] == largest)
+        return None if other is None or other["batch"] == self.best["batch"] else other
 
     def to_frame(self) -> pd.DataFrame:
         """All runs of the search as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
@@ -81,6 +100,7 @@ class Advice:
             "state": asdict(self.state),
             "best": self.best,
             "runner_up": self.runner_up,
+            "also": self.also,
             "unlimited": asdict(self.ceiling),
             "front": self.front,
             "flips": [asdict(flip) for flip in self.flips],
@@ -107,6 +127,9 @@ def _verdict(advice: Advice) -> list[str]:
         lines.append(_next(top, advice.runner_up))
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
+    if (other := advice.also) is not None:
+        word = "Most throughput" if asked.goal == "batch" else "Largest batch that fits"
+        lines.append(f"{word}: {other['batch']}, with {other['policy']}: {figures(other)}.")
     lines += [*_decisive(advice), "", *_front(advice), *_end(advice)]
     return lines
 
@@ -132,12 +155,18 @@ def _gb(size: int) -> str:
     return format_bytes(size, digits=3)
 
 
+def _percent(fraction: float) -> str:
+    """ "3.2 %", "58 %", "1,300 %"."""
+    return f"{100 * fraction:,.0f} %" if fraction >= 0.995 else f"{100 * fraction:.2g} %"
+
+
 def _use(advice: Advice, top: Row) -> str:
     at = f" at batch {top['batch']}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
-    less = "as fast as" if abs(slower) < 0.0005 else f"{100 * slower:.2g} % slower than"
+    less = f"{1 + slower:.2g} times as long as" if slower >= 1 else f"{_percent(slower)} slower than"
+    less = "as fast as" if abs(slower) < 0.0005 else less
     if slower <= -0.0005:  # a policy that makes the work itself cheaper
-        less = f"{-100 * slower:.2g} % less time than keeping everything"
+        less = f"{_percent(-slower)} less time than keeping everything"
     goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
     end = f"{less} with unlimited memory. In each iteration {does(top)}."
     return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
@@ -145,7 +174,7 @@ def _use(advice: Advice, top: Row) -> str:
 
 def _next(top: Row, other: Row) -> str:
     over = 100 * (speed(top) / speed(other) - 1)
-    text = "as fast" if abs(over) < 0.05 else f"{abs(over):.2g} % {'slower' if over > 0 else 'faster'}"
+    text = "as fast" if abs(over) < 0.05 else f"{_percent(abs(over) / 100)} {'slower' if over > 0 else 'faster'}"
     peak = other["peak_bytes"] - top["peak_bytes"]
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
@@ -163,7 +192,7 @@ def _decisive(advice: Advice) -> Iterator[str]:
     paths = len({flip.path for flip in advice.flips})
     yield f"Of {tried}, halved and doubled, {paths} would change this{rest}:"
     for flip in advice.flips:
-        by = "which alone fits" if flip.lead == float("inf") else f"faster by {100 * flip.lead:.2g} %"
+        by = "which alone fits" if flip.lead == float("inf") else f"faster by {_percent(flip.lead)}"
         yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
 
 
@@ -198,4 +227,4 @@ def _end(advice: Advice) -> Iterator[str]:
         yield f"{advice.skipped} runs were left out for lack of time: give the search more (--seconds)"
     late = sum(row["status"] == "timed_out" for row in advice.rows)
     if late:
-        yield f"{late} runs were ended because they took more than half of the search's time"
+        yield f"{late} runs were ended because each took more than {SHARE:.0%} of the search's time"

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from sim.advice.state import State
 from sim.policies import load, names
 
-FIRST = ("hybrid", "swap_all", "full_recompute", "selective_recompute", "tso", "rotor", "capuchin", "dtr")
+FIRST = ("hybrid", "full_recompute", "selective_recompute", "swap_all", "tso", "rotor", "capuchin", "dtr")
 """Policies of activations that are tried before others; order changes no answer of a search that ends in time."""
-BESIDE = ("hybrid", "full_recompute", "swap_all")
+OFFLOADED = "full_recompute; checkpoints: swap_all"
+"""Recompute all but the checkpoints, and copy those to the host: the least memory for activations."""
+BESIDE = ("hybrid", "full_recompute", OFFLOADED, "swap_all")
 """Policies of activations that are tried beside each policy of state."""
 STREAMED = "zero_offload(weights=host) + weight_streaming"
 """Two policies of state that share the weights: the host updates them, the device sees one layer's at a time."""
+BELOW = ("zero_offload", "stronghold", "superoffload", STREAMED, "zero_infinity")
+"""Policies of state that are tried before others, for the same reason as `FIRST`."""
+LEAN = ("full_recompute", OFFLOADED, f"{STREAMED} + {OFFLOADED}", f"stronghold + {OFFLOADED}", "hybrid", "swap_all",
+        "zero_offload + full_recompute", "save_on_cpu")  # fmt: skip
+"""Those that are likely to need the least memory, in the order in which a search for the largest batch tries them."""
+
+UNUSUAL = {"experts", "drive", "slc", "pool"}
+"""What few workloads and machines have: policies that need it come last."""
 
 STATE = {"weights", "gradients", "optimizer_state"}
 
@@ -20,19 +31,34 @@ STATE = {"weights", "gradients", "optimizer_state"}
 def candidates(state: State) -> tuple[list[str], list[str]]:
     """Policies and compositions to try: those to try first, and the rest; only those that leave no more than fits.
 
-    A policy that declares to plan slowly is never among them.
+    A policy that declares to plan slowly, or to change values, is never among them.
     """
     loaded = {name: load(name) for name in names()}
-    roles = {name: set(policy.manages) for name, policy in loaded.items() if not policy.slow}
+    roles = {name: set(policy.manages) for name, policy in loaded.items() if policy.lossless and not policy.slow}
     quick = list(roles)
     on_state = [name for name in quick if roles[name] and roles[name] <= STATE]
     plain = [name for name in quick if name not in on_state]
     pairs = [f"{a} + {b}" for a, b in combinations(on_state, 2) if not roles[a] & roles[b]]
     if {"zero_offload", "weight_streaming"} <= set(on_state):
         pairs.append(STREAMED)
-    stacks = [f"{below} + {beside}" for below in (*on_state, *pairs) for beside in BESIDE if beside in quick]
+    beside = [
+        name for name in BESIDE if name in quick or (name == OFFLOADED and {"full_recompute", "swap_all"} <= set(quick))
+    ]
+    streams = [STREAMED] if state.resident.get("weights", 0) > state.capacity else []  # each needs a layer's at a time
+    order = [*streams, *BELOW]
+    below = sorted((*on_state, *pairs), key=lambda name: order.index(name) if name in order else len(order))
+    stacks = {name: [f"{name} + {other}" for other in beside] for name in below}
     preferred = ["keep_all", *(name for name in FIRST if name in plain)]
-    first = [*preferred, *(s for s in stacks if s.endswith(BESIDE[:2]))]
-    rest = [*on_state, *pairs, *(name for name in plain if name not in preferred), *stacks]
+    first = [
+        *preferred,
+        *(stack for name in below if name in BELOW for stack in stacks[name] if not stack.endswith("swap_all")),
+    ]
+    rest = [*(stack for name in below for stack in stacks[name]), OFFLOADED, *on_state, *pairs, *plain]
+    rest.sort(key=lambda name: bool(UNUSUAL & load(name).needs))
     fitting = [name for name in dict.fromkeys((*first, *rest)) if state.left_by(name) <= state.capacity]
     return [name for name in fitting if name in first], [name for name in fitting if name not in first]
+
+
+def lean(names: Sequence[str]) -> list[str]:
+    """Those of some candidates that are likely to need the least memory; all where none of them is known to."""
+    return [name for name in LEAN if name in names] or list(names)

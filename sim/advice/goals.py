@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sim.advice.candidates import candidates
+from sim.advice.candidates import candidates, lean
 from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
@@ -61,7 +61,7 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
 
     Where none of the few fits one sample, all candidates are run for that, and those that fit, by speed, take their
     place from there on. A batch is left out that could not win even with unlimited memory. Ends where nothing fits, or
-    where another doubling would bring less than `FLAT` even with unlimited memory.
+    where another doubling would bring less than `FLAT` even with unlimited memory. Last the largest batch that fits.
     """
     rows: list[Row] = []
     names, _ = candidates_for(asked.changed(batch=1))
@@ -89,6 +89,8 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
         found = best(rows)
         assert found is not None
         rows += at_one_batch(asked.changed(batch=found["batch"]), trials)
+        first, rest = candidates_for(asked.changed(batch=found["batch"]))
+        rows += _up(asked, trials, lean([*first, *rest]), found["batch"])[0]
     return rows
 
 
@@ -101,27 +103,41 @@ def _few(asked: Question, trials: Trials, most: float, names: Sequence[str]) -> 
 
 
 def largest_batch(asked: Question, trials: Trials) -> list[Row]:
-    """Doubling until no candidate fits, then bisection, each time with the candidates that fitted the batch below."""
+    """Doubling, then bisection, with the candidates that are likely to need the least memory; then all others.
+
+    Each step tries those that fitted the batch below. Where the largest batch of the lean ones is known, the others are
+    tried at one more, and what fits that goes on from there; those that are likely to be fast run at the largest.
+    """
+    one = asked.changed(batch=1)
+    first, rest = candidates_for(one)
+    few = lean([*first, *rest])
+    rows, most = _up(asked, trials, few, 0)
+    if others := [name for name in (*first, *rest) if name not in few]:
+        more, most = _up(asked, trials, others, most)
+        rows += more
+    if most:
+        at = asked.changed(batch=most)
+        tried = {row["policy"] for row in rows if row["batch"] == most}
+        rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in tried])
+    return rows
+
+
+def _up(asked: Question, trials: Trials, names: Sequence[str], fitting: int) -> tuple[list[Row], int]:
+    """From a batch that fits: the largest that one of these candidates fits, by doubled steps, then bisection."""
     rows: list[Row] = []
-    fitting, failing = 0, 1
-    names: Sequence[str] = [name for part in candidates_for(asked.changed(batch=1)) for name in part]
-    while failing <= LARGEST and trials.left_s:
-        new = trials.run(asked.changed(batch=failing), names)
-        rows += new
-        held = [str(row["policy"]) for row in new if fits(row)]
-        if not held:
-            break
-        names, fitting, failing = held, failing, min(failing * 2, LARGEST + 1)
-    while failing - fitting > 1 and fitting and trials.left_s:
-        middle = (fitting + failing) // 2
-        new = trials.run(asked.changed(batch=middle), names)
+    step, failing = 1, LARGEST + 1
+    while failing - fitting > 1 and trials.left_s:
+        batch = min(fitting + step, (fitting + failing) // 2) if failing <= LARGEST else min(fitting + step, LARGEST)
+        new = trials.run(asked.changed(batch=batch), names)
         rows += new
         held = [str(row["policy"]) for row in new if fits(row)]
         if held:
-            names, fitting = held, middle
+            names, fitting, step = held, batch, step * 2
+        elif len(new) < len(names):  # for lack of time
+            break
         else:
-            failing = middle
-    return rows
+            failing = batch
+    return rows, fitting
 
 
 def least_memory(asked: Question, trials: Trials) -> list[Row]:

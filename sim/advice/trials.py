@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
@@ -16,7 +17,7 @@ from sim.sweeps.study import Cell
 Row = Mapping[str, Any]
 OnRow = Callable[[Row, int, int], None]
 
-SHARE = 0.5
+SHARE = 0.25
 """The part of the search's time that one run may take at most."""
 LEAST_S = 1.0
 SMALL = 1000
@@ -118,5 +119,10 @@ def best(rows: Iterable[Row]) -> Row | None:
     if not fitting:
         return None
     top = max(map(speed, fitting))
-    equal = [row for row in fitting if speed(row) >= top * (1 - EQUAL)]
-    return min(equal, key=lambda row: (str(row["policy"]).count("+"), bool(row["recompute_ns"]), row["peak_bytes"]))
+    return min((row for row in fitting if speed(row) >= top * (1 - EQUAL)), key=effort)
+
+
+def effort(row: Row) -> tuple[Any, ...]:
+    """What comes with a run besides its time, the simplest first: policies, recomputation, memory, any plan at all."""
+    parts = len(re.findall(r"[+;]", str(row["policy"])))
+    return parts, bool(row["recompute_ns"]), row["peak_bytes"], row["policy"] != "keep_all"
