@@ -27,10 +27,10 @@ from workloads.experts import routing
 from workloads.layers import Model
 from workloads.models import Config
 from workloads.parameters import make_parameters
+from workloads.passes import gpt2_body, head_weight, llama_body
 from workloads.precision import Precision
 from workloads.primitives import linear, split
 from workloads.tape import Tape, Value
-from workloads.transformer import gpt2_body, head_weight, llama_body
 
 BODIES = {"gpt2": gpt2_body, "llama": llama_body, "mixtral": llama_body}
 

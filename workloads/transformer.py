@@ -12,16 +12,16 @@ from sim.errors import WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
-from workloads.attention import Core, causal_mask
+from workloads.attention import Core
 from workloads.backward import backward
 from workloads.experts import routing
-from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
-from workloads.losses import LOSSES, cross_entropy, head_loss
+from workloads.layers import Model
+from workloads.losses import LOSSES
 from workloads.models import Config, HasDict, read_config
 from workloads.optimizers import OPTIMIZERS, update
 from workloads.parameters import make_parameters
+from workloads.passes import PASSES
 from workloads.precision import PRECISIONS, Precision
-from workloads.primitives import add, dropout, embedding, split, tanh
 from workloads.stacks import STACKS, as_workload
 from workloads.tape import Tape, Value
 
@@ -240,104 +240,3 @@ def _build(
     if c.experts:
         builder.meta["expert_loads"] = [{str(layer): list(load) for layer, load in part.items()} for part in loads]
     return builder.build()
-
-
-def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of GPT-2: its body, and a head, by default the embedding."""
-    ids, labels = _inputs(tape, model.core)
-    x = gpt2_body(tape, model, ids)
-    return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
-
-
-def gpt2_body(tape: Tape, model: Model, ids: Value) -> Value:
-    """GPT-2 up to its head: learned positions, pre-norm layers, a norm."""
-    c, w, core = model.config, model.weights, model.core
-    x = embedding(tape, "wte", ids, w["wte.weight"])
-    x = _positions(tape, "wpe", x, w["wpe.weight"])
-    if core.implementation == "eager":
-        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
-    x = dropout(tape, "dropout", x, c.embedding_dropout)
-    for i in range(c.layers):
-        tape.layer = i
-        x = gpt2_layer(tape, model, f"h{i}", x)
-    tape.layer = -1
-    return model.norm(tape, "ln_f", x)
-
-
-def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of Llama and of mixtures of experts: their body, and a head, tied or untied."""
-    ids, labels = _inputs(tape, model.core)
-    x = llama_body(tape, model, ids)
-    return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
-
-
-def llama_body(tape: Tape, model: Model, ids: Value) -> Value:
-    """Llama and mixtures of experts up to their head: rotary positions, layers, a norm."""
-    c, w, core = model.config, model.weights, model.core
-    x = embedding(tape, "embed", ids, w["embed.weight"])
-    rotary = rotary_tables(tape, core.sequence, core.head, x.dtype)
-    if core.implementation == "eager":
-        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
-    for i in range(c.layers):
-        tape.layer = i
-        x = llama_layer(tape, model, f"h{i}", x, rotary)
-    tape.layer = -1
-    return model.norm(tape, "norm", x)
-
-
-def head_weight(model: Model) -> Value:
-    """The matrix of the head: one of its own, or the embedding."""
-    table = "wte.weight" if model.config.family in ("gpt2", "bert") else "embed.weight"
-    return model.weights[table if model.config.tied else "head.weight"]
-
-
-def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of BERT's pre-training: masked tokens over the whole sequence, and next-sentence prediction."""
-    c, w, core = model.config, model.weights, model.core
-    ids, labels = _inputs(tape, core)
-    types = tape.constant("token_types", (core.batch, core.sequence), "int64", "input")
-    following = tape.constant("next_sentence.labels", (core.batch,), "int64", "input")
-    x = add(
-        tape, "embed.add", embedding(tape, "wte", ids, w["wte.weight"]), embedding(tape, "wtt", types, w["wtt.weight"])
-    )
-    x = _positions(tape, "wpe", x, w["wpe.weight"])
-    x = dropout(tape, "dropout", model.norm(tape, "embed.ln", x), c.embedding_dropout)
-    for i in range(c.layers):
-        tape.layer = i
-        x = bert_layer(tape, model, f"h{i}", x)
-    tape.layer = -1
-    (first,) = split(tape, "pooler.first", x, {"token": (core.batch, c.hidden)})
-    pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
-    y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
-    y = model.norm(tape, "transform.ln", y)
-    tokens = head_loss(tape, loss, "head", y, head_weight(model), labels, bias=w["head.bias"], causal=False)
-    two = model.linear(tape, "next_sentence", pooled)
-    sentence = cross_entropy(tape, "next_sentence.loss", two, following)
-    return add(tape, "loss.add", tokens, sentence)
-
-
-PASSES = {"gpt2": gpt2_pass, "bert": bert_pass, "llama": llama_pass, "mixtral": llama_pass}
-
-
-def _inputs(tape: Tape, core: Core) -> tuple[Value, Value]:
-    shape = (core.batch, core.sequence)
-    return tape.constant("ids", shape, "int64", "input"), tape.constant("labels", shape, "int64", "input")
-
-
-def _positions(tape: Tape, name: str, x: Value, table: Value) -> Value:
-    """x plus one learned vector per position, broadcast over the batch; its gradient is summed over the batch."""
-    positions = tape.constant("positions", (1, x.shape[1]), "int64")
-    tape.op("positions", "other", [], [positions])
-    vectors = embedding(tape, name, positions, table)
-    out = tape.result(f"{name}.add.out", x.shape, x.dtype)
-    tape.op(f"{name}.add", "elementwise", [x, vectors], [out], flops=x.elements)
-
-    def rule(g: Value) -> list[Value | None]:
-        if x.shape[0] == 1 or not tape.needs_gradient(vectors):
-            return [g, g]
-        gradient = tape.gradient(vectors)
-        tape.op(f"{name}.add.bwd", "reduce", [g], [gradient], flops=g.elements, settles=True)
-        return [g, gradient]
-
-    tape.record([x, vectors], [out], rule)
-    return out
