@@ -64,7 +64,7 @@ class Reorders(Policy):
         ("swap_all", "bytes"),
         (Reorders(), "placed_bytes"),
         ("zero_offload", None),
-        ("zero_offload(weights=host)", None),  # its weights lie on the host, though it does not manage them
+        ("zero_offload(weights=host)", None),
         ("weight_streaming", None),
         ("optimizer_in_backward", None),
         ("zero_offload + full_recompute", None),

@@ -28,7 +28,19 @@ ASKED = (
     *("budget", "seed", "bound"),
 )
 TRAITS = (
-    *("online", "recomputes", "moves", "rewrites", "lossless", "optimal", "needs", "solver", "warm_up", "manages"),
+    *(
+        "online",
+        "recomputes",
+        "moves",
+        "rewrites",
+        "lossless",
+        "optimal",
+        "needs",
+        "solver",
+        "warm_up",
+        "manages",
+        "yields",
+    ),
     *("plans_ahead", "saves"),
 )
 PROFILE = ("name", "description", "devices", "home_tier", "home_bytes", "peak", "peak_dtype", "host_link", "assumed")

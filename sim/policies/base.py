@@ -85,7 +85,8 @@ class Policy:
     run. optimal: the class of plans of which its plan is proven to be the fastest ("among plans that …"), "" for
     none; `in_class` says which plans belong to it. needs: what the trace or the platform must have
     (`NEEDS`). solver: what it solves with, "" for nothing. warm_up: iterations before the steady state.
-    manages: which roles it may drop or move (`MANAGES`). fidelity: how near to the published system:
+    manages: which roles it may drop or move (`MANAGES`). yields: which of these another part of a composition that
+    manages them takes over. fidelity: how near to the published system:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
     saves: by what its rewrite makes ops cheaper than those that they stand for (`SAVINGS`), and why.
     plans_ahead: what an online policy takes from the whole trace before it starts, "" for nothing; its choices then
@@ -108,6 +109,7 @@ class Policy:
     solver: ClassVar[str] = ""
     warm_up: ClassVar[Annotated[int, Ge(0)]] = 0
     manages: ClassVar[tuple[Managed, ...]] = ("activations",)
+    yields: ClassVar[tuple[Managed, ...]] = ()
     fidelity: ClassVar[Fidelity] = "reconstruction"
     plans_ahead: ClassVar[str] = ""
     slow: ClassVar[bool] = False

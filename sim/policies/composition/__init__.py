@@ -14,7 +14,7 @@ from sim.policies.composition import selectors
 from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline
-from sim.policies.composition.ownership import Part, is_narrowed, own_ops, owners, taken_away
+from sim.policies.composition.ownership import Part, is_narrowed, managed_beside, own_ops, owners, taken_away
 from sim.policies.composition.rewriting import held_among, implemented_among, rewrites
 from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
@@ -78,7 +78,8 @@ class Composition(Policy):
         rests = [part for part in self.parts if REST in selectors.terms(part.selector)]
         for i, one in enumerate(rests):
             for other in rests[i + 1 :]:
-                if both := [word for word in one.policy.manages if word in other.policy.manages]:
+                words, theirs = managed_beside(one, self.parts), managed_beside(other, self.parts)
+                if both := [word for word in words if word in theirs]:
                     raise PolicyError(f"{one.label!r} and {other.label!r} both own the rest of the {both[0]}")
 
     # ---- traits --------------------------------------------------------------------------------

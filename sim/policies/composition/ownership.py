@@ -31,6 +31,12 @@ class Part(NamedTuple):
         return label(self.policy)
 
 
+def managed_beside(part: Part, parts: Sequence[Part]) -> tuple[str, ...]:
+    """What a part's policy manages beside others, wherever they manage it: not what it yields to one of them."""
+    others = {word for other in parts if other is not part for word in other.policy.manages}
+    return tuple(word for word in part.policy.manages if not (word in part.policy.yields and word in others))
+
+
 def owners(
     parts: Sequence[Part], actions: Sequence[Sequence[Action]], trace: Trace, rewriting: Sequence[bool]
 ) -> list[frozenset[int]]:
@@ -41,7 +47,7 @@ def owners(
     """
     masks: list[Mask] = []
     for part in parts:
-        mask = selectors.roles(trace, part.policy.manages)
+        mask = selectors.roles(trace, managed_beside(part, parts))
         if part.selector:
             named = selectors.selected(trace, part.selector)
             mask &= named

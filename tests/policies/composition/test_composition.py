@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from sim.analysis.peak_memory import home_peak
 from sim.cli import app
-from sim.conformance import check_policy
+from sim.conformance import CHECKS, check_policy, run_policy
 from sim.conformance.examples import random_examples
+from sim.conformance.suite import breaks
 from sim.errors import Infeasible, PolicyError, TiersimError
 from sim.experiment import problem_for, simulate
 from sim.foreign import Trust
@@ -29,7 +30,7 @@ from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, label, load, names, policy_class, policy_files
 from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
-from sim.policies.composition.ownership import Part
+from sim.policies.composition.ownership import Part, managed_beside
 from sim.policies.writing import terms, text_of
 from sim.rewrites.holding import points
 from sim.sweeps.identity import policy_identity
@@ -578,3 +579,25 @@ def test_what_nobody_manages_begins_where_the_policy_leaves_it():
     assert both.log.end - simulate(trace, platform, "zero_offload + full_recompute").log.end == (
         alone.log.end - simulate(trace, platform, "zero_offload").log.end
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "owner"),
+    [
+        ("zero_offload(weights=host)", "zero_offload"),
+        ("zero_offload(weights=host) + full_recompute", "zero_offload"),
+        ("zero_offload(weights=host) + weight_streaming", "weight_streaming"),
+        ("rest: zero_offload(weights=host) + weight_streaming", "weight_streaming"),
+    ],
+)
+def test_weights_on_the_host_belong_to_whoever_fetches_them(text, owner):
+    small = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+    trace = transformer(small, batch=1, sequence=8)
+    policy = load(text)
+    assert "weights" in policy.manages
+    if isinstance(policy, Composition):
+        managing = [p.policy for p in policy.parts if "weights" in managed_beside(p, policy.parts)]
+        assert [type(each) for each in managing] == [policy_class(owner)]
+    run = run_policy(policy, trace, machine())
+    assert run.done
+    assert {law: said for law, check in CHECKS.items() if (said := breaks(check, run))} == {}

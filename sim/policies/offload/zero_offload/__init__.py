@@ -48,8 +48,8 @@ class ZeroOffload(Policy):
         to the next, and new weights take device space beside the old ones as soon as they exist. Needs
         updates that read no result of other updates, so no clipping by the norm of all gradients.
     weights: where new weights go: back to the `device`, or they stay on the `host` for another policy to fetch, as in
-        `zero_offload(weights=host) + weight_streaming`; then this one does not manage weights, and alone it leaves each
-        op waiting for those that it reads.
+        `zero_offload(weights=host) + weight_streaming`, which then owns them; alone, each op waits for those that it
+        reads.
     partition: which ops of the update the CPU runs: those of the whole `phase`, or of the `cut` of the data-flow graph
         with the fewest bytes across it (section 3), which may leave clipping or scaling on the device.
     Raises PolicyError for a bucket that is not a size, a platform without host tier or an engine `cpu`, a delayed
@@ -77,7 +77,7 @@ class ZeroOffload(Policy):
         if self.weights == "host":
             if self.delayed:
                 raise PolicyError("zero_offload: a delayed update needs its weights on the device: weights='device'")
-            object.__setattr__(self, "manages", ("gradients", "optimizer_state"))
+            object.__setattr__(self, "yields", ("weights",))
 
     def plan(self, problem: Problem) -> Plan:
         """The trace with its update on the CPU, the copies of gradients and weights, and the waits."""
