@@ -68,8 +68,11 @@ def write_text(path: Path, text: str) -> Path:
     return write_aside(path, write)
 
 
-def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures: bool = True) -> list[Path]:
-    """summary.json, view.json.gz, the timeline of one run, and with `figures` memory.png and lanes.png."""
+def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures: str = "png") -> list[Path]:
+    """summary.json, view.json.gz, the timeline of one run, and its figures `memory` and `lanes`.
+
+    figures: their format, "" for none.
+    """
     from sim.report.timeline import write_timeline
     from sim.views import NAME, write_view
 
@@ -84,8 +87,8 @@ def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures
         from sim.report.lanes import plot_lanes
         from sim.report.plot import plot_memory
 
-        written.append(save_figure(plot_memory(result.log), folder / "memory.png"))
-        written.append(save_figure(plot_lanes(result.log), folder / "lanes.png"))
+        written.append(save_figure(plot_memory(result.log), folder / f"memory.{figures}"))
+        written.append(save_figure(plot_lanes(result.log), folder / f"lanes.{figures}"))
     return written
 
 
@@ -97,11 +100,11 @@ def write_analyses(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def write_comparison(
-    comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str, figures: bool = False
+    comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str, figures: str = ""
 ) -> list[Path]:
     """comparison.json, .csv and .txt, a view of each run that fits, the files of the fastest run.
 
-    figures: also draw comparison.png and the figures of the fastest run.
+    figures: the format in which to draw the comparison and the fastest run, "" for not at all.
     """
     from sim.report.table import comparison_csv
     from sim.views import row_view, write_view
@@ -120,7 +123,7 @@ def write_comparison(
     if figures:
         from sim.report.draw import save_figure
 
-        written.append(save_figure(comparison.plot(), folder / "comparison.png"))
+        written.append(save_figure(comparison.plot(), folder / f"comparison.{figures}"))
     if (fastest := comparison.fastest) is not None:
         best = comparison.results[fastest]
         written += write_run(best, folder, about={**about, "policy": fastest}, figures=figures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -64,6 +64,25 @@ class Command(TyperCommand):
         for option in self.params:
             option.help = filled(getattr(option, "help", None) or "")  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command; an option of `BARE` may stand without its value."""
+        words: list[str] = []
+        for i, word in enumerate(args):
+            words.append(word)
+            values = BARE.get(word, ())
+            if values and (i + 1 == len(args) or args[i + 1] not in values):
+                if i + 1 < len(args) and not args[i + 1].startswith("-"):
+                    continue  # a wrong value, which is refused by name
+                words.append(values[0])
+        return super().parse_args(ctx, words)
+
+
+FORMATS = ("png", "svg", "pdf")
+"""Formats of figures; the first is the default."""
+
+BARE: Mapping[str, Sequence[str]] = {"--figures": FORMATS}
+"""Options that may be given without a value, which then is the first of these."""
 
 
 def filled(text: str) -> str:

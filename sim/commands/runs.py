@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.declaring import Option, defaults, takes
+from sim.commands.declaring import FORMATS, Option, defaults, takes
 from sim.commands.options import (
     BUDGET,
     JOBS,
@@ -67,7 +67,7 @@ FLOORS = Option(
     False,
 )
 FIGURES = Option(
-    "figures", Annotated[bool, typer.Option("--figures", help="draw figures into the folder of -o")], False
+    "figures", Annotated[str | None, typer.Option(help="draw figures into the folder of -o: png, svg or pdf")], None
 )
 NOTES = Option(
     "notes", Annotated[bool, typer.Option("--notes", help="print every note, and why each misfit does not fit")], False
@@ -162,6 +162,8 @@ def _compare(options: dict[str, Any], command: str) -> None:
 
     if options["figures"] and not options["out"]:
         raise typer.BadParameter("--figures: name their folder: -o DIR")
+    if options["figures"] not in (None, *FORMATS):
+        raise typer.BadParameter(f"--figures {options['figures']!r}: expected {', '.join(FORMATS)}")
     folder = check_folder(options["out"], "comparison") if options["out"] else None
     platform, work = job_of(options)
     limit = budget_of(options["budget"], work, platform)
@@ -223,7 +225,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     if folder:
         text = comparison_text(comparison.rows, footer=footer)
         about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
-        for path in write_comparison(comparison, folder, about=about, text=text, figures=options["figures"]):
+        for path in write_comparison(comparison, folder, about=about, text=text, figures=options["figures"] or ""):
             say(f"wrote {path}")
     if options["json"]:
         print(to_json([dict(row) for row in comparison.rows]))

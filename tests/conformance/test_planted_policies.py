@@ -10,7 +10,7 @@ from sim.conformance import CHECKS, check_policy
 from sim.policies import load
 
 HEAD = '''
-import itertools, random, sys, time
+import itertools, os, random, sys, time
 from dataclasses import dataclass
 from typing import ClassVar
 from sim.errors import Infeasible
@@ -105,6 +105,23 @@ FAULTS = {
         "first = [t for t in range(len(trace.tensors)) if trace.producer[t] < 0 and len(trace.readers(t))]\n"
         "return Plan(trace, [Drop(first[0], before=trace.readers(first[0])[0])] if first else [])",
     ),
+    "an environment variable": ("repeats", "return self.away(problem, len(os.environ.get('PYTHONHASHSEED', '')))"),
+    "the number of the process": ("repeats", "return self.away(problem, os.getpid())"),
+    "where an object lies in memory": ("repeats", "return self.away(problem, id(object()) // 16 + os.getpid() % 7)"),
+    "a file that it leaves": (
+        "repeats",
+        "with open('count.txt', 'a+') as file:\n    file.write('x')\n    return self.away(problem, file.tell())",
+    ),
+    "a plan for an earlier trace": ("values", "SEEN.append(trace)\nreturn Plan(SEEN[0])"),
+    "a tensor in a tier that is not there": ("outcome", "return Plan(trace, place={0: 'hbm9'})"),
+    "a copy to a tier that is not there": (
+        "outcome",
+        "return Plan(trace, [Move(t, 'hsot', after=int(trace.producer[t])) for t in made[:1]])",
+    ),
+    "an action at an op that is not there": (
+        "outcome",
+        "return Plan(trace, [Move(t, 'host', after=len(trace.ops)) for t in made[:1]])",
+    ),
     "moves that it does not declare": ("ops", "return self.away(problem, 1)"),
     "moves that never happen": ("", "return Plan(trace)"),
     "recomputation that never happens": ("", "return Plan(trace)"),
@@ -115,7 +132,10 @@ TRAITS = {
     "moves that it does not declare": "    moves = False\n",
     "recomputation that never happens": "    recomputes = True\n    moves = False\n",
     "a drop of what cannot be recomputed": "    recomputes = True\n",
-    **dict.fromkeys(("random ops that lose their seed", "halved durations", "no workspaces"), "    rewrites = True\n"),
+    **dict.fromkeys(
+        ("random ops that lose their seed", "halved durations", "no workspaces"),
+        "    rewrites = True\n",
+    ),
 }
 STOPPED = ("a plan that never comes", "a plan that waits for something else")
 

@@ -280,9 +280,7 @@ def make_run(folder: Path) -> None:
 
     options = {"profile": "p100", "model": "gpt2", "batch": 1, "seq": 8, "policy": "dtr", "trace": None}
     platform, trace = load_profile("p100"), transformer("gpt2", batch=1, sequence=8)
-    write_run(
-        simulate(trace, platform, "dtr"), folder, about=about_run(options, platform, trace, ["dtr"]), figures=False
-    )
+    write_run(simulate(trace, platform, "dtr"), folder, about=about_run(options, platform, trace, ["dtr"]), figures="")
 
 
 def make_comparison(folder: Path) -> None:

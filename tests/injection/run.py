@@ -1,8 +1,9 @@
 """Faults of the disk at every write of a sweep, an export, a report, a run: python tests/injection/run.py
 
-    --cases N     so many, drawn with a seed; default: every fault at every event
+    --cases N     of each command so many, drawn with a seed; default: every fault at every event
     --only TEXT   those whose name holds it, such as "resume: short write at 12"
-    --json FILE   write the counts
+    --json FILE   write the counts, after each command
+    COMMAND …     these alone
 
 A case that does harm is printed, and the exit status is 1.
 """
@@ -47,18 +48,20 @@ def hunt(count: int | None = None, only: str = "", names: tuple[str, ...] = COMM
 def main() -> int:
     """Read the options and hunt; 1 if a fault did harm."""
     words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    words.add_argument("commands", nargs="*", default=[])
     words.add_argument("--cases", type=int)
     words.add_argument("--only", default="")
     words.add_argument("--json")
     asked = words.parse_args()
-    found = hunt(asked.cases, asked.only)
-    counts = ", ".join(f"{count} of {name}" for name, count in found["commands"].items())
-    print(f"{found['cases']:,} injected faults ({counts}): {len(found['harm'])} did harm")
-    for line in found["harm"]:
-        print(f"  {line}")
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 1 if found["harm"] else 0
+    found = []
+    for name in asked.commands or COMMANDS:
+        found.append({"command": name, **hunt(asked.cases, asked.only, (name,))})
+        print(f"{name}: {found[-1]['cases']:,} injected faults, {len(found[-1]['harm'])} did harm", flush=True)
+        for line in found[-1]["harm"]:
+            print(f"  {line}", flush=True)
+        if asked.json:
+            Path(asked.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(each["harm"] for each in found) else 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,15 @@ def test_policy_keeps_every_law(name, tmp_path):
     assert set(report.not_exercised) == set() or policy_class(name).rarely, report.as_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", names())
+def test_policy_keeps_every_law_on_a_thousand_examples(name, tmp_path):
+    """What `docs/reliability.md` counts; the nightly lane."""
+    report = check_policy(load(name), examples=1000, name=name, folder=tmp_path)
+    assert report.passed or report.skipped == report.examples, report.as_text()
+
+
 def test_another_process_comes_to_the_same_logs():
     quick = [(name, load(name)) for name in names() if not policy_class(name).slow]
     assert differences(quick, examples=5, seed=3) == []
