@@ -1,0 +1,324 @@
+"""Writes docs/published.md: training iterations that others published, beside the same ones simulated.
+
+python scripts/make_published.py              write the page from docs/published.json
+python scripts/make_published.py --check      say whether it is current; exit status 1 where it is not
+python scripts/make_published.py --measure [SOURCE or RUN…]
+                                              simulate all runs again (ten minutes), or some of them, write
+                                              docs/published.json and sim/report/error_bars.json, then the page
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.validation.published_runs import printed_peak, printed_rate, rows, simulated  # noqa: E402
+
+DATA = ROOT / "docs" / "published.json"
+PAGE = ROOT / "docs" / "published.md"
+BARS = ROOT / "sim" / "report" / "error_bars.json"
+Row = Mapping[str, Any]
+
+INTRODUCTION = """\
+# Published iterations
+
+Training runs that others measured and printed, beside the same runs simulated. The rows are those of
+`tests/validation/data/published_runs.csv`: {count} runs of {sources} public tables, of which {run} are simulated.
+A: set up without a guess that matters; B: one or two guesses. Sources are divided into those that were looked at while
+the simulator was developed and those that are only checked; **no figure of the simulator is fitted to either**.
+Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here.
+
+"""
+
+WHAT = {
+    "time": "absolute time of an iteration",
+    "policies": "ratio of the times of two policies: two rows of a source that differ in policy alone",
+    "stacks": "ratio of the times of two stacks: two rows of a source that differ in stack or loss alone",
+    "machines": "ratio of the times on two machines: two rows of a source with the same model on two chips",
+    "peak": "peak memory of a device",
+}
+"""What kinds of statement are measured."""
+
+REASONS = {
+    "tune": (
+        "Attention kernel and first optimizer are not stated. The compiled run with PyTorch's loss (tune-03) "
+        "holds more than the graph's minimum cut: each layer is compiled alone, and the loss is not. The "
+        "package of 8-bit AdamW is not named (tune-08)."
+    ),
+    "hf": (
+        "The model has a head for two classes; ours has BERT's pre-training heads, a tenth more work under "
+        "fp32. NVML reads what the allocator holds, cached blocks included, which the runs without "
+        "checkpoints fill most. Forty updates with the first, slow one in the mean."
+    ),
+    "fa": "The micro-batch is not stated.",
+    "fpl2": "H800 and A800 have slower links between cards than H100 and A100, whose profiles stand in.",
+    "dsbert": ("The head predicts spans; ours has BERT's pre-training heads. The number of cards is not stated."),
+    "titanA": "One node's links are those of the profile; the network between 8 nodes is not stated.",
+    "fms": "The network between nodes is not stated; HSDP shards within a node, here all cards.",
+    "fpgpt": "Which reading the memory is is not stated.",
+    "fpll1": "Which reading the memory is is not stated.",
+    "fpgpt13": "Which reading the memory is is not stated.",
+    "fpll13": "Which reading the memory is is not stated.",
+    "fpbert": (
+        "Memory is read from the card, in whole GiB, context and cached blocks included; whether fp32 "
+        "products ran in TF32 is not stated, and is assumed on the A100. The optimizer is not stated."
+    ),
+    "fpres": "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included.",
+    "dlebert": (
+        "Only masked tokens reach their head (20 of 128, 76 of 512), ours takes all; LAMB stands as a fused Adam."
+    ),
+    "fpl3": (
+        "A800 links are slower than an A100's. The vocabulary is padded; gradients are accumulated in fp32 "
+        "there, in 16 bits here."
+    ),
+    "lf": (
+        "Attention is charged for the masked half too, which the kernel skips: the longer the sequence, the "
+        "more. Recomputation is a default that is not stated. Card readings in whole GB, context and cached "
+        "blocks included."
+    ),
+}
+"""Known causes of the differences of a source; what is left is the model's own error, or not known."""
+
+
+def measure(only: Sequence[str]) -> dict[str, Any]:
+    """All figures; only: sources and runs that are simulated again, all by default."""
+    known = {run["id"]: run for run in load()["runs"]} if only else {}
+    found = []
+    for row in rows():
+        if row["setup"] is None:
+            continue
+        if only and row["id"] in known and not {source_of(row), row["id"]} & set(only):
+            found.append(known[row["id"]])
+            continue
+        ours = simulated(row)
+        rate, peak = (None if ours.rate is None else float(f"{ours.rate:.6g}")), ours.peak
+        found.append({"id": row["id"], "rate": rate, "peak": peak, "refusal": ours.refusal})
+        print(found[-1], file=sys.stderr, flush=True)
+    return {"runs": found}
+
+
+def load() -> dict[str, Any]:
+    """The recorded figures."""
+    loaded: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return loaded
+
+
+def dump(figures: Mapping[str, Any]) -> str:
+    """As JSON."""
+    lines = ",\n  ".join(json.dumps(run) for run in figures["runs"])
+    return f'{{"runs": [\n  {lines}\n]}}\n'
+
+
+def source_of(row: Row) -> str:
+    """The part of an id that names its source."""
+    return str(row["id"]).rsplit("-", 1)[0]
+
+
+def both(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows that are simulated, with what came of it."""
+    ours = {run["id"]: run for run in figures["runs"]}
+    return [{**row, "ours": ours[row["id"]]} for row in rows() if row["setup"] is not None]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def rate_error(row: Row) -> float | None:
+    """(ours / theirs - 1) of the rate."""
+    theirs, ours = printed_rate(row), row["ours"]["rate"]
+    return None if theirs is None or ours is None else ours / theirs - 1
+
+
+def peak_error(row: Row) -> float | None:
+    """(ours / theirs - 1) of the peak."""
+    theirs, ours = printed_peak(row), row["ours"]["peak"]
+    return None if theirs is None or ours is None else ours / theirs - 1
+
+
+def pairs(found: Sequence[Row], differ: Sequence[str], only: Sequence[str] = ()) -> list[tuple[Row, Row, float]]:
+    """Pairs of one source whose setups differ in at least one of these keys and in no others but `only`.
+
+    With the error of the ratio of their rates.
+    """
+    pairs = []
+    for a, b in combinations(found, 2):
+        if source_of(a) != source_of(b) or rate_error(a) is None or rate_error(b) is None:
+            continue
+        keys = {k for k in {*a["setup"], *b["setup"]} if a["setup"].get(k) != b["setup"].get(k)}
+        if keys & set(differ) and keys <= {*differ, *only}:
+            error = (1 + rate_error(b)) / (1 + rate_error(a)) - 1  # type: ignore[operator]
+            pairs.append((a, b, error))
+    return pairs
+
+
+def errors(found: Sequence[Row]) -> dict[str, list[float]]:
+    """All errors by kind of statement."""
+    return {
+        "time": [e for e in map(rate_error, found) if e is not None],
+        "policies": [e for *_, e in pairs(found, ["policy"])],
+        "stacks": [e for *_, e in pairs(found, ["stack", "loss"])],
+        "machines": [e for *_, e in pairs(found, ["profile"], ["batch", "accumulate", "tf32"])],
+        "peak": [e for e in map(peak_error, found) if e is not None],
+    }
+
+
+def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Per kind of statement: how many rows, and the errors of the middle one, of nine tenths, and of the worst."""
+    return {kind: bar(found) for kind, found in errors(both(figures)).items()}
+
+
+def bar(found: Iterable[float]) -> dict[str, float]:
+    """The distribution of errors."""
+    sizes = sorted(map(abs, found))
+    ninth = sizes[max(0, -(-9 * len(sizes) // 10) - 1)]
+    return {
+        "rows": len(sizes),
+        "median": round(statistics.median(sizes), 3),
+        "nine_tenths": round(ninth, 3),
+        "worst": round(sizes[-1], 3),
+    }
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """The whole page."""
+    found = both(figures)
+    everything = rows()
+    sources = dict.fromkeys(source_of(row) for row in everything)
+    text = [INTRODUCTION.format(count=len(everything), sources=len(sources), run=len(found)), *summary(found)]
+    text.append("## The rows\n")
+    for source in dict.fromkeys(map(source_of, found)):
+        text += table(source, [row for row in found if source_of(row) == source])
+    text += missing([row for row in everything if row["setup"] is None])
+    return "\n".join(text)
+
+
+def summary(found: Sequence[Row]) -> list[str]:
+    """The distribution of errors, as results print it, and by grade and set."""
+    lines = [
+        "## How far off\n",
+        "| statement | rows | median | nine tenths within | worst |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    groups = [("", found)]
+    groups += [(f", grade {g}", [r for r in found if r["complete"] == g]) for g in "AB"]
+    groups += [
+        (f", {s} only" if s == "check" else ", develop", [r for r in found if r["set"] == s])
+        for s in ("develop", "check")
+    ]
+    for kind, what in WHAT.items():
+        for name, part in groups:
+            values = errors(part)[kind]
+            if values and (not name or kind in ("time", "peak")):
+                b = bar(values)
+                lines.append(
+                    f"| {what if not name else '… ' + name.removeprefix(', ')} | {b['rows']} | {b['median']:.1%} | "
+                    f"{b['nine_tenths']:.1%} | {b['worst']:.1%} |"
+                )
+    order = [(a, b) for a, b, _ in pairs(found, ["policy", "stack", "loss"])]
+    wrong = []
+    for a, b in order:
+        theirs = (printed_rate(a) or 0) - (printed_rate(b) or 0)
+        if theirs * (a["ours"]["rate"] - b["ours"]["rate"]) <= 0:
+            wrong.append((a, b))
+    gap = [abs((printed_rate(a) or 0) / (printed_rate(b) or 1) - 1) for a, b in wrong]
+    lines.append(
+        f"\nOf {len(order)} pairs that differ in policy, stack or loss alone, {len(order) - len(wrong)} are in the printed "
+        "order" + (f"; the others are at most {max(gap):.1%} apart in print.\n" if wrong else ".\n")
+    )
+    return lines
+
+
+def table(source: str, part: Sequence[Row]) -> list[str]:
+    """One source."""
+    first = part[0]
+    lines = [
+        f"### {source}: {first['source']}\n",
+        f"{first['address']} ({first['date_version']}); {first['set']}. Rate in {first['metric']}."
+        + (f" {REASONS[source]}" if source in REASONS else "")
+        + "\n",
+        "| run | grade | what runs | theirs | ours | difference | peak, GiB: theirs | ours | difference |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in part:
+        theirs, peak, ours = printed_rate(row), printed_peak(row), row["ours"]
+        cells = (
+            row["id"],
+            row["complete"],
+            what(row),
+            "does not fit" if row["value"] == "OOM" else number(theirs),
+            number(ours["rate"]) if not ours["refusal"] else f"refused: {ours['refusal']}",
+            signed(rate_error(row)),
+            gib(peak),
+            gib(ours["peak"]),
+            signed(peak_error(row)),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def what(row: Row) -> str:
+    """What a row runs, in a few words."""
+    s = row["setup"]
+    model = s.get("cnn") or (s["model"] if isinstance(s["model"], str) else row["model"])
+    words = [model, f"{s['batch']}" + (f" x {s['sequence']}" if "sequence" in s else "")]
+    words.append("tf32" if s.get("tf32") else s["precision"])
+    words += [f"{s['accumulate']} micro-batches"] if s.get("accumulate", 1) > 1 else []
+    words += [f"{key} {s[key]}" for key in ("dp", "zero", "pp") if s.get(key, 0) > (key != "zero")]
+    words += [s["stack"]] if "stack" in s else []
+    return ", ".join([*words, f"`{s['policy']}`", f"`{s['profile']}`"])
+
+
+def missing(left: Sequence[Row]) -> list[str]:
+    """What keeps rows from being simulated."""
+    lines = ["## Not simulated\n", "| what is missing | rows |", "| --- | --- |"]
+    by: dict[str, list[str]] = {}
+    for row in left:
+        by.setdefault(row["missing"], []).append(row["id"])
+    lines += [f"| {why} | {', '.join(ids)} |" for why, ids in sorted(by.items(), key=lambda item: -len(item[1]))]
+    return [*lines, ""]
+
+
+def number(value: float | None) -> str:
+    """Four digits."""
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def gib(value: float | None) -> str:
+    """Bytes in GiB."""
+    return "–" if value is None else f"{value / 2**30:.2f}"
+
+
+def signed(value: float | None) -> str:
+    """A relative difference."""
+    return "–" if value is None else f"{value:+.1%}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module."""
+    if "--measure" in arguments:
+        figures = measure([word for word in arguments if not word.startswith("--")])
+        DATA.write_text(dump(figures), encoding="utf-8")
+        BARS.write_text(json.dumps(bars(figures), indent=1) + "\n", encoding="utf-8")
+    text = page(load())
+    if "--check" in arguments:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        current = current and json.loads(BARS.read_text(encoding="utf-8")) == bars(load())
+        print("docs/published.md is current" if current else "docs/published.md is not current")
+        return 0 if current else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""Published training iterations, and the same iterations simulated.
+
+`data/published_runs.csv` holds every run graded A (set up without a guess that matters) or B (one or two guesses) of
+public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
+fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
+`dp`, `pp` and `zero`, `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context` (bytes that
+the reading includes and no allocator sees). `missing`: why nothing is, where nothing is.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sim.analysis.peak_memory import home_peak
+from sim.errors import TiersimError, WorkloadError
+from sim.experiment import simulate
+from workloads import cnn, transformer
+
+DATA = Path(__file__).parent / "data" / "published_runs.csv"
+SETS = ("develop", "check")
+RUN = ("profile", "policy", "dp", "pp", "zero", "accumulate", "tf32", "context", "cnn", "model", "batch")
+TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
+"""An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
+UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
+DEVICES = "8"
+"""Of a node; all nodes in the tables with more than one device have eight."""
+
+
+class Outcome(NamedTuple):
+    """What a run came to here. rate: as the source prints it; peak: bytes of one device; refusal: why there is none."""
+
+    rate: float | None
+    peak: int | None
+    refusal: str = ""
+
+
+@cache
+def rows() -> tuple[Mapping[str, Any], ...]:
+    """All rows, `setup` read. Raises WorkloadError for one without a grade, a set or, where it is run, a precision."""
+    return read(DATA.read_text(encoding="utf-8"))
+
+
+def read(text: str) -> tuple[Mapping[str, Any], ...]:
+    """Rows of such a file."""
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        where = f"published run {row['id']!r}"
+        if row["complete"] not in ("A", "B"):
+            raise WorkloadError(f"{where}: grade {row['complete']!r} is not A or B")
+        if row["set"] not in SETS:
+            raise WorkloadError(f"{where}: set {row['set']!r} is not develop or check")
+        if bool(row["setup"]) == bool(row["missing"]):
+            raise WorkloadError(f"{where}: needs a setup, or says what is missing")
+        setup = json.loads(row["setup"]) if row["setup"] else None
+        if setup is not None and not setup.get("precision"):
+            raise WorkloadError(f"{where}: the setup has no precision; give it one, or say that it is missing")
+        found.append({**row, "setup": setup})
+    return tuple(found)
+
+
+def simulated(row: Mapping[str, Any]) -> Outcome:
+    """The run of a row, extrapolated from two numbers of micro-batches to that of the row.
+
+    Time is linear in the micro-batches of an update once a pipeline is full, so two runs tell it.
+    """
+    setup = row["setup"]
+    stages, total = setup.get("pp", 1), setup.get("accumulate", 1)
+    first = min(total, stages)
+    counts = [first] if total == first else [first, min(total, 2 * first)]
+    try:
+        runs = [_run(setup, count) for count in counts]
+    except TiersimError as error:
+        return Outcome(None, None, str(error).split(";")[0][:160])
+    time, peak = runs[-1]
+    if len(runs) > 1 and counts[1] > counts[0]:
+        time += (time - runs[0][0]) * (total - counts[1]) / (counts[1] - counts[0])
+    return Outcome(_rate(row, total, time / 1e9), peak + setup.get("context", 0))
+
+
+def _run(setup: Mapping[str, Any], micro_batches: int) -> tuple[int, int]:
+    """Nanoseconds and peak bytes of an update of so many micro-batches."""
+    dp, pp, zero = setup.get("dp", 1), setup.get("pp", 1), setup.get("zero", 0)
+    several = dp * pp > 1
+    samples = setup["batch"] * micro_batches * dp
+    axes = {key: value for key, value in setup.items() if key not in RUN}
+    if not several:
+        axes["micro_batches"] = micro_batches
+    trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
+    overrides = dict(TF32) if setup.get("tf32") else {}
+    layout = {"dp": dp, "pp": pp, "zero": zero, "micro_batches": micro_batches} if several else None
+    if several:
+        overrides["devices"] = DEVICES
+    platform = _platform(setup["profile"], overrides)
+    log = simulate(trace, platform, setup["policy"], parallel=layout).log
+    return log.end, home_peak(log)
+
+
+def _platform(profile: str, overrides: Mapping[str, str]) -> Any:
+    from sim.hardware.profile import load_profile
+
+    return load_profile(profile, overrides=overrides or None)
+
+
+def _rate(row: Mapping[str, Any], accumulate: int, seconds: float) -> float:
+    """An iteration of so many seconds in the row's metric."""
+    setup, metric = row["setup"], row["metric"]
+    samples = setup["batch"] * accumulate * setup.get("dp", 1)
+    if metric.startswith("tokens/s"):
+        samples *= setup["sequence"]
+    if "per device" in metric:
+        samples /= setup.get("dp", 1) * setup.get("pp", 1)
+    return samples / seconds
+
+
+def printed_peak(row: Mapping[str, Any]) -> float | None:
+    """The printed peak in bytes, None where there is none, or only a bound ("> 80")."""
+    if not row["peak_memory"] or row["peak_memory"].startswith(">"):
+        return None
+    return float(row["peak_memory"]) * UNITS[row["peak_memory_unit"]]
+
+
+def printed_rate(row: Mapping[str, Any]) -> float | None:
+    """The printed rate; None for a run that did not fit, or of which only memory is printed."""
+    return float(row["value"]) if row["value"] and row["value"] != "OOM" else None
