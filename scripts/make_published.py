@@ -3,7 +3,7 @@
 python scripts/make_published.py              write the page from docs/published.json
 python scripts/make_published.py --check      say whether it is current; exit status 1 where it is not
 python scripts/make_published.py --measure [SOURCE or RUN…]
-                                              simulate all runs again (ten minutes), or some of them, write
+                                              simulate all runs (ten minutes), or some of them, write
                                               docs/published.json and sim/report/error_bars.json, then the page
 """
 
@@ -89,7 +89,7 @@ REASONS = {
 
 
 def measure(only: Sequence[str]) -> dict[str, Any]:
-    """All figures; only: sources and runs that are simulated again, all by default."""
+    """All figures; only: sources and runs that are simulated, all by default."""
     known = {run["id"]: run for run in load()["runs"]} if only else {}
     found = []
     for row in rows():
@@ -233,8 +233,8 @@ def summary(found: Sequence[Row]) -> list[str]:
             wrong.append((a, b))
     gap = [abs((printed_rate(a) or 0) / (printed_rate(b) or 1) - 1) for a, b in wrong]
     lines.append(
-        f"\nOf {len(order)} pairs that differ in policy, stack or loss alone, {len(order) - len(wrong)} are in the printed "
-        "order" + (f"; the others are at most {max(gap):.1%} apart in print.\n" if wrong else ".\n")
+        f"\nOf {len(order)} pairs that differ in policy, stack or loss alone, {len(order) - len(wrong)} are in the "
+        "printed order" + (f"; the others are at most {max(gap):.1%} apart in print.\n" if wrong else ".\n")
     )
     return lines
 
