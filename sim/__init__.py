@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sim.hardware.platform import Platform
     from sim.hardware.profile import load_profile, profile_names
     from sim.layout import Layout, lay_out
+    from sim.layout_search import LayoutSearch, search_layouts
     from sim.least_time import LowerBound, lower_bound
     from sim.log import EventLog
     from sim.plan import Drop, Memory, Move, Online, Plan, Problem, Recompute, Wait
@@ -74,6 +75,7 @@ _HOMES = {
     "sim.comparison": ("Comparison", "compare"),
     "sim.experiment": ("Result", "simulate"),
     "sim.layout": ("Layout", "lay_out"),
+    "sim.layout_search": ("LayoutSearch", "search_layouts"),
     "sim.explanation": ("Explanation", "explain"),
     "sim.search": ("largest_batch", "smallest_budget"),
     "sim.sweeps.sweep": ("sweep",),
@@ -102,6 +104,8 @@ __all__ = [  # noqa: RUF022  (in the order of first use)
     "simulate",
     "Layout",
     "lay_out",
+    "LayoutSearch",
+    "search_layouts",
     "compare",
     "sweep",
     "advise",

@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(runs.demo, advise.advise, runs.run, runs.compare, sweeps.sweep, report.report, runs.check),
-    *(advise.largest_batch, advise.smallest_budget, applying.export, explain.explain),
+    *(advise.largest_batch, advise.smallest_budget, advise.search, applying.export, explain.explain),
     *(lists.profiles, lists.policies, lists.models),
     *(measure.calibrate, measure.validate),
 )

@@ -8,6 +8,7 @@ import pytest
 
 from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, simulate
 from sim.analysis.stages import stages
+from sim.errors import PolicyError
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
@@ -47,6 +48,20 @@ def test_every_device_has_the_budget_and_a_policy_runs_inside(base: Trace) -> No
         assert limited.log.complete
         assert all(stage.capacity_bytes == max(peaks) for stage in table)
         assert max(stage.peak_bytes for stage in table) <= max(peaks)
+
+
+def test_stages_may_have_policies_of_their_own(base: Trace) -> None:
+    """What the first stage saves costs no time where it waits for the last one anyway."""
+    layout = {"pp": 4, "micro_batches": 4}
+    texts = ("keep_all", "full_recompute", "stages 0-1: full_recompute; rest: keep_all")
+    kept, full, mixed = (simulate(base, "mt3000_cluster", text, parallel=layout).log for text in texts)
+    assert [stage.peak_bytes for stage in stages(mixed)] == [
+        *[stage.peak_bytes for stage in stages(full)[:2]],
+        *[stage.peak_bytes for stage in stages(kept)[2:]],
+    ]
+    assert kept.end == mixed.end < full.end
+    with pytest.raises(PolicyError, match="it has stages 0 to 3"):
+        simulate(base, "mt3000_cluster", "stages 7: full_recompute", parallel=layout)
 
 
 def test_the_parts_of_a_stages_time_add_up(base: Trace) -> None:

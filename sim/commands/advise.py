@@ -1,4 +1,4 @@
-"""advise, largest-batch, smallest-budget: questions with one answer."""
+"""advise, largest-batch, smallest-budget, search: questions with one answer."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput"
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
 OF_BATCH = Option("batch", Annotated[int | None, typer.Option(help="samples per iteration")], None)
 POLICY = Option("policy", Annotated[str, typer.Option(help="a policy or a composition")], "keep_all")
+DEVICES = Option("devices", Annotated[int, typer.Option(help="how many devices, all of which are used")], 8)
+GLOBAL_BATCH = Option("global_batch", Annotated[int, typer.Option(help="samples per iteration, of all devices")], 8)
+LAYOUT_POLICIES = Option(
+    "policies",
+    Annotated[str, typer.Option(help="memory policies to try in each layout, with commas")],
+    "keep_all,selective_recompute,full_recompute",
+)
+MOST = Option("most", Annotated[int, typer.Option(help="layouts to simulate, the most promising ones")], 12)
 QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLICIES, SECONDS, JOBS, SEED, JSON)
 
 
@@ -94,6 +102,52 @@ def smallest_budget(ctx: typer.Context, **options: Any) -> None:
     result = None if budget is None else simulate(trace, platform, options["policy"], budget=budget, **how)
     text = "" if budget is None else f"a budget of {format_bytes(budget)}"
     _answer({"policy": options["policy"], "budget_bytes": budget}, result, options["json"], text)
+
+
+@takes(PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON)
+def search(ctx: typer.Context, **options: Any) -> None:
+    """Find layout and memory policy together: the fastest that fits so many devices, runner-up, Pareto front."""
+    from sim.layout_search import search_layouts
+    from sim.outputs import to_json
+    from sim.policies.writing import split_outside
+
+    given = {**options, "batch": options["global_batch"], "micro_batches": 1, "divided": True, "ctx": ctx}
+    kernels = None
+    if options["stack"]:
+        from functools import partial
+
+        from workloads import with_stack
+
+        kernels = partial(with_stack, stack=options["stack"])
+        given["stack"] = None
+    found = search_layouts(
+        workload(given),
+        options["profile"],
+        options["devices"],
+        split_outside(options["policies"], ","),
+        budget=options["budget"],
+        most=options["most"],
+        overrides=overrides(options["set_"]) or None,
+        kernels=kernels,
+        on_row=lambda row: say(str(row)),
+    )
+    if options["json"]:
+        rows = {"best": found.best, "runner_up": found.runner_up}
+        answer: dict[str, Any] = {key: row.as_dict() if row else None for key, row in rows.items()}
+        answer |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
+        print(to_json({**answer, "cannot_fit": found.cannot_fit, "left_out": found.left_out}))
+    else:
+        print("best       ", found.best or "nothing fits")
+        if found.runner_up:
+            print("runner-up  ", found.runner_up)
+        for row in found.front[1:]:
+            print("less memory", row)
+        print(
+            f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
+            f"{found.left_out} left out by an estimate of their time (--most)"
+        )
+    if found.best is None:
+        raise typer.Exit(1)
 
 
 def _answer(found: Mapping[str, Any], result: Any, as_json: bool, text: str) -> None:

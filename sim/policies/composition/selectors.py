@@ -1,4 +1,4 @@
-"""Selectors: which tensors of a trace a part of a composition may own, by layer, role or name."""
+"""Selectors: which tensors of a trace a part of a composition may own, by layer, stage, role or name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STATE = ("gradients", "optimizer_state", "weights")
 REST, CHECKPOINTS = "rest", "checkpoints"
 WORDS = (*MANAGES, "state", REST, CHECKPOINTS)
 RANGE = r"\d+(?:-\d+)?"
-LAYERS = re.compile(rf"layers?\s+({RANGE}(?:[\s,]+{RANGE})*)")
+LAYERS = re.compile(rf"(layer|stage)s?\s+({RANGE}(?:[\s,]+{RANGE})*)")
+"""Layers of the model; stages are devices of a pipeline, where each is one."""
 GLOB = re.compile(r"[*?\[.]")
 
 
@@ -39,8 +40,9 @@ def terms(selector: str) -> list[str]:
 def selected(trace: Trace, selector: str) -> Mask:
     """The tensors that a selector names: those that meet all its terms, joined by `&`.
 
-    A term is `layers 0-7 10`, a word of `manages` or `state`, or a pattern such as `*.attn`: a tensor meets it if its
-    name or that of the op that produces it matches, or a leading part of either that ends before a dot. The tensors
+    A term is `layers 0-7 10`, `stages 0-1`, a word of `manages` or `state`, or a pattern such as `*.attn`: a tensor
+    meets it if its name or that of the op that produces it matches, or a leading part of either that ends before a dot.
+    The tensors
     of `rest` and `checkpoints` depend on the other parts; here they are all. Raises PolicyError naming layers that this
     trace has not, a pattern that nothing matches, and terms that have no tensor in common.
     """
@@ -60,13 +62,15 @@ def check(selector: str) -> None:
     for term in terms(selector):
         if not (LAYERS.fullmatch(term) or term in WORDS or GLOB.search(term)):
             raise PolicyError(
-                f"selector {term!r}{near(term, (*WORDS, 'layers 0-7'))}; a selector is 'layers 0-7', one of "
-                f"{', '.join(WORDS)}, or a pattern with '*' or '.' for names of ops and tensors"
+                f"selector {term!r}{near(term, (*WORDS, 'layers 0-7', 'stages 0-1'))}; a selector is 'layers 0-7', "
+                f"'stages 0-1', one of {', '.join(WORDS)}, or a pattern with '*' or '.' for names of ops and tensors"
             )
-        for low, high in re.findall(r"(\d+)-(\d+)", term if LAYERS.fullmatch(term) else ""):
+        numbered = LAYERS.fullmatch(term)
+        for low, high in re.findall(r"(\d+)-(\d+)", term) if numbered else ():
             if int(low) > int(high):
                 raise PolicyError(
-                    f"selector {term!r}: {low}-{high} is not a range of layers (did you mean '{high}-{low}'?)"
+                    f"selector {term!r}: {low}-{high} is not a range of {numbered and numbered[1]}s "
+                    f"(did you mean '{high}-{low}'?)"
                 )
 
 
@@ -78,15 +82,27 @@ def _term(trace: Trace, term: str) -> Mask:
     found = LAYERS.fullmatch(term)
     if found is None:
         return _named(trace, term)
-    layers = tensor_layers(trace)
+    layers = _numbers(trace, found[1])
     most = int(layers.max(initial=0))
     chosen = np.zeros(len(layers), np.bool_)
-    for piece in re.findall(RANGE, found[1]):
+    for piece in re.findall(RANGE, found[2]):
         low, _, high = piece.partition("-")
         # what is typed may have thousands of digits
         first, last = (min(int(end), most + 1) if len(end) < 20 else most + 1 for end in (low, high or low))
         chosen |= (layers >= first) & (layers <= last)
     return chosen
+
+
+def _numbers(trace: Trace, of: str) -> NDArray[np.int32]:
+    """Per tensor its layer, or its stage: the device of the op that produces it, or of its first reader."""
+    if of == "layer":
+        return tensor_layers(trace)
+    device, producer = trace.op_columns.device, trace.producer
+    first = producer.copy()
+    for t in np.flatnonzero(producer < 0).tolist():
+        first[t] = next(iter(trace.readers(t)), -1)
+    stages: NDArray[np.int32] = np.where(first >= 0, device[np.maximum(first, 0)], -1)
+    return stages
 
 
 def meets(name: str, pattern: str) -> bool:
@@ -107,10 +123,10 @@ def _named(trace: Trace, pattern: str) -> Mask:
 
 def _what_there_is(trace: Trace, term: str) -> str:
     """What the trace has instead, as the end of a message."""
-    if LAYERS.fullmatch(term):
-        has = np.unique(tensor_layers(trace))
+    if numbered := LAYERS.fullmatch(term):
+        has = np.unique(_numbers(trace, numbered[1]))
         has = has[has >= 0]
-        return f": it has layers {has[0]} to {has[-1]}" if len(has) else ": it has no layers"
+        return f": it has {numbered[1]}s {has[0]} to {has[-1]}" if len(has) else f": it has no {numbered[1]}s"
     stem = term.strip("*")
     names = sorted({name.partition(".")[2] or name for name in trace.op_columns.name})
     return near(stem, names) or f"; ops are called {', '.join(map(repr, names[:3]))}, …"
