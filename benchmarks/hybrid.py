@@ -4,7 +4,8 @@ python benchmarks/hybrid.py            print what benchmarks/hybrid.json says
 python benchmarks/hybrid.py --measure  run the cells that it has not (some ten minutes on a free core), then print
 
 Per cell and policy the time over that of unlimited memory, -1, null where it does not fit; how much of that is
-recomputation; and the bound that `joint_optimal` proves. Policies that only recompute do not depend on the link, and
+recomputation; the least that any plan takes, `sim.lower_bound`; and where `hybrid` is slower than unlimited memory,
+what `joint_optimal` takes and proves. Policies that only recompute do not depend on the link, and
 are run once for all rates. Where `hybrid` takes no longer than unlimited memory, at rates from 20 GB/s on, nothing can
 be faster, and only `swap_all` is run beside it.
 """
@@ -76,6 +77,16 @@ def least(trace: Trace, machine: Platform, budget: int, kept: int) -> float:
     return round((found or 0) / kept - 1, 5)
 
 
+def joint(trace: Trace, machine: Platform, budget: int, kept: int) -> tuple[float | None, float | None]:
+    """What `joint_optimal` takes, and what it proves, as `least`; None for no plan, or no bound."""
+    try:
+        result = simulate(trace, machine, "joint_optimal", budget=budget)
+    except TiersimError:
+        return None, None
+    bound = result.plan.notes["makespan_bound_ns"]
+    return round(result.log.end / kept - 1, 5), None if bound is None else round(bound / kept - 1, 5)
+
+
 class Bench:
     """A model on the machine with one zone's bandwidth: what its cells have in common."""
 
@@ -90,7 +101,7 @@ class Bench:
         self.low = home_peak(simulate(self.trace, machine, "full_recompute", budget=UNLIMITED).log)
 
     def complete(self, row: Row, names: Sequence[str]) -> None:
-        """Run what a row lacks of these policies, and its bound."""
+        """Run what a row lacks of these policies, its bound and the joint optimum."""
         row.setdefault("budget", int(self.low + row["share"] * (self.high - self.low)))
         machine = platform(row["rate"], self.bandwidth)
         for name in (each.format(half=self.half) for each in names):
@@ -98,8 +109,10 @@ class Bench:
                 took, part = run(self.trace, machine, name, row["budget"], self.kept)
                 row["overhead"][name], row["recomputed"][name] = took, part
         mine = row["overhead"]["hybrid"]
+        slower = mine is None or mine >= EQUAL
+        if slower and "joint" not in row:
+            row["joint"], row["joint_bound"] = joint(self.trace, machine, row["budget"], self.kept)
         if "bound" not in row:
-            slower = mine is None or mine >= EQUAL
             row["bound"] = least(self.trace, machine, row["budget"], self.kept) if slower else 0.0
 
 
@@ -120,9 +133,9 @@ def measure(rows: list[Row]) -> None:
             for name in RECOMPUTING if known and not fast else ():  # the link does not matter to them
                 for figures in ("overhead", "recomputed"):
                     row[figures].setdefault(name, known[0][figures][name])
-        before = len(row["overhead"])
+        before = json.dumps(row)
         bench(model, bandwidth).complete(row, asked)
-        if len(row["overhead"]) > before:
+        if json.dumps(row) != before:
             lines = ",\n".join(map(json.dumps, by_cell.values()))
             DATA.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
             print(

@@ -27,6 +27,8 @@ COMPOSED = (
     ("layers ", "layers: half recomputed, half swapped"),
 )
 
+DEEP = "gpt2-medium"
+
 
 def _percent(share: float | None) -> str:
     return "✗" if share is None else f"{100 * share + 0.0:.1f}"
@@ -104,6 +106,11 @@ def said(rows: Sequence[Row]) -> str:
     wide = [gap for row, gap in left if best_other(row)[0] >= 0.05]
     costs = [row for row in rows if row["overhead"]["hybrid"] >= EQUAL]
     above = [row["overhead"]["hybrid"] - row["bound"] for row in costs]
+    joint = [row for row in costs if row["joint"] is not None]
+    faster = [row["overhead"]["hybrid"] - row["joint"] for row in joint]
+    proven = [row["joint"] - row["joint_bound"] for row in joint]
+    deep = [row["joint"] - row["joint_bound"] for row in joint if row["model"] == DEEP]
+    short = [(gap, best_other(row)[0] - row["bound"]) for row, gap in left if best_other(row)[0] >= 0.05 > gap]
     winners = Counter(_name(best_other(row)[1]) for row, _ in left)
     won = ", ".join(f"{name} {count}" for name, count in winners.most_common())
     slowest = min(gaps)
@@ -113,14 +120,18 @@ def said(rows: Sequence[Row]) -> str:
             + ("never slower than" if slowest > -EQUAL else f"up to {-100 * slowest:.1f} points slower than")
             + " the best other policy of the cell.",
             f"* In {len(rows) - len(costs)} cells `hybrid` is as fast as unlimited memory: nothing is faster. In the"
-            f" other {len(costs)} it is at most {100 * max(above):.2f} points above the bound of `joint_optimal`,"
+            f" other {len(costs)} it is at most {100 * max(above):.2f} points above the bound of `sim.lower_bound`,"
             f" {100 * _median(above):.2f} in the median.",
+            f"* In those, `joint_optimal` is at most {100 * max(faster):.2f}"
+            f" points faster than `hybrid`, and at most {100 * max(proven):.2f}"
+            f" points above what it proves for its class; for the 24 layers of `{DEEP}` {100 * max(deep):.2f}.",
             f"* In {len(free)} cells another policy, too, is as fast as unlimited memory: the link keeps up.",
             f"* In the other {len(left)} cells the best other policy is: {won}. `hybrid` takes"
             f" {100 * min(gap for _, gap in left):.1f} to {100 * max(gap for _, gap in left):.1f} points less,"
             f" {100 * _median([gap for _, gap in left]):.1f} in the median.",
             f"* Where at least 5 points could be gained ({len(wide)} cells), it gains 5 in"
-            f" {sum(gap >= 0.05 for gap in wide)}.",
+            f" {sum(gap >= 0.05 for gap in wide)}."
+            + "".join(f" In another {100 * gap:.1f}: the bound leaves {100 * most:.1f}." for gap, most in short),
         ]
     )
 

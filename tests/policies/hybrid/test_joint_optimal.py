@@ -316,8 +316,8 @@ def test_of_all_schedules_of_small_graphs_none_is_below_the_bound_and_few_are_fa
 
 @pytest.mark.slow
 def test_of_all_schedules_of_more_graphs_none_is_below_the_bound_and_few_are_faster():
-    seen = Counter(beside_all_schedules(seed, 3000) for seed in range(1000, 1260))
-    assert seen["least"] >= 150, seen
+    seen = Counter(beside_all_schedules(seed, 3000) for seed in range(1000, 1500))
+    assert seen["least"] >= 200, seen
     assert seen["worse"] + seen["refused"] <= 0.05 * seen.total(), seen
 
 
