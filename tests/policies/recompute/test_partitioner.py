@@ -310,3 +310,18 @@ def test_each_ban_alone_is_pytorchs(ban):
     assert (saved.bytes, {names[op] for op in saved.reruns} & computed) == (bytes, again)
     _, again_without, _, bytes_without = graph.partition(1, **theirs, **{BANS[ban]: False})
     assert (bytes, again) != (bytes_without, again_without)
+
+
+def test_compiled_stack_of_a_captured_model_saves_what_pytorch_does():
+    """The trace is that of eager kernels; PyTorch cuts its own decomposition of the same model."""
+    from workloads import capture, with_stack
+
+    trace = capture(Mlp, (torch.randn(32, 64),), loss=lambda result: result[0])
+    kept = []
+    for one in (trace, with_stack(trace, "compiled")):
+        made = {t for op in one.ops if op.phase == "forward" for t in op.writes}
+        read = {t for op in one.ops if op.phase == "backward" for t in op.reads}
+        kept.append(sum(one.tensors[t].bytes for t in made & read))
+    truth = graph_of("mlp", decomposed=True).partition(1)[3]
+    assert kept[1] == pytest.approx(truth, rel=0.01)
+    assert kept[0] > 1.5 * truth
