@@ -98,6 +98,21 @@ EXPERTS = Job(
     },
     {"batch": 2, "sequence": 512, "precision": "mixed_fp16", "optimizer": "adamw_fused"},
 )
+TOKENS = Job(
+    "12 layers of OPT-30B, 48 x 512 and 2 tokens, fp16",
+    "v100_16",
+    (0.5,),
+    {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 7168,
+        "n_head": 56,
+        "n_positions": 2048,
+        "vocab_size": 50272,
+        "activation_function": "relu",
+    },
+    {"batch": 48, "sequence": 512, "generate": 2, "micro_batches": 4, "precision": "fp16"},
+)
 
 OWN: Mapping[str, Job] = {
     "vdnn": VGG,
@@ -136,6 +151,7 @@ OWN: Mapping[str, Job] = {
     "lru_tiering": BERT,
     "uvm": BERT,
     "g10": BERT,
+    "flexgen": TOKENS,
     "gist": ZEROS,
     "cdma": ZEROS,
     "cswap": ZEROS,

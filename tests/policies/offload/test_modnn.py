@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.rewrites.values import departures
+from sim.search import smallest_budget
 from sim.solvers.load_curve import Curve, Variable
 from sim.solvers.longest_away import longest_away
 from sim.trace import Trace, TraceBuilder
@@ -158,3 +161,19 @@ def test_what_is_wrong_is_named() -> None:
         simulate(trace, machine(host=False), "modnn")
     with pytest.raises(PolicyError, match="most_parts is 0; expected"):
         simulate(trace, machine(), "modnn", most_parts=0)
+
+
+def test_a_measured_op_of_a_sub_batch_takes_its_part_by_the_model_of_op_times() -> None:
+    # read and written 128 bytes at a byte per ns after a launch of 64 ns: half of the batch takes 128 of 192 ns
+    card = machine()
+    slow = replace(card, engines=tuple(replace(engine, launch=64) for engine in card.engines))
+    trace = batched_chain()
+    budget = smallest_budget(trace, slow, "modnn(most_parts=1)", tolerance=0.01)
+    for parts in (2, 4):
+        ran = simulate(trace, slow, "modnn(most_parts=8)", budget=int(budget / parts * 1.2))
+        assert ran.plan.notes["parts"] >= parts
+        split = ran.plan.notes["parts"]
+        of_model = -(-80 * (64 + 128 // split) // (64 + 128))
+        taken = {op.duration for op in ran.log.trace.ops if op.name.startswith("f0.mb") and "bwd" not in op.name}
+        assert taken
+        assert taken <= {of_model, 2 * of_model}  # without its workspace twice that

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated
 
+import numpy as np
 from annotated_types import Ge
 
 from sim.errors import Infeasible, OutOfMemory, PolicyError, TraceError
@@ -17,6 +18,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.modnn.offloads import offloads
 from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller, overflow
 from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
 
 
@@ -36,7 +38,10 @@ class ModNn(Policy):
     Headline: down to a fiftieth of the memory; 8 % slower than without a limit on a GPU of 12 GB. Here, on `p100` with
         plain SGD and cuDNN's kernels, VGG-16 with 256 images takes 1.1 % more on 12 GB, and a tenth of the memory at
         least.
-    Departs: time and workspace of an implementation are proportional to the sub-batch. Ops that cannot be split by
+    Departs: workspaces, and the ratios of times between implementations, are the same for all sub-batches. An op of a
+        sub-batch takes what the machine's model of op times says of its size: a launch of its own, all of its weights'
+        bytes, and with `op_time = bound` its own waves; of a measured op the time shrinks as in that model, which is
+        less than in proportion. Ops that cannot be split by
         batch, such as batch norm, whose statistics would change, leave the batch whole. Inputs and weights stay.
         Tensors beyond the host's capacity go on to the tier behind it. More memory does not always mean less time: what
         is away longest need not be what costs least, and copies queue; for that reason `swap_all`, which offloads
@@ -102,6 +107,24 @@ def _divisors(trace: Trace) -> Iterator[int]:
     yield from (n for n in range(1, max(known, 1) + 1) if known % n == 0)
 
 
+def _with_measured(split: Trace, old: Sequence[int], problem: Problem) -> Trace:
+    """Sub-batches whose measured ops take, of the whole op's time, the part that the model of op times gives them.
+
+    old: per op of the split trace the op that it is a part of.
+    """
+    whole, measured = problem.trace.op_columns.duration, split.op_columns.duration
+    if (measured < 0).all():
+        return split
+    unmeasured = (with_columns(trace, duration=np.full(len(trace.ops), -1)) for trace in (problem.trace, split))
+    full, part = (op_times(trace, problem.platform).total for trace in unmeasured)
+    scaled = measured.copy()
+    for op in np.flatnonzero(measured >= 0).tolist():
+        if whole[old[op]] >= 0 and full[old[op]] > 0:
+            ns = -(-int(whole[old[op]]) * int(part[op]) // int(full[old[op]]))
+            scaled[op] = min(max(int(measured[op]), ns), int(whole[old[op]]))
+    return with_columns(split, duration=scaled)
+
+
 class _Trial:
     """A number of sub-batches, each op in the fastest implementation. Raises TraceError where an op cannot be split.
 
@@ -112,6 +135,7 @@ class _Trial:
         self.problem, self.parts, self.host = problem, parts, host
         self.split, which = split_batch_ops(problem.trace, parts)
         self.old = [old for old, _ in which]
+        self.split = _with_measured(self.split, self.old, problem) if parts > 1 else self.split
         self.members: dict[int, list[int]] = {}
         for op in sorted(self.split.op_columns.alternatives):
             self.members.setdefault(self.old[op], []).append(op)
