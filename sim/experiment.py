@@ -164,15 +164,17 @@ class Result:
 
     def plot_memory(self, tier: str | None = None) -> Figure:
         """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""
+        from sim.report.draw import named
         from sim.report.plot import plot_memory
 
-        return plot_memory(self.log, tier)
+        return named(plot_memory(self.log, tier), self.name)
 
     def plot_lanes(self, window: tuple[int, int] | None = None) -> Figure:
         """Figure of what each engine and link did, in a window of (start, end) in ns; see `sim.report.lanes`."""
+        from sim.report.draw import named
         from sim.report.lanes import plot_lanes
 
-        return plot_lanes(self.log, window)
+        return named(plot_lanes(self.log, window), self.name)
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Write the run for ui.perfetto.dev, to `x.pftrace` or `x.json`; see `sim.report.timeline`."""

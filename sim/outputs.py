@@ -84,11 +84,9 @@ def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures
     ]
     if figures:
         from sim.report.draw import save_figure
-        from sim.report.lanes import plot_lanes
-        from sim.report.plot import plot_memory
 
-        written.append(save_figure(plot_memory(result.log), folder / f"memory.{figures}"))
-        written.append(save_figure(plot_lanes(result.log), folder / f"lanes.{figures}"))
+        written.append(save_figure(result.plot_memory(), folder / f"memory.{figures}"))
+        written.append(save_figure(result.plot_lanes(), folder / f"lanes.{figures}"))
     return written
 
 

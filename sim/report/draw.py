@@ -93,6 +93,12 @@ def draw_limit(axes: Axes, level: float) -> None:
     axes.axhline(level, color=BLACK, linewidth=1, linestyle=(0, (5, 3)), zorder=2)
 
 
+def named(figure: Figure, policy: str) -> Figure:
+    """The figure with the name of the policy that it shows above all else."""
+    figure.suptitle(policy if len(policy) <= 90 else f"{policy[:89]}…", fontsize=SMALL + 1.5, color=BLACK)
+    return figure
+
+
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Save a figure in the format of the name's ending: `.png`, `.svg` or `.pdf`. Equal figures give equal files.
 
