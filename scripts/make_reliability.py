@@ -62,7 +62,7 @@ what a disk without faults leaves.
 | command | injected faults | did harm | on |
 | --- | ---: | ---: | --- |
 {injected}
-In all {injections:,} injected faults, {harm} of which did harm.
+{injections:,} injected faults in all; {harm} did harm.
 
 ## The law
 
@@ -143,10 +143,11 @@ def page(data: dict[str, Any]) -> str:
     fuzz = {name: data["fuzz"][name] for name in READERS if name in data["fuzz"]}
     law = {name: data["law"][name] for name in names() if name in data["law"]}
     injected, caught = data["injected"], data["planted"]
+    slowest = f", the slowest within\n{caught['slowest_s']:g} s of processor time" if "slowest_s" in caught else ""
     found = (
         f"{caught['faults']} policies with one fault each, from `sys.exit(0)` to a plan that lives by the clock; "
         f"{caught['caught']} are caught by\n`tiersim check` with its 50 examples, by the law named beside them in the "
-        f"file, the slowest within {caught['slowest_s']:g} s of processor\ntime ({caught['on']})."
+        f"file{slowest} ({caught['on']})."
     )
     return TEXT.format(
         fuzz="".join(fuzz_row(*each) for each in fuzz.items()),
