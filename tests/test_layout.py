@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
@@ -25,11 +27,33 @@ def base() -> Trace:
 def test_a_layout_is_a_rewrite_that_computes_the_same(base: Trace) -> None:
     layout = {"pp": 2, "schedule": "interleaved", "micro_batches": 4}
     trace, platform = lay_out(base, "a100_80_sxm", layout)
-    assert not departures(trace, base)
+    found = departures(trace, base)
+    assert {(each.what, each.op) for each in found} == {("repeated", "positions"), ("repeated", "wpe")}
     assert trace.devices == platform.devices == 2
     result = simulate(base, "a100_80_sxm", parallel=layout)
     assert result.log.trace.content_hash == trace.content_hash
     assert result.log.complete
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"precision": "amp_bf16"}, {"precision": "mixed_bf16"}, {"lora_rank": 4, "frozen_dtype": "nf4"}],
+    ids=str,
+)
+def test_microbatches_of_a_layout_run_what_a_training_loop_runs(given: dict) -> None:
+    # which casts each weight once per microbatch: autocast's cache ends with its context
+    config = {**CONFIG, "n_layer": 2}
+    looped = transformer(config, batch=4, sequence=32, micro_batches=2, **given)
+    divided, _ = lay_out(transformer(config, batch=4, sequence=32, **given), "a100_80_sxm", {"micro_batches": 2})
+
+    def work(trace: Trace) -> list[Counter]:
+        ops = [op for op in trace.ops if op.kind != "elementwise"]  # sums of gradients have other names
+        names = (re.sub(r"^mb\d\.|\.mb\d", "", op.name) for op in ops)
+        return [Counter(names), Counter(op.kind for op in trace.ops)]
+
+    assert work(divided) == work(looped)
+    peaks = [simulate(trace, "a100_80_sxm").summary()["peak_bytes"] for trace in (divided, looped)]
+    assert peaks[0] == peaks[1]
 
 
 def test_one_device_and_one_microbatch_change_nothing(base: Trace) -> None:

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import Op, Ring
+from sim.trace.op import PHASE_CODE, Op, Ring
 from sim.trace.origin import Expr, Microbatch, Same
 from sim.trace.tensor import ROLE_CODE, Tensor
+
+UPDATE = PHASE_CODE["update"]
 
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
@@ -66,12 +68,16 @@ def split_batch(trace: Trace, n: int) -> Trace:
     return split_batch_ops(trace, n)[0]
 
 
-def split_batch_ops(trace: Trace, n: int, ranks: int = 1, dealt: bool = False) -> tuple[Trace, list[tuple[int, int]]]:
+def split_batch_ops(
+    trace: Trace, n: int, ranks: int = 1, dealt: bool = False, passes: bool = False
+) -> tuple[Trace, list[tuple[int, int]]]:
     """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
 
     ranks: symmetric replicas, of which the new trace is one; each has n microbatches of its own. The gradients of a
         layer are summed over all of them by one collective, as soon as the last microbatch has produced them.
     dealt: they are summed after each microbatch, before they are accumulated.
+    passes: each microbatch is a pass of a training loop through the model, and repeats what reads no slice and
+        what only the pass needs: it casts weights, since it enters autocast's context, whose cache is empty then.
     """
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % (n * ranks)):
@@ -84,7 +90,7 @@ def split_batch_ops(trace: Trace, n: int, ranks: int = 1, dealt: bool = False) -
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
-    return _Split(trace, n, splits, rows, ranks, dealt).run()
+    return _Split(trace, n, splits, rows, ranks, dealt, passes).run()
 
 
 class _Split:
@@ -104,11 +110,13 @@ class _Split:
         rows: NDArray[np.bool_],
         ranks: int = 1,
         dealt: bool = False,
+        passes: bool = False,
     ) -> None:
         self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
         self.ranks, self.dealt, self.total = ranks, dealt and ranks > 1, n * ranks
         self.reduced: list[tuple[Tensor, Op, int]] = []
         self.late = _late_ops(trace, splits, rows)
+        self.repeated = _repeated_ops(trace, splits, self.late) if passes and n > 1 else np.zeros_like(splits)
         self.new = Rewriter(trace, {"microbatches": self.total * int(trace.meta.get("microbatches", 1))})
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
         self.produced_by_split = np.append(splits, False)[trace.producer]
@@ -134,6 +142,10 @@ class _Split:
                     self._reduce()
                 if self.splits[op.id]:
                     self._in_microbatch(op, k)
+                elif self.repeated[op.id]:
+                    reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
+                    self.new.op(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
+                    self.which.append((op.id, k))
                 elif k == (self.n - 1 if self.late[op.id] else 0):
                     reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
                     self.new.op(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
@@ -158,6 +170,9 @@ class _Split:
         whole, current = self.whole, self.current
         sliced = bool(self.rows[t.id])
         if t.id in current:
+            return current[t.id]
+        if self.trace.producer[t.id] >= 0 and self.repeated[self.trace.producer[t.id]]:
+            current[t.id] = self.new.tensor(t, name=f"{t.name}.mb{k}")
             return current[t.id]
         if not sliced and not self.produced_by_split[t.id]:
             if t.id not in whole:
@@ -273,6 +288,23 @@ def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) 
             if not splits[op.id] and any(splits[r] for r in trace.readers(old)) and not late[op.id]:
                 raise TraceError(f"split_batch: op {op.name!r} overwrites {name[old]!r} before all microbatches")
     return late
+
+
+def _repeated_ops(trace: Trace, splits: NDArray[np.bool_], late: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether each op runs as a whole in every microbatch: only its ops read the results, and nothing overwrites them.
+
+    An op that draws random numbers runs once, since it would draw others each time.
+    """
+    c, columns = trace.op_columns, trace.tensor_columns
+    kept = {*trace.outputs, *(t for pair in trace.carry for t in pair)}
+    once = {t for t in range(len(columns.name)) if t in kept or columns.replaces[t] >= 0 or trace.replaced_by[t] >= 0}
+    repeated = np.zeros(len(splits), np.bool_)
+    for op in reversed(range(len(splits))):
+        if splits[op] or late[op] or c.phase[op] == UPDATE or c.random[op] or not once.isdisjoint(trace.writes(op)):
+            continue
+        readers = [reader for t in trace.writes(op) for reader in trace.readers(t)]
+        repeated[op] = bool(readers) and all(splits[reader] or repeated[reader] for reader in readers)
+    return repeated
 
 
 def sent(size: int, ring: Ring) -> int:

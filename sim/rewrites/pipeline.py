@@ -62,7 +62,7 @@ def pipeline(
     trace = _updates_by_part(trace, table)
     base_part = _parts(trace, table)
     _check_updates(trace, base_part)
-    split, which = split_batch_ops(trace, micro_batches, ranks, dealt)
+    split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True)
     part = [base_part[op] for op, _ in which]
     later = _weight_gradients(trace) if schedule in DIVIDED else frozenset()
     units = _units(split, which, part, later)

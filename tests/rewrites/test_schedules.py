@@ -97,7 +97,7 @@ def in_flight(trace: Trace, log: EventLog) -> list[float]:
 def scheduled(schedule: str, stages: int, n: int, times: tuple[int, ...], chunks: int = 1) -> tuple[Trace, EventLog]:
     base = model(stages * chunks, n, *times)
     trace = pipeline(base, list(range(stages * chunks)), n, schedule, chunks)
-    assert not departures(trace, base)
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
     return trace, run(trace)
 
 
@@ -222,7 +222,7 @@ def test_every_family_and_optimizer_runs_in_a_pipeline(family: str, optimizer: s
     n = 2 if schedule == "zb_h1" else 1
     base = transformer(config, batch=n, sequence=16, optimizer=optimizer, precision="mixed_bf16")
     trace = pipeline(base, [0, 1], n, schedule)
-    assert not departures(trace, base)
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
     for op in trace.ops:
         for t in op.reads:
             producer = int(trace.producer[t])

@@ -49,7 +49,7 @@ def among(stages: int, replicas: int, tensor: int) -> Platform:
 def test_one_rank_stands_for_all(layout: dict) -> None:
     """Same time, same peaks, and the same values: the law checks all ranks without knowing that they are symmetric."""
     trace, _ = lay_out(step(), "a100_80_sxm", layout)
-    assert not departures(trace, step())
+    assert {each.what for each in departures(trace, step())} <= {"repeated"}  # what is not divided, per microbatch
     every = all_ranks(trace)
     assert {each.what for each in departures(every, step())} == {"repeated"}
     stages, replicas, tensor = trace.devices, layout.get("dp", 1), layout["tp"]
