@@ -292,3 +292,17 @@ def test_largest_batch_and_smallest_budget_on_the_command_line(config, capsys):
     found = json.loads(out)
     assert found["peak_bytes"] <= found["budget_bytes"]
     assert not it_fits(trace_of(config), "a100_40_pcie", "full_recompute", budget=int(0.99 * found["budget_bytes"]))
+
+
+def test_several_policies_in_one_command_the_best_first(config, capsys):
+    job = ["--profile", "a100_40_pcie", "--model", config, "--seq", "64"]
+    several = ["--policies", "keep_all,full_recompute,moe_tiering"]
+    code, out, _ = tiersim("largest-batch", *job, *several, "--budget", "20 MB", "--json", capsys=capsys)
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["policy"] for row in rows] == ["full_recompute", "keep_all", "moe_tiering"]
+    assert rows[0]["batch"] > rows[1]["batch"]
+    assert "experts" in rows[2]["error"]
+    code, out, _ = tiersim("smallest-budget", *job, *several, "--batch", "4", capsys=capsys)
+    assert code == 0
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["full_recompute", "keep_all", "moe_tiering"]

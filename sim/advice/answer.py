@@ -12,6 +12,7 @@ from sim.advice.reasons import Change, Flip, above
 from sim.advice.state import State
 from sim.advice.trials import SHARE, Row, best, effort, fits, speed
 from sim.analysis.pareto import pareto
+from sim.policies import load
 from sim.report.verdict import difference, does
 from sim.units import format_bytes, format_time
 
@@ -168,7 +169,9 @@ def _use(advice: Advice, top: Row) -> str:
     if slower <= -0.0005:  # a policy that makes the work itself cheaper
         less = f"{_percent(-slower)} less time than keeping everything"
     goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
-    end = f"{less} with unlimited memory. In each iteration {does(top)}."
+    saved = load(str(top["policy"])).saving_lines() if slower <= -0.0005 else ()
+    why = f" ({'; '.join(line.removeprefix('declared saving: ') for line in saved)})" if saved else ""
+    end = f"{less} with unlimited memory{why}. In each iteration {does(top)}."
     return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
 
 

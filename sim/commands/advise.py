@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,7 +33,8 @@ from sim.commands.runs import POLICIES
 GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
 OF_BATCH = Option("batch", Annotated[int | None, typer.Option(help="samples per iteration")], None)
-POLICY = Option("policy", Annotated[str, typer.Option(help="a policy or a composition")], "keep_all")
+SEVERAL = "a policy or a composition, several of them as in a,b + c, or all"
+POLICY = Option("policy", Annotated[str, typer.Option("--policy", "--policies", help=SEVERAL)], "keep_all")
 DEVICES = Option("devices", Annotated[int, typer.Option(help="how many devices, all of which are used")], 8)
 GLOBAL_BATCH = Option("global_batch", Annotated[int, typer.Option(help="samples per iteration, of all devices")], 8)
 LAYOUT_POLICIES = Option(
@@ -82,11 +83,14 @@ def largest_batch(**options: Any) -> None:
     def make(batch: int) -> Any:
         return made.setdefault(batch, workload({**options, "trace": None, "batch": batch}))
 
-    budget = budget_of(options["budget"], make(1), platform)
-    how = {"budget": budget, "seed": options["seed"], **given}
-    batch = search(make, platform, options["policy"], **how)
-    result = simulate(make(batch), platform, options["policy"], **how) if batch else None
-    _answer({"policy": options["policy"], "batch": batch}, result, options["json"], f"batch {batch}")
+    how = {"budget": budget_of(options["budget"], make(1), platform), "seed": options["seed"], **given}
+
+    def found(policy: str) -> Found:
+        batch = search(make, platform, policy, **how)
+        result = simulate(make(batch), platform, policy, **how) if batch else None
+        return Found({"policy": policy, "batch": batch}, result, f"batch {batch}")
+
+    _answer(options, found, lambda one: -one.figures["batch"])
 
 
 @takes(PROFILE, POLICY, MODEL, TRACE, *AXES, SET, PARAM, SEED, JSON)
@@ -98,10 +102,14 @@ def smallest_budget(ctx: typer.Context, **options: Any) -> None:
 
     platform, given = platform_of(options["profile"], options["set_"]), parameters(options["param"])
     trace, how = workload({"ctx": ctx, **options}), {"seed": options["seed"], **given}
-    budget = search(trace, platform, options["policy"], **how)
-    result = None if budget is None else simulate(trace, platform, options["policy"], budget=budget, **how)
-    text = "" if budget is None else f"a budget of {format_bytes(budget)}"
-    _answer({"policy": options["policy"], "budget_bytes": budget}, result, options["json"], text)
+
+    def found(policy: str) -> Found:
+        budget = search(trace, platform, policy, **how)
+        result = None if budget is None else simulate(trace, platform, policy, budget=budget, **how)
+        text = "" if budget is None else f"a budget of {format_bytes(budget)}"
+        return Found({"policy": policy, "budget_bytes": budget}, result, text)
+
+    _answer(options, found, lambda one: one.figures["budget_bytes"])
 
 
 @takes(PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON)
@@ -150,19 +158,45 @@ def search(ctx: typer.Context, **options: Any) -> None:
         raise typer.Exit(1)
 
 
-def _answer(found: Mapping[str, Any], result: Any, as_json: bool, text: str) -> None:
-    """Print what was found and the figures of its run. Exits with 1 where nothing fits."""
-    from sim.advice.answer import figures
+class Found(NamedTuple):
+    """What was found for a policy: figures, the run there, None where nothing fits, and the figures in words."""
+
+    figures: Mapping[str, Any]
+    result: Any
+    text: str
+
+    @property
+    def line(self) -> str:
+        """One line."""
+        from sim.advice.answer import figures
+
+        if self.result is None:
+            return f"{self.figures['policy']}: nothing fits"
+        return f"{self.figures['policy']}: {self.text}: {figures(self.result.summary())}"
+
+
+def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: Callable[[Found], int]) -> None:
+    """Print what was found for each policy, the best first, and why one can't run. Exits with 1 where nothing fits."""
+    from sim.errors import PolicyError
     from sim.outputs import to_json
 
-    summary = {} if result is None else result.summary()
-    if as_json:
-        print(to_json({**found, **summary}))
-    elif result is None:
-        print(f"{found['policy']}: nothing fits")
+    names = names_of(options["policy"]) or []
+    ran, refused = list[Found](), dict[str, str]()
+    for name in names:
+        try:
+            ran.append(search(name))
+        except PolicyError as error:
+            if len(names) == 1:
+                raise
+            refused[name] = str(error)
+    ran.sort(key=lambda one: (one.result is None, 0 if one.result is None else order(one)))
+    if options["json"]:
+        rows = [{**one.figures, **({} if one.result is None else one.result.summary())} for one in ran]
+        rows += [{"policy": name, "error": text} for name, text in refused.items()]
+        print(to_json(rows[0] if len(names) == 1 else rows))
     else:
-        print(f"{found['policy']}: {text}: {figures(summary)}")
-    if result is None:
+        print("\n".join([*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]))
+    if all(one.result is None for one in ran):
         raise typer.Exit(1)
 
 
