@@ -244,7 +244,7 @@ def table(source: str, part: Sequence[Row]) -> list[str]:
     first = part[0]
     lines = [
         f"### {source}: {first['source']}\n",
-        f"{first['address']} ({first['date_version']}); {first['set']}. Rate in {first['metric']}."
+        f"{address(first['address'])} ({first['date_version']}); {first['set']}. Rate in {first['metric']}."
         + (f" {REASONS[source]}" if source in REASONS else "")
         + "\n",
         "| run | grade | what runs | theirs | ours | difference | peak, GiB: theirs | ours | difference |",
@@ -265,6 +265,12 @@ def table(source: str, part: Sequence[Row]) -> list[str]:
         )
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
+
+
+def address(text: str) -> str:
+    """Where a source stands; a path in its repository reads as one of that repository, not of ours."""
+    place, _, path = text.partition(" ")
+    return " ".join(filter(None, (place, path.replace("/", " › "))))
 
 
 def what(row: Row) -> str:
