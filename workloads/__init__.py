@@ -5,6 +5,7 @@ from workloads.cnn import cnn, cnn_names
 from workloads.importers.any_format import load_trace
 from workloads.models import Config, model_names, read_config
 from workloads.stacks import with_stack
+from workloads.steps import training_step
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1
 from workloads.transformer import transformer
 from workloads.varied import joined, varied_lengths
@@ -22,6 +23,7 @@ __all__ = [
     "model_names",
     "random_dag",
     "read_config",
+    "training_step",
     "transformer",
     "unet",
     "uniform_chain",

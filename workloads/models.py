@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sim.errors import WorkloadError, near
-from workloads.other_models import LONGEST, refuse_other_models, refuse_unknown, refuse_unused, shown
+from workloads.other_models import LONGEST, NotBuiltIn, refuse_other_models, refuse_unknown, refuse_unused, shown
 
 FAMILIES = {
     # model_type of a config.json: family, which decides its ops
@@ -182,8 +182,19 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     config: name of a model, path of a `config.json`, a dict with Hugging Face's keys, or a configuration object. A
         string is a name unless it ends in .json or is an existing path; a folder means the `config.json` in it.
 
-    Raises WorkloadError for an unknown name or model_type, a missing or impossible key, or a file that does not exist
-    or does not contain a JSON object.
+    Raises WorkloadError for an unknown name, a missing or impossible key, or a file that does not exist or does not
+    contain a JSON object, and NotBuiltIn for a model that no family here has.
+    """
+    if isinstance(config, (str, Path)) and config_file(config) is None:
+        name = HUB_NAMES.get(str(config), str(config))
+        return _Reader(_tables()[name], name, own=True).config(name)
+    return parse_config(*read_values(config))
+
+
+def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mapping[str, Any], str, str]:
+    """The keys of a configuration, the model's name, and how errors refer to it.
+
+    Raises WorkloadError as `read_config` does, except for what the keys say.
     """
     if not isinstance(config, (str, Path, Mapping)):
         if not hasattr(config, "to_dict"):
@@ -191,11 +202,12 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
         config = config.to_dict()
     if isinstance(config, Mapping):
         names = (config.get(key) for key in ("name", "_name_or_path", "model_type"))
-        return parse_config(config, next((name[:LONGEST] for name in names if name and isinstance(name, str)), "dict"))
+        name = next((name[:LONGEST] for name in names if name and isinstance(name, str)), "dict")
+        return config, name, name
     text = HUB_NAMES.get(str(config), str(config))
     path = config_file(config)
     if path is None:
-        return _Reader(_tables()[text], text, own=True).config(text)
+        return _tables()[text], text, text
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
         raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
@@ -211,7 +223,7 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     if not isinstance(values, dict):
         raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
     name = path.parent.name if path.name == "config.json" else path.stem
-    return parse_config(values, name or path.stem, str(path))
+    return values, name or path.stem, str(path)
 
 
 def config_file(config: str | Path) -> Path | None:
@@ -251,7 +263,7 @@ class _Reader:
         if kind is None:
             raise WorkloadError(f"{self.where}: key 'model_type' is missing (supported: {supported})")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise WorkloadError(f"{self.where}: model_type {shown(kind, 40)} is not supported (supported: {supported})")
+            raise NotBuiltIn(f"{self.where}: model_type {shown(kind, 40)} is not supported (supported: {supported})")
         family = FAMILIES[kind]
         read = [*READ, *(key for keys in ALIASES.values() for key in keys)]
         refuse_unknown(self.values, read, kind, self.where, self.own)

@@ -15,6 +15,10 @@ from typing import Any
 from sim.errors import WorkloadError
 
 
+class NotBuiltIn(WorkloadError):
+    """A configuration of a model that no family here has; the library that published it may."""
+
+
 def shown(value: Any, most: int = 60) -> str:
     """A value as an error shows it: one line of at most so many characters, whatever it is."""
     try:
@@ -140,6 +144,11 @@ LONGEST = 80
 """The longest key that is compared with others."""
 
 
+def misspelt(key: str, known: Collection[str]) -> str:
+    """The known key that an unknown one is probably a misspelling of, "" where there is none."""
+    return next(iter(get_close_matches(key[:LONGEST], known, n=1, cutoff=ALIKE)), "")
+
+
 def refuse_unknown(values: Mapping[str, Any], read: Collection[str], kind: str, where: str, own: bool) -> None:
     """Raise WorkloadError for a key that is neither read nor harmless nor known to describe another model.
 
@@ -152,9 +161,8 @@ def refuse_unknown(values: Mapping[str, Any], read: Collection[str], kind: str, 
             continue
         if not isinstance(key, str) or len(key) > LONGEST:
             raise WorkloadError(f"{where}: there is no key {shown(key)}")
-        alike = get_close_matches(key, known, n=1, cutoff=ALIKE)
-        if alike:
-            hint = f" (did you mean {alike[0]!r}?)"
+        if alike := misspelt(key, known):
+            hint = f" (did you mean {alike!r}?)"
         elif own:
             hint = f" among those that change what is built: {', '.join(sorted(read))}"
         elif value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value):
@@ -195,7 +203,7 @@ def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where
         refused |= dict.fromkeys(EXPERTS, (_more_than_one, f"experts, which model_type {kind!r} does not have"))
     for key, (changes, feature) in refused.items():
         if key in values and changes(values[key]):
-            raise WorkloadError(f"{where}: {key}: value {shown(values[key])} means {feature}: not modelled")
+            raise NotBuiltIn(f"{where}: {key}: value {shown(values[key])} means {feature}: not modelled")
     _refuse_layer_types(values, where)
 
 
@@ -204,4 +212,4 @@ def _refuse_layer_types(values: Mapping[str, Any], where: str) -> None:
     types = layers if isinstance(layers, (list, tuple)) else [] if layers is None else [layers]
     for each in types:
         if each not in ("full_attention", "sliding_attention"):
-            raise WorkloadError(f"{where}: layer_types: value {shown(each)}: not modelled; only 'full_attention' is")
+            raise NotBuiltIn(f"{where}: layer_types: value {shown(each)}: not modelled; only 'full_attention' is")

@@ -19,6 +19,7 @@ from workloads.layers import Model
 from workloads.losses import LOSSES
 from workloads.models import Config, HasDict, read_config
 from workloads.optimizers import OPTIMIZERS, update
+from workloads.other_models import NotBuiltIn
 from workloads.parameters import make_parameters
 from workloads.passes import PASSES
 from workloads.precision import PRECISIONS, Precision
@@ -108,7 +109,7 @@ def transformer(
     if c.family in ("gpt2", "bert") and sequence > c.positions:
         raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
     if c.window and sequence > c.window:
-        raise WorkloadError(
+        raise NotBuiltIn(
             f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is not "
             f"modelled; up to {c.window} it makes no difference"
         )

@@ -96,10 +96,10 @@ class Question:
             from sim.trace.io import load
 
             return load(self.workload["trace"])
-        from workloads.transformer import transformer
+        from workloads.steps import training_step
 
         axes = {"batch": 1, "sequence": 1024, "precision": "amp_bf16", **self.workload}  # as in studies
-        return transformer(axes.pop("model"), **axes)
+        return training_step(axes.pop("model"), **axes)
 
 
 def question(

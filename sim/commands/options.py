@@ -32,7 +32,7 @@ def _readable(budget: str | None) -> str | None:
 
 
 PROFILE = Option("profile", Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")])
-MODEL = Option("model", Annotated[str | None, typer.Option(help="model name or Hugging Face config.json")], None)
+MODEL = Option("model", Annotated[str | None, typer.Option(help="model name or any Hugging Face config.json")], None)
 TRACE = Option("trace", Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")], None)
 BATCH = Option("batch", Annotated[int, typer.Option(help="samples per iteration")], 1)
 SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens per sample")], 1024)
@@ -229,12 +229,12 @@ def workload(options: dict[str, Any]) -> Any:
         from workloads.stacks import as_workload
 
         return as_workload(load_trace(options["trace"]), options["stack"] or "eager")
-    from workloads import transformer
+    from workloads.steps import training_step
 
     if not options["model"]:
         raise typer.BadParameter("give --model NAME or --trace FILE")
     axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES}
-    return transformer(options["model"], **{key: value for key, value in axes.items() if value is not None})
+    return training_step(options["model"], **{key: value for key, value in axes.items() if value is not None})
 
 
 def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:

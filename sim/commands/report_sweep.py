@@ -206,10 +206,11 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
     from sim.experiment import simulate
     from sim.hardware.profile import load_profile
     from sim.policies import load
-    from workloads import load_trace, transformer
+    from workloads import load_trace
+    from workloads.steps import training_step
 
     asked = dict(task["workload"])
-    trace = load_trace(asked["trace"]) if "trace" in asked else transformer(asked.pop("model"), **asked)
+    trace = load_trace(asked["trace"]) if "trace" in asked else training_step(asked.pop("model"), **asked)
     result = simulate(
         trace,
         load_profile(task["profile"], overrides=task["figures"] or None),

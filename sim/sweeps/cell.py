@@ -210,14 +210,13 @@ def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
         if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sum_:
             raise TiersimError(f"{path}: the trace was changed while the sweep ran; repeat the sweep")
         return load_trace(path)
-    from workloads.models import read_config
-    from workloads.transformer import transformer
+    from workloads.steps import config_identity, training_step
 
     arguments = dict(workload)
     config = arguments.pop("model")
-    if config_sum(read_config(config)) != sum_:
+    if config_sum(config_identity(config)) != sum_:
         raise TiersimError(f"{config}: the model was changed while the sweep ran; repeat the sweep")
-    return transformer(config, **arguments)
+    return training_step(config, **arguments)
 
 
 def config_sum(config: Any) -> str:

@@ -32,7 +32,7 @@ ENGINE = (
 APART = ("sim.report", "sim.pages", "sim.commands", "sim.sweeps")
 """Modules that show figures or distribute cells but compute none; followed only if named in `ENGINE`."""
 
-WORKLOADS = ("workloads.transformer", "sim.trace.io")
+WORKLOADS = ("workloads.steps", "sim.trace.io")
 LIBRARIES = ("simpy", "numpy")
 SOLVER_LIBRARIES = ("scipy", "ortools")
 

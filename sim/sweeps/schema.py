@@ -56,12 +56,12 @@ def _one_of(valid: Callable[[], tuple[str, ...]]) -> Callable[[Any], str]:
 
 
 def _model(value: Any) -> str:
-    from workloads.models import read_config
+    from workloads.steps import config_identity
 
     if not isinstance(value, str):
         raise ValueError(f"value {value!r}: expected the name of a model or of a config.json")
     try:
-        read_config(value)
+        config_identity(value)
     except TiersimError as error:
         raise ValueError(f"value {value!r}: expected a model: {error}") from None
     return value

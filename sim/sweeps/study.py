@@ -300,11 +300,11 @@ class _Expansion:
                 content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
                 yield {"trace": path}, (content, workload_version()), {"trace": path}
             return
-        from workloads.models import read_config
+        from workloads.steps import config_identity
 
         axes: dict[str, list[Any]] = {key: getattr(file, key) for key in WORKLOAD_AXES if getattr(file, key)}
         for model in file.model or ():
-            content = config_sum(read_config(model))
+            content = config_sum(config_identity(model))
             for values in product(*axes.values()):
                 arguments = dict(zip(axes, values, strict=True))
                 shown = {"model": model, **{k: v for k, v in arguments.items() if self._is_shown(k)}}

@@ -1,0 +1,121 @@
+"""A training step by whatever names its model: a shipped name, any `config.json`, or a function that captures one.
+
+Captures take seconds. So they are kept, by the content of all that they depend on, in `captures` under
+`$TIERSIM_CACHE`, by default in the user's folder of caches; the folder can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sim.errors import TiersimError, WorkloadError
+from sim.trace.graph import Trace
+from sim.trace.io import load, save
+from workloads.models import read_config, read_values
+from workloads.other_models import NotBuiltIn
+from workloads.stacks import as_workload
+from workloads.transformer import transformer
+
+TAKEN = ("batch", "sequence", "precision", "attention", "optimizer", "dropout", "micro_batches", "frozen")
+"""The axes of a model that the library builds; with others the model has to be one of the families."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "loss": ("torch",),
+    "routing_skew": (0,),
+    "routing_seed": (0,),
+    "lora_dropout": (0,),
+}
+"""Values of the other axes that leave a step as it is, beside None."""
+
+FORMAT = 1
+"""Of the kept files; raised when a capture changes what it records."""
+
+
+def training_step(model: Any, **axes: Any) -> Trace:
+    """One training iteration of a model.
+
+    model: what `workloads.transformer` takes, or any `config.json` where `transformers` is installed.
+    axes: arguments of `workloads.transformer`.
+
+    Raises WorkloadError where neither the families nor the library have the model, naming what is missing.
+    """
+    try:
+        return transformer(model, **axes)
+    except NotBuiltIn as error:
+        return _of_library(model, axes, error)
+
+
+def config_identity(model: Any) -> Any:
+    """What identifies a model's content, as attributes.
+
+    Raises WorkloadError where it can't be read, or the library that has to build it is missing.
+    """
+    try:
+        return read_config(model)
+    except NotBuiltIn as error:
+        values = json.dumps(dict(read_values(model)[0]), sort_keys=True, default=str)
+        return SimpleNamespace(values=values, libraries=_libraries(error))
+
+
+def _libraries(refused: NotBuiltIn) -> tuple[str, str]:
+    from workloads.hugging_face import library_versions
+
+    found = library_versions()
+    if not all(found):
+        raise WorkloadError(f"{refused}; where transformers is installed it is: pip install 'tiersim[huggingface]'")
+    return found
+
+
+def _of_library(model: Any, axes: Mapping[str, Any], refused: NotBuiltIn) -> Trace:
+    from workloads.hugging_face import hugging_face
+
+    values, name, where = read_values(model)
+    for axis, value in axes.items():
+        if axis not in (*TAKEN, "stack") and value is not None and value not in NEUTRAL.get(axis, ()):
+            raise WorkloadError(f"{axis}: only models that are built in have it; {refused}")
+    libraries = _libraries(refused)
+    taken = {axis: axes[axis] for axis in TAKEN if axes.get(axis) is not None}
+    frozen = taken.get("frozen") or ()
+    taken["frozen"] = tuple(frozen.split(",")) if isinstance(frozen, str) else tuple(frozen)
+    batch, parts = taken.get("batch", 1), taken.get("micro_batches", 1)
+    if batch % parts:
+        raise WorkloadError(f"micro_batches: {parts} does not divide batch {batch}")
+    facts = [FORMAT, dict(values), name, taken, libraries]
+    trace = kept(facts, lambda: hugging_face(values, name, where, **taken))
+    return as_workload(trace, axes.get("stack") or "eager")
+
+
+def kept(facts: Any, make: Callable[[], Trace]) -> Trace:
+    """The trace that `make` captures, read from the folder of captures if these facts have been captured before."""
+    path = captures() / f"{_hash(facts)}.jsonl.gz"
+    if path.exists():
+        with suppress(TiersimError, OSError):  # damaged: captured again
+            return load(path)
+    trace = make()
+    with suppress(OSError):  # a folder that can't be written costs time alone
+        save(trace, path)
+    return trace
+
+
+def captures() -> Path:
+    """The folder of captures."""
+    if given := os.environ.get("TIERSIM_CACHE"):
+        return Path(given) / "captures"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tiersim" / "captures"
+
+
+def _hash(facts: Any) -> str:
+    """Of the facts, and of the sources that capture."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    here = Path(__file__).parent
+    for file in sorted([here / "capture.py", here / "hugging_face.py", *(here / "capturing").glob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
