@@ -6,12 +6,16 @@ With P parameters in 16 bits, 16-bit gradients and K = 12 bytes of fp32 states, 
     level 0  (2 + 2 + K) P     1  (2 + 2) P + K P / d     2  2 P + (2 + K) P / d     3  (2 + 2 + K) P / d
 
 and sends (d - 1) / d of the parameters so often: 2 times at the levels 0 to 2 (an all-reduce, or a reduce-scatter of
-gradients and an all-gather of weights), 3 times at level 3, whose weights are gathered for forward and for backward.
+gradients and an all-gather of weights), 3 times at level 3, whose weights are gathered for forward and for backward
+(but for those of which no backward op reads the values or a cast: embeddings, biases).
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5 and 7.
 Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
 with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, one
-layer ahead; gathered weights are freed after the layer's last op.
+layer ahead; gathered weights are freed after their last reader. Where backward reads the cast of a weight that autograd
+saved (autocast), the weight itself is gathered none the less, since the hooks of DeepSpeed and FSDP gather a module's
+weights before its backward whoever reads them; it is freed after the layer's last op. The casts stay, since autograd
+holds them; FSDP's own mixed precision, to which `mixed_bf16` is nearest here, avoids that.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sim.rewrites.batching import sent
+from sim.rewrites.holding import points, with_releases
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import Trace
 from sim.trace.layers import layer_runs
@@ -27,7 +32,7 @@ from sim.trace.origin import Glue, Part, Same
 from sim.trace.tensor import ROLE_CODE
 
 LEVELS = (0, 1, 2, 3)
-UPDATE = PHASE_CODE["update"]
+BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
 
@@ -43,10 +48,16 @@ def shard(trace: Trace, ranks: int, level: int) -> Trace:
 
 @dataclass
 class _Gather:
-    """Weights that a run of ops reads, and the run's first op. whole: the gathered ones by id."""
+    """Weights that a run of ops reads, or of which it reads casts, and the run's first and last op.
+
+    whole: the gathered ones by id.
+    unread: those of which it only reads casts.
+    """
 
     first: int
+    last: int
     weights: list[int]
+    unread: list[int]
     whole: dict[int, int] = field(default_factory=dict)
 
 
@@ -60,6 +71,7 @@ class _Sharding:
     parts: of which tensors there is only a part.
     ids: the new tensor, or the part, by old id.
     whole: of an updated weight the gathered one, by old id.
+    held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
     def __init__(self, trace: Trace, ranks: int, level: int) -> None:
@@ -71,6 +83,7 @@ class _Sharding:
         self.parts = self._sharded()
         self.ids: list[int] = []
         self.whole: dict[int, int] = {}
+        self.held: list[tuple[int, int]] = []
 
     def _sharded(self) -> set[int]:
         """The tensors of which a replica has a part: states, weights at level 3, and what follows from reduced ones."""
@@ -103,10 +116,14 @@ class _Sharding:
         for op in self.ops:
             for gather in starts.get(op.id, ()):
                 self._gather(gather, op)
-            self._add(op, gathers.get(op.id))
+            of = gathers.get(op.id)
+            self._add(op, of)
+            if of and of.last == op.id:
+                self.held += [(of.whole[t], self.new.op_count - 1) for t in of.unread]
         ids = {**dict(enumerate(self.ids)), **self.whole}
         carry = [(ids[a], ids[b]) for a, b in self.trace.carry]
-        return self.new.build(outputs=[ids[t] for t in self.trace.outputs], carry=carry)
+        new = self.new.build(outputs=[ids[t] for t in self.trace.outputs], carry=carry)
+        return with_releases(new, [*points(new), *self.held]) if self.held else new
 
     def _add(self, op: Op, gather: _Gather | None) -> None:
         """An op over parts, over gathered weights, or as it is."""
@@ -161,17 +178,26 @@ class _Sharding:
         if self.level < 3:
             return of_op, starts
         phase, producer = self.trace.op_columns.phase, self.trace.producer
+        casts = {t: op.reads for op in self.ops if self._casts(op) for t in op.writes}
         before: dict[int, list[_Gather]] = {}  # per device, in order
         for run in layer_runs(self.trace, [op.id for op in self.ops if phase[op.id] != UPDATE]):
-            read = {t: None for op in run for t in self.trace.reads(op) if t in self.parts and producer[t] < 0}
-            if read:
-                gather = _Gather(run[0], list(read))
+            operands = dict.fromkeys(t for op in run for t in self.trace.reads(op))
+            read = [t for t in operands if t in self.parts and producer[t] < 0]
+            of_casts = dict.fromkeys(w for t in operands for w in casts.get(t, ()) if phase[run[0]] == BACKWARD)
+            unread = [t for t in of_casts if t not in operands]
+            if read or unread:
+                gather = _Gather(run[0], run[-1], [*read, *unread], unread)
                 of_op.update(dict.fromkeys(run, gather))
                 before.setdefault(self.ops[run[0]].device, []).append(gather)
         for gathers in before.values():
             for k, gather in enumerate(gathers):  # one ahead
                 starts.setdefault(gathers[max(k - 1, 0)].first, []).append(gather)
         return of_op, starts
+
+    def _casts(self, op: Op) -> bool:
+        """Whether an op of forward copies weights of which a replica has a part."""
+        own = (t in self.parts and self.trace.producer[t] < 0 for t in op.reads)
+        return op.phase == "forward" and op.kind == "copy" and bool(op.reads) and all(own)
 
     def _gather(self, gather: _Gather, at: Op) -> None:
         first = self.ops[gather.first]

@@ -23,6 +23,7 @@ from sim.rewrites.values import departures
 from sim.rewrites.zero import LEVELS, shard
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Ring
+from tests.rewrites.test_schedules import FAMILIES
 from tests.strategies import traces
 from workloads import transformer
 
@@ -232,3 +233,25 @@ def test_the_gathered_weights_of_another_layer_are_wrong() -> None:
         t for op in trace.ops if op.phase == "forward" for t in op.writes if names[t].startswith("wpe.weight.for")
     )
     assert "wrong" in whats(reading(trace, op.id, mine, other))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("precision", ["amp_bf16", "mixed_bf16"])
+def test_level_3_gathers_for_forward_and_for_backward_in_every_precision(precision: str, n: int) -> None:
+    """Each microbatch: weights twice and gradients once, all but the embedding's weight, which backward does not need.
+
+    Under autocast backward reads casts; the hooks of FSDP and DeepSpeed gather the weights before it none the less.
+    """
+    config = {**FAMILIES["llama"], "model_type": "llama", "tie_word_embeddings": False}
+    base = transformer(config, batch=4 * n, sequence=16, precision=precision)
+    trace, _ = lay_out(base, "a100_80_sxm", {"dp": 4, "zero": 3, "micro_batches": n})
+    weights = {t.name: t.bytes for t in base.tensors if t.role == "weight" and base.producer[t.id] < 0}
+    gathered_or_reduced = 3 * sum(weights.values()) - weights["embed.weight"]
+    rings = [op for op in trace.ops if op.ring is not None]
+    sent = sum(op.bytes for op in rings)
+    assert 0 <= sent - n * 3 * gathered_or_reduced // 4 <= len(rings)  # each is rounded up to whole bytes
+    gathers = [op for op in rings if op.phase == "backward" and "all_gather" in op.name]
+    if precision == "amp_bf16":  # read by nothing, and resident until the layer's backward has ended
+        held = [t for op in gathers for t in op.writes if not trace.readers(t)]
+        assert held
+        assert all(trace.ops[trace.released[t]].phase == "backward" for t in held)
