@@ -33,7 +33,7 @@ def test_what_runs_keeps_the_law(policy, problem):
     base, trace, platform = problem
     run = run_policy(load(policy), trace, platform)
     assert run.done, run.error
-    assert not departures(run.plan.trace, base)
+    assert {each.what for each in departures(run.plan.trace, base)} <= {"repeated"}
     laws = ("capacity", "ops", "order", "tiling", "outcome")  # others compare with a trace that is nobody's rewrite
     assert not [text for law in laws if (text := breaks(CHECKS[law], run))]
 
