@@ -144,7 +144,7 @@ def test_faster_smaller_and_still_divisible():
         assert run.log.end < plain.log.end
         assert trace.origin is None  # a workload of its own
         divided, _ = lay_out(trace, "a100_80_sxm", to_layout({"pp": 2, "micro_batches": 2}))
-        assert not departures(divided, trace)
+        assert {each.what for each in departures(divided, trace)} <= {"repeated"}  # casts, per microbatch
 
 
 def test_convolution_nets_have_stacks_too():
