@@ -13,6 +13,7 @@ written from what is there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -124,7 +125,7 @@ def planted() -> dict[str, Any]:
 
     count, slowest = 0, 0.0
     for fault, (law, _) in FAULTS.items():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # one leaves a file where it runs
             name = f"{write_planted(fault, Path(folder))}:Planted"
             limit, began = 0.3 if fault in STOPPED else 30, time.process_time()
             elsewhere = law in ("repeats", "outcome")
