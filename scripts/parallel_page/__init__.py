@@ -1,0 +1,1 @@
+"""What docs/parallel.md is made of."""
