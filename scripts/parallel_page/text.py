@@ -14,8 +14,8 @@ INTRODUCTION = """\
 
 Made by `python scripts/make_parallel.py` from docs/parallel.json: profile `a100_80_sxm`, models as Hugging Face writes
 them with fused kernels, 16-bit mixed precision, Adam in one kernel. No figure of the profile was chosen to fit.
-Differences that are known: 16 bytes of training state per parameter here, 18 in Megatron-LM; gradients are summed beside
-backward here, after it there; what the framework does between iterations is not simulated. Iterations of many
+Differences that are known: 16 bytes of training state per parameter here, 18 in Megatron-LM; gradients are summed
+beside backward here, after it there; what the framework does between iterations is not simulated. Iterations of many
 microbatches and stages are simulated with fewer and extended: past its start a pipeline of equal stages repeats
 itself.
 """
