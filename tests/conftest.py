@@ -55,6 +55,7 @@ QUICK = {
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 LONG = (
+    "test_parallel_page.py::test_few_stages_and_microbatches_stand_for_many",
     "test_questions.py::test_one_command_answers",
     "applying/test_export.py::test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else",
     "applying/test_settings.py::test_each_setting_recomputes_and_moves_where_it_says",

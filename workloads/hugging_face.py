@@ -158,7 +158,7 @@ def _library(where: str) -> Any:
 
 
 def _config(library: Any, values: Mapping[str, Any], where: str, assumed: dict[str, int]) -> Any:
-    """The library's configuration. A key that it does not know has no effect there, so that it is named."""
+    """The library's configuration. A key that it does not state may have no effect, and is named."""
     for key in REFUSED:
         if values.get(key):
             raise WorkloadError(f"{where}: {key}: quantised weights can't be built from a configuration")
@@ -178,7 +178,7 @@ def _config(library: Any, values: Mapping[str, Any], where: str, assumed: dict[s
         if key not in names and not str(key).startswith("_"):
             if near_key := misspelt(str(key), names):
                 raise WorkloadError(f"{where}: there is no key {key!r} (did you mean {near_key!r}?)")
-            assumed[f"key {key!r} has no effect"] = 1
+            assumed[f"key {key!r} is not one of those that the library states, and may have no effect"] = 1
     for part in _parts(config):
         if getattr(part, "use_cache", False):
             part.use_cache = False
