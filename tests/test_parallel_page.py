@@ -24,7 +24,7 @@ def test_every_printed_iteration_has_its_row_and_its_figure():
     for name, (full, selective) in four.items():
         assert (found[name, "full_recompute"], found[name, "selective_recompute"]) == (full, selective)
     assert [row["model"] for row in ROWS["megatron"]] == [row[0] for row in published()["megatron"]]
-    # by the formula that stands beside the table, for its last row: 1,008 billion parameters
+    # by the formula that is printed with the table, for its last row: 1,008 billion parameters
     work = 96 * 3072 * 2048 * 128 * 25600**2 * (1 + 2048 / (6 * 25600) + 51200 / (16 * 128 * 25600))
     assert ROWS["megatron"][-1]["printed_s"] == pytest.approx(work / (3072 * 163e12), abs=0.01)
 

@@ -29,8 +29,8 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
     lines += [
         "## Schedules",
         "",
-        "Eight stages of eight devices each (tensor and sequence parallelism), 16 microbatches of one sample; all",
-        "is kept, and interleaved 1F1B has two chunks per device.",
+        "Eight stages of eight devices each (tensor and sequence parallelism), 16 microbatches of one sample, and",
+        "everything kept; interleaved 1F1B has two chunks per device.",
         "",
         "| model | schedule | s | bubble | peak per stage, GiB |",
         "| --- | --- | --- | --- | --- |",
