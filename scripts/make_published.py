@@ -171,8 +171,20 @@ def errors(found: Sequence[Row]) -> dict[str, list[float]]:
 
 
 def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Per kind of statement: how many rows, and the errors of the middle one, of nine tenths, and of the worst."""
-    return {kind: bar(found) for kind, found in errors(both(figures)).items()}
+    """Per kind of statement: of how many rows and sources, and the errors of the middle, of nine tenths, the worst."""
+    found = both(figures)
+    return {
+        kind: {"rows": len(part), "sources": sources_of(kind, found), **bar(part)}
+        for kind, part in errors(found).items()
+    }
+
+
+def sources_of(kind: str, found: Sequence[Row]) -> int:
+    """How many sources have rows, or pairs of rows, of one kind of statement."""
+    by_source: dict[str, list[Row]] = {}
+    for row in found:
+        by_source.setdefault(source_of(row), []).append(row)
+    return sum(bool(errors(part)[kind]) for part in by_source.values())
 
 
 def bar(found: Iterable[float]) -> dict[str, float]:
@@ -225,18 +237,53 @@ def summary(found: Sequence[Row]) -> list[str]:
                     f"| {what if not name else '… ' + name.removeprefix(', ')} | {b['rows']} | {b['median']:.1%} | "
                     f"{b['nine_tenths']:.1%} | {b['worst']:.1%} |"
                 )
-    order = [(a, b) for a, b, _ in pairs(found, ["policy", "stack", "loss"])]
+    return [*lines, "", *footing(found), *order(found)]
+
+
+def footing(found: Sequence[Row]) -> list[str]:
+    """What the bar for two policies rests on: it is printed with every comparison."""
+    these = pairs(found, ["policy"])
+    rows = {row["id"]: row for a, b, _ in these for row in (a, b)}
+    sources = dict.fromkeys(map(source_of, rows.values()))
+    checked = sum(a["set"] == "check" for a, *_ in these)
+    policies = dict.fromkeys(row["setup"]["policy"] for row in rows.values())
+    return [
+        f"A comparison of policies prints the worst of the {len(these)} pairs as the model's own error. These are "
+        f"few: {len(rows)} rows of {len(sources)} sources ({', '.join(sources)}), some in several pairs, "
+        f"{checked or 'none'} of them for checking only, of {', '.join(f'`{p}`' for p in policies)}. Policies that "
+        "wait for copies may be off by more; set `model_error=` to what you trust.\n"
+    ]
+
+
+def order(found: Sequence[Row]) -> list[str]:
+    """Which pairs of one source come out in another order than printed, beside the bar of their kind."""
+    known = {kind: bar(errors(found)[kind])["worst"] for kind in ("policies", "stacks") if errors(found)[kind]}
+    every = pairs(found, ["policy", "stack", "loss"])
     wrong = []
-    for a, b in order:
-        theirs = (printed_rate(a) or 0) - (printed_rate(b) or 0)
-        if theirs * (a["ours"]["rate"] - b["ours"]["rate"]) <= 0:
-            wrong.append((a, b))
-    gap = [abs((printed_rate(a) or 0) / (printed_rate(b) or 1) - 1) for a, b in wrong]
-    lines.append(
-        f"\nOf {len(order)} pairs that differ in policy, stack or loss alone, {len(order) - len(wrong)} are in the "
-        "printed order" + (f"; the others are at most {max(gap):.1%} apart in print.\n" if wrong else ".\n")
-    )
-    return lines
+    for a, b, _ in every:
+        theirs = (printed_rate(b) or 0) / (printed_rate(a) or 1) - 1
+        ours = b["ours"]["rate"] / a["ours"]["rate"] - 1
+        if theirs * ours <= 0:
+            alike = all(a["setup"].get(key) == b["setup"].get(key) for key in ("stack", "loss"))
+            wrong.append((a["id"], b["id"], theirs, ours, known["policies" if alike else "stacks"]))
+    lines = [
+        f"Of {len(every)} pairs that differ in policy, stack or loss alone, {len(every) - len(wrong)} are in the "
+        "printed order."
+    ]
+    if not wrong:
+        return [*lines, ""]
+    beyond = [f"{a}, {b}" for a, b, theirs, ours, most in wrong if max(abs(theirs), abs(ours)) > most]
+    said = "none is further apart, in print or here, than the bar of its kind"
+    if beyond:
+        said = f"these are further apart than the bar of their kind: {'; '.join(beyond)}"
+    lines += [
+        f"Of the others {said} (the worst pair of two policies, or of two stacks where these differ, too).",
+        "",
+        "| pair | in print | here | bar |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {a}, {b} | {theirs:+.1%} | {ours:+.1%} | {most:.1%} |" for a, b, theirs, ours, most in wrong]
+    return [*lines, ""]
 
 
 def table(source: str, part: Sequence[Row]) -> list[str]:

@@ -13,14 +13,15 @@ from typing import Any
 
 from sim.analysis.figures import columns as titles
 from sim.analysis.figures import known
+from sim.report.error_bars import measured_on, policies_error
 from sim.units import format_bytes, format_time
 
 Row = Mapping[str, Any]
 
 NONE = "–"
 SAME = "≈"
-MODEL_ERROR = 0.1
-"""The default for the model's own error, as a fraction of the time."""
+MODEL_ERROR = policies_error()
+"""The default for the model's own error of the ratio of two policies' times, as a fraction: as measured."""
 
 INITIALS = {"activations": "A", "gradients": "G", "optimizer_state": "O", "weights": "W"}
 HOLDERS_SHOWN = 3
@@ -135,7 +136,7 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
         fastest = " and ".join(policy for policy, s in standing.items() if s.is_fastest or s.ties)
         lines.append(
             f"{SAME} not distinguishable from {fastest}, the fastest: within the model's own error of "
-            f"{percent(model_error)}"
+            f"{percent(model_error)}{measured_on(model_error)}"
         )
     meant = {
         "overhead": "vs unlimited: slowdown against unlimited memory" + _freedoms(rows),

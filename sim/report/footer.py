@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sim.hardware.cost import peak_dtype
 from sim.hardware.platform import Platform
+from sim.report.error_bars import error_lines
 from sim.trace.graph import Trace
 from sim.units import format_bytes, parse_bytes
 
@@ -48,6 +49,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
     state = f"the steady state{warm}" if footer.steady else "the first iteration, not the steady state"
     lines.append(f"time: one iteration, {state}: {INCLUDES}")
     lines.append(f"left out of it: {LEAVES_OUT}")
+    lines += error_lines()
     assumed = platform.assumed
     if assumed:
         shown = ", ".join(f"{fact.path} = {fact.text}" for fact in assumed[:ASSUMED_SHOWN])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sim.report.cells import MODEL_ERROR, Row, clock, ordered, percent, size, standings, total
+from sim.report.error_bars import measured_on
 
 DOES = {
     "recomputation": "it recomputes for {recompute} and copies nothing",
@@ -99,7 +100,8 @@ def _others(fitting: Sequence[Row], model_error: float) -> Iterator[str]:
     if near:
         more = f" and {len(near) - NAMED} more" if len(near) > NAMED else ""
         names = ", ".join(near[:NAMED]) + more
-        parts.append(f"{names} can't be told from it (within the model's own error of {percent(model_error)})")
+        error = f"{percent(model_error)}{measured_on(model_error)}"
+        parts.append(f"{names} can't be told from it (within the model's own error of {error})")
     seen = {"", *(kind(row) for row in fitting if row is top or standing[row["policy"]].same)}
     for row in fitting:
         if kind(row) not in seen:

@@ -7,12 +7,14 @@ import io
 import json
 import re
 from dataclasses import replace
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.report.cells import columns, ordered, percent, standings, text_of
+from sim.report.error_bars import error_lines
 from sim.report.footer import Footer, footer_lines
 from sim.report.markdown import comparison_markdown
 from sim.report.table import (
@@ -83,7 +85,7 @@ def cut(text):
 
 
 def test_each_row_reads_as_its_figures(rows):
-    table = cut(comparison_text(rows))
+    table = cut(comparison_text(rows, model_error=0.1))
     assert table[0] == [
         *("policy", "fits", "peak", "time", "vs fastest", "vs unlimited", "recompute", "stall", "moved", "saved"),
         *("manages", "fidelity"),
@@ -120,7 +122,7 @@ def test_misfits_name_the_budget_that_would_do_and_what_holds_the_memory(rows):
 
 
 def test_the_key_explains_only_the_signs_that_occur(rows):
-    keys = comparison_text(rows).split("\n\n")[2].splitlines()
+    keys = comparison_text(rows, model_error=0.1).split("\n\n")[2].splitlines()
     assert keys[0] == "≈ not distinguishable from keep_all, the fastest: within the model's own error of 10 %"
     assert keys[-1].startswith("reconstruction: ")
     sure = comparison_text([row for row in rows if row["policy"] != "delta"])
@@ -147,6 +149,30 @@ def test_not_distinguishable_is_within_the_model_error_of_the_fastest(times, err
 def test_a_negative_error_is_refused(rows):
     with pytest.raises(ValueError, match="not negative"):
         standings(rows, -0.1)
+
+
+def test_the_error_is_the_worst_of_the_measured_pairs_unless_the_caller_sets_another():
+    published = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))
+    worst, n = published["policies"]["worst"], published["policies"]["rows"]
+    near, far = round(1000 * (1 + worst)) - 1, round(1000 * (1 + worst)) + 1
+    rows = [fitting("a", 1000, 5), fitting("b", near, 5), fitting("c", far, 5)]
+    assert [s.same for s in standings(rows).values()] == [True, True, False]
+    said = f"the model's own error of {100 * worst:.1f} %, n = {n}"
+    text = comparison_text(rows)
+    assert text.count(said) == 2  # the key and the verdict
+    assert "n = " not in comparison_text(rows, model_error=0.25)
+
+
+def test_the_footer_states_the_error_of_a_ratio_and_of_a_time():
+    published = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))
+    ratio, time = published["policies"], published["time"]
+    (line,) = error_lines()
+    first, second, last = line.split("; ")
+    assert first.endswith(
+        f"{100 * ratio['worst']:.1f} % (the worst of n = {ratio['rows']} pairs of {ratio['sources']} sources)"
+    )
+    assert second.startswith(f"a time itself {100 * time['nine_tenths']:.0f} % in nine of ten (n = {time['rows']}, ")
+    assert last == "assumed figures come on top"
 
 
 def test_the_error_is_the_caller_s(rows):
@@ -187,14 +213,15 @@ def test_the_foot_says_what_the_figures_stand_on(drawn_log):
     assert lines[1] == "budget 32 MiB, nominal 64 MiB (hbm0)"
     assert lines[2].startswith("time: one iteration, the steady state after 2 for warm-up: ops, ")
     assert lines[3].startswith("left out of it: planning, ")
-    assert lines[4] == "assumed, neither measured nor published (1): links.d2h0.rate = 10 GB/s"
-    assert lines[5:] == ["no opt", "reproduce: tiersim compare --model x"]
+    assert [lines[4]] == error_lines()
+    assert lines[5] == "assumed, neither measured nor published (1): links.d2h0.rate = 10 GB/s"
+    assert lines[6:] == ["no opt", "reproduce: tiersim compare --model x"]
     first = footer_lines(
         Footer(replace(drawn_log.platform, facts=drawn_log.platform.facts[:1], budget=None), steady=False)
     )
     assert "not the steady state" in first[2]
     assert first[1].startswith("usable capacity ")
-    assert first[4] == "no figure of the profile is merely assumed (1 have a source)"
+    assert first[5] == "no figure of the profile is merely assumed (1 have a source)"
 
 
 def test_the_foot_says_when_the_budget_is_more_than_the_machine_has():
@@ -273,7 +300,7 @@ def plain(coloured):
 
 def test_a_terminal_gets_the_same_cells_in_colour(rows, terminal, drawn_log):
     file = terminal(140)
-    print_comparison(rows, footer=Footer(drawn_log.platform), file=file)
+    print_comparison(rows, footer=Footer(drawn_log.platform), model_error=0.1, file=file)
     shown = file.getvalue()
     assert "\x1b[1;32mkeep_all" in shown  # the fastest
     assert "\x1b[1mdelta" in shown  # not distinguishable from it

@@ -43,7 +43,7 @@ def test_the_fastest_what_is_as_good_and_the_first_of_each_other_kind():
         row("slow_recompute", 150, recompute=50), row("recompute", 130, recompute=30), row("keep", 100, moved=3),
         row("near", 105, moved=GB, stall=5), row("mixed", 111, recompute=2, moved=GB, stall=9), misfit("none"),
     ]  # fmt: skip
-    first, second = verdict_lines(rows)
+    first, second = verdict_lines(rows, 0.1)
     assert first == (
         "keep is the fastest: 100 ms, as with unlimited memory, peak 5 GB; it copies 3 B without waiting and "
         "recomputes nothing."

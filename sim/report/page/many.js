@@ -122,7 +122,7 @@ function tablePage(table, about, colours) {
   const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${table.verdict.length ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, scatter.holder);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
     table.notes.length ? el("ul", { class: "notes" }, [
-      ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}`] : []),
+      ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),
       ...table.notes].map((note) => el("li", {}, note))) : null);
   whenShown(runs, () => {
     refresh();

@@ -10,6 +10,7 @@ from sim.analysis.figures import columns, known
 from sim.hardware.platform import Platform
 from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, standings, total, unit_of
 from sim.report.colours import policy_colour, policy_marker
+from sim.report.error_bars import error_lines, measured_on
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
 from sim.report.verdict import verdict_lines
 
@@ -72,11 +73,12 @@ def table_data(view: TableView) -> dict[str, Any]:
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
         "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
-        "notes": [*_keys(view.rows), *view.notes],
+        "notes": [*_keys(view.rows), *error_lines(), *view.notes],
         "scope": [list(line) for line in SCOPE],
         "facts": [*facts_data(view.platforms), *map(list, view.facts)],
         "caution": list(view.caution),
         "model_error": MODEL_ERROR,
+        "model_error_on": measured_on(MODEL_ERROR),
     }
 
 

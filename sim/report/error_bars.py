@@ -1,0 +1,61 @@
+"""The model's own error by kind of statement, from published runs that were simulated (docs/published.md).
+
+`error_bars.json` is written by scripts/make_published.py with the page; nothing is fitted to it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How far statements of one kind were from print, as fractions.
+
+    rows: of how many rows or pairs of rows.
+    sources: of how many public tables these are.
+    median, nine_tenths, worst: errors of the middle one, of nine tenths of them, of the worst.
+    """
+
+    rows: int
+    sources: int
+    median: float
+    nine_tenths: float
+    worst: float
+
+
+@cache
+def error_bar(statement: str) -> Bar:
+    """That of `time`, `policies`, `stacks`, `machines` (ratios of the times of two) or `peak`.
+
+    Raises KeyError on another name.
+    """
+    return Bar(**json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))[statement])
+
+
+def policies_error() -> float:
+    """The error of the ratio of two policies' times on one machine: the worst of the pairs, since these are few."""
+    return error_bar("policies").worst
+
+
+def measured_on(model_error: float) -> str:
+    """What a bar for two policies rests on, for a place behind it; "" where the caller has set another one."""
+    bar = error_bar("policies")
+    return f", n = {bar.rows}" if model_error == bar.worst else ""
+
+
+def error_lines() -> list[str]:
+    """Under a result: the error of the ratio of two policies' times, and that of a time itself."""
+    ratio, time = error_bar("policies"), error_bar("time")
+    return [
+        f"error, beside published runs: the ratio of two policies' times {_percent(ratio.worst)} (the worst of n = "
+        f"{ratio.rows} pairs of {ratio.sources} sources); a time itself {_percent(time.nine_tenths)} in nine of ten "
+        f"(n = {time.rows}, {time.sources} sources, worst {_percent(time.worst)}); assumed figures come on top"
+    ]
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %" if fraction < 0.0995 else f"{100 * fraction:.0f} %"
