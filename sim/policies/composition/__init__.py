@@ -192,7 +192,9 @@ class Composition(Policy):
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """What the parts' freedoms are worth, alone and together."""
         alone = {name: plan for part in self.parts for name, plan in part.policy.unlimited(problem).items()}
-        return {**alone, "the composition": self.plan(problem)} if alone else {}
+        # one whose freedom is worth nothing on this trace may use it on what another part has made of it
+        free = any(type(part.policy).unlimited is not Policy.unlimited for part in self.parts)
+        return {**alone, "the composition": self.plan(problem)} if free else {}
 
     def _attempt(self, problem: Problem, budget: int) -> tuple[Plan | None, Infeasible | None]:
         """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""

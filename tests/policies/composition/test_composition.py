@@ -133,6 +133,12 @@ def test_random_compositions_keep_every_law(tmp_path):
     assert not any(broken)
 
 
+def test_a_freedom_that_is_worth_something_on_a_rewritten_trace_alone_is_measured_against_that(tmp_path):
+    text = "optimizer_in_backward + mt3000_layered"  # engines run beside each other only where updates are in backward
+    report = check_policy(load(text), examples=12, seed=106, name=text, folder=tmp_path, across_processes=False)
+    assert not report.broken, report.as_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_more_random_compositions_keep_every_law(seed, tmp_path):
