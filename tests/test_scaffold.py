@@ -107,7 +107,9 @@ def test_what_is_written_in_the_tree_has_its_types_right(checkout):
     run(checkout, "mypy", *files)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i < 2 else pytest.mark.slow) for i, name in enumerate(NEW)]
+)
 def test_what_is_written_in_the_tree_passes_its_tests(checkout, name):
     own = f"tests/policies/{NEW[name][1]}/test_{name}.py"
     held = ("policies/test_conformance.py", "policies/test_distinct.py", "policies/test_recipe.py", "test_coverage.py")

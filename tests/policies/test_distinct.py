@@ -286,7 +286,8 @@ PAIRS = [
     pytest.param(
         *pair,
         marks=pytest.mark.slow
-        if set(pair) == {"swap_attention", "joint_optimal"} or (LARGE_ONLY & {*pair} and SLOW & {*pair})
+        if ("joint_optimal" in pair and not {"hybrid", "poet", "relax_and_fix"} & {*pair})
+        or (LARGE_ONLY & {*pair} and SLOW & {*pair})
         else (),
     )
     for pair in combinations(names(), 2)

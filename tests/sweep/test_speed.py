@@ -24,6 +24,11 @@ def bare():
     env.run()
 
 
+def several(times, call, *arguments):
+    """Seconds of processor time per call."""
+    return cpu_s(lambda: [call(*arguments) for _ in range(times)]) / times
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("policy", "budget", "limit", "status"),
@@ -46,8 +51,8 @@ def test_a_cell_of_gpt2_takes_few_bare_loops(policy, budget, limit, status):
     bench = Bench()
     row = bench.run(cell.task)["row"]  # makes what cells share
     assert row["status"] == status
-    loop = min(cpu_s(bare) for _ in range(6))
-    assert least(limit, lambda: cpu_s(bench.run, cell.task) / loop) < limit
+    loop = min(several(20, bare) for _ in range(6))  # some clocks of processor time tick only every few milliseconds
+    assert least(limit, lambda: several(10, bench.run, cell.task) / loop) < limit
 
 
 def test_what_cells_share_is_made_once(monkeypatch):

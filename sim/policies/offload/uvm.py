@@ -118,12 +118,15 @@ class _Paging(LeastRecent):
         self._faulting = faulting
 
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
-        """The faults of an op."""
+        """The faults of an op; what an op of another device reads meanwhile is fetched when that has ended."""
         if op not in self._faulting:
             return ()
         home, reach, reads = self._faulting[op]
         return [
             Move(tensor, home, delay=self._delay[tensor])
             for tensor in dict.fromkeys(reads)
-            if (there := memory.where(tensor)) and reach.isdisjoint(there) and memory.in_flight(tensor) is None
+            if (there := memory.where(tensor))
+            and reach.isdisjoint(there)
+            and memory.in_flight(tensor) is None
+            and not memory.is_locked(tensor)
         ]

@@ -332,6 +332,7 @@ def test_where_the_update_does_not_fit_the_refusal_names_what_does():
         assert simulate(trace, "mt3000_survey", text, budget=budget).log.complete
 
 
+@pytest.mark.slow  # every draft is refused, and each budget that is tried has some
 def test_where_the_host_is_too_small_the_refusal_names_the_host():
     config = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 256}
     trace = transformer(config, batch=4, sequence=128)

@@ -9,6 +9,7 @@ import pytest
 from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.platform import Link, Tier
+from sim.hardware.profile import load_profile
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, machine
 from tests.policies.offload.test_lru_tiering import accesses
@@ -92,3 +93,15 @@ def test_bad_values_are_refused() -> None:
             simulate(step(), machine(), "uvm", **wrong)
     with pytest.raises(PolicyError, match="no host tier"):
         simulate(step(), machine(host=False), "uvm")
+
+
+def test_what_another_device_reads_at_this_moment_is_fetched_when_that_has_ended():
+    b = TraceBuilder()
+    x, small = b.tensor("x", 100, "input"), b.tensor("small", 100, "input")
+    one, two = b.tensor("one", 10), b.tensor("two", 10)
+    b.op("long", reads=[x], writes=[one], duration=1000)
+    b.op("beside", reads=[small, x], writes=[two], device=1, duration=10)
+    trace = b.build(outputs=(one, two))
+    log = simulate(trace, load_profile("a100_80_sxm", overrides={"devices": "2"}), "uvm").log
+    assert log.complete
+    assert log.end > 1010
