@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -52,3 +53,7 @@ class WeightStreaming(Policy):
             raise PolicyError(f"weight_streaming: {platform.name} has no host tier to keep weights in")
         actions, place = stream_weights(trace, platform, platform.host.name, self.ahead)
         return Plan(trace, actions, place=place)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """Weights on the host, where an op of its processor reads them without a copy."""
+        return {"weights on the host": self.plan(problem)}

@@ -135,3 +135,16 @@ def test_joined_they_are_fsdp_s_offload_of_parameters():
     assert 0 <= summary["peak_by_tier"]["host"] - 16 * parameters <= steps
     placed = result.memory.query("tier == 'hbm' and cause == 'placed'").tensor
     assert {result.log.trace.tensors[result.log.trace.tensor_id(name)].role for name in placed} == {"input"}
+
+
+def test_where_the_hosts_processor_reads_a_weight_unlimited_memory_may_leave_it_there():
+    b = TraceBuilder()
+    x, w, y, g = b.tensor("x", 16, "input"), b.tensor("w", 9, "weight"), b.tensor("y", 16), b.tensor("g", 9, "gradient")
+    new = b.tensor("w.new", 9, "weight", replaces=w)
+    b.op("forward", "matmul", reads=[x, w], writes=[y], bytes=200)
+    b.op("backward", "matmul", reads=[y], writes=[g], bytes=400, phase="backward")
+    b.op("step", "optimizer", reads=[w, g], writes=[new], bytes=200, phase="update", engine="cpu")
+    trace = b.build(outputs=(new,))
+    result = simulate(trace, "v100_32", "weight_streaming")
+    assert result.log.end < simulate(trace, "v100_32", "keep_all").log.end
+    assert result.summary()["overhead"] >= 0
