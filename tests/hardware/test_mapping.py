@@ -76,6 +76,13 @@ def test_a_given_peak_stands_beside_derived_ones():
     assert known["engines.dsp.units.fp32"] == "estimate"
 
 
+def test_an_arm_host_with_sve_is_described_in_the_same_words():
+    # NVIDIA states 7.1 TFLOP/s in FP64 for two Grace processors
+    cpu = next(engine for engine in load_profile("gh200").engines if engine.name == "cpu")
+    assert cpu.peak == {"fp32": 72 * 3_100_000_000 * 4 * 4 * 2, "fp64": 72 * 3_100_000_000 * 4 * 2 * 2}
+    assert 2 * cpu.peak["fp64"] == pytest.approx(7.1e12, rel=0.01)
+
+
 def one_op(kind: str):
     b = TraceBuilder()
     b.op("it", kind, writes=[b.tensor("x", 0)], flops=6_144_000_000, dtype="fp32")
