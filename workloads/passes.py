@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from workloads.attention import Core, causal_mask
 from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
@@ -10,11 +12,13 @@ from workloads.losses import cross_entropy, head_loss
 from workloads.primitives import add, dropout, embedding, split, tanh
 from workloads.tape import Tape, Value
 
+Body = Callable[[Tape, Model, Value], Value]
 
-def gpt2_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of GPT-2: its body, and a head, by default the embedding."""
+
+def decoder_pass(body: Body, tape: Tape, model: Model, loss: str) -> Value:
+    """The loss of a decoder: its body, and a head over all tokens, tied or untied."""
     ids, labels = _inputs(tape, model.core)
-    x = gpt2_body(tape, model, ids)
+    x = body(tape, model, ids)
     return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
 
 
@@ -31,13 +35,6 @@ def gpt2_body(tape: Tape, model: Model, ids: Value) -> Value:
         x = gpt2_layer(tape, model, f"h{i}", x)
     tape.layer = -1
     return model.norm(tape, "ln_f", x)
-
-
-def llama_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of Llama and of mixtures of experts: their body, and a head, tied or untied."""
-    ids, labels = _inputs(tape, model.core)
-    x = llama_body(tape, model, ids)
-    return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
 
 
 def llama_body(tape: Tape, model: Model, ids: Value) -> Value:
@@ -85,7 +82,12 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     return add(tape, "loss.add", tokens, sentence)
 
 
-PASSES = {"gpt2": gpt2_pass, "bert": bert_pass, "llama": llama_pass, "mixtral": llama_pass}
+PASSES: dict[str, Callable[[Tape, Model, str], Value]] = {
+    "gpt2": partial(decoder_pass, gpt2_body),
+    "bert": bert_pass,
+    "llama": partial(decoder_pass, llama_body),
+    "mixtral": partial(decoder_pass, llama_body),
+}
 
 
 def _inputs(tape: Tape, core: Core) -> tuple[Value, Value]:
