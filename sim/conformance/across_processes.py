@@ -19,28 +19,47 @@ from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
+DRAWN = 4
+"""At most how many examples are drawn for each that shall run to its end."""
 
-def fingerprints(
-    policy: Policy, *, examples: int, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
-) -> list[str]:
-    """The result of each example as text: a hash of what happened when, without names, and the kind of a refusal.
 
-    elsewhere: whether they run in reverse order, with other names of tensors; the order of the results stays the same.
-    """
+def drawn_for(policy: Policy, count: int, seed: int) -> list[Example]:
+    """The examples of a policy that a second process can be asked about, in their order."""
     drawn: list[Example] = []
-    for_each(examples_for(policy), drawn.append, examples, seed)
+    for_each(examples_for(policy), drawn.append, DRAWN * count, seed)
+    return drawn
 
-    def look(example: Example) -> str:
-        trace = renamed(example.trace) if elsewhere else example.trace
+
+def telling(
+    policy: Policy, drawn: Sequence[Example], *, examples: int, seed: int, time_limit_s: float | None
+) -> list[int]:
+    """The first examples, and further ones until as many have run to their end: most of what is drawn does not fit."""
+    found: list[int] = []
+    done = 0
+    for i, example in enumerate(drawn):
+        if i >= examples and done >= examples:
+            break
         with limited(time_limit_s):
-            run = run_policy(policy, trace, example.platform, seed=seed)
-        rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
-        answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
-        return f"{answer} {type(run.error or run.crash).__name__}"
+            ran = run_policy(policy, example.trace, example.platform, seed=seed).done
+        done += ran
+        if ran or i < examples:
+            found.append(i)
+    return found
 
-    if elsewhere:
-        return [look(example) for example in reversed(drawn)][::-1]
-    return [look(example) for example in drawn]
+
+def fingerprint(
+    policy: Policy, example: Example, *, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
+) -> str:
+    """The result of an example as text: a hash of what happened when, without names, and the kind of a refusal.
+
+    elsewhere: whether its tensors get other names.
+    """
+    trace = renamed(example.trace) if elsewhere else example.trace
+    with limited(time_limit_s):
+        run = run_policy(policy, trace, example.platform, seed=seed)
+    rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
+    answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
+    return f"{answer} {type(run.error or run.crash).__name__}"
 
 
 def renamed(trace: Trace) -> Trace:
@@ -58,6 +77,8 @@ def differences(
     policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int, time_limit_s: float | None = None
 ) -> list[str]:
     """The policies, given with their names, for which a second process gets different results.
+
+    examples: how many shall run to their end, where as many do within `DRAWN` times that number.
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
     of another day, and with other names of tensors. A policy that
@@ -90,10 +111,11 @@ def differences(
     found = []
     for job, there in zip(jobs, answers, strict=True):
         policy = load(job["name"], **job["parameters"])  # type: ignore[arg-type]
-        here = fingerprints(policy, examples=examples, seed=seed, time_limit_s=time_limit_s)
-        if here != there:
-            at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
-            found.append(f"{job['name']}: example {at} gives a different result in a second process")
+        drawn = drawn_for(policy, examples, seed)
+        for i, result in there:
+            if fingerprint(policy, drawn[i], seed=seed, time_limit_s=time_limit_s) != result:
+                found.append(f"{job['name']}: example {i} gives a different result in a second process")
+                break
     return found
 
 
@@ -109,6 +131,17 @@ def _shift_clocks() -> None:
         setattr(time, f"{name}_ns", lambda clock=in_ns: clock() + SHIFT_S * 10**9)
 
 
+def _results(policy: Policy, *, examples: int, seed: int, time_limit_s: float | None) -> list[tuple[int, str]]:
+    """The examples that tell something and their results, in this order, from runs in reverse order."""
+    drawn = drawn_for(policy, examples, seed)
+    chosen = telling(policy, drawn, examples=examples, seed=seed, time_limit_s=time_limit_s)
+    results = [
+        (i, fingerprint(policy, drawn[i], seed=seed, elsewhere=True, time_limit_s=time_limit_s))
+        for i in reversed(chosen)
+    ]
+    return results[::-1]
+
+
 def main() -> None:
     """Read jobs from standard input and print their results."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -117,7 +150,7 @@ def main() -> None:
     answers = []
     for job in json.load(sys.stdin):
         policy = load(job.pop("name"), **job.pop("parameters"))
-        answers.append(fingerprints(policy, **job, elsewhere=True))
+        answers.append(_results(policy, **job))
     json.dump(answers, out)
     out.close()
 

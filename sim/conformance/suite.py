@@ -66,8 +66,8 @@ APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
 ENOUGH = 15
 """Examples that ran, from which on a declared trait that never showed counts as a fault."""
 
-ELSEWHERE = 5
-"""Most examples that a second process repeats."""
+ELSEWHERE = 6
+"""Examples that a second process repeats to their end, where as many run."""
 
 SHRINKS = 500
 """Most examples that are tried to find a smaller one that breaks a law."""

@@ -325,7 +325,7 @@ def test_a_policy_that_remembers_earlier_examples_breaks_repeats(tmp_path, monke
 
 def test_a_policy_that_ends_the_process_at_a_later_example_does_not_pass(tmp_path):
     (tmp_path / "remembers.py").write_text(REMEMBERS)
-    words = [sys.executable, "-m", "sim", "check", "remembers.py:Remembers", "--examples", "12", "-p", "at=9"]
+    words = [sys.executable, "-m", "sim", "check", "remembers.py:Remembers", "--examples", "100", "-p", "at=60"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "FAILED" in done.stdout
