@@ -104,7 +104,7 @@ def capture(
         or patterns of these; by default what repeats (see `workloads.capturing.layers`).
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
-    (paths of modules), `torch` (version), `folded` (views), `on_host`
+    (per layer the path of its module; per call, if there are several), `torch` (version), `folded` (views), `on_host`
     (storages left out), and, if there are any, `assumed` (what the capture could not know, and how often it was asked)
     and `uncounted`: products, convolutions and attention whose FLOPs are unknown, so that their time is that of their
     bytes.

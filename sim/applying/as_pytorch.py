@@ -38,10 +38,15 @@ class Checkpoint:
 
     @property
     def regions(self) -> list[Region]:
-        """Per call the forward ops, with all backward ops of the modules."""
-        backward = frozenset(op for module in self.modules for op in module.calls[0].backward)
+        """Per call the forward ops, with the backward ops of the layers."""
         calls = zip(*(module.calls for module in self.modules), strict=True)
-        return [Region(tuple(op for part in call for op in part.forward), backward) for call in calls]
+        return [
+            Region(
+                tuple(op for part in call for op in part.forward),
+                frozenset(op for part in call for op in part.backward),
+            )
+            for call in calls
+        ]
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def candidates(meaning: Meaning, modules: Sequence[Module], allowed: Allowed) ->
 
 def _saved(trace: Trace, module: Module) -> list[tuple[int, int]]:
     """Forward results of a module that its own backward needs: the op, and the tensor."""
-    undoing = module.calls[0].backward
+    undoing = module.backward
     return [
         (op, t)
         for op in module.forward

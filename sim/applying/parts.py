@@ -32,7 +32,7 @@ class Module:
     """A module that can be wrapped.
 
     path: of the module in the model.
-    calls: per call of an iteration its forward ops, with the backward ops of the module.
+    calls: per call of an iteration its forward ops, with the backward ops of the layer that it is.
     """
 
     path: str
@@ -43,6 +43,11 @@ class Module:
         """The forward ops of all its calls."""
         return tuple(op for call in self.calls for op in call.forward)
 
+    @property
+    def backward(self) -> frozenset[int]:
+        """The backward ops of all its calls."""
+        return frozenset(op for call in self.calls for op in call.backward)
+
 
 def is_captured(trace: Trace) -> bool:
     """Whether the ops of a trace are those that PyTorch dispatched, named after its modules."""
@@ -51,7 +56,7 @@ def is_captured(trace: Trace) -> bool:
 
 
 def modules_of(trace: Trace, layers: str | None = None) -> tuple[Module, ...]:
-    """The layers of a trace as modules, in order.
+    """The layers of a trace as modules, in order. Layers of one path are calls of one module.
 
     layers: paths of the layers in the model, with `*` for the number: "model.layers.*". By default those that the
         trace was captured from, or those of Hugging Face's model of that family.
@@ -62,11 +67,13 @@ def modules_of(trace: Trace, layers: str | None = None) -> tuple[Module, ...]:
         raise PolicyError("export: no op of this trace has a layer, so there is no module to wrap")
     index = TraceIndex(trace)
     layer = op_layers(trace).tolist()
-    calls: dict[int, list[Region]] = {}
-    for region in layer_regions(index, "export"):
-        calls.setdefault(layer[region.forward[0]], []).append(region)
-    numbers = sorted(calls)
-    return tuple(Module(path, tuple(calls[k])) for k, path in zip(numbers, _paths(trace, numbers, layers), strict=True))
+    regions = layer_regions(index, "export")
+    numbers = sorted({layer[region.forward[0]] for region in regions})
+    path_of = dict(zip(numbers, _paths(trace, numbers, layers), strict=True))
+    calls: dict[str, list[Region]] = {path_of[k]: [] for k in numbers}
+    for region in regions:
+        calls[path_of[layer[region.forward[0]]]].append(region)
+    return tuple(Module(path, tuple(found)) for path, found in calls.items())
 
 
 def _paths(trace: Trace, numbers: Sequence[int], layers: str | None) -> list[str]:

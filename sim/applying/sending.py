@@ -67,7 +67,7 @@ def _groups(modules: Sequence[Module], checkpoints: Sequence[Checkpoint]) -> lis
         _Group(
             members,
             frozenset(op for module in members for op in module.forward),
-            frozenset(op for module in members for op in module.calls[0].backward),
+            frozenset(op for module in members for op in module.backward),
             recomputed,
             keep,
         )

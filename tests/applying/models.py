@@ -1,4 +1,4 @@
-"""Small models of ten kinds with a step each, built from torch.nn: what exported plans are tried on."""
+"""Small models of twelve kinds with a step each, built from torch.nn: what exported plans are tried on."""
 
 from __future__ import annotations
 
@@ -64,6 +64,36 @@ class Patches(nn.Module):
         return self.cut(x).flatten(2).transpose(1, 2)
 
 
+class Shared(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers, self.last = nn.Linear(8, 32), nn.ModuleList([encoder()]), nn.Linear(32, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.last(x).square().mean()
+
+
+class Recurrent(nn.Module):
+    """Cells that are called at each time step in turn."""
+
+    def __init__(self, cells=2):
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRUCell(16, 16) for _ in range(cells))
+
+    def forward(self, x):
+        state = [torch.zeros_like(x[:, 0])] * len(self.cells)
+        for t in range(x.shape[1]):
+            step = x[:, t]
+            for k, cell in enumerate(self.cells):
+                step = state[k] = cell(step, state[k])
+        return step.square().mean()
+
+
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 24}
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -92,6 +122,8 @@ MODELS = {
     ),
     "mixer": (lambda: Stack(nn.Linear(8, 24), [Mixer() for _ in range(2)], nn.Linear(24, 8)), (2, 16, 8)),
     "mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(4)], nn.Linear(32, 8)), (400, 8)),
+    "shared": (Shared, (2, 12, 8)),
+    "recurrent": (Recurrent, (8, 5, 16)),
     **{f"{name} net": NETS[name] for name in ("experts", "attention", "residual", "dense", "gated")},
 }
 """Per model: a function that builds it, and the shape of its input (of token ids where it has two numbers)."""

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
 
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from sim.errors import WorkloadError  # noqa: E402
 from sim.trace.layers import blocks  # noqa: E402
@@ -145,6 +146,59 @@ def test_each_layer_is_one_block_of_the_trace():
     assert trace.meta["layers"] == 3
     assert [block.layer for block in blocks(trace) if block.layer >= 0] == [0, 1, 2]
     assert all(block.backward for block in blocks(trace))
+
+
+class Loop(nn.Module):
+    """Calls its parts in turn, twice; with `checkpoints`, under PyTorch's own."""
+
+    def __init__(self, *, checkpoints=False, **parts):
+        super().__init__()
+        self.checkpoints = checkpoints
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        for _ in range(2):
+            for part in self.children():
+                called = partial(checkpoint, part, use_reentrant=False) if self.checkpoints else part
+                for single in part if isinstance(part, nn.ModuleList) else [called]:
+                    x = single(x)
+        return x
+
+
+def layers_of(trace, phase, kind="matmul"):
+    return [op.layer for op in trace.ops if op.phase == phase and op.kind == kind]
+
+
+def test_each_call_of_a_layer_is_a_layer():
+    trace = capture(lambda: Loop(blocks=nn.ModuleList([Inner(), Inner()])), torch.zeros(2, W), loss=torch.sum)
+    assert trace.meta["layer_names"] == ["blocks.0", "blocks.1"] * 2
+    assert layers_of(trace, "forward") == [0, 1, 2, 3]
+    products = layers_of(trace, "backward")
+    assert products == sorted(products, reverse=True)
+    assert set(products) == {0, 1, 2, 3}
+    # the weights and their gradients belong to the first call, which is the last to add to them
+    assert {t.layer for t in trace.tensors if t.role == "weight"} == {0, 1}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_without_a_list_what_is_called_repeatedly_is_a_layer(checkpoints):
+    def model():
+        return Loop(cell=nn.GRUCell(W, W), checkpoints=checkpoints)
+
+    trace = capture(model, torch.zeros(2, W), loss=torch.sum, micro_batches=2)
+    assert trace.meta["layer_names"] == ["cell", "cell"]  # a microbatch is not a further call
+    forward = layers_of(trace, "forward")
+    assert forward == [0] * (len(forward) // 4) + [1] * (len(forward) // 4) + forward[: len(forward) // 2]
+    backward = layers_of(trace, "backward")[: len(layers_of(trace, "backward")) // 2]
+    assert backward == sorted(backward, reverse=True)
+    assert len(set(backward)) == 2
+
+
+def test_what_is_called_once_or_has_no_weights_is_no_layer():
+    trace = capture(lambda: Loop(act=nn.ReLU()), torch.zeros(2, W, requires_grad=True), loss=torch.sum)
+    assert trace.meta["layer_names"] == []
+    assert capture(Inner, torch.zeros(2, W), loss=torch.sum).meta["layer_names"] == []
 
 
 @pytest.mark.parametrize(("name", "count"), [("vit_b_16", 12), ("densenet121", 7), ("resnet50", 16), ("swin_t", 15)])

@@ -8,12 +8,13 @@
   three parts of one class as its attributes is a list (networks of inception modules; an encoder and a decoder are not
   one), and so is one with two where there is no list.
 - A module of simple parts only (a sequence of convolutions) has a layer for each of its numbered parts.
+- Where the tree shows nothing, the outermost parts that a step calls repeatedly are layers (a recurrent cell).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -39,6 +40,19 @@ def layer_paths(root: Any, wanted: str | Sequence[str] | None = None) -> tuple[s
     if found:
         return found
     return tuple(dict.fromkeys(prefix for path, _ in root.named_modules() if (prefix := numbered(path))))
+
+
+def called_repeatedly(root: Any, calls: Mapping[str, int]) -> tuple[str, ...]:
+    """The paths of the outermost modules with parameters that a step called more than once.
+
+    calls: how often it called each module, by path.
+    """
+    paths = [
+        path
+        for path, part in root.named_modules()
+        if path and calls.get(path, 0) > 1 and next(part.parameters(), None) is not None
+    ]
+    return _outermost(paths)
 
 
 def numbered(path: str) -> str:

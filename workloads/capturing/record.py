@@ -73,5 +73,6 @@ class Recording:
     host: int = 0
     """Storages that PyTorch would keep on the host; they are left out."""
     layers: tuple[str, ...] = ()
+    """Per number of a layer the path of its module; a module that is called several times has several numbers."""
     parameters: int = 0
     version: str = ""

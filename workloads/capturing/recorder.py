@@ -17,7 +17,7 @@ from typing import Any
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
 from workloads.capturing.arithmetic import flops_of
-from workloads.capturing.layers import layer_paths
+from workloads.capturing.calls import LayerCalls
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
@@ -37,8 +37,7 @@ class Recorder:
 
     root: the module.
     cuda: whether the step stands for one on a GPU.
-    layers: paths of the modules that are layers, in the order of the model; an op belongs to the layer in which its
-        module is.
+    layers: which parts of it are layers; an op belongs to the layer in which its module is.
     """
 
     def __init__(self, root: Any, *, cuda: bool, layers: str | Sequence[str] | None = None) -> None:
@@ -52,8 +51,7 @@ class Recorder:
         self.recording = Recording(version=str(self.torch.__version__))
         self.names = {id(module): name for name, module in root.named_modules()}
         self.root = root
-        self.layers = {path: i for i, path in enumerate(layer_paths(root, layers))}
-        self.recording.layers = tuple(self.layers)
+        self.calls = LayerCalls(root, layers)
         self.parameters: dict[int, str] = {}
         self.active = False
         self.updating = False
@@ -62,6 +60,7 @@ class Recorder:
         self._stack: list[str] = []
         self._since: list[int] = []  # sequence number of the next autograd node when …
         self._path: list[str] = []  # … this module became the innermost one
+        self._call: list[int] = []  # … in this layer
         self._ids: dict[int, int] = {}  # address of a storage -> its id
         self._weak: dict[int, Any] = {}
         self._host: set[int] = set()
@@ -75,7 +74,7 @@ class Recorder:
         if i is None:
             i = self._follow(tensor, name, role, -1)
         storage = self.recording.storages[i]
-        storage.name, storage.role, storage.layer = name, role, self._layer(name)
+        storage.name, storage.role, storage.layer = name, role, self.calls.first(name)
 
     def know_module(self) -> None:
         """Name all parameters and buffers of the module; tied ones get their first name."""
@@ -96,9 +95,11 @@ class Recorder:
         self.recording.mapped.clear()
         self.recording.assumed.clear()
         self.recording.folded = 0
+        self.calls.settle()
         alive = {i: s for i, s in self.recording.storages.items() if s.freed is None}
         for storage in alive.values():
             storage.made, storage.mutated, storage.saved_for = -1, False, ""
+            storage.layer = self.calls.first(storage.name)
             if storage.role == "activation":
                 storage.role = "temporary"
         self.recording.storages = alive
@@ -108,6 +109,11 @@ class Recorder:
         """Stop recording."""
         self.active = False
         self.recording.host = len(self._host)
+        self.recording.layers, order = self.calls.in_order(kernel.layer for kernel in self.recording.kernels)
+        for kernel in self.recording.kernels:
+            kernel.layer = order[kernel.layer]
+        for storage in self.recording.storages.values():
+            storage.layer = order.get(storage.layer, -1)  # of a call before this iteration
         return self.recording
 
     def count(self, kernel: str) -> None:
@@ -146,9 +152,16 @@ class Recorder:
             self.in_backward = False
 
     def _enter(self, module: Any, args: Any) -> None:
+        path, node = self.names.get(id(module), type(module).__name__), self._node()
+        if node is not None:
+            self.calls.entered_again(path, self._place_of(node)[1])
+        else:
+            if self.after_backward and not self._stack:
+                self.calls.restart()
+            self.calls.entered(path)
         if not self._stack:
             self.after_backward = False
-        self._stack.append(self.names.get(id(module), type(module).__name__))
+        self._stack.append(path)
         self._mark()
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
@@ -158,6 +171,7 @@ class Recorder:
     def _mark(self) -> None:
         self._since.append(self.torch.autograd._get_sequence_nr())
         self._path.append(self._stack[-1] if self._stack else "")
+        self._call.append(self.calls.number(self._path[-1]))
 
     def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._know_state(optimizer)  # of an optimizer that has been used before
@@ -195,7 +209,7 @@ class Recorder:
         i, address = self._next, storage._cdata
         self._next += 1
         self.recording.storages[i] = Storage(
-            storage.nbytes(), role, name, _dtype(tensor.dtype), tuple(tensor.shape), made, layer=self._layer(name)
+            storage.nbytes(), role, name, _dtype(tensor.dtype), tuple(tensor.shape), made, layer=self.calls.first(name)
         )
         self._ids[address] = i
         self._weak[i] = weakref.ref(storage, lambda _: self._released(i, address))
@@ -271,7 +285,7 @@ class Recorder:
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
                 raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
-        module, phase = self._module(), self._phase(inputs)
+        (module, layer), phase = self._place(), self._phase(inputs)
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
         positions = RUNNING[short] if short in RUNNING and args[5] else ()
@@ -285,7 +299,6 @@ class Recorder:
         if not allocated and not changed:
             self.recording.folded += 1
             return
-        layer = self._layer(module)
         storages = self.recording.storages
         for i in changed:
             storages[i].mutated = True
@@ -406,21 +419,22 @@ class Recorder:
         return "forward"
 
     def _module(self) -> str:
-        """Path of the running module; in backward, of the one whose forward pass created the autograd node."""
-        if self._stack:
-            return self._stack[-1]
-        node = self._node()
-        if node is None:
-            return ""
-        if hasattr(node, "variable"):
-            return self.parameters.get(id(node.variable), "").rpartition(".")[0]
-        index = bisect_right(self._since, node._sequence_nr()) - 1
-        return self._path[index] if index >= 0 else ""
+        return self._place()[0]
 
-    def _layer(self, path: str) -> int:
-        parts = path.split(".")
-        prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-        return next((self.layers[prefix] for prefix in prefixes if prefix in self.layers), -1)
+    def _place(self) -> tuple[str, int]:
+        """Path of the running module and number of its layer; in backward, of what created the autograd node."""
+        if self._stack:
+            return self._stack[-1], self.calls.number(self._stack[-1])
+        node = self._node()
+        return ("", -1) if node is None else self._place_of(node)
+
+    def _place_of(self, node: Any) -> tuple[str, int]:
+        """Path of the module whose forward pass created an autograd node, and number of its layer."""
+        if hasattr(node, "variable"):
+            path = self.parameters.get(id(node.variable), "").rpartition(".")[0]
+            return path, self.calls.first(path)
+        index = bisect_right(self._since, node._sequence_nr()) - 1
+        return (self._path[index], self._call[index]) if index >= 0 else ("", -1)
 
 
 def _way_out(func: Any) -> str:
