@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
@@ -203,11 +204,13 @@ def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
     }
 
 
-def capture_from_reference(reference: str, **changes: Any) -> Trace:
+def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Trace:
     """Capture the step that a function describes.
 
     reference: "module:function" or "file.py:function"; the current folder is searched for modules, too. The function
-        takes no arguments and returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
+        returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
+    sizes: arguments of the function by name, such as `batch` and `sequence`; it needs parameters of these names. Where
+        the dict says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens.
     changes: replace entries of that dict.
 
     Raises WorkloadError naming what is missing, unknown or failed.
@@ -236,14 +239,29 @@ def capture_from_reference(reference: str, **changes: Any) -> Trace:
     if not callable(function):
         hint = near(function_name, (name for name in vars(source) if name[0] != "_"))
         raise WorkloadError(f"{reference!r}: no function {function_name!r}{hint}")
+    sizes = dict(sizes or {})
+    parameters = signature(function).parameters
+    for size in sizes:
+        if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
+            raise WorkloadError(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
     with _named_errors(f"{reference!r}"), answered("cpu", _unnoted):
-        given = function()
+        given = function(**sizes)
     if not isinstance(given, Mapping) or "module" not in given:
         raise WorkloadError(f"{reference!r}: must return a dict with at least 'module'")
     for key in given:
         if key not in ARGUMENTS:
             raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")
-    return capture(**{**given, **changes})
+    rates = {"samples": sizes["batch"]} if "batch" in sizes else {}
+    if len(sizes.keys() & {"batch", "sequence"}) == 2:
+        rates["tokens"] = sizes["batch"] * sizes["sequence"]
+    return with_facts(capture(**{**rates, **given, **changes}), **sizes)
+
+
+def with_facts(trace: Trace, **facts: Any) -> Trace:
+    """The same trace, whose metadata has these facts, too."""
+    meta = {**trace.meta, **facts}
+    return Trace(trace.tensor_columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=meta)
 
 
 def _torch() -> Any:

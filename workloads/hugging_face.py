@@ -21,7 +21,7 @@ from typing import Any
 
 from sim.errors import WorkloadError, near
 from sim.trace.graph import Trace
-from workloads.capture import capture
+from workloads.capture import capture, with_facts
 from workloads.other_models import misspelt, shown
 from workloads.precision import PRECISIONS
 
@@ -59,7 +59,19 @@ OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 ATTENTION = ("sdpa", "eager")
 
 
-def hugging_face(
+def hugging_face(values: Mapping[str, Any], name: str, where: str, **axes: Any) -> Trace:
+    """One training iteration of a model that `transformers` builds.
+
+    The arguments are those of `default_step`, which says what is captured.
+
+    Raises WorkloadError without the library, naming the extra, and for what the library can't build or capture.
+    """
+    arguments, about = default_step(values, name, where, **axes)
+    trace = capture(**arguments)
+    return with_facts(trace, **{**about, "assumed": {**trace.meta.get("assumed", {}), **about["assumed"]}})
+
+
+def default_step(
     values: Mapping[str, Any],
     name: str,
     where: str,
@@ -68,27 +80,30 @@ def hugging_face(
     sequence: int = 1024,
     precision: str = "fp32",
     attention: str = "sdpa",
-    optimizer: str = "adamw_foreach",
+    optimizer: str | None = "adamw_foreach",
     dropout: float | None = None,
     micro_batches: int = 1,
     frozen: tuple[str, ...] = (),
-) -> Trace:
-    """One training iteration of a model that `transformers` builds.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A training step of a model that `transformers` builds: arguments of `capture`, and facts for the trace.
+
+    What is assumed of the model becomes known while it is built, and is added to the facts then.
 
     values: the keys of a `config.json`. name: of the model. where: how errors refer to the file.
+    optimizer: as for `workloads.transformer`; None for a step that ends with the gradients.
     frozen: parameters, or parts of the model, that are not trained, by path or pattern.
     The other arguments are those of `workloads.transformer`; `sequence` is of no use to models of images and speech.
 
-    Raises WorkloadError without the library, naming the extra, and for what the library can't build or capture.
+    Raises WorkloadError without the library, naming the extra, and for what the library can't build.
     """
     library = _library(where)
     for axis, value, known in (
         ("precision", precision, [p.name for p in PRECISIONS.values() if not p.master]),
         ("attention", attention, ATTENTION),
-        ("optimizer", optimizer, OPTIMIZERS),
+        ("optimizer", optimizer, (None, *OPTIMIZERS)),
     ):
         if value not in known:
-            valid = ", ".join(known)
+            valid = ", ".join(filter(None, known))
             raise WorkloadError(f"{axis} {value!r} is not available for a model that is captured; valid: {valid}")
     assumed: dict[str, int] = {}
     config = _config(library, values, where, assumed)
@@ -108,20 +123,17 @@ def hugging_face(
         return model
 
     torch = import_module("torch")
-    optimizer_class, arguments = OPTIMIZERS[optimizer]
-    inputs = {key: _typed(torch, value, types) for key, value in inputs.items()}
     tokens = batch * sequence if kind in ("text", "text_class") else None
-    trace = capture(
-        module,
-        inputs,
-        optimizer=lambda parameters: getattr(torch.optim, optimizer_class)(parameters, **arguments),
-        name=name,
-        samples=batch,
-        tokens=tokens,
-        micro_batches=micro_batches,
-    )
-    meta = {
-        **trace.meta,
+    arguments = {
+        "module": module,
+        "inputs": {key: _typed(torch, value, types) for key, value in inputs.items()},
+        "optimizer": _optimizer(torch, optimizer),
+        "name": name,
+        "samples": batch,
+        "tokens": tokens,
+        "micro_batches": micro_batches,
+    }
+    about = {
         "family": config.model_type,
         "built_by": f"transformers {library.__version__}, {auto.__name__}",
         "batch": batch,
@@ -129,9 +141,16 @@ def hugging_face(
         "precision": precision,
         "attention": attention,
         "optimizer": optimizer,
-        "assumed": {**trace.meta.get("assumed", {}), **assumed},
+        "assumed": assumed,
     }
-    return Trace(trace.tensor_columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=meta)
+    return arguments, about
+
+
+def _optimizer(torch: Any, name: str | None) -> Callable[[Any], Any] | None:
+    if name is None:
+        return None
+    kind, arguments = OPTIMIZERS[name]
+    return lambda parameters: getattr(torch.optim, kind)(parameters, **arguments)
 
 
 def library_versions() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A training step by whatever names its model: a shipped name, any `config.json`, or a function that captures one.
+"""A training step by whatever names its model: a shipped name, any `config.json`, or a function that describes one.
 
 Captures take seconds. So they are kept, by the content of all that they depend on, in `captures` under
 `$TIERSIM_CACHE`, by default in the user's folder of caches; the folder can be deleted at any time.
@@ -41,22 +41,42 @@ FORMAT = 1
 def training_step(model: Any, **axes: Any) -> Trace:
     """One training iteration of a model.
 
-    model: what `workloads.transformer` takes, or any `config.json` where `transformers` is installed.
-    axes: arguments of `workloads.transformer`.
+    model: what `workloads.transformer` takes, or any `config.json` where `transformers` is installed, or a function
+        that describes a step (`FILE.py:FUNCTION`, see `workloads.capture_from_reference`), which is captured each time.
+    axes: arguments of `workloads.transformer`. A function gets those that are given, by name, except `stack`, which is
+        applied to its trace.
 
     Raises WorkloadError where neither the families nor the library have the model, naming what is missing.
     """
+    if is_reference(model):
+        from workloads.capture import capture_from_reference
+
+        sizes = {axis: value for axis, value in axes.items() if axis != "stack" and value is not None}
+        return as_workload(capture_from_reference(model, sizes), axes.get("stack") or "eager")
     try:
         return transformer(model, **axes)
     except NotBuiltIn as error:
         return _of_library(model, axes, error)
 
 
+def is_reference(model: Any) -> bool:
+    """Whether a model is named by a function that describes its step: `FILE.py:FUNCTION` or `MODULE:FUNCTION`."""
+    where, colon, function = model.rpartition(":") if isinstance(model, str) else ("", "", "")
+    parts = where.split(".") if not where.endswith(".py") else ["file"]
+    return bool(colon) and all(part.isidentifier() for part in (*parts, function))
+
+
 def config_identity(model: Any) -> Any:
     """What identifies a model's content, as attributes.
 
-    Raises WorkloadError where it can't be read, or the library that has to build it is missing.
+    Raises WorkloadError where it can't be read, or the library that has to build it is missing, or it is a function:
+    what that reads is not known.
     """
+    if is_reference(model):
+        raise WorkloadError(
+            f"{model!r} is a function, and what it reads is not known; capture its trace: "
+            f"tiersim trace capture {model} -o FILE.jsonl.gz"
+        )
     try:
         return read_config(model)
     except NotBuiltIn as error:

@@ -54,15 +54,19 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     """
     from sim.advice import advise as search
     from sim.outputs import to_json
+    from workloads.steps import is_reference
 
-    if options["trace"]:
-        subject, axes = workload({"ctx": ctx, **options}), {}
+    if options["trace"] or is_reference(options["model"]):
+        chosen = [] if options["batch"] is None else ["batch"]
+        subject, axes = workload({"ctx": ctx, "chosen": chosen, **options}), {}
     elif options["model"]:
         axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES[1:]}
         subject, axes = options["model"], {key: value for key, value in axes.items() if value is not None}
     else:
         raise typer.BadParameter("give --model NAME or --trace FILE")
     how = {key: options[key] for key in ("goal", "batch", "budget", "seconds", "jobs", "seed")}
+    if is_reference(options["model"]):  # captured at that batch
+        how["batch"] = None
     figures = overrides(options["set_"])
     policies = names_of(options["policies"])
     advice = search(subject, options["profile"], figures=figures, policies=policies, on_row=_told, **how, **axes)
@@ -72,7 +76,7 @@ def advise(ctx: typer.Context, **options: Any) -> None:
 
 
 @takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, JSON)
-def largest_batch(**options: Any) -> None:
+def largest_batch(ctx: typer.Context, **options: Any) -> None:
     """Find the largest batch that a policy fits, and its time; `advise --goal batch` tries all policies."""
     from sim.experiment import simulate
     from sim.search import largest_batch as search
@@ -81,7 +85,9 @@ def largest_batch(**options: Any) -> None:
     made: dict[int, Any] = {}
 
     def make(batch: int) -> Any:
-        return made.setdefault(batch, workload({**options, "trace": None, "batch": batch}))
+        return made.setdefault(
+            batch, workload({**options, "ctx": ctx, "trace": None, "batch": batch, "chosen": ["batch"]})
+        )
 
     how = {"budget": budget_of(options["budget"], make(1), platform), "seed": options["seed"], **given}
 
@@ -119,7 +125,14 @@ def search(ctx: typer.Context, **options: Any) -> None:
     from sim.outputs import to_json
     from sim.policies.writing import split_outside
 
-    given = {**options, "batch": options["global_batch"], "micro_batches": 1, "divided": True, "ctx": ctx}
+    given = {
+        **options,
+        "batch": options["global_batch"],
+        "micro_batches": 1,
+        "divided": True,
+        "ctx": ctx,
+        "chosen": ["batch"],
+    }
     kernels = None
     if options["stack"]:
         from functools import partial

@@ -32,7 +32,11 @@ def _readable(budget: str | None) -> str | None:
 
 
 PROFILE = Option("profile", Annotated[str, typer.Option(help="hardware profile: a name or a TOML file")])
-MODEL = Option("model", Annotated[str | None, typer.Option(help="model name or any Hugging Face config.json")], None)
+MODEL = Option(
+    "model",
+    Annotated[str | None, typer.Option(help="model name, any Hugging Face config.json, or FILE.py:FUNCTION")],
+    None,
+)
 TRACE = Option("trace", Annotated[str | None, typer.Option("--trace", help="trace file, instead of a model")], None)
 BATCH = Option("batch", Annotated[int, typer.Option(help="samples per iteration")], 1)
 SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens per sample")], 1024)
@@ -221,7 +225,10 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def workload(options: dict[str, Any]) -> Any:
-    """The trace that the options describe; options["ctx"], if present, knows which of them were given."""
+    """The trace that the options describe.
+
+    options["ctx"], if present, knows which of them were given; options["chosen"] names those that the command chose.
+    """
     if options["trace"]:
         if "ctx" in options:
             _refuse_axes(options["ctx"], {"stack", *({"micro_batches"} if "divided" in options else ())})
@@ -229,12 +236,23 @@ def workload(options: dict[str, Any]) -> Any:
         from workloads.stacks import as_workload
 
         return as_workload(load_trace(options["trace"]), options["stack"] or "eager")
-    from workloads.steps import training_step
+    from workloads.steps import is_reference, training_step
 
     if not options["model"]:
         raise typer.BadParameter("give --model NAME or --trace FILE")
     axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES}
+    if is_reference(options["model"]):  # it has defaults of its own
+        axes = {WORDS.get(name, name): options[name] for name in _given(options)}
     return training_step(options["model"], **{key: value for key, value in axes.items() if value is not None})
+
+
+def _given(options: dict[str, Any]) -> list[str]:
+    """The axes of a model that were given on the command line, or that the command chose, and not as in the default."""
+    chosen = set(options.get("chosen", ()))
+    if "ctx" in options:
+        sources = {axis.name: options["ctx"].get_parameter_source(axis.name) for axis in AXES}
+        chosen |= {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return [a.name for a in AXES if a.name in chosen and (a in (BATCH, SEQ) or options[a.name] != a.default)]
 
 
 def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:

@@ -66,14 +66,20 @@ def import_(
 def capture(
     reference: Annotated[str, typer.Argument(help="module:function that returns module, inputs, loss, optimizer")],
     out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    batch: Annotated[int | None, typer.Option(help="samples per iteration")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")] = None,
     json: Json = False,
 ) -> None:
-    """Capture a training step of a PyTorch module under fake tensors (extra `torch`)."""
+    """Capture a training step of a PyTorch module under fake tensors (extra `torch`).
+
+    Sizes that are given are arguments of the function, `batch` and `sequence`.
+    """
     from sim.report.listings import trace_page
     from sim.trace.io import save
     from workloads.capture import capture_from_reference
 
-    work = capture_from_reference(reference)
+    sizes = {"batch": batch, "sequence": seq}
+    work = capture_from_reference(reference, {name: size for name, size in sizes.items() if size is not None})
     save(work, out)
     print(trace_page(work, json))
 

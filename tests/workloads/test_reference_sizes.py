@@ -1,0 +1,90 @@
+"""A function that describes a step is a model: it is captured at the sizes asked for."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
+
+from sim import cli, load_profile  # noqa: E402
+from sim.analysis.peak_memory import home_peak  # noqa: E402
+from sim.errors import WorkloadError  # noqa: E402
+from sim.experiment import reference_run  # noqa: E402
+from workloads import training_step  # noqa: E402
+from workloads.steps import config_identity, is_reference  # noqa: E402
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+def step(batch=4, sequence=6):
+    return {
+        "module": lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)),
+        "inputs": torch.empty(batch, sequence, dtype=torch.int64, device="meta"),
+        "loss": lambda result: result.square().mean(),
+    }
+
+
+def fixed():
+    return step()
+"""
+LOGITS = 50 * 4  # bytes per token: the largest activation
+
+
+@pytest.fixture
+def reference(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(SOURCE))
+    return f"{tmp_path / 'mine.py'}:step"
+
+
+def largest(trace):
+    return max(t.bytes for t in trace.tensors if t.role == "activation")
+
+
+def test_the_step_is_a_function_of_its_sizes(reference):
+    for sizes, tokens in (({}, 24), ({"batch": 2}, 12), ({"batch": 3, "sequence": 7}, 21)):
+        trace = training_step(reference, **sizes)
+        assert largest(trace) == tokens * LOGITS
+        assert trace.meta.get("samples") == sizes.get("batch")
+    assert trace.meta["tokens"] == 21  # of both sizes
+
+
+def test_a_size_that_the_function_does_not_take_is_named(reference):
+    with pytest.raises(WorkloadError, match=r"batch: the function needs a parameter of this name, and it takes none"):
+        training_step(reference.replace(":step", ":fixed"), batch=2)
+    with pytest.raises(WorkloadError, match=r"precision: .* it takes batch, sequence"):
+        training_step(reference, precision="bf16")
+    with pytest.raises(WorkloadError, match="tiersim trace capture"):
+        config_identity(reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("a.py:f", True),
+        ("pack.age:f", True),
+        ("gpt2", False),
+        ("C:/models/config.json", False),
+        ("a:b:c", False),
+        (":f", False),
+        ({"model_type": "gpt2"}, False),
+    ],
+)
+def test_a_reference_is_told_from_a_name_or_a_file(name, is_one):
+    assert is_reference(name) == is_one
+
+
+def test_the_largest_batch_of_a_step(reference, capsys, monkeypatch):
+    job = ["--profile", "a100_40_pcie", "--model", reference, "--budget", "40 kB", "--json"]
+    monkeypatch.setattr("sys.argv", ["tiersim", "largest-batch", *job])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    batch = json.loads(capsys.readouterr().out)["batch"]
+    platform = load_profile("a100_40_pcie")
+    peaks = [home_peak(reference_run(training_step(reference, batch=b), platform)) for b in (batch, batch + 1)]
+    assert end.value.code == 0
+    assert peaks[0] <= 40_000 < peaks[1]
