@@ -83,7 +83,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold the device until the transfer of a tensor has ended; does nothing if none is in flight.
+    """Hold the device until the op that first makes a tensor, and its transfer, have ended, if they are under way.
 
     tensor: which one.
     before, after: the op that anchors the action.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -10,62 +9,44 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sim.conformance.examples import Example, examples_for, for_each
-from sim.conformance.replayed import run_policy
+from sim.conformance.tried import tried
 from sim.errors import PolicyError
 from sim.limits import limited
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
-DRAWN = 4
-"""At most how many examples are drawn for each that shall run to its end."""
 
+def fingerprints(
+    policy: Policy, *, examples: int, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
+) -> list[str]:
+    """The result of each example as text: a hash of what happened when, without names, and the kind of a refusal.
 
-def drawn_for(policy: Policy, count: int, seed: int) -> list[Example]:
-    """The examples of a policy that a second process can be asked about, in their order."""
-    drawn: list[Example] = []
-    for_each(examples_for(policy), drawn.append, DRAWN * count, seed)
-    return drawn
-
-
-def telling(
-    policy: Policy, drawn: Sequence[Example], *, examples: int, seed: int, time_limit_s: float | None
-) -> list[int]:
-    """The first examples, and further ones until as many have run to their end: most of what is drawn does not fit."""
-    found: list[int] = []
-    done = 0
-    for i, example in enumerate(drawn):
-        if i >= examples and done >= examples:
-            break
-        with limited(time_limit_s):
-            ran = run_policy(policy, example.trace, example.platform, seed=seed).done
-        done += ran
-        if ran or i < examples:
-            found.append(i)
-    return found
-
-
-def fingerprint(
-    policy: Policy, example: Example, *, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
-) -> str:
-    """The result of an example as text: a hash of what happened when, without names, and the kind of a refusal.
-
-    elsewhere: whether its tensors get other names.
+    elsewhere: whether they run in reverse order, with other names of tensors; the order of the results stays the same.
     """
-    trace = renamed(example.trace) if elsewhere else example.trace
-    with limited(time_limit_s):
-        run = run_policy(policy, trace, example.platform, seed=seed)
-    rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
-    answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
-    return f"{answer} {type(run.error or run.crash).__name__}"
+    drawn: list[Example] = []
+    for_each(examples_for(policy), drawn.append, examples, seed)
+
+    def look(example: Example) -> str:
+        named = replace(example, trace=renamed(example.trace)) if elsewhere else example
+        with limited(time_limit_s):
+            *_, (_, run) = tried(policy, named, seed=seed)
+        rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
+        answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
+        return f"{answer} {type(run.error or run.crash).__name__}"
+
+    if elsewhere:
+        return [look(example) for example in reversed(drawn)][::-1]
+    return [look(example) for example in drawn]
 
 
 def renamed(trace: Trace) -> Trace:
     """The same trace with tensors whose names sort and hash otherwise; their words stay, since they may say a role."""
     tensors, count = trace.tensor_columns, len(trace.tensors)
-    columns = dataclasses.replace(tensors, name=[f"r{count - i:07d}.{name}" for i, name in enumerate(tensors.name)])
+    columns = replace(tensors, name=[f"r{count - i:07d}.{name}" for i, name in enumerate(tensors.name)])
     return Trace(columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
 
 
@@ -77,8 +58,6 @@ def differences(
     policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int, time_limit_s: float | None = None
 ) -> list[str]:
     """The policies, given with their names, for which a second process gets different results.
-
-    examples: how many shall run to their end, where as many do within `DRAWN` times that number.
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
     of another day, and with other names of tensors. A policy that
@@ -111,11 +90,10 @@ def differences(
     found = []
     for job, there in zip(jobs, answers, strict=True):
         policy = load(job["name"], **job["parameters"])  # type: ignore[arg-type]
-        drawn = drawn_for(policy, examples, seed)
-        for i, result in there:
-            if fingerprint(policy, drawn[i], seed=seed, time_limit_s=time_limit_s) != result:
-                found.append(f"{job['name']}: example {i} gives a different result in a second process")
-                break
+        here = fingerprints(policy, examples=examples, seed=seed, time_limit_s=time_limit_s)
+        if here != there:
+            at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
+            found.append(f"{job['name']}: example {at} gives a different result in a second process")
     return found
 
 
@@ -131,17 +109,6 @@ def _shift_clocks() -> None:
         setattr(time, f"{name}_ns", lambda clock=in_ns: clock() + SHIFT_S * 10**9)
 
 
-def _results(policy: Policy, *, examples: int, seed: int, time_limit_s: float | None) -> list[tuple[int, str]]:
-    """The examples that tell something and their results, in this order, from runs in reverse order."""
-    drawn = drawn_for(policy, examples, seed)
-    chosen = telling(policy, drawn, examples=examples, seed=seed, time_limit_s=time_limit_s)
-    results = [
-        (i, fingerprint(policy, drawn[i], seed=seed, elsewhere=True, time_limit_s=time_limit_s))
-        for i in reversed(chosen)
-    ]
-    return results[::-1]
-
-
 def main() -> None:
     """Read jobs from standard input and print their results."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -150,7 +117,7 @@ def main() -> None:
     answers = []
     for job in json.load(sys.stdin):
         policy = load(job.pop("name"), **job.pop("parameters"))
-        answers.append(_results(policy, **job))
+        answers.append(fingerprints(policy, **job, elsewhere=True))
     json.dump(answers, out)
     out.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from sim.conformance.digits import Digits
 from sim.conformance.models import generations, models
 from sim.conformance.random_platforms import Document, platform_of, random_platforms
 from sim.conformance.random_traces import random_traces
+from sim.engine.allocators.cached_blocks import SMALL_REQUEST
 from sim.experiment import reference_run
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
@@ -34,16 +35,27 @@ def examples_for(policy: Policy) -> st.SearchStrategy[Example]:
 
 @dataclass(frozen=True)
 class Example:
-    """A trace, a platform as the document of its profile, and a budget in bytes."""
+    """A trace, a platform as the document of its profile, and a budget in bytes.
+
+    ample: a budget in bytes that keeping everything fits into, 0 if nobody knows.
+    """
 
     trace: Trace
     machine: Document
     budget: int
+    ample: int = 0
 
     @property
     def platform(self) -> Platform:
         """The platform with that budget."""
         return platform_of(self.machine, self.budget)
+
+    def with_more_memory(self) -> Iterator[Example]:
+        """This one, one with half of what it lacks, and one with ample memory."""
+        yield self
+        for budget in ((self.budget + self.ample) // 2, self.ample):
+            if budget > self.budget:
+                yield replace(self, budget=budget)
 
 
 @st.composite
@@ -63,11 +75,16 @@ def random_examples(
     spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
     stores = {store: store in needs for store in ("drive", "slc", "pool")}
     machine = draw(random_platforms(devices=1 if one else 2, host=host, cpu=cpu, exact=exact, **stores))
-    unit = 512 if machine["tiers"]["hbm"]["allocator"] == "caching" else 1
     kind = draw(st.integers(0, 9))
-    if "inference" in needs and kind % 2:
+    real_model = kind >= 10 - real and "inference" not in needs
+    generates = "inference" in needs and bool(kind % 2)
+    caches = machine["tiers"]["hbm"]["allocator"] == "caching"
+    if caches and (real_model or generates):  # small models fit into the first segment, whatever the budget
+        machine, caches = _with(machine, "hbm", allocator="exact"), False
+    unit = SMALL_REQUEST // 2 if caches else 1  # tensors need segments of both pools
+    if generates:
         trace = draw(generations())
-    elif kind >= 10 - real and "inference" not in needs:
+    elif real_model:
         trace = draw(models())
     else:
         steps = longest or (18 if needs & {"chain", "layers"} else 12)
@@ -77,18 +94,24 @@ def random_examples(
         # a host that holds its initial tensors, and some percent of what the device needs
         most = {tier.name: peak for tier, peak in zip(log.platform.tiers, _peaks(log))}
         left = most["host"] + max(most.values()) * tight // 100
-        machine = {
-            **machine,
-            "tiers": {**machine["tiers"], "host": {**machine["tiers"]["host"], "capacity": f"{max(left, 1)} B"}},
-        }
+        machine = _with(machine, "host", capacity=f"{max(left, 1)} B")
     top, floor = _peak_and_floor(log)
-    return Example(trace, machine, max(1, floor + (top - floor) * spare // 100))
+    # addresses may leave gaps: a quarter on top is ample
+    return Example(trace, machine, max(1, floor + (top - floor) * spare // 100), ample=top + top // 4)
+
+
+def _with(machine: Document, tier: str, **fields: Any) -> Document:
+    """The machine with other fields of a tier."""
+    return {**machine, "tiers": {**machine["tiers"], tier: {**machine["tiers"][tier], **fields}}}
 
 
 def _peaks(log: EventLog) -> list[int]:
-    """The most bytes in use, per tier."""
-    rows = log.changes
-    return [int(np.cumsum(rows[rows[:, 1] == i, 2]).max(initial=0)) for i in range(len(log.platform.tiers))]
+    """The most bytes in use, or reserved by an allocator that caches, per tier."""
+    tables = (log.changes, log.reserved)
+    return [
+        max(int(np.cumsum(rows[rows[:, 1] == i, 2]).max(initial=0)) for rows in tables)
+        for i in range(len(log.platform.tiers))
+    ]
 
 
 def _peak_and_floor(log: EventLog) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from sim.conformance.ledger import FIRST, FOREVER, FREED, MADE, MOVED_IN, Ledger
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.experiment import reference_run
-from sim.hardware.platform import Platform
+from sim.hardware.platform import Platform, Tier
 from sim.log import CAUSE, EventLog
 from sim.plan import Move, Plan
 from sim.policies.base import Policy
@@ -211,13 +211,22 @@ def _check_refusal(run: Replayed, error: OutOfMemory) -> None:
     used = int(rows[:, 2].sum())
     if error.free_bytes != tier.capacity - used:
         raise LawBroken(f"OutOfMemory says {error.free_bytes} B are free; the log says {tier.capacity - used} B")
-    if error.need_bytes <= min(error.free_bytes, error.largest_hole_bytes):
+    if _has_room(error, log, tier):
         raise LawBroken(f"OutOfMemory refuses {error.need_bytes} B although {error.largest_hole_bytes} B are free")
     held = sum(size for _, size, _ in error.holders)
     if used and not error.holders and any(stay.release == FOREVER for stay in Ledger(log).stays):
         raise LawBroken(f"OutOfMemory names no holder of the {used} B in use")
     if held > used:
         raise LawBroken(f"OutOfMemory names holders of {held} B where {used} B are in use")
+
+
+def _has_room(error: OutOfMemory, log: EventLog, tier: Tier) -> bool:
+    """Whether what was refused would have fitted; with an allocator that caches: as a segment of its own."""
+    if tier.allocator.name != "caching":
+        return error.need_bytes <= min(error.free_bytes, error.largest_hole_bytes)
+    step = 2 << 20 if error.need_bytes <= 1 << 20 else 20 << 20
+    reserved = int(log.reserved[log.reserved[:, 1] == log.platform.tier_ids[tier.name], 2].sum())
+    return reserved + -(-error.need_bytes // step) * step <= tier.capacity
 
 
 # ---- law 9 -------------------------------------------------------------------------------------

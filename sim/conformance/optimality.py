@@ -10,16 +10,22 @@ from sim.experiment import UNLIMITED, problem_for
 
 
 def check_optimal(run: Replayed) -> None:
-    """Law 8: a policy that is optimal never takes longer with more budget, and no plan of its class beats it."""
+    """Law 8: a policy that is optimal never takes longer with more budget, and no plan of its class beats it.
+
+    Planners count bytes. Where the allocator gives addresses, a plan may run into gaps that it could not foresee, and
+    more budget may have other gaps: a refusal says nothing there.
+    """
     if not run.policy.optimal or not (run.done or isinstance(run.error, Infeasible)):
         return
-    _beaten(run)
+    addressed = run.platform.home(0).allocator.name != "exact"
+    if run.done or not addressed:
+        _beaten(run)
     capacity = run.platform.home(0).capacity
     best = run.log.end if run.done and run.log is not None else None
     for budget in (capacity + max(1, capacity // 8), 2 * capacity, UNLIMITED):
         more = run_policy(run.policy, run.trace, run.platform.with_budget(budget), seed=run.seed)
         if not more.done or more.log is None:
-            if best is not None and isinstance(more.error, Infeasible):
+            if best is not None and isinstance(more.error, Infeasible) and not addressed:
                 raise LawBroken(f"with {budget} B it refuses what fits into {capacity} B: {more.error}")
             continue
         if best is not None and more.log.end > best:

@@ -27,8 +27,9 @@ from sim.conformance.optimality import check_optimal
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
-from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.conformance.replayed import LawBroken, Replayed
 from sim.conformance.traits import SELDOM, Exercised
+from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
@@ -66,8 +67,8 @@ APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
 ENOUGH = 15
 """Examples that ran, from which on a declared trait that never showed counts as a fault."""
 
-ELSEWHERE = 6
-"""Examples that a second process repeats to their end, where as many run."""
+ELSEWHERE = 5
+"""Most examples that a second process repeats."""
 
 SHRINKS = 500
 """Most examples that are tried to find a smaller one that breaks a law."""
@@ -103,9 +104,9 @@ class Report:
     seed: that of the examples.
     examples: how many were drawn.
     skipped: those that the policy refused because a need was not met.
-    refused: those that did not fit.
+    refused: those that did not fit, ample memory included.
     failed: those that ended in any other error.
-    shares: per declared trait the fraction of completed examples in which it showed.
+    shares: per declared trait the fraction of examples completed in less than ample memory in which it showed.
     broken: the laws that were broken.
     notes: remarks for the reader.
     exercised: the laws that some example put to the test.
@@ -143,7 +144,7 @@ class Report:
 
     @property
     def not_exercised(self) -> tuple[str, ...]:
-        """Declared traits that showed in fewer than 30 % of the examples that ran."""
+        """Declared traits that showed in fewer than 30 % of the examples that ran in less than ample memory."""
         return tuple(trait for trait, share in self.shares.items() if share < SELDOM)
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class Report:
         for trait, share in self.shares.items():
             mark = "  FAIL  declared, and never shown: " if trait in self.never_shown else "  "
             mark = "  not exercised: " if share < SELDOM and not mark.strip() else mark
-            lines.append(f"{mark}{trait} in {share:.0%} of the examples that ran")
+            lines.append(f"{mark}{trait} in {share:.0%} of the examples that ran in less than ample memory")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -227,15 +228,17 @@ def check_policy(
     exercised: set[str] = set()
 
     def look(example: Example) -> None:
+        faults: dict[str, tuple[Example, str]] = {}
         with limited(time_limit_s):
-            run = run_policy(policy, example.trace, example.platform, seed=seed)
-            seen.add(run)
-            for law, check in CHECKS.items():
-                if APPLIES[law](run) if law in APPLIES else run.done:
-                    exercised.add(law)
-                text = breaks(check, run)
-                if text:
-                    broken.setdefault(law, []).append((example, text))
+            for case, run in tried(policy, example, seed=seed):
+                exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
+                for law, check in CHECKS.items():
+                    text = breaks(check, run)
+                    if text:
+                        faults.setdefault(law, (case, text))
+            seen.add(run, ample=case is not example and case.budget == case.ample)
+        for law, fault in faults.items():
+            broken.setdefault(law, []).append(fault)
 
     drawn = examples_for(policy)
     try:
@@ -297,10 +300,11 @@ def _smallest(
         if next(tries) > count + SHRINKS:
             raise TooLong("small enough")
         with limited(SECONDS):
-            text = breaks(check, run_policy(policy, example.trace, example.platform, seed=first))
-        if text:
-            found.append((example, text))
-            raise LawBroken(text)
+            for case, run in tried(policy, example, seed=first):
+                text = breaks(check, run)
+                if text:
+                    found.append((case, text))
+                    raise LawBroken(text)
 
     with on_its_own(), suppress(LawBroken, Flaky, TooLong):
         until_broken()

@@ -20,7 +20,8 @@ from sim.conformance.across_processes import differences
 from sim.conformance.causality import check_online
 from sim.conformance.examples import Example, for_each, random_examples
 from sim.conformance.random_platforms import platform_of, toml_of
-from sim.errors import PolicyError
+from sim.conformance.tried import tried
+from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware import load_profile
 from sim.plan import Move, Online, Plan
@@ -173,7 +174,7 @@ class OnlySays(Policy):
 
 
 def test_a_trait_that_never_shows_is_reported():
-    report = check_policy(OnlySays(), examples=20)
+    report = check_policy(OnlySays(), examples=10)
     assert "recomputes" in report.not_exercised
     assert "not exercised: recomputes" in report.as_text()
     assert "note: a trait that examples seldom show: take it away" in report.as_text()
@@ -238,6 +239,31 @@ def test_examples_have_every_feature_now_and_then():
     assert any(trace.meta["model"] == "gpt2" for trace in traces)
     runs = [run_policy(load("keep_all"), example.trace, example.platform) for example in found]
     assert 0.25 < np.mean([run.done for run in runs]) < 0.75
+
+
+def test_what_does_not_fit_is_tried_with_more_memory_to_the_last():
+    kept = [list(tried(load("keep_all"), example)) for example in drawn(set(), 60)]
+    assert all(runs[-1][1].done for runs in kept)
+    assert {len(runs) for runs in kept} == {1, 2, 3}
+    for runs in kept:
+        assert all(isinstance(run.error, Infeasible) for _, run in runs[:-1])
+        budgets = [example.budget for example, _ in runs]
+        assert budgets == sorted(set(budgets))
+
+
+def test_an_allocator_that_caches_is_met_in_every_state():
+    """Segments of both pools, a cache that pressure empties, and requests that do not fit between blocks."""
+    runs = [
+        run
+        for example in drawn(set(), 150)
+        if example.platform.tiers[0].allocator.name == "caching"
+        for _, run in tried(load("lru_tiering"), example)
+    ]
+    assert any(run.error for run in runs)
+    logs = [run.log for run in runs if run.done]
+    assert any((log.reserved[:, 2] == 2 << 20).any() for log in logs)
+    assert any((log.reserved[:, 2] == 20 << 20).any() for log in logs)
+    assert any((log.reserved[:, 2] < 0).any() for log in logs)
 
 
 def test_a_machine_as_text_is_the_machine(tmp_path):

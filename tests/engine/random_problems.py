@@ -306,6 +306,9 @@ def _action(draw: Random, trace: Trace, platform: Platform, tiers: list[str]) ->
         mine = [op for op in range(anchor) if c.device[op] == device and can_run_again(trace, op)]
         earlier = [op for op in mine if _waited_for(trace, op, device) or draw.random() < 0.2]
         return Recompute(draw.choice(earlier), **at) if earlier and is_here else None
+    if verb == "wait" and draw.random() < 0.3:  # also for what an engine or a group has still to make
+        under_way = [t for t in range(len(trace.tensors)) if 0 <= trace.producer[t] < anchor]
+        return Wait(draw.choice(under_way), **at) if under_way and is_here else None
     if not there:
         return None
     tensor = draw.choice(there)

@@ -287,3 +287,18 @@ def test_a_copy_that_arrives_has_an_address_of_its_own():
     replay(plan, replace(near, tiers=(pool, *near.tiers[1:])))
     coming = [(0, 0), (0, 70), (0, 0)]  # it takes its space when it is asked for
     assert seen == [coming, coming, [(0, 0), (0, 0), (0, 40)]]
+
+
+def test_a_wait_holds_the_device_until_an_engine_beside_it_has_made_the_tensor():
+    """The CPU makes y until 50; b is over at 20, and what sends y away before c waits for it."""
+    b = TraceBuilder()
+    x, y, z, end = b.tensor("x", 10, "input"), b.tensor("y", 20), b.tensor("z", 10), b.tensor("end", 10)
+    b.op("a", reads=[x], writes=[y], duration=50, engine="cpu")
+    b.op("b", reads=[x], writes=[z], duration=20)
+    b.op("c", reads=[z], writes=[end], duration=10)
+    b.op("d", reads=[y, end], duration=10)
+    moves = [Wait("y", before="c"), Move("y", "host", before="c")]
+    log = lawful(Plan(b.build(outputs=[end], carry=()), moves), machine(cpu="hbm")).log
+    assert spans(log, "cpu") == [("a", 0, 50)]
+    assert spans(log, "d2h") == [("y", 50, 70)]
+    assert spans(log, "npu")[:2] == [("b", 0, 20), ("c", 50, 60)]

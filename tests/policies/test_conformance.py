@@ -8,7 +8,7 @@ from sim.conformance import check_policy
 from sim.conformance.across_processes import differences
 from sim.policies import load, names, policy_class
 
-EXAMPLES = 40
+EXAMPLES = 30
 TRIED = {"swap_attention": {"modules": ("*",)}}
 """Parameters with which a policy is tried, where random traces have nothing for its own."""
 

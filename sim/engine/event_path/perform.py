@@ -33,7 +33,10 @@ class Perform:
         """Carry out actions at an op, in order. online: they answer a question."""
         for act in acts:
             if act.kind == "wait":
-                while act.target in self._state.residency.in_flight:
+                residency = self._state.residency
+                while act.target in residency.awaited and not residency.produced[act.target]:
+                    yield from self._waits.arrival(act.target, residency.awaited[act.target], op)
+                while act.target in residency.in_flight:
                     yield from self._waits.transfer_of(act.target, "wait", op)
             elif act.kind == "recompute":
                 yield from self.op(act.target, why="recompute", counted=not online)

@@ -49,10 +49,12 @@ def out_of_memory(state: State, request: Asked) -> OutOfMemory:
     full = [i for i, other in enumerate(platform.tiers) if i != tier and other.device < 0 and space.free(i) < bytes]
     others = ", ".join(f"{space.names[i]!r} ({space.free(i):,} B of {space.capacity[i]:,} B free)" for i in full)
     largest = space.largest_free_block(tier)
+    hole = f"largest free block {largest:,} B"
+    if largest >= bytes:  # an allocator that caches serves small and large requests from segments of their own
+        hole = f"not enough for a segment that serves this size, though a request of {largest:,} B would be served"
     return OutOfMemory(
         f"{what} needs {bytes:,} B in {name!r} for {reason}; {space.free(tier):,} B of {space.capacity[tier]:,} B are "
-        f"free (largest free block {largest:,} B); largest holders: {top or 'none'}"
-        + (f"; nor do that many fit in {others}" if others else ""),
+        f"free ({hole}); largest holders: {top or 'none'}" + (f"; nor do that many fit in {others}" if others else ""),
         tier=name,
         need_bytes=bytes,
         free_bytes=space.free(tier),

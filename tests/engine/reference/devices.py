@@ -100,7 +100,9 @@ class Device:
             store.counters["ignored_actions"] += 1
 
     def wait(self, tensor: int, op: int) -> Steps:
-        """Until no transfer of that tensor is under way."""
+        """Until it has been made, if that is under way, and no transfer of it is."""
+        while tensor not in self.store.made and (under_way := self.computing.awaited().get(tensor)):
+            yield self.news_of(tensor, under_way, op)
         while tensor in self.copies.under_way:
             copy = self.copies.under_way[tensor]
             if not copy.has_space:

@@ -61,6 +61,7 @@ class PatrickStar(Policy):
     """
 
     moves = True
+    rarely = "chunks move only where not all of them fit, and nets this small have few"
     rewrites = True
     needs = frozenset({"host", "cpu"})
     warm_up = 1
