@@ -38,7 +38,7 @@ from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
 from workloads.capturing.cuda_calls import answered
-from workloads.capturing.kernels import CHOICES, mapped_to_cuda
+from workloads.capturing.kernels import CHOICES, grouped_products, mapped_to_cuda
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
@@ -144,6 +144,7 @@ def capture(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_no_collection())
         stack.enter_context(mode)
+        stack.enter_context(grouped_products())
         stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
         stack.enter_context(cuda_autocast(recorder.count))
         stack.enter_context(answered("cpu", recorder.assume))

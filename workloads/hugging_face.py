@@ -198,6 +198,9 @@ def _config(library: Any, values: Mapping[str, Any], where: str, assumed: dict[s
             if near_key := misspelt(str(key), names):
                 raise WorkloadError(f"{where}: there is no key {key!r} (did you mean {near_key!r}?)")
             assumed[f"key {key!r} is not one of those that the library states, and may have no effect"] = 1
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+        assumed["the decoder's first token is that of padding"] = 1
     for part in _parts(config):
         if getattr(part, "use_cache", False):
             part.use_cache = False

@@ -789,19 +789,26 @@ def test_the_cpus_flash_attention_counts_as_the_products_that_it_is(wide):
 
 
 class Grouped(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, dtype=torch.bfloat16):
         super().__init__()
-        self.w = torch.nn.Parameter(torch.empty(4, 32, 16, dtype=torch.bfloat16))
+        self.w = torch.nn.Parameter(torch.empty(4, 32, 16, dtype=dtype))
 
     def forward(self, x, ends):
         return torch._grouped_mm(x, self.w, offs=ends).float().sum()
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped products")
-def test_products_of_experts_count_each_row_once():
-    x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
-    trace = capture(Grouped, (x, torch.tensor([16, 32, 48, 64], dtype=torch.int32)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_count_each_row_once(dtype):
+    x = torch.empty(64, 32, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([16, 32, 48, 64], dtype=torch.int32)
+    trace = capture(lambda: Grouped(dtype), (x, ends))
     assert [flops for _, _, flops in products(trace)] == [2 * 64 * 32 * 16] * 3
+    # the result of forward, the gradients of the rows and of the experts' matrices
+    sizes = [trace.tensors[op.writes[0]].shape for op in trace.ops if op.kind == "matmul"]
+    assert sorted(sizes) == sorted([(64, 16), (64, 32), (4, 32, 16)])
+    with pytest.raises(WorkloadError, match=r"\(64, 31\) and \(4, 32, 16\) can't be multiplied"):
+        capture(lambda: Grouped(dtype), (torch.empty(64, 31, dtype=dtype), ends))
 
 
 class Sums(torch.nn.Module):

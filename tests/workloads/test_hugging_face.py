@@ -87,6 +87,13 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
         training_step(QWEN3, batch=1, sequence=8)
 
 
+def test_a_decoder_whose_first_token_is_not_stated_starts_with_padding():
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    trace = training_step({"model_type": "t5", **sizes}, batch=1, sequence=4, precision="fp32")
+    assert "the decoder's first token is that of padding" in trace.meta["assumed"]
+    assert trace.meta["layers"] == 2  # one of each stack
+
+
 def test_positions_beyond_a_table_are_refused():
     config = {**GPT2, "model_type": "gpt_neo", "attention_types": [[["global"], 2]], "max_position_embeddings": 32}
     config = {key: value for key, value in config.items() if not key.startswith("n_")}

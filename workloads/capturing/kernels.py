@@ -76,3 +76,27 @@ def mapped_to_cuda(count: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """Let experts' grouped products have any type, as they do on CPUs and GPUs.
+
+    PyTorch's own rule for fake tensors (2.13) takes bf16 alone. The registration is global while the context lasts.
+    """
+    torch: Any = import_module("torch")
+
+    def product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        sums = a.dim() == b.dim() == 2  # groups of terms, else of rows
+        if not sums and a.shape[-1] != b.shape[-2]:
+            raise ValueError(f"_grouped_mm: {tuple(a.shape)} and {tuple(b.shape)} can't be multiplied")
+        groups = [offs.numel()] if sums else [a.shape[0]] if a.dim() == b.dim() else []
+        return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    if hasattr(torch.ops.aten, "_grouped_mm"):
+        library.impl("_grouped_mm", product, "Meta")
+    try:
+        yield
+    finally:
+        library._destroy()
