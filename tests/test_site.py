@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -106,6 +107,20 @@ def test_a_page_loads_nothing_from_elsewhere(site):
     assert [load for load in loaded if urlsplit(load).netloc] == []
     for sheet in first_page(site).parent.rglob("*.css"):
         assert not re.search(r"url\(\W?https?:|@import", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+def test_the_search_finds_pages_of_a_folder(site):
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("no browser: `chromium` is not installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
+    with playwright.sync_playwright() as driver:
+        page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+        page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
+        page.fill("input.md-search__input", "belady")
+        hit = page.locator(".md-search-result__link").first
+        hit.wait_for()
+        assert urlsplit(hit.get_attribute("href")).scheme == "file"
+        assert "belady" in page.locator(".md-search-result__list").inner_text().lower()
 
 
 @pytest.mark.parametrize("name", names())

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from sim.conformance.ledger import Ledger
 from sim.engine.replay import replay
-from sim.errors import TiersimError
+from sim.errors import Infeasible, TiersimError
 from sim.experiment import problem_for
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
@@ -49,6 +49,11 @@ class Replayed:
     def done(self) -> bool:
         """Whether it ran to its end."""
         return self.error is None and self.crash is None and self.log is not None
+
+    @property
+    def refused(self) -> bool:
+        """Whether it did not fit."""
+        return isinstance(self.error, Infeasible)
 
     @cached_property
     def ledger(self) -> Ledger:

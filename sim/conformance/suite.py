@@ -27,7 +27,7 @@ from sim.conformance.optimality import check_optimal
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
-from sim.conformance.replayed import LawBroken, Replayed
+from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
@@ -229,14 +229,17 @@ def check_policy(
 
     def look(example: Example) -> None:
         faults: dict[str, tuple[Example, str]] = {}
-        with limited(time_limit_s):
-            for case, run in tried(policy, example, seed=seed):
+        for case in example.with_more_memory():
+            with limited(time_limit_s):
+                run = run_policy(policy, case.trace, case.platform, seed=seed)
                 exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
                 for law, check in CHECKS.items():
                     text = breaks(check, run)
                     if text:
                         faults.setdefault(law, (case, text))
-            seen.add(run, ample=case is not example and case.budget == case.ample)
+            if not run.refused:
+                break
+        seen.add(run, ample=case is not example and case.budget == case.ample)
         for law, fault in faults.items():
             broken.setdefault(law, []).append(fault)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sim.conformance.ledger import RECOMPUTE
 from sim.conformance.replayed import Replayed
 from sim.declared import declarations, plain, takes_anything
-from sim.errors import Infeasible, PolicyError
+from sim.errors import PolicyError
 from sim.plan import Move, Plan
 from sim.policies import parameters_of
 from sim.policies.base import Policy
@@ -37,7 +37,7 @@ class Exercised:
             self.skipped += 1
             self.why_skipped = str(run.error)
             return
-        if isinstance(run.error, Infeasible):
+        if run.refused:
             self.refused += 1
             return
         if not run.done or run.log is None or run.plan is None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from sim.conformance.examples import Example
 from sim.conformance.replayed import Replayed, run_policy
-from sim.errors import Infeasible
 from sim.policies.base import Policy
 
 
@@ -15,5 +14,5 @@ def tried(policy: Policy, example: Example, *, seed: int = 0) -> Iterator[tuple[
     for roomier in example.with_more_memory():
         run = run_policy(policy, roomier.trace, roomier.platform, seed=seed)
         yield roomier, run
-        if not isinstance(run.error, Infeasible):
+        if not run.refused:
             return
