@@ -74,8 +74,48 @@ class Schedule:
 
     def peaks(self, device: int = 0) -> list[int]:
         """Bytes resident on a device at the start, then per step the most while that step runs, as in `peak`."""
-        start = sum(self.index.size[t] for t in self._starts_on(device))
-        return [start, *(step.held for step in self.walk(device))]
+        index = self.index
+        starts = index.starts_on(device)
+        if index.trace.devices > 1:
+            return [sum(index.size[t] for t in starts), *(step.held for step in self.walk(device))]
+        # planners ask this of one device for hundreds of schedules, so it has a loop of its own
+        size, replaces, freeable, uses = index.size, index.replaces, index.freeable, list(index.uses)
+        for op, anchor in self.steps:
+            for t in index.reads[op] if anchor >= 0 else ():
+                uses[t] += 1
+        live = bytearray(len(size))
+        for t in starts:
+            live[t] = 1
+        held = sum(size[t] for t in starts)
+        peaks = [held]
+        for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
+            scratch, given_up, writes = index.workspace[op], 0, index.writes[op]
+            for t in writes:
+                old = replaces[t]
+                if old >= 0 and live[old]:
+                    live[old] = 0
+                    given_up += size[t] if live[t] else 0
+                elif live[t]:
+                    scratch += size[t]
+                else:
+                    held += size[t]
+                live[t] = 1
+            peaks.append(held + scratch)
+            held -= given_up
+            used = index.reads[op]
+            if anchor < 0 and op in index.releases:
+                used = (*used, *index.releases[op])
+            for t in used:
+                uses[t] -= 1
+            for t in (*used, *writes):
+                if uses[t] <= 0 and live[t] and freeable[t]:
+                    live[t] = 0
+                    held -= size[t]
+            for t in dropped:
+                if live[t]:
+                    live[t] = 0
+                    held -= size[t]
+        return peaks
 
     def walk(self, device: int | None = None) -> Iterator[Step]:
         """The steps one by one, on a device or, as if they shared one memory, on all."""
@@ -84,7 +124,7 @@ class Schedule:
         for op, anchor in self.steps:
             for t in index.reads[op] if anchor >= 0 else ():
                 uses[t] += 1
-        live = LiveSet(index.size, index.replaces, self._starts_on(device))
+        live = LiveSet(index.size, index.replaces, index.starts_on(device))
         for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
             here = device is None or index.device[op] == device
             reads, writes = (index.reads[op], index.writes[op]) if here else ((), ())
@@ -97,16 +137,6 @@ class Schedule:
             freed += [t for t in dropped if here and t in live]
             live.free(freed)
             yield Step(held, missing, freed)
-
-    def _starts_on(self, device: int | None) -> list[int]:
-        """What has no producer and is first read on a device; unread, it counts for device 0."""
-        first: dict[int, int] = {}
-        for op, where in enumerate(self.index.device):
-            for t in self.index.reads[op]:
-                if self.index.producer[t] < 0:
-                    first.setdefault(t, where)
-        inputs = (t for t, producer in enumerate(self.index.producer) if producer < 0)
-        return [t for t in inputs if device is None or first.get(t, 0) == device]
 
     def rerun_count(self) -> int:
         """How many ops are recomputed."""

@@ -125,6 +125,20 @@ class TraceIndex:
             last.append(-1 if producer >= 0 else len(self.reads) if t in outputs else needed)
         return last
 
+    @cached_property
+    def first_device(self) -> dict[int, int]:
+        """Per tensor without a producer the device of its first reader, 0 where nothing reads it."""
+        first: dict[int, int] = {}
+        for op, where in enumerate(self.device):
+            for t in self.reads[op]:
+                if self.producer[t] < 0:
+                    first.setdefault(t, where)
+        return {t: first.get(t, 0) for t, producer in enumerate(self.producer) if producer < 0}
+
+    def starts_on(self, device: int | None) -> list[int]:
+        """The tensors without a producer that count for a device, or for all."""
+        return [t for t, first in self.first_device.items() if device is None or first == device]
+
     def can_recompute(self, op: int, anchor: int) -> bool:
         """Whether an op may be recomputed alone just before `anchor`: nothing that it reads has been overwritten."""
         return op < anchor <= self.until[op]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.conformance.random_traces import random_traces
 from sim.engine.replay import replay
 from sim.log import WHY
 from sim.plan import Plan
@@ -51,6 +52,17 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
     assert int(np.cumsum(log.change("delta")).max()) == found.peak()
     assert int((log.interval("why") == WHY["recompute"]).sum()) == found.rerun_count()
     assert log.interval("op").tolist() == [op for op, _ in found.steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=random_traces(), seed=st.integers(0, 10**6), count=st.integers(0, 20))
+def test_the_peaks_are_those_of_the_walk(trace, seed, count):
+    draw, index = random.Random(seed), TraceIndex(trace)
+    reruns: dict[int, list[int]] = {}
+    for _ in range(count):
+        reruns.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
+    found = schedule_of(index, reruns)
+    assert found.peaks()[1:] == [step.held for step in found.walk(0)]
 
 
 @pytest.mark.parametrize("prune", [False, True])

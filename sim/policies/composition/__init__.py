@@ -164,10 +164,11 @@ class Composition(Policy):
         """The parts' plans as one."""
         if len(self.parts) == 1:
             alone = self.parts[0]
-            return self._planned(problem, problem.budget) if alone.selector else alone.policy.plan(problem)
-        first, error = self._attempt(problem, problem.budget)
+            return self._planned(problem, problem.budget, []) if alone.selector else alone.policy.plan(problem)
+        refused: list[_Refused] = []
+        first, error = self._attempt(problem, problem.budget, refused)
         ample = problem.budget + 2 * int(problem.trace.tensor_columns.bytes.sum()) + int(_workspace(problem.trace))
-        most, _ = self._attempt(problem, ample)
+        most, _ = self._attempt(problem, ample, refused)
         if first is not None and (most is None or first.decides_as(most)):
             return first
         best, end = _Fitting(problem), ample
@@ -177,7 +178,7 @@ class Composition(Policy):
         low, high, least = 0, end, most
         guess = problem.budget
         for _ in range(ATTEMPTS):
-            plan = first if guess == problem.budget else self._attempt(problem, guess)[0]
+            plan = first if guess == problem.budget else self._attempt(problem, guess, refused)[0]
             if plan is not None and not (fits if plan is first else best.take(plan)):
                 high, least = guess, plan
             else:
@@ -196,18 +197,30 @@ class Composition(Policy):
         free = any(type(part.policy).unlimited is not Policy.unlimited for part in self.parts)
         return {**alone, "the composition": self.plan(problem)} if free else {}
 
-    def _attempt(self, problem: Problem, budget: int) -> tuple[Plan | None, Infeasible | None]:
+    def _attempt(self, problem: Problem, budget: int, refused: list[_Refused]) -> tuple[Plan | None, Infeasible | None]:
         """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""
         try:
-            return self._planned(problem, budget), None
+            return self._planned(problem, budget, refused), None
         except Infeasible as error:
             return None, error
 
-    def _planned(self, problem: Problem, budget: int) -> Plan:
+    def _planned(self, problem: Problem, budget: int, refused: list[_Refused]) -> Plan:
+        """The parts' plans for a budget as one.
+
+        refused: earlier refusals: what was refused for more memory beside the same plans is again, so that a part that
+            keeps to no budget, however ample, is not asked for each. What is refused now is added.
+        """
         trace, made = problem.trace, list[_Made]()
         for i, part in enumerate(self.parts):
+            for earlier in refused:
+                if earlier.holds(budget, made):
+                    raise earlier.error
             asked = self._asked(problem, trace, budget, made, i)
-            plan = part.policy.plan(asked)
+            try:
+                plan = part.policy.plan(asked)
+            except Infeasible as error:
+                refused.append(_Refused(budget, made, error))
+                raise
             if part.selector and not rewrites(plan.trace, asked.trace):
                 own = own_ops(self.parts, i, asked.trace)
                 new = implemented_among(own, plan.trace, asked.trace)
@@ -308,6 +321,25 @@ class _Made(NamedTuple):
             )
         actions, place = carried_over(self.actions, self.place, old, new, self.part.label, rewriter)
         return self._replace(actions=actions, place=place)
+
+
+class _Refused(NamedTuple):
+    """A part's refusal of a budget, beside the plans of those before it."""
+
+    budget: int
+    made: Sequence[_Made]
+    error: Infeasible
+
+    def holds(self, budget: int, made: Sequence[_Made]) -> bool:
+        """Whether the same part would be asked beside the same plans, for no more memory."""
+        return (
+            budget <= self.budget
+            and len(made) == len(self.made)
+            and all(
+                now.plan.decides_as(then.plan) and not (now.part.policy.online and now.part.policy.plans_ahead)
+                for now, then in zip(made, self.made, strict=True)
+            )
+        )
 
 
 def _with(made: Sequence[_Made], part: Part, plan: Plan, given: Trace, seen: Trace) -> list[_Made]:

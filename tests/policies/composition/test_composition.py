@@ -31,6 +31,7 @@ from sim.policies import Composition, label, load, names, policy_class, policy_f
 from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part, managed_beside
+from sim.policies.recompute.rotor import Rotor
 from sim.policies.writing import terms, text_of
 from sim.rewrites.holding import points
 from sim.sweeps.identity import policy_identity
@@ -302,6 +303,38 @@ def test_of_the_plans_for_several_budgets_the_fastest_is_taken():
     assert joint <= 1.002 * alone
 
 
+def test_a_part_that_refuses_ample_memory_is_not_asked_again_beside_the_same_plans(monkeypatch, gpt2):
+    asked = []
+    plan = Rotor.plan
+
+    def refusing(self, problem):
+        asked.append(problem.budget)
+        if len(asked) != 1:
+            raise Infeasible("never")
+        return plan(self, problem)
+
+    monkeypatch.setattr(Rotor, "plan", refusing)
+    policy, problem = load("zero_offload + rotor(slots=20)"), problem_for(gpt2, load_profile("mt3000_survey"))
+    budget = int(0.9 * simulate(gpt2, problem.platform, "zero_offload").summary()["peak_bytes"])
+    problem = problem_for(gpt2, problem.platform.with_budget(budget))
+    asked.append(0)
+    with pytest.raises(Infeasible, match="never"):
+        policy.plan(problem)
+    assert len(asked) == 3  # for the budget, and for ample memory
+
+
+def test_a_part_that_reads_the_budget_from_replays_plans_the_same_for_any_other():
+    """Else all parts plan and are replayed nine times, and the plans for budgets that are not there are worse."""
+    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 200, "n_positions": 64}
+    trace = transformer(small, batch=8, sequence=64)
+    platform = load_profile("mt3000_survey")
+    budget = int(0.8 * simulate(trace, platform, "keep_all").summary()["peak_bytes"])
+    policy, problem = load("optimizer_in_backward + hybrid"), problem_for(trace, platform.with_budget(budget))
+    first, other = (policy._planned(problem, share * budget, []) for share in (1, 25))
+    assert first.actions
+    assert first.decides_as(other)
+
+
 # ---- what a part leaves to the others ----------------------------------------------------------
 
 
@@ -541,7 +574,7 @@ def test_the_plan_for_the_true_budget_is_taken_where_it_is_the_faster_one():
     trace, peak = _small_llama()
     platform = load_profile("mt3000_survey").with_budget(3 * peak // 4)
     policy, problem = load("layers 0-1: dtr; rest: sac_knapsack"), problem_for(trace, platform)
-    first = problem.evaluate(policy._planned(problem, problem.budget))
+    first = problem.evaluate(policy._planned(problem, problem.budget, []))
     assert problem.evaluate(policy.plan(problem)).end <= first.end
 
 

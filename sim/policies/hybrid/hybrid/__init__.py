@@ -39,7 +39,8 @@ class Hybrid(Policy):
     link in each direction, copies back as early as memory allows) times the draft and shows what the
     program did not know: transient results of recomputation, when an input is needed for it, copies that are late.
     The next round's program takes that into account; one that offloads everything is tried, too, and the best one is
-    improved by changing single choices. The fastest drafts are replayed, and
+    improved by changing single choices; the same is done for a program with 1 % less room, of which other shares are
+    rounded. The fastest drafts are replayed, and
     `swap_all` where they take longer than unlimited memory; the fastest is the plan.
     In a composition the replays show what other parts hold and move, and the search goes on with that.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
@@ -50,7 +51,7 @@ class Hybrid(Policy):
         Rematerialization and Offloading for Training DNNs", NeurIPS 2021; windows of link time: Huang et al.,
         "SwapAdvisor", and Peng et al., "Capuchin", both ASPLOS 2020; recomputing the cheap: Korthikanti et al., MLSys
         2023.
-    Bounds: `rounds` programs of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
+    Bounds: `rounds` programs and one of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
         most three replays per search, and one search but in compositions or where no replay fits.
     Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
         the peak, nothing is left to choose, and nothing fits.

@@ -184,7 +184,9 @@ class Drafts:
         """
         if run.log is None:
             return False
-        self.capacity = [run.log.platform.home(device).capacity - self._margin for device in self.devices]
+        room = [run.log.platform.home(device).capacity - self._margin for device in self.devices]
+        expected = all(max(line.used, default=0) <= most for line, most in zip(run.draft.lines, room, strict=True))
+        self.capacity = room  # in a composition what is asked for may be another budget
         differs = [0] * len(self._ns)
         for device, (steps, line) in enumerate(zip(run.draft.steps, run.draft.lines, strict=True)):
             use, last = use_at_ops(run.log, device), 0
@@ -194,7 +196,7 @@ class Drafts:
         if any(differs):
             earlier = self._others or [0] * len(self._ns)
             self._others = [a + b for a, b in zip(earlier, differs, strict=True)]
-        if not run.fits and not run.draft.excess:
+        if not run.fits and expected:
             self._margin += run.lacking
             self.capacity = [capacity - run.lacking for capacity in self.capacity]
         return any(differs)
@@ -224,7 +226,13 @@ class Drafts:
                 targets = [target - target // 200 * i for target in targets]
             seen.add(tuple(now.choice))
         found += self.spared(min(found, key=attrgetter("rank")))
-        return [*found, self.polished(min(found, key=attrgetter("rank")), WORK)]
+        best = self.polished(min(found, key=attrgetter("rank")), WORK)
+        found.append(best)
+        if not best.excess and i + 1 < WORK // len(self._ns):
+            # where polishing ends depends on how shares were rounded: a little less room rounds others
+            other = self.by_program(best, [capacity - capacity // 100 for capacity in self.capacity])
+            found += [other, self.polished(other, WORK)]
+        return found
 
     def polished(self, draft: Draft, work: int, key: Callable[[Draft], Any] = attrgetter("rank")) -> Draft:
         """A draft that no other way for one result, or for two, improves on; as far as so many steps allow."""
