@@ -7,7 +7,8 @@ memory-efficient kernel does not support. `flash` requires flash attention.
 
 Fused kernels save queries, keys, values, their result and one fp32 number per query (the logarithm of the sum of
 exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward kernel allocates
-internally are not modelled.
+internally are not modelled. Under a causal mask they skip the blocks of scores that are masked, forward and backward:
+`flops` of their ops are what they execute, `counted` what PyTorch's counter counts. Single kernels compute all scores.
 
 In inference each layer appends its keys and values to a cache, and one fused kernel attends to all that is in it.
 """
@@ -18,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from sim.errors import WorkloadError
-from workloads.costs import attention_backward_flops, attention_flops, element_flops
+from workloads.costs import TILES, attention_backward_flops, attention_flops, element_flops, executed
 from workloads.precision import BYTES, promoted
 from workloads.primitives import (
     Gradients,
@@ -55,6 +56,8 @@ class Core:
     softmax_fp32: softmax in fp32 whatever the type (Llama).
     mask: the additive mask of the eager form, (batch, 1, sequence, sequence), or None.
     cache: in inference, of the tokens before these.
+    causal: whether a token attends to itself and those before it alone.
+    window: and of those to the last so many, 0 for all.
     """
 
     implementation: str
@@ -67,6 +70,8 @@ class Core:
     softmax_fp32: bool
     mask: Value | None
     cache: Cache | None = None
+    causal: bool = False
+    window: int = 0
 
     @property
     def query_shape(self) -> tuple[int, ...]:
@@ -104,8 +109,14 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
     seed = tape.constant(f"{name}.seed", (2 if kernel == "flash" else 1,), "int64")
     offset = tape.constant(f"{name}.offset", (1,), "int64")
     size = (core.batch * core.heads, core.sequence, core.head)
-    flops = attention_flops(*size)
-    tape.op(name, "attention", [q, k, v], [out, lse, seed, offset], flops=flops, random=core.dropout > 0)
+    tile = TILES[kernel]
+
+    def run(name: str, reads: list[Value], writes: list[Value], counted: int, *, random: bool = False) -> None:
+        tokens = core.sequence
+        flops = executed(counted, tokens, tokens, causal=core.causal, window=core.window, tile=tile)
+        tape.op(name, "attention", reads, writes, flops=flops, random=random, counted=counted)
+
+    run(name, [q, k, v], [out, lse, seed, offset], attention_flops(*size), random=core.dropout > 0)
     for value, reason in (
         (q, "queries"),
         (k, "keys"),
@@ -121,7 +132,7 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
         gradients = [tape.gradient(x) for x in (q, k, v)]
         flops = attention_backward_flops(*size)
         # one kernel computes all three, whichever are needed
-        tape.op(f"{name}.bwd", "attention", [g, q, k, v, out, lse, seed, offset], gradients, flops=flops)
+        run(f"{name}.bwd", [g, q, k, v, out, lse, seed, offset], gradients, flops)
         tape.product_flops -= flops - 2 * attention_flops(*size)  # the scores that it recomputes
         return gradients
 
@@ -137,9 +148,13 @@ def _cached(tape: Tape, name: str, core: Core, cache: Cache, q: Value, k: Value,
     parts = cache.parts[tape.layer]
     parts.append(new)
     out = tape.result(f"{name}.out", core.query_shape, q.dtype)
-    flops = attention_flops(core.batch * core.heads, core.sequence, core.head, sum(part.shape[3] for part in parts))
+    keys = sum(part.shape[3] for part in parts)
+    counted = attention_flops(core.batch * core.heads, core.sequence, core.head, keys)
+    # one token attends to all before it; those of a prompt, the first pass, to one another
+    masked = core.causal and core.sequence == keys
+    flops = executed(counted, core.sequence, keys, causal=masked)
     touched = (q.elements + out.elements + sum(part.elements for part in parts)) * size
-    tape.op(name, "attention", [q, *parts], [out], flops=flops, bytes=touched)
+    tape.op(name, "attention", [q, *parts], [out], flops=flops, bytes=touched, counted=counted)
     return out.viewed(core.batch, core.sequence, core.heads * core.head)
 
 

@@ -1,12 +1,16 @@
 """FLOPs and bytes of every kind of op, one rule per kind.
 
 Matrix products and attention count 2 FLOPs per multiply-add, like `torch.utils.flop_counter`, so that sums can be
-compared with it; as there, a causal mask does not halve them. The elementwise figures count arithmetic instructions of
+compared with it; as there, a causal mask does not halve them. What a fused kernel executes under such a mask is
+`pairs`. The elementwise figures count arithmetic instructions of
 a plain implementation. They matter little, because such ops are memory-bound. Bytes are the sum of an op's operands
 unless a rule below says otherwise. What an optimizer's kernels cost is stated with them, in `workloads/optimizers.py`.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 ELEMENT_FLOPS = {
     # kernel: (FLOPs per element, what is counted)
@@ -48,6 +52,48 @@ def element_flops(kernel: str, elements: int) -> int:
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
     """FLOPs of (rows, inner) times (inner, columns): one multiply-add, 2 FLOPs, for each triple."""
     return 2 * rows * inner * columns
+
+
+TILES = {"flash": 128, "efficient": 64}
+"""Queries of a block of a fused attention kernel, which computes or skips scores a block at a time.
+
+flash: FlashAttention-2's forward kernels for heads of 32 to 256, flash_fwd_launch_template.h: 128 in most of them.
+efficient: the memory-efficient kernel of xFormers and PyTorch on a GPU with tensor cores, kQueriesPerBlock.
+"""
+
+
+def tile_of(kernel: str) -> int:
+    """Queries of a block of an attention kernel, by the name of its op."""
+    return TILES["efficient" if "efficient" in kernel else "flash"]
+
+
+@cache
+def pairs(queries: int, keys: int, *, causal: bool = False, window: int = 0, tile: int = TILES["flash"]) -> int:
+    """Pairs of a query and a key whose scores a fused kernel computes.
+
+    A block of queries goes from the first key that one of them sees to the last; its diagonal is computed in full.
+
+    causal: query i sees the keys 0 … i (PyTorch's `is_causal`, whose mask begins at the upper left).
+    window: and of those the last so many, 0 for all.
+    tile: queries, and keys, of a block.
+
+    >>> pairs(256, 256), pairs(256, 256, causal=True), pairs(4, 256, causal=True, tile=1)
+    (65536, 49152, 10)
+    """
+    if not causal:
+        return queries * keys
+    total = 0
+    for first in range(0, queries, tile):
+        stop = min(first + tile, queries)
+        begin = max(0, first - window + 1) // tile * tile if window else 0
+        total += (stop - first) * max(0, min(stop, keys) - begin)
+    return total
+
+
+def executed(flops: int, queries: int, keys: int, **masked: Any) -> int:
+    """Of the FLOPs of attention to all keys those that a fused kernel executes; `masked`: as for `pairs`."""
+    whole = max(queries * keys, 1)
+    return -(-flops * pairs(queries, keys, **masked) // whole)
 
 
 def attention_flops(batch_heads: int, sequence: int, head: int, keys: int | None = None) -> int:

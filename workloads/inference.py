@@ -89,6 +89,7 @@ def inference(
                 softmax_fp32=False,
                 mask=None,
                 cache=cache,
+                causal=True,
             )
             seed = route[0] + part * generate + step
             loads = routing(c, samples * core.sequence, seed=seed, skew=route[1]) if c.experts else {}

@@ -73,6 +73,7 @@ class Kernel(NamedTuple):
     settles: bool
     function: str = ""
     across: bool = False
+    counted: int | None = None
 
 
 class Tape:
@@ -196,18 +197,19 @@ class Tape:
         settles: bool = False,
         function: str = "",
         across: bool = False,
+        counted: int | None = None,
     ) -> None:
         """Append a kernel; the type of its arithmetic is that of its operands.
 
-        name, kind, flops, bytes, random, function: as for `sim.trace.Op`.
+        name, kind, flops, bytes, random, function, counted: as for `sim.trace.Op`.
         reads, writes: operands and results.
         settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
             this (validate_outputs) for all gradients after the node's own kernels.
         across: each sample's result depends on the other samples, so that the kernel cannot be split by batch.
         """
         if kind in ("matmul", "attention"):
-            self.product_flops += flops
-        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function, across)
+            self.product_flops += flops if counted is None else counted
+        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function, across, counted)
         if self.phase == "forward":
             self._append(kernel, [])
         else:
@@ -257,6 +259,7 @@ class Tape:
             dtype=next((v.dtype for v in operands if v.dtype in FLOATS), ""),
             splits=self._splits(kernel, (*reads, *extra)) if self.samples > 1 else (),
             function=kernel.function,
+            counted=kernel.counted,
         )
 
     def _splits(self, kernel: Kernel, reads: Sequence[int]) -> tuple[str, ...]:

@@ -92,8 +92,8 @@ def transformer(
         weights.
 
     A keep-all replay of an eager trace uses as much memory as PyTorch does for Hugging Face's model. Not modelled:
-    padding and attention masks for it, sliding windows shorter than the sequence (refused), loss scaling, workspaces
-    inside kernels, and rounding by the allocator.
+    padding and attention masks for it, sliding windows shorter than the sequence, except in training with `flash`
+    (refused), loss scaling, workspaces inside kernels, and rounding by the allocator.
 
     Raises WorkloadError naming what is wrong and the nearest valid value.
     """
@@ -108,10 +108,10 @@ def transformer(
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     if c.family in ("gpt2", "bert") and sequence > c.positions:
         raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
-    if c.window and sequence > c.window:
+    if c.window and sequence > c.window and (attention != "flash" or generate is not None):
         raise NotBuiltIn(
-            f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is not "
-            f"modelled; up to {c.window} it makes no difference"
+            f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is "
+            f"modelled in training with attention 'flash'; up to {c.window} it makes no difference"
         )
     if routing_skew < 0:
         raise WorkloadError(f"routing_skew: needs a number of at least 0, has {routing_skew!r}")
@@ -202,6 +202,8 @@ def _build(
             dropout=c.attention_dropout,
             softmax_fp32=c.family in ("llama", "mixtral"),
             mask=None,
+            causal=c.family != "bert",
+            window=c.window,
         )
         load = routing(c, samples * sequence, seed=route[0] + i, skew=route[1]) if c.experts else {}
         loads.append(load)

@@ -193,7 +193,10 @@ def _per_second(log: EventLog, *keys: str) -> float | None:
 
 
 def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
-    """Model and hardware FLOPs over what the main engines could have done in the makespan."""
+    """Model and hardware FLOPs over what the main engines could have done in the makespan.
+
+    Both as they are counted, masked scores included, which causal kernels skip: so both compare with printed figures.
+    """
     c = log.trace.op_columns
     engines = [log.platform.engine_for(device) for device in np.unique(c.device).tolist()]
     if not log.end or not log.complete or not int(c.flops.sum()):
@@ -210,6 +213,6 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     ranks = origin.ranks * origin.tensor if origin is not None else 1
     why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
     ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
-    executed = int(c.flops[op[ran]].sum())
+    executed = int(log.trace.counted_flops[op[ran]].sum())
     model = log.trace.meta.get("model_flops")
     return (model / (possible * ranks) if isinstance(model, (int, float)) else None), executed / possible

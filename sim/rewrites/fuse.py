@@ -92,6 +92,7 @@ def fuse(
             reads=new_reads,
             writes=new_writes,
             flops=sum(op.flops for op in computed),
+            counted=sum(op.flops if op.counted is None else op.counted for op in computed),
             bytes=min(once, apart) if streams else once,  # an op may touch less than its operands
             workspace=max(op.workspace for op in computed) if workspace else 0,
             duration=None,

@@ -186,7 +186,8 @@ class _Builder:
         joined = sum(index.size[t] for t in what.reads)  # one that it reads twice counts twice
         joins = what.kind == "copy" and len(what.reads) > 1 and len(writes) == 1 and made == joined
         cheap = what.kind in CHEAP and not what.random and not joins
-        runtime = float(max(what.flops, 1)) if what.kind in INTENSIVE else 1.0
+        counted = what.flops if what.counted is None else what.counted
+        runtime = float(max(counted, 1)) if what.kind in INTENSIVE else 1.0
         traits = {
             "allowed": cheap,
             "fusible": cheap or what.random,

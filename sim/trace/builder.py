@@ -51,7 +51,7 @@ class TraceBuilder:
             k: {}
             for k in (
                 *("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views"),
-                *("function", "ring"),
+                *("function", "ring", "counted"),
             )
         }
 
@@ -150,6 +150,7 @@ class TraceBuilder:
         views: Sequence[int] = (),
         function: str = "",
         ring: Ring | None = None,
+        counted: int | None = None,
     ) -> int:
         """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
@@ -162,6 +163,8 @@ class TraceBuilder:
             raise TraceError(f"op {name!r}: duration is negative ({duration})")
         if bytes is not None and bytes < 0:
             raise TraceError(f"op {name!r}: bytes is negative ({bytes})")
+        if counted is not None and counted < flops:
+            raise TraceError(f"op {name!r}: counted is {counted}, fewer than its {flops} FLOPs")
         row = len(self._ops["name"])
         touched, measured = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
         values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, int(flops), touched)
@@ -180,6 +183,8 @@ class TraceBuilder:
                 self._sparse[key][row] = value if isinstance(value, str) else tuple(value)
         if function:
             self._sparse["function"][row] = function
+        if counted is not None and counted != flops:
+            self._sparse["counted"][row] = int(counted)
         if ring is not None:
             self._sparse["ring"][row] = _ring(name, ring)
         if releases:
@@ -232,10 +237,15 @@ class TraceBuilder:
         self._sparse[key][row] = value
 
     def copy_op(self, op: Op, **changes: Any) -> int:
-        """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes."""
+        """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes.
+
+        Where `flops` change, `counted` changes in proportion, unless it is given.
+        """
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
         more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
-        fields = {name: getattr(op, name) for name in (*names, *more, "function", "ring")}
+        fields = {name: getattr(op, name) for name in (*names, *more, "function", "ring", "counted")}
+        if op.counted is not None and op.flops and "flops" in changes:
+            fields["counted"] = -(-op.counted * int(changes["flops"]) // op.flops)
         if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
             fields["views"] = op.views
         return self.op(changes.pop("name", op.name), **{**fields, **changes})
@@ -285,6 +295,7 @@ class TraceBuilder:
             views=s["views"],
             function=s["function"],
             ring=s["ring"],
+            counted=s["counted"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 

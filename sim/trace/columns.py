@@ -40,7 +40,7 @@ class OpColumns:
 
     Op i reads `read_ids[read_start[i]:read_start[i + 1]]`; writes are stored likewise. `releases` gives, for few ops,
     the tensors that the program releases when they end, where that is later than the last reader. `views` of the few
-    ops that produce some: see `Op`.
+    ops that produce some, and `counted` of the few that execute fewer FLOPs than are counted: see `Op`.
     """
 
     name: Sequence[str]
@@ -67,6 +67,7 @@ class OpColumns:
     views: Mapping[int, tuple[int, ...]]
     function: Mapping[int, str]
     ring: Mapping[int, Ring]
+    counted: Mapping[int, int]
 
 
 class Graph:
@@ -109,6 +110,7 @@ class Graph:
             reads=self.reads(i),
             writes=self.writes(i),
             flops=int(c.flops[i]),
+            counted=c.counted.get(i),
             bytes=None if touched < 0 else touched,
             workspace=int(c.workspace[i]),
             device=int(c.device[i]),
@@ -235,6 +237,14 @@ class Graph:
             total = np.concatenate(([0], np.cumsum(size[ids])))
             operands += total[start[1:]] - total[start[:-1]]
         return np.where(c.bytes < 0, operands, c.bytes)
+
+    @cached_property
+    def counted_flops(self) -> Ints:
+        """The FLOPs of each op as PyTorch's counter counts them, masked ones included. Shape (ops,)."""
+        out = self.op_columns.flops.copy()
+        for op, counted in self.op_columns.counted.items():
+            out[op] = counted
+        return out
 
     @cached_property
     def devices(self) -> int:

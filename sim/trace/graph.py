@@ -66,7 +66,7 @@ class Trace(Graph):
         digest = hashlib.sha256()
         for part in (self.tensor_columns, self.op_columns):
             for key, column in vars(part).items():
-                if key in ("releases", "views", "function", "ring") and not column:
+                if key in ("releases", "views", "function", "ring", "counted") and not column:
                     continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())
                 if isinstance(column, np.ndarray):

@@ -76,7 +76,7 @@ _TENSOR = {
 }
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype", "function"), _TEXT),
-    **dict.fromkeys(("flops", "bytes", "workspace", "duration"), _SIZE),
+    **dict.fromkeys(("flops", "counted", "bytes", "workspace", "duration"), _SIZE),
     **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views", "ring"), _LIST),
     "layer": _LAYER,
     "device": (int, 0, 2**16),
@@ -180,6 +180,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             ("views", c.views),
             ("function", c.function),
             ("ring", c.ring),
+            ("counted", c.counted),
         ):
             if i in sparse:
                 line[key] = sparse[i]

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_SPARSE = ("engine", "group", "splits", "releases", "views", "function")
+_SPARSE = ("engine", "group", "splits", "releases", "views", "function", "counted")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _RANGE = {"layer": (-1, 2**31 - 1), "device": (0, 2**16), "priority": (-(2**31), 2**31 - 1)}
 
@@ -182,6 +182,8 @@ def _take_ops(content: Content, table: Table | Scan) -> None:
     if len(np.unique(writes[0])) < len(writes[0]) or produced[writes[0]].any():
         raise Unusual
     sparse = [(key, i, _checked(content, key, value)) for key in _SPARSE for i, value in table.sparse(key)]
+    if any(key == "counted" and value <= numbers["flops"][i] for key, i, value in sparse):
+        raise Unusual
     dtypes = table.texts("dtype", content.texts)
     first = content.builder.extend_ops(names, dtypes, numbers, reads, writes)
     content.op_ids.update(names)
@@ -198,6 +200,8 @@ def _checked(content: Content, key: str, value: Any) -> Any:
     """A field that few ops have; an empty one is as good as none."""
     if key in ("engine", "group"):
         return _text(content, value)
+    if key == "counted":
+        return int(_whole([value], 1, 2**62)[0])
     if key == "function" and value in ("", *FUNCTIONS):
         return _text(content, value)
     if type(value) is not list:

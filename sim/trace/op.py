@@ -90,7 +90,9 @@ class Op:
     phase: one of `PHASES`.
     layer: index of the layer it belongs to, -1 for none.
     reads, writes: ids of tensors.
-    flops: floating-point operations.
+    flops: floating-point operations that it executes; its time follows from them.
+    counted: those that PyTorch's counter and model FLOPs count, None where they are `flops`. A fused kernel with a
+        causal mask executes fewer: it skips the blocks of scores that are masked.
     bytes: bytes that it touches in memory, None for the sum of its operands.
     workspace: bytes that it holds only while it runs.
     device: index of the device that runs it.
@@ -117,6 +119,7 @@ class Op:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     flops: int = 0
+    counted: int | None = None
     bytes: int | None = None
     workspace: int = 0
     device: int = 0

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from workloads.costs import executed, tile_of
+
 Formula = Callable[[Sequence[Any]], int]
 """FLOPs of an op from its arguments, 2 per multiply-add."""
 
@@ -42,6 +44,21 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     if formula is _convolution:
         return int(2 * out.numel() * prod(args[1].shape[1:]))
     return int(formula([x for x in given if hasattr(x, "shape")]))
+
+
+def executed_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
+    """Of the FLOPs of a dispatched op those that its kernel executes: a fused one skips scores that are masked.
+
+    func, args, kwargs: as for `flops_of`. flops: what that counts.
+    """
+    name = str(func._overloadpacket).rpartition(".")[2]
+    if not flops or not name.startswith("_scaled_dot_product_"):
+        return flops
+    names = (argument.name for argument in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("is_causal"):
+        return flops
+    return executed(flops, given["query"].shape[-2], given["key"].shape[-2], causal=True, tile=tile_of(name))
 
 
 def _grouped(tensors: Sequence[Any]) -> int:

@@ -34,7 +34,8 @@ class Kernel:
 
     op: as PyTorch prints it.
     module: path of its module.
-    phase, layer, flops, dtype, random: as for `sim.trace.Op`.
+    phase, layer, dtype, random: as for `sim.trace.Op`.
+    flops, executed: those that PyTorch's counter counts, and those of them that the kernel executes.
     reads: storages that it reads.
     made: storages that it allocates.
     changed: storages that it writes in place.
@@ -51,6 +52,7 @@ class Kernel:
     made: tuple[int, ...]
     changed: tuple[int, ...]
     flops: int
+    executed: int
     touched: int
     dtype: str
     random: bool

@@ -16,7 +16,7 @@ from typing import Any
 
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
-from workloads.capturing.arithmetic import flops_of
+from workloads.capturing.arithmetic import executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Kernel, Recording, Storage
@@ -308,6 +308,7 @@ class Recorder:
         for i in reads if node is not None else ():
             if storages[i].role == "activation" and not storages[i].saved_for:
                 storages[i].saved_for = node.name()
+        flops = flops_of(self.flops, func, args, kwargs, out)
         self.recording.kernels.append(
             Kernel(
                 op=str(func),
@@ -317,7 +318,8 @@ class Recorder:
                 reads=tuple(i for i in reads if i not in allocated),
                 made=tuple(allocated),
                 changed=tuple(changed),
-                flops=flops_of(self.flops, func, args, kwargs, out),
+                flops=flops,
+                executed=executed_of(func, args, kwargs, flops),
                 touched=0 if short in ALLOCATES else _touched(short, inputs, outputs),
                 dtype=next((d for x in (*inputs, *outputs) if (d := DTYPES.get(_plain(x.dtype)))), ""),
                 random=self.torch.Tag.nondeterministic_seeded in func.tags,
@@ -380,6 +382,7 @@ class Recorder:
             made=(),
             changed=ids,
             flops=0,
+            executed=0,
             touched=touched,
             dtype="fp32",
             random=False,

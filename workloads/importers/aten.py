@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from workloads.costs import executed, tile_of
 from workloads.importers.optrace import kind_of as _kind_of
 
 _SILENT = """
@@ -94,6 +95,37 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
         q, v = (3, 2) if backward else (1, 1)  # products with a row of queries or keys, and with one of values
         return 2 * math.prod(query[:-1]) * key[2] * (q * query[-1] + v * value[-1])
     return 0
+
+
+CAUSAL = {
+    "scaled_dot_product_attention": 5,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+}
+"""Which argument of an attention says that its mask is causal.
+
+A composed attention (`_scaled_dot_product_attention_math`) computes all scores: it is not among them.
+"""
+
+
+def is_causal(name: str, values: Sequence[object]) -> bool:
+    """Whether an op is a fused attention under a causal mask; values: its arguments, as recorded."""
+    place = CAUSAL.get(name.rsplit("::", 1)[-1].split(".")[0], len(values))
+    return place < len(values) and str(values[place]).lower() in ("true", "1")
+
+
+def executed_of(name: str, inputs: Sequence[Sequence[int]], flops: int, causal: bool) -> int:
+    """Of the FLOPs of an op those that it executes; inputs: the shapes of its tensors; causal: its mask is."""
+    first = "backward" in name
+    if not causal or not flops:
+        return flops
+    return executed(flops, inputs[first][-2], inputs[first + 1][-2], causal=True, tile=tile_of(name))
 
 
 _CONVOLUTION = re.compile(r"convolution|conv_?(transpose|depthwise)?[123]d")

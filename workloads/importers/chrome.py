@@ -33,7 +33,7 @@ from typing import Any
 from sim.errors import TraceError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from workloads.importers.aten import DTYPES, ITEM_BYTES, flops_of, kind_of, phase_of
+from workloads.importers.aten import DTYPES, ITEM_BYTES, executed_of, flops_of, is_causal, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
 from workloads.importers.optrace import PRODUCTS, RANDOM
 from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
@@ -44,6 +44,8 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 KEPT = ("Sequence number", "Input type", "Input Dims")
 """The arguments of a call that are used; others are not stored."""
+VALUES = "Concrete Inputs"
+"""And, of attention, what says whether its mask is causal."""
 MARK = re.compile(r"ProfilerStep#(\d{1,12})")
 UPDATE = "Optimizer.step#"
 """How the profiler's names of an optimizer's steps begin."""
@@ -223,7 +225,8 @@ class _Reader:
                 self.launches[_plain(args.get("correlation"))] = (start, thread)
             else:
                 name = sys.intern(texts(row.get("name"), f"{where}: name"))
-                args = {key: args[key] for key in KEPT if key in args}
+                kept = (*KEPT, VALUES) if "attention" in name else KEPT
+                args = {key: args[key] for key in kept if key in args}
                 self.calls.append(Call(name, start, start + span, thread, args, category == "cpu_op"))
         elif row.get("name") == "[memory]":
             args = need(row.get("args"), dict, f"{where}: args")
@@ -366,7 +369,10 @@ class _Reader:
             touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
         if part.first or writes or part.released or part.workspace:
             kind = kind_of(call.name, phase)
-            flops = flops_of(call.name, [shape for shape, _ in inputs], ()) if part.first else 0
+            shapes = [shape for shape, _ in inputs]
+            flops = flops_of(call.name, shapes, ()) if part.first else 0
+            values = call.args.get(VALUES)
+            causal = isinstance(values, list) and is_causal(call.name, values)
             if part.first and not flops and kind in PRODUCTS:
                 self.uncounted[call.name] += 1
             self.builder.op(
@@ -375,7 +381,8 @@ class _Reader:
                 reads=list(dict.fromkeys(reads)),
                 writes=writes,
                 phase=phase,
-                flops=flops,
+                flops=executed_of(call.name, shapes, flops, causal),
+                counted=flops,
                 workspace=part.workspace,
                 random=bool(RANDOM.search(call.name)),
                 duration=duration,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sim.errors import TraceError
+from workloads.importers.aten import is_causal
 from workloads.importers.reading import need, texts, whole
 
 MOST_VALUES = 1 << 20
@@ -42,6 +43,7 @@ class Node:
     written, overwritten: arguments that it writes in place, and those of them that it overwrites completely.
     silent: whether it runs no kernel.
     inner: whether it is part of an op.
+    causal: whether it is a fused attention under a causal mask.
     last: the largest id among its calls.
     given_on: storages among its outputs that its own calls produced.
     """
@@ -56,6 +58,7 @@ class Node:
     overwritten: frozenset[int]
     silent: bool = False
     inner: bool = False
+    causal: bool = False
     last: int = 0
     given_on: set[int] = field(default_factory=set)
 
@@ -72,10 +75,18 @@ def read_node(row: dict[str, Any], where: str) -> Node:
     schema = named.get("op_schema", row.get("op_schema", ""))
     schema = schema[:20_000] if isinstance(schema, str) else ""
     name = texts(row.get("name"), f"{where}: name")
-    inputs = tensors_in(_fields(row, "input"), f"{where} ({name}): inputs")
+    given = _fields(row, "input")
+    inputs = tensors_in(given, f"{where} ({name}): inputs")
     outputs = tensors_in(_fields(row, "output"), f"{where} ({name}): outputs")
     return Node(
-        number, name, whole(parent, f"{where}: ctrl_deps", 0, 1 << 62), schema, inputs, outputs, *written(name, schema)
+        number,
+        name,
+        whole(parent, f"{where}: ctrl_deps", 0, 1 << 62),
+        schema,
+        inputs,
+        outputs,
+        *written(name, schema),
+        causal=is_causal(name, given[0]),
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from sim.errors import TraceError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from workloads.importers.aten import DTYPES, flops_of, is_silent, kind_of, phase_of
+from workloads.importers.aten import DTYPES, executed_of, flops_of, is_silent, kind_of, phase_of
 from workloads.importers.execution_nodes import Node, Seen, read_node
 from workloads.importers.optrace import RANDOM
 from workloads.importers.reading import MAX_BYTES, need
@@ -278,13 +278,16 @@ class _Reader:
         changed = [life for life in dict.fromkeys(changed) if life not in allocated]
         writes = [self.storages.change(k, _name(k), self._role(k, phase)) for k in changed]
         writes += [self._allocate(life, phase) for life in allocated]
+        shapes = [s.shape for s in node.inputs]
+        flops = min(1 << 60, flops_of(node.name, shapes, [s.shape for s in node.outputs]))
         self.builder.op(
             f"{node.id}.{node.name}",
             kind_of(node.name, phase),
             reads=list(dict.fromkeys(reads)),
             writes=writes,
             phase=phase,
-            flops=min(1 << 60, flops_of(node.name, [s.shape for s in node.inputs], [s.shape for s in node.outputs])),
+            flops=executed_of(node.name, shapes, flops, node.causal),
+            counted=flops,
             random=bool(RANDOM.search(node.name)),
             dtype=next((DTYPES[s.kind] for s in (*node.inputs, *node.outputs) if s.kind in DTYPES), ""),
         )
