@@ -18,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import study_mt3000 as study
 
+from sim.report.error_bars import policies_error
+
 PAGE = study.ROOT / "docs" / "mt3000.md"
 FIGURE = study.ROOT / "docs" / "mt3000.png"
 WORDS = {
@@ -26,8 +28,8 @@ WORDS = {
     "both": "both",
     "neither": "neither",
 }
-SURE = 0.1
-"""Times that differ by less than this fraction are not told apart."""
+SURE = policies_error()
+"""Times that differ by less than this fraction are not told apart: as in every comparison."""
 
 FREE = 0.01
 """A policy that costs less than this fraction of an iteration is called free."""
@@ -269,7 +271,7 @@ def _answer(
         ),
         *item(
             "With every unpublished figure of the machine drawn at random between half and twice its assumed value,",
-            f"copying is faster by more than {100 * SURE:.0f} % in {copies:.0f} % of the draws, recomputation in",
+            f"copying is faster by more than {100 * SURE:.1f} % in {copies:.0f} % of the draws, recomputation in",
             f"{recomputes:.0f} %, and in {neither:.0f} % the two are not told apart.",
         ),
     ]

@@ -20,7 +20,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.validation.published_runs import printed_peak, printed_rate, rows, simulated  # noqa: E402
+from tests.validation.published_runs import (  # noqa: E402
+    LAYOUT,
+    PERIOD,
+    printed_peak,
+    printed_rate,
+    rows,
+    simulated,
+)
 
 DATA = ROOT / "docs" / "published.json"
 PAGE = ROOT / "docs" / "published.md"
@@ -40,8 +47,9 @@ Differences are (ours / theirs − 1): a positive one of a rate is a run that is
 
 WHAT = {
     "time": "absolute time of an iteration",
-    "policies": "ratio of the times of two policies: two rows of a source that differ in policy alone",
+    "policies": "ratio of the times of two policies: two rows that differ in policy (and sequence parallelism)",
     "stacks": "ratio of the times of two stacks: two rows of a source that differ in stack or loss alone",
+    "layouts": "ratio of the times of two layouts: two rows of a source that differ in how devices divide the job",
     "machines": "ratio of the times on two machines: two rows of a source with the same model on two chips",
     "peak": "peak memory of a device",
 }
@@ -63,6 +71,8 @@ REASONS = {
     "dsbert": ("The head predicts spans; ours has BERT's pre-training heads. The number of cards is not stated."),
     "titanA": "One node's links are those of the profile; the network between 8 nodes is not stated.",
     "fms": "The network between nodes is not stated; HSDP shards within a node, here all cards.",
+    "sel": "Transcribed from a paper. Kernels of Megatron-LM compute all scores of causal attention.",
+    "fp70": "Recomputation and sequence parallelism are not stated. An H800's links are slower than an H100's.",
     "fpgpt": "Which reading the memory is is not stated.",
     "fpll1": "Which reading the memory is is not stated.",
     "fpgpt13": "Which reading the memory is is not stated.",
@@ -72,17 +82,13 @@ REASONS = {
         "products ran in TF32 is not stated, and is assumed on the A100. The optimizer is not stated."
     ),
     "fpres": "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included.",
-    "dlebert": (
-        "Only masked tokens reach their head (20 of 128, 76 of 512), ours takes all; LAMB stands as a fused Adam."
-    ),
+    "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
         "A800 links are slower than an A100's. The vocabulary is padded; gradients are accumulated in fp32 "
         "there, in 16 bits here."
     ),
     "lf": (
-        "Attention is charged for the masked half too, which the kernel skips: the longer the sequence, the "
-        "more. Recomputation is a default that is not stated. Card readings in whole GB, context and cached "
-        "blocks included."
+        "Recomputation is a default that is not stated. Card readings in whole GB, context and cached blocks included."
     ),
 }
 """Known causes of the differences of a source; what is left is the model's own error, or not known."""
@@ -128,6 +134,10 @@ def both(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**row, "ours": ours[row["id"]]} for row in rows() if row["setup"] is not None]
 
 
+USUAL = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False}
+"""A layout's keys where a setup leaves them out."""
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -152,7 +162,8 @@ def pairs(found: Sequence[Row], differ: Sequence[str], only: Sequence[str] = ())
     for a, b in combinations(found, 2):
         if source_of(a) != source_of(b) or rate_error(a) is None or rate_error(b) is None:
             continue
-        keys = {k for k in {*a["setup"], *b["setup"]} if a["setup"].get(k) != b["setup"].get(k)}
+        s, t = ({**USUAL, **row["setup"]} for row in (a, b))
+        keys = {k for k in {*s, *t} if s.get(k) != t.get(k)}
         if keys & set(differ) and keys <= {*differ, *only}:
             error = (1 + rate_error(b)) / (1 + rate_error(a)) - 1  # type: ignore[operator]
             pairs.append((a, b, error))
@@ -163,18 +174,28 @@ def errors(found: Sequence[Row]) -> dict[str, list[float]]:
     """All errors by kind of statement."""
     return {
         "time": [e for e in map(rate_error, found) if e is not None],
-        "policies": [e for *_, e in pairs(found, ["policy"])],
+        "policies": [e for *_, e in pairs(found, ["policy"], ["sequence_parallel"])],
         "stacks": [e for *_, e in pairs(found, ["stack", "loss"])],
+        "layouts": [e for *_, e in pairs(found, LAYOUT, ["batch", "accumulate"])],
         "machines": [e for *_, e in pairs(found, ["profile"], ["batch", "accumulate", "tf32"])],
         "peak": [e for e in map(peak_error, found) if e is not None],
     }
 
 
-def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Per kind of statement: of how many rows and sources, and the errors of the middle, of nine tenths, the worst."""
+def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per kind of statement: of how many rows and sources, the errors of the middle, of nine tenths and the worst.
+
+    And of which machines they are: those of the pairs for policies, else of all rows.
+    """
     found = both(figures)
+    ratio = [row for a, b, _ in pairs(found, ["policy"], ["sequence_parallel"]) for row in (a, b)]
     return {
-        kind: {"rows": len(part), "sources": sources_of(kind, found), **bar(part)}
+        kind: {
+            "rows": len(part),
+            "sources": sources_of(kind, found),
+            **bar(part),
+            "machines": sorted({row["setup"]["profile"] for row in (ratio if kind == "policies" else found)}),
+        }
         for kind, part in errors(found).items()
     }
 
@@ -242,7 +263,7 @@ def summary(found: Sequence[Row]) -> list[str]:
 
 def footing(found: Sequence[Row]) -> list[str]:
     """What the bar for two policies rests on: it is printed with every comparison."""
-    these = pairs(found, ["policy"])
+    these = pairs(found, ["policy"], ["sequence_parallel"])
     rows = {row["id"]: row for a, b, _ in these for row in (a, b)}
     sources = dict.fromkeys(map(source_of, rows.values()))
     checked = sum(a["set"] == "check" for a, *_ in these)
@@ -258,7 +279,7 @@ def footing(found: Sequence[Row]) -> list[str]:
 def order(found: Sequence[Row]) -> list[str]:
     """Which pairs of one source come out in another order than printed, beside the bar of their kind."""
     known = {kind: bar(errors(found)[kind])["worst"] for kind in ("policies", "stacks") if errors(found)[kind]}
-    every = pairs(found, ["policy", "stack", "loss"])
+    every = pairs(found, ["policy", "stack", "loss"], ["sequence_parallel"])
     wrong = []
     for a, b, _ in every:
         theirs = (printed_rate(b) or 0) / (printed_rate(a) or 1) - 1
@@ -291,7 +312,7 @@ def table(source: str, part: Sequence[Row]) -> list[str]:
     first = part[0]
     lines = [
         f"### {source}: {first['source']}\n",
-        f"{address(first['address'])} ({first['date_version']}); {first['set']}. Rate in {first['metric']}."
+        f"{address(first['address'])} ({first['date_version']}); {first['set']}. Rate in {unit(first['metric'])}."
         + (f" {REASONS[source]}" if source in REASONS else "")
         + "\n",
         "| run | grade | what runs | theirs | ours | difference | peak, GiB: theirs | ours | difference |",
@@ -314,6 +335,11 @@ def table(source: str, part: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
+def unit(metric: str) -> str:
+    """What a rate is in; a time is printed as one, too."""
+    return f"iterations/s, printed as {PERIOD}" if metric.startswith(PERIOD) else metric
+
+
 def address(text: str) -> str:
     """Where a source stands; a path in its repository reads as one of that repository, not of ours."""
     place, _, path = text.partition(" ")
@@ -327,7 +353,8 @@ def what(row: Row) -> str:
     words = [model, f"{s['batch']}" + (f" x {s['sequence']}" if "sequence" in s else "")]
     words.append("tf32" if s.get("tf32") else s["precision"])
     words += [f"{s['accumulate']} micro-batches"] if s.get("accumulate", 1) > 1 else []
-    words += [f"{key} {s[key]}" for key in ("dp", "zero", "pp") if s.get(key, 0) > (key != "zero")]
+    words += [f"{key} {s[key]}" for key in ("dp", "zero", "tp", "pp") if s.get(key, 0) > (key != "zero")]
+    words += ["sequence parallel"] if s.get("sequence_parallel") else []
     words += [s["stack"]] if "stack" in s else []
     return ", ".join([*words, f"`{s['policy']}`", f"`{s['profile']}`"])
 

@@ -47,7 +47,7 @@ def test_figures_are_what_is_simulated_now(script, id):
 
 def test_errors_are_those_of_rows_made_by_hand(script):
     def row(id, value, ours, **setup):
-        told = {"id": f"x-{id}", "value": str(value), "complete": "A", "set": "check", "peak_memory": ""}
+        told = {"id": f"x-{id}", "value": str(value), "complete": "A", "set": "check", "peak_memory": "", "metric": ""}
         return {**told, "setup": setup, "ours": {"rate": ours, "peak": None, "refusal": ""}}
 
     found = [
@@ -61,6 +61,25 @@ def test_errors_are_those_of_rows_made_by_hand(script):
     assert errors["machines"] == pytest.approx([1.2 / 1.1 - 1])
     assert errors["stacks"] == errors["peak"] == []
     assert script.bar([0.1, -0.3, 0.2]) == {"rows": 3, "median": 0.2, "nine_tenths": 0.3, "worst": 0.3}
+
+
+def test_layouts_are_compared_where_nothing_else_differs_and_times_are_rates(script):
+    def row(id, value, ours, metric="tokens/s", **setup):
+        told = {"id": f"x-{id}", "value": str(value), "complete": "A", "set": "check", "peak_memory": ""}
+        setup = {"policy": "keep_all", "profile": "a", **setup}
+        return {**told, "metric": metric, "setup": setup, "ours": {"rate": ours, "peak": None, "refusal": ""}}
+
+    layouts = [row(1, 10, 11, dp=8, accumulate=2), row(2, 10, 10, dp=4, tp=2, accumulate=4)]
+    assert script.errors(layouts)["layouts"] == pytest.approx([1 / 1.1 - 1])
+    assert script.errors(layouts)["policies"] == []
+    period = "s per iteration (median)"
+    policies = [
+        row(3, 2, 0.55, period, dp=1, tp=8),
+        row(4, 1, 1, period, tp=8, policy="full_recompute", sequence_parallel=True),
+    ]
+    assert script.errors(policies)["time"] == pytest.approx([0.1, 0])
+    assert script.errors(policies)["policies"] == pytest.approx([1 / 1.1 - 1])  # sequence parallelism may differ, too
+    assert script.errors(policies)["layouts"] == []
 
 
 @pytest.mark.parametrize(

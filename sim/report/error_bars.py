@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+from sim.hardware.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Bar:
     rows: of how many rows or pairs of rows.
     sources: of how many public tables these are.
     median, nine_tenths, worst: errors of the middle one, of nine tenths of them, of the worst.
+    machines: profiles that these were simulated on.
     """
 
     rows: int
@@ -25,6 +29,7 @@ class Bar:
     median: float
     nine_tenths: float
     worst: float
+    machines: tuple[str, ...] = ()
 
 
 @cache
@@ -33,7 +38,8 @@ def error_bar(statement: str) -> Bar:
 
     Raises KeyError on another name.
     """
-    return Bar(**json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))[statement])
+    found = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))[statement]
+    return Bar(**{**found, "machines": tuple(found["machines"])})
 
 
 def policies_error() -> float:
@@ -47,13 +53,25 @@ def measured_on(model_error: float) -> str:
     return f", n = {bar.rows}" if model_error == bar.worst else ""
 
 
-def error_lines() -> list[str]:
-    """Under a result: the error of the ratio of two policies' times, and that of a time itself."""
+def error_lines(platforms: Iterable[Platform] = ()) -> list[str]:
+    """Under a result: the error of the ratio of two policies' times, and that of a time itself.
+
+    platforms: of the result; a machine that no published run is of is named, since there the error is not known.
+    """
     ratio, time = error_bar("policies"), error_bar("time")
+    unknown = {
+        p.name: len(p.assumed) for p in platforms if p.assumed and p.name not in {*ratio.machines, *time.machines}
+    }
+    caution = [
+        f"that error is of other machines: no published run of {name} is among them, and {count} of its figures are "
+        "assumed; what it says of this one is not known"
+        for name, count in unknown.items()
+    ]
     return [
         f"error, beside published runs: the ratio of two policies' times {_percent(ratio.worst)} (the worst of n = "
         f"{ratio.rows} pairs of {ratio.sources} sources); a time itself {_percent(time.nine_tenths)} in nine of ten "
-        f"(n = {time.rows}, {time.sources} sources, worst {_percent(time.worst)}); assumed figures come on top"
+        f"(n = {time.rows}, {time.sources} sources, worst {_percent(time.worst)}); assumed figures come on top",
+        *caution,
     ]
 
 

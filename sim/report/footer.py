@@ -49,7 +49,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
     state = f"the steady state{warm}" if footer.steady else "the first iteration, not the steady state"
     lines.append(f"time: one iteration, {state}: {INCLUDES}")
     lines.append(f"left out of it: {LEAVES_OUT}")
-    lines += error_lines()
+    lines += error_lines([platform])
     assumed = platform.assumed
     if assumed:
         shown = ", ".join(f"{fact.path} = {fact.text}" for fact in assumed[:ASSUMED_SHOWN])

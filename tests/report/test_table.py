@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.hardware.profile import load_profile
 from sim.report.cells import columns, ordered, percent, standings, text_of
 from sim.report.error_bars import error_lines
 from sim.report.footer import Footer, footer_lines
@@ -175,6 +176,14 @@ def test_the_footer_states_the_error_of_a_ratio_and_of_a_time():
     assert last == "assumed figures come on top"
 
 
+def test_a_machine_that_no_published_run_is_of_is_told_so():
+    known, unknown = load_profile("a100_80_sxm"), load_profile("mt3000_survey")
+    assert len(error_lines([known])) == 1
+    _, said = error_lines([known, unknown])
+    assert "no published run of mt3000_survey" in said
+    assert f"{len(unknown.assumed)} of its figures are assumed" in said
+
+
 def test_the_error_is_the_caller_s(rows):
     assert [str(s) for s in standings(rows, 0.05).values()] == ["fastest", "+7.5 %", "+30 %"]
     assert [str(s) for s in standings(rows, 0.5).values()] == ["fastest", "≈ +7.5 %", "≈ +30 %"]
@@ -213,9 +222,9 @@ def test_the_foot_says_what_the_figures_stand_on(drawn_log):
     assert lines[1] == "budget 32 MiB, nominal 64 MiB (hbm0)"
     assert lines[2].startswith("time: one iteration, the steady state after 2 for warm-up: ops, ")
     assert lines[3].startswith("left out of it: planning, ")
-    assert [lines[4]] == error_lines()
-    assert lines[5] == "assumed, neither measured nor published (1): links.d2h0.rate = 10 GB/s"
-    assert lines[6:] == ["no opt", "reproduce: tiersim compare --model x"]
+    assert lines[4:6] == error_lines([drawn_log.platform])
+    assert lines[6] == "assumed, neither measured nor published (1): links.d2h0.rate = 10 GB/s"
+    assert lines[7:] == ["no opt", "reproduce: tiersim compare --model x"]
     first = footer_lines(
         Footer(replace(drawn_log.platform, facts=drawn_log.platform.facts[:1], budget=None), steady=False)
     )

@@ -3,8 +3,8 @@
 `data/published_runs.csv` holds every run graded A (set up without a guess that matters) or B (one or two guesses) of
 public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
 fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
-`dp`, `pp` and `zero`, `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context` (bytes that
-the reading includes and no allocator sees). `missing`: why nothing is, where nothing is.
+the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context`
+(bytes that the reading includes and no allocator sees). `missing`: why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sim.analysis.peak_memory import home_peak
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
-from workloads import cnn, transformer
+from sim.hardware.profile import load_profile
+from sim.layout import lay_out
+from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
-RUN = ("profile", "policy", "dp", "pp", "zero", "accumulate", "tf32", "context", "cnn", "model", "batch")
+LAYOUT = ("dp", "tp", "sequence_parallel", "pp", "zero", "schedule", "chunks")
+RUN = (*LAYOUT, "profile", "policy", "accumulate", "tf32", "context", "cnn", "model", "batch", "stack")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
 """An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
+PERIOD = "s per iteration"
+"""The metric that is a time; its rate is that of iterations."""
 DEVICES = "8"
 """Of a node; all nodes in the tables with more than one device have eight."""
 
@@ -84,36 +90,40 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
 
 def _run(setup: Mapping[str, Any], micro_batches: int) -> tuple[int, int]:
     """Nanoseconds and peak bytes of an update of so many micro-batches."""
-    dp, pp, zero = setup.get("dp", 1), setup.get("pp", 1), setup.get("zero", 0)
-    several = dp * pp > 1
-    samples = setup["batch"] * micro_batches * dp
+    layout = {key: setup[key] for key in LAYOUT if key in setup}
+    several = devices_of(setup) > 1
+    samples = setup["batch"] * micro_batches * layout.get("dp", 1)
     axes = {key: value for key, value in setup.items() if key not in RUN}
     if not several:
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
     overrides = dict(TF32) if setup.get("tf32") else {}
-    layout = {"dp": dp, "pp": pp, "zero": zero, "micro_batches": micro_batches} if several else None
     if several:
         overrides["devices"] = DEVICES
-    platform = _platform(setup["profile"], overrides)
-    log = simulate(trace, platform, setup["policy"], parallel=layout).log
+        layout["micro_batches"] = micro_batches
+    # kernels are fused after the layers are divided, as they are in a run
+    stacked = partial(with_stack, stack=setup.get("stack", "eager"))
+    platform = load_profile(setup["profile"], overrides=overrides or None)
+    divided, machine = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
+    log = simulate(divided, machine, setup["policy"]).log
     return log.end, home_peak(log)
 
 
-def _platform(profile: str, overrides: Mapping[str, str]) -> Any:
-    from sim.hardware.profile import load_profile
-
-    return load_profile(profile, overrides=overrides or None)
+def devices_of(setup: Mapping[str, Any]) -> int:
+    """How many devices a layout takes."""
+    return prod(setup.get(key, 1) for key in ("dp", "tp", "pp"))
 
 
 def _rate(row: Mapping[str, Any], accumulate: int, seconds: float) -> float:
     """An iteration of so many seconds in the row's metric."""
     setup, metric = row["setup"], row["metric"]
+    if metric.startswith(PERIOD):
+        return 1 / seconds
     samples = setup["batch"] * accumulate * setup.get("dp", 1)
     if metric.startswith("tokens/s"):
         samples *= setup["sequence"]
     if "per device" in metric:
-        samples /= setup.get("dp", 1) * setup.get("pp", 1)
+        samples /= devices_of(setup)
     return samples / seconds
 
 
@@ -126,4 +136,6 @@ def printed_peak(row: Mapping[str, Any]) -> float | None:
 
 def printed_rate(row: Mapping[str, Any]) -> float | None:
     """The printed rate; None for a run that did not fit, or of which only memory is printed."""
-    return float(row["value"]) if row["value"] and row["value"] != "OOM" else None
+    if not row["value"] or row["value"] == "OOM":
+        return None
+    return 1 / float(row["value"]) if row["metric"].startswith(PERIOD) else float(row["value"])
