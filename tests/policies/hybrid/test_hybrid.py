@@ -332,6 +332,22 @@ def test_where_the_update_does_not_fit_the_refusal_names_what_does():
         assert simulate(trace, "mt3000_survey", text, budget=budget).log.complete
 
 
+def test_where_backward_ends_first_the_refusal_still_names_the_update():
+    """The draft of least memory keeps more in backward than it must: the update's needs are what counts for it."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", MB, "input"), b.tensor("y", 4 * MB), b.tensor("z", 4 * MB)
+    w, g, t = b.tensor("w", MB, "weight"), b.tensor("g", MB, "gradient"), b.tensor("t", 20 * MB, "temporary")
+    new = b.tensor("new", MB, "weight", replaces=w)
+    b.op("f0", reads=[x, w], writes=[y], duration=MS)
+    b.op("f1", reads=[y], writes=[z], duration=MS)
+    b.op("b", reads=[y, z], writes=[g], duration=MS, phase="backward")
+    b.op("mul", reads=[g], writes=[t], duration=MS, phase="update")
+    b.op("add", reads=[w, t], writes=[new], duration=MS, phase="update")
+    trace = b.build(outputs=[new], carry=[(new, w)])
+    with pytest.raises(Infeasible, match="it is the update that does not fit"):
+        simulate(trace, machine(8 * MB), "hybrid")
+
+
 @pytest.mark.slow  # every draft is refused, and each budget that is tried has some
 def test_where_the_host_is_too_small_the_refusal_names_the_host():
     config = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 256}

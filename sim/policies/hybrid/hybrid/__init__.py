@@ -9,10 +9,9 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.errors import OutOfMemory
-from sim.log import WHY
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.hybrid.drafts import Drafts, Replayed, replayed
+from sim.policies.hybrid.hybrid.drafts import Draft, Drafts, Replayed, replayed
 from sim.policies.offload.swap_all import SwapAll
 from sim.solvers.outcome import nothing_fits
 from sim.trace.op import PHASE_CODE
@@ -54,7 +53,9 @@ class Hybrid(Policy):
     Bounds: `rounds` programs and one of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
         most three replays per search, and one search but in compositions or where no replay fits.
     Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
-        the peak, nothing is left to choose, and nothing fits.
+        the peak, nothing is left to choose, and nothing fits. Some policies fit into less, or are faster, by freedoms
+        that it does not have: `modnn` offloads temporaries of the update, too, and splits the batch; `vdnn` and `modnn`
+        take other implementations of convolutions; lossy codecs make what is saved smaller.
 
     rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
@@ -93,7 +94,9 @@ class Hybrid(Policy):
             if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
                 raise best.refusal  # no budget helps where another tier is short
             what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
-            raise nothing_fits(problem, what, best.draft.least_bytes, end=UPDATE if _ends_in_update(best) else "")
+            raise nothing_fits(
+                problem, what, best.draft.least_bytes, end=UPDATE if _peaks_in_update(best.draft) else ""
+            )
         if best.ns > plain.draft.ns and problem.platform.host is not None:
             return _faster(problem, best, SwapAll().plan(problem))
         return best.plan
@@ -111,14 +114,13 @@ class Hybrid(Policy):
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
 
 
-def _ends_in_update(run: Replayed) -> bool:
-    """Whether a replay found too little memory in the update, where this policy chooses nothing."""
-    if run.log is None:
+def _peaks_in_update(draft: Draft) -> bool:
+    """Whether a draft needs most memory in the update, where this policy chooses nothing."""
+    steps = max(draft.steps, key=lambda each: int(each.held.max(initial=0)))
+    if not len(steps.ops):
         return False
-    trace = run.log.trace
-    ran = set(run.log.interval("op")[run.log.interval("why") == WHY["run"]].tolist())
-    first = next((op for op in range(len(trace.ops)) if op not in ran), -1)
-    return bool(first >= 0 and trace.op_columns.phase[first] == PHASE_CODE["update"])
+    phase = draft.schedule.index.phase[steps.ops[int(steps.held.argmax())]]
+    return phase == PHASE_CODE["update"]
 
 
 def _faster(problem: Problem, best: Replayed, other: Plan) -> Plan:
