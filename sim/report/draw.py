@@ -122,10 +122,19 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 # ---- labels ------------------------------------------------------------------------------------
 
 
-def place_labels(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *, size: float) -> None:
+def place_labels(
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    texts: Sequence[str],
+    *,
+    size: float,
+    lines: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
+) -> None:
     """Label each point so that no label covers another or a point; a thin line leads to distant labels.
 
     Greedy: the most crowded points first, each at the nearest free place around it. The axes' limits must be set.
+
+    lines: upright and level ones, from point to point, that no label shall cover either.
     """
     from matplotlib.patheffects import withStroke
 
@@ -136,6 +145,9 @@ def place_labels(axes: Axes, points: Sequence[tuple[float, float]], texts: Seque
     scale = figure.dpi / 72
     frame = axes.get_window_extent(renderer)
     taken: list[Box] = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in pixels.tolist()]
+    ends = axes.transData.transform(np.array(lines, float).reshape(-1, 2)).reshape(-1, 2, 2)
+    for (x0, y0), (x1, y1) in ends.tolist():
+        taken.append((min(x0, x1) - scale, min(y0, y1) - scale, max(x0, x1) + scale, max(y0, y1) + scale))
     near = [int((np.hypot(*(pixels - here).T) < 60 * scale).sum()) for here in pixels]
     for i in sorted(range(len(texts)), key=lambda k: (-near[k], texts[k])):
         probe = axes.text(0, 0, texts[i], fontsize=size)

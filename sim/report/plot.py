@@ -6,6 +6,7 @@ Each is a `matplotlib.figure.Figure` of its own: there is no global state, and a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,8 @@ __all__ = ["plot_comparison", "plot_lanes", "plot_memory", "save_figure"]
 
 Floats = NDArray[np.float64]
 LISTED = 25  # policies named in the list of those that do not fit
+NAMED = 16  # policies up to which each marker has its policy's name
+PER_COLUMN = 30  # lines of the list beside the figure
 
 
 # ---- memory over time --------------------------------------------------------------------------
@@ -136,24 +139,30 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     """Time against peak memory, one marker per policy; those that do not fit are listed at the side.
 
     A hollow marker is a reconstruction: its paper left details open. The staircase is the Pareto front of time and
-    memory.
+    memory. More than `NAMED` policies are numbered by their time and named at the side; time has a logarithmic axis
+    where the slowest takes more than five times as long as the fastest.
 
     rows: as `sim.report.table.comparison_table` takes them.
     budget: bytes, drawn as a line.
     binary: GiB instead of GB.
     """
-    fitting = [row for row in rows if row["fits"]]
+    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: (row["makespan_ns"], row["policy"]))
     failing = [row for row in rows if not row["fits"]]
-    figure = new_figure(8, 5)
+    numbered = len(fitting) > NAMED
+    beside = _beside(fitting if numbered else (), failing, binary)
+    columns = max(1, -(-len(beside) // PER_COLUMN))
+    figure = new_figure(8 + 2.2 * (columns - 1), 5)
     axes: Axes = figure.add_subplot()
     tidy(axes, grid="both")
     unit, size = byte_scale(max((row["peak_bytes"] for row in fitting), default=1), binary=binary)
     unit_ns, tick = time_scale(max((row["makespan_ns"] for row in fitting), default=1))
     points = [(row["makespan_ns"] / tick, row["peak_bytes"] / size) for row in fitting]
     _limits(axes, points, None if budget is None else budget / size)
+    lines: list[tuple[tuple[float, float], tuple[float, float]]] = []
     if budget is not None and budget / size <= axes.get_ylim()[1]:
         draw_limit(axes, budget / size)
         axes.set_title(f"– – budget {format_bytes(budget, binary=binary)}", fontsize=SMALL, loc="right", color=INK)
+        lines.append(((axes.get_xlim()[0], budget / size), (axes.get_xlim()[1], budget / size)))
     axes.set_xlabel(f"time of an iteration ({clock_text(unit_ns)})", fontsize=FONT)
     axes.set_ylabel(f"peak memory ({unit})", fontsize=FONT)
     for row, (x, y) in zip(fitting, points, strict=True):
@@ -162,22 +171,26 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
             [x], [y], marker=policy_marker(row["policy"]), markersize=7, color=colour, linestyle="none", zorder=4,
             markerfacecolor="white" if hollow else colour, markeredgecolor=colour, markeredgewidth=1.3,
         )  # fmt: skip
-    _staircase(axes, points)
+    lines += _staircase(axes, points)
     if any(row.get("fidelity") == "reconstruction" for row in fitting):
         axes.set_title("hollow: reconstruction, detail was not public", fontsize=SMALL, loc="left", color=INK)
-    if failing:
-        _list_failing(figure, failing, binary)
-    place_labels(axes, *_joined(points, [row["policy"] for row in fitting]), size=SMALL + 0.5)
+    if beside:
+        _list_beside(figure, beside, columns)
+    names = [str(i) if numbered else row["policy"] for i, row in enumerate(fitting, 1)]
+    place_labels(axes, *_joined(points, names), size=SMALL + (0 if numbered else 0.5), lines=lines)
     return figure
 
 
 def _limits(axes: Axes, points: Sequence[tuple[float, float]], budget: float | None) -> None:
     """Leave a margin around all points; an axis starts at zero unless that would crowd them."""
+    times = [x for x, _ in points]
+    if times and max(times) > 5 * min(times) > 0:
+        _logarithmic(axes, min(times), max(times))
     for values, line, set_limits in (
-        ([x for x, _ in points], [], axes.set_xlim),
+        (times, [], axes.set_xlim),
         ([y for _, y in points], [] if budget is None else [budget], axes.set_ylim),
     ):
-        if not values:
+        if not values or (values == times and axes.get_xscale() == "log"):
             continue
         low, high = min(values), max(values)
         if line and line[0] <= 1.5 * high:
@@ -186,10 +199,28 @@ def _limits(axes: Axes, points: Sequence[tuple[float, float]], budget: float | N
         set_limits(0 if low - room < 0.2 * high else low - room, high + room)
 
 
-def _staircase(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+def _logarithmic(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic axis of time with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    room = (high / low) ** 0.12
+    axes.set_xscale("log")
+    axes.set_xlim(low / room, high * room)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _staircase(
+    axes: Axes, points: Sequence[tuple[float, float]]
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Draw the front; its lines."""
     best = [points[i] for i in pareto_front(points)]
-    if len(best) > 1:
-        axes.step([x for x, _ in best], [y for _, y in best], where="post", color=FAINT, linewidth=1, zorder=1)
+    if len(best) < 2:
+        return []
+    axes.step([x for x, _ in best], [y for _, y in best], where="post", color=FAINT, linewidth=1, zorder=1)
+    steps = list(pairwise(best))
+    return [line for (x, y), (end, low) in steps for line in (((x, y), (end, y)), ((end, y), (end, low)))]
 
 
 def _joined(points: Sequence[tuple[float, float]], names: Sequence[str]) -> tuple[list[tuple[float, float]], list[str]]:
@@ -201,19 +232,33 @@ def _joined(points: Sequence[tuple[float, float]], names: Sequence[str]) -> tupl
     return list(together), texts
 
 
-def _list_failing(figure: Figure, rows: Sequence[Mapping[str, Any]], binary: bool) -> None:
+def _beside(
+    numbered: Sequence[Mapping[str, Any]], failing: Sequence[Mapping[str, Any]], binary: bool
+) -> list[tuple[str, bool]]:
+    """The list beside the figure: lines, and whether each is a heading."""
+    lines = [(f"{i}  {row['policy']}, {clock(row['makespan_ns'])}", False) for i, row in enumerate(numbered, 1)]
+    if lines:
+        lines.insert(0, ("fit, by time", True))
+    if failing:
+        lines.append(("do not fit", True))
+    for row in failing[:LISTED]:
+        floor = row.get("floor_bytes")
+        more = f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""
+        lines.append((row["policy"] + more, False))
+    if len(failing) > LISTED:
+        lines.append((f"… and {len(failing) - LISTED} more", False))
+    return lines
+
+
+def _list_beside(figure: Figure, lines: Sequence[tuple[str, bool]], columns: int) -> None:
     from matplotlib.lines import Line2D
 
-    lines = []
-    for row in rows[:LISTED]:
-        floor = row.get("floor_bytes")
-        lines.append(row["policy"] + (f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""))
-    if len(rows) > LISTED:
-        lines.append(f"… and {len(rows) - LISTED} more")
     # a legend without signs: the layout reserves space for it next to the axes
     legend = figure.legend(
-        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=lines, title="do not fit",
-        loc="outside right upper", fontsize=SMALL, title_fontsize=SMALL + 0.5, frameon=False, handlelength=0,
-        handletextpad=0, labelcolor=INK, alignment="left",
+        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=[text for text, _ in lines],
+        loc="outside right upper", fontsize=SMALL, frameon=False, handlelength=0, ncols=columns,
+        handletextpad=0, labelcolor=INK, alignment="left", columnspacing=1,
     )  # fmt: skip
-    legend.get_title().set_fontweight("bold")
+    for text, (_, heading) in zip(legend.get_texts(), lines, strict=True):
+        if heading:
+            text.set_fontweight("bold")

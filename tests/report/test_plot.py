@@ -17,7 +17,7 @@ from sim.log import WHY, EventLog
 from sim.report.colours import ROLE_COLOURS, VERMILION, WHY_COLOURS, policy_colour, policy_marker
 from sim.report.draw import byte_scale, save_figure, thin, time_scale
 from sim.report.lanes import _busy_until
-from sim.report.plot import plot_comparison, plot_lanes, plot_memory
+from sim.report.plot import NAMED, plot_comparison, plot_lanes, plot_memory
 
 MIB = 2**20
 
@@ -240,11 +240,22 @@ def comparison_rows(seed=3, names=NAMES):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_policy_is_named_once_and_no_label_lies_on_another(seed):
-    rows = comparison_rows(seed)
+@pytest.mark.parametrize("names", [NAMES[:NAMED], NAMES], ids=["named", "numbered"])
+def test_each_policy_is_named_once_and_no_label_lies_on_another(seed, names):
+    rows = comparison_rows(seed, names)
     figure = plot_comparison(rows)
     axes = figure.axes[0]
-    assert sorted(text.get_text() for text in axes.texts) == sorted(NAMES)
+    told = [text.get_text() for text in axes.texts]
+    if len(names) > NAMED:
+        assert sorted(told, key=int) == [str(i) for i in range(1, len(names) + 1)]
+        by_time = sorted(rows, key=lambda row: row["makespan_ns"])
+        assert labels(figure)[0] == "fit, by time"
+        assert [line.split(",")[0] for line in labels(figure)[1:]] == [
+            f"{i}  {row['policy']}" for i, row in enumerate(by_time, 1)
+        ]
+    else:
+        assert sorted(told) == sorted(names)
+        assert not figure.legends
     figure.draw_without_rendering()
     boxes = [text.get_tightbbox() if not text.arrow_patch else _text_box(text) for text in axes.texts]
     for first, second in combinations(boxes, 2):
@@ -264,6 +275,7 @@ def _text_box(annotation):
 def test_markers_stand_at_time_and_peak_in_the_policy_s_own_sign():
     rows = comparison_rows(names=["keep_all", "chen", "delta"])
     rows[2]["fidelity"] = "reconstruction"
+    rows.sort(key=lambda row: row["makespan_ns"])
     axes = plot_comparison(rows, budget=8 * 10**9).axes[0]
     points = [line for line in axes.lines if line.get_marker() not in ("None", None, "")]
     for row, line in zip(rows, points, strict=True):
@@ -271,7 +283,8 @@ def test_markers_stand_at_time_and_peak_in_the_policy_s_own_sign():
         assert line.get_ydata()[0] == pytest.approx(row["peak_bytes"] / 1e9)
         assert line.get_marker() == policy_marker(row["policy"])
         assert line.get_color() == policy_colour(row["policy"])
-    assert [line.get_markerfacecolor() == "white" for line in points] == [False, False, True]
+    hollow = [row["policy"] for row, line in zip(rows, points, strict=True) if line.get_markerfacecolor() == "white"]
+    assert hollow == ["delta"]
     assert "reconstruction" in axes.get_title("left")
     assert axes.get_title("right") == "– – budget 8 GB"
     assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[8, 8]]
@@ -288,8 +301,7 @@ def test_what_does_not_fit_is_listed_with_the_budget_that_would_do():
     rows = comparison_rows(names=["keep_all", "chen"])
     rows += [{"policy": "dtr", "fits": False, "floor_bytes": 9 * 10**9}, {"policy": "vdnn", "fits": False}]
     figure = plot_comparison(rows)
-    assert figure.legends[0].get_title().get_text() == "do not fit"
-    assert labels(figure) == ["dtr (fits from 9 GB)", "vdnn"]
+    assert labels(figure) == ["do not fit", "dtr (fits from 9 GB)", "vdnn"]
     many = [{"policy": f"p{i}", "fits": False, "floor_bytes": None} for i in range(40)]
     assert labels(plot_comparison(many))[-1] == "… and 15 more"
 
@@ -303,6 +315,32 @@ def test_the_staircase_joins_what_nothing_beats():
     unit = time_scale(4 * 10**9)[1] / 1e9
     corners = zip(stairs.get_xdata(), stairs.get_ydata(), strict=True)
     assert [(x * unit, y) for x, y in corners] == [(1, 9), (2, 5), (4, 4)]
+
+
+def test_time_has_a_logarithmic_axis_where_one_policy_would_crowd_all_others():
+    rows = comparison_rows(names=["a", "b"])
+    rows[0]["makespan_ns"], rows[1]["makespan_ns"] = 10**8, 5 * 10**8
+    assert plot_comparison(rows).axes[0].get_xscale() == "linear"
+    rows[1]["makespan_ns"] += 10**7
+    axes = plot_comparison(rows).axes[0]
+    assert axes.get_xscale() == "log"
+    axes.figure.draw_without_rendering()
+    assert {"100", "200", "500"} <= {tick.get_text() for tick in axes.get_xticklabels()}
+
+
+def test_the_line_of_the_front_goes_through_no_label():
+    rows = comparison_rows(names=["a", "b", "c"])
+    for row, (took, peak) in zip(rows, ((1, 9), (1.05, 7), (1.1, 3)), strict=True):
+        row |= {"makespan_ns": int(took * 10**9), "peak_bytes": peak * 10**9}
+    figure = plot_comparison(rows)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (stairs,) = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    corners = [(x, rows[i]["peak_bytes"] / 1e9) for i, x in enumerate(stairs.get_xdata())]
+    for (x, high), (end, low) in pairwise(corners):
+        upright = axes.transData.transform([(end, low), (end, high)])
+        for box in (_text_box(text) for text in axes.texts):
+            assert not (box.x0 < upright[0][0] < box.x1 and box.y0 < upright[1][1] and upright[0][1] < box.y1), x
 
 
 def test_an_empty_comparison_is_drawn():
