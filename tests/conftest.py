@@ -86,6 +86,7 @@ LONG = (
     *(f"policies/recompute/test_{name}.py" for name in ("relax_and_fix", "rockmate", "tso", "twremat")),
     "policies/test_conformance.py::test_policy_keeps_every_law",
     "policies/test_distinct.py",
+    "policies/offload/test_offload_parts.py",
     "policies/composition/test_composition.py::test_compositions_keep_every_law",
     "policies/composition/test_composition.py::test_a_single_part_gives",
     "policies/hybrid/test_delta.py::test_no_run_beats",

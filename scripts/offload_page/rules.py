@@ -31,6 +31,9 @@ RULES = {
     "autoswap": "the load may not pass its limit: copies wait for space, and the choice is by a score, not by replay",
     "modnn": "sub-batches run every op once for each part, so that launches and small products add up; it goes"
     " below the memory of a single batch",
+    "flashneuron": "all that leaves goes to drives, which are slower than the link to the host; in return the host's"
+    " memory, and its bandwidth, stay free for what the host does",
+    "autotm": "a copy runs beside one op, or holds the device: the device waits for each that takes longer",
     "zero_offload": "states and the update live on the host: its CPU updates at the pace of its memory",
     "zero_infinity": "all states live below the device, and are fetched for each op",
     "patrickstar": "chunks of states share the device with activations; the update is the CPU's where they do not fit",
