@@ -231,7 +231,8 @@ def _head(library: Any, config: Any, values: Mapping[str, Any], where: str, assu
     for auto, (classes, kind) in has.items():
         if any(name in classes for name in asked):
             return getattr(library, auto), kind
-    for auto, (_, kind) in has.items():
+    for auto, (classes, kind) in has.items():
+        config.architectures = [classes[0]]  # the library needs it to choose among several classes
         if asked or len(has) > 1:
             assumed[f"trained as {auto.removeprefix('AutoModelFor')}"] = 1
         return getattr(library, auto), kind

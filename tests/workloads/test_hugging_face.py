@@ -94,6 +94,12 @@ def test_a_decoder_whose_first_token_is_not_stated_starts_with_padding():
     assert trace.meta["layers"] == 2  # one of each stack
 
 
+def test_of_several_classes_the_first_is_built():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    trace = training_step({"model_type": "deit", **sizes, "image_size": 32}, batch=1, precision="fp32")
+    assert trace.meta["layers"] == 1
+
+
 def test_positions_beyond_a_table_are_refused():
     config = {**GPT2, "model_type": "gpt_neo", "attention_types": [[["global"], 2]], "max_position_embeddings": 32}
     config = {key: value for key, value in config.items() if not key.startswith("n_")}
