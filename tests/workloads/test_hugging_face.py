@@ -96,7 +96,7 @@ def test_a_decoder_whose_first_token_is_not_stated_starts_with_padding():
 
 def test_of_several_classes_the_first_is_built():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    trace = training_step({"model_type": "deit", **sizes, "image_size": 32}, batch=1, precision="fp32")
+    trace = training_step({"model_type": "deit", **sizes, "image_size": 32}, batch=1, sequence=1, precision="fp32")
     assert trace.meta["layers"] == 1
 
 
