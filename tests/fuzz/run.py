@@ -3,7 +3,7 @@
     --cases N     cases per reader
     --seconds S   at most so long per reader
     --first N     the number of the first case; with --cases 1 a single case is repeated
-    --json FILE   add the counts to a file
+    --json FILE   add the counts to a file; those of the same reader are replaced
     READER …      these alone
 
 A fault is printed with the command that repeats it, and the exit status is 1.
@@ -115,7 +115,10 @@ def main() -> int:
                 seen.add(key)
                 print(f"  {fault}", flush=True)
     if asked.json:
-        Path(asked.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path, ran = Path(asked.json), {each["reader"] for each in found}
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        kept = [each for each in earlier if each["reader"] not in ran]
+        path.write_text(json.dumps([*kept, *found], indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["faults"] for row in found) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -72,11 +73,15 @@ def test_a_case_is_repeated_by_its_number(name, tmp_path):
     assert written[0] == written[1]
 
 
-def test_the_command_for_more_repeats_a_single_case():
+def test_the_command_for_more_repeats_a_single_case_and_adds_its_counts(tmp_path):
     path = Path(__file__).with_name("run.py")
-    words = [sys.executable, str(path), "--first", "5", "--cases", "3", "quantity"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("quantity: 3 cases")
+    counts = tmp_path / "counts.json"
+    words = [sys.executable, str(path), "--first", "5", "--json", str(counts), "--cases"]
+    for cases, reader in (("3", "quantity"), ("2", "DTR log"), ("1", "quantity")):
+        done = subprocess.run([*words, cases, reader], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"{reader}: {cases} cases")
+    found = {each["reader"]: each["cases"] for each in json.loads(counts.read_text())}
+    assert found == {"DTR log": 2, "quantity": 1}
 
 
 @pytest.mark.parametrize(

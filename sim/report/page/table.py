@@ -73,7 +73,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
         "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
-        "notes": [*_keys(view.rows), *error_lines(view.platforms), *view.notes],
+        "notes": list(dict.fromkeys([*_keys(view.rows), *error_lines(view.platforms), *view.notes])),
         "scope": [list(line) for line in SCOPE],
         "facts": [*facts_data(view.platforms), *map(list, view.facts)],
         "caution": list(view.caution),
