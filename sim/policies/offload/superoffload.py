@@ -32,7 +32,6 @@ class SuperOffload(Policy):
     Bounds: time is at least that of forward and backward. One replay for each number of layers tried, doubling.
     Headline: up to 2.5 times the throughput of other offload systems on GH200. Here, on `gh200`, GPT-3 350M with
         4 x 512 tokens and six layers updated on the device is 1.61 times as fast as `zero_offload`, 1.16 with none.
-        The published systems' norm, which waits for all gradients, and their casts on the CPU are not in this baseline.
     Departs: a published update begins before the norm of all gradients is known, and is undone where that asks for
         clipping; here one that needs the norm of all begins behind that. Gradients cross in their own type,
         where the published system casts them on the device. The split is found by replay. Weights stay on the
