@@ -198,6 +198,17 @@ def test_two_mechanisms_fit_what_neither_fits_alone():
     assert 3.6e9 < result.summary()["peak_bytes"] < 4.4e9
 
 
+def test_a_billion_parameters_of_llama_fit_a_cluster_of_mt_3000():
+    trace = transformer("llama-1b", batch=1, sequence=2048, precision="mixed_fp16")
+    platform = load_profile("mt3000_survey")
+    for part in ("zero_offload", "full_recompute"):
+        with pytest.raises(Infeasible):
+            simulate(trace, platform, part)
+    done = simulate(trace, platform, "zero_offload + full_recompute").summary()
+    assert done["peak_bytes"] <= platform.home(0).capacity
+    assert done["peak_by_tier"]["ddr"] > 12 * trace.meta["parameters"]  # the optimizer's states in fp32
+
+
 def test_a_planner_fills_the_budget_that_others_leave_it():
     """It counts optimizer state that lives on the host, and so would recompute for nothing, or refuse."""
     trace = transformer("gpt2", batch=8, sequence=128)

@@ -145,6 +145,11 @@ def test_a_step_of_a_model_holds_the_experts_that_are_read() -> None:
     assert sum(fetched[1].values()) > sum(fetched[2].values()) > sum(fetched[8].values())
     # with a slot for each, those that have tokens come once, and the others never
     assert fetched[8] == experts(trace)
+    # nor do they leave where they are, whatever the others do
+    every = {t.name for t in trace.tensors if ".expert" in t.name and t.role == "weight"}
+    assert every - set(experts(trace))
+    for one in done.values():
+        assert not (every - set(experts(trace))) & (set(one.out) | set(one.back))
     assert len(experts(trace)) < 3 * 8
 
 

@@ -1,0 +1,41 @@
+"""What a machine lacks for an offload or compression policy is one clear line on the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sim.cli import main
+
+JOB = ("--model", "gpt2", "--batch", "1", "--seq", "64")
+LINES = {
+    "--profile p100 --policy flashneuron": (
+        "flashneuron: p100 has no drive that the device reads and writes past the host; a100_80_gds has one"
+    ),
+    "--profile p100 --policy slc_cache": "slc_cache: p100 has no tier of kind 'slc'; mt3000_survey_slc has one",
+    "--profile p100 --policy pooled_memory": "p100 has no tier of kind 'pooled' that devices write and read",
+    "--profile a100_40_pcie --policy zero_infinity(states=nvme)": "a100_40_pcie has no tier behind 'host' for nvme",
+    "--profile a100_80_gds --policy flashneuron --set tiers.nvme.capacity=0B": (
+        "a100_80_gds.toml: tiers.nvme.capacity: value '0B': expected more than zero"
+    ),
+    "--profile a100_40_pcie --policy cdma --set links.d2h.codec=0B/s": (
+        "a100_40_pcie.toml: links.d2h.codec: value '0B/s': expected more than zero"
+    ),
+    "--profile a100_40_pcie --policy zero_infinity --set tiers.host.capacity=1MB": (
+        "needs 970.4 MB of pinned memory at once; 'host' has 1 MB"
+    ),
+    "--profile a100_40_pcie --policy swap_all --budget 700MB --set tiers.host.capacity=1kB": "nor do that many fit in 'host' (",
+}
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_what_a_machine_lacks_is_one_line(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tiersim", "run", *JOB, *words.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr().err.strip()
+    assert left.value.code
+    assert LINES[words] in said
+    assert said.startswith("tiersim: ")
+    assert "\n" not in said
