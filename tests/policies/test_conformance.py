@@ -8,15 +8,18 @@ from sim.conformance import check_policy
 from sim.conformance.across_processes import differences
 from sim.policies import load, names, policy_class
 
-EXAMPLES = 30
+EXAMPLES, FEW = 30, 14
+"""Of a policy, and of one that plans slowly, or with several programs."""
+
 TRIED = {"swap_attention": {"modules": ("*",)}}
 """Parameters with which a policy is tried, where random traces have nothing for its own."""
 
 
 @pytest.mark.parametrize("name", names())
 def test_policy_keeps_every_law(name, tmp_path):
+    examples = FEW if policy_class(name).slow or name == "hybrid" else EXAMPLES
     report = check_policy(
-        load(name, **TRIED.get(name, {})), examples=EXAMPLES, name=name, folder=tmp_path, across_processes=False
+        load(name, **TRIED.get(name, {})), examples=examples, name=name, folder=tmp_path, across_processes=False
     )
     if report.skipped == report.examples and any("OR-Tools" in note for note in report.notes):
         pytest.skip("needs OR-Tools (extra `solvers`)")

@@ -286,7 +286,7 @@ PAIRS = [
     pytest.param(
         *pair,
         marks=pytest.mark.slow
-        if ("joint_optimal" in pair and not {"hybrid", "poet"} & {*pair}) or (LARGE_ONLY & {*pair} and SLOW & {*pair})
+        if ("joint_optimal" in pair and "poet" not in pair) or (LARGE_ONLY & {*pair} and SLOW & {*pair})
         else (),
     )
     for pair in combinations(names(), 2)

@@ -25,7 +25,9 @@ LINES = {
     "--profile a100_40_pcie --policy zero_infinity --set tiers.host.capacity=1MB": (
         "needs 970.4 MB of pinned memory at once; 'host' has 1 MB"
     ),
-    "--profile a100_40_pcie --policy swap_all --budget 700MB --set tiers.host.capacity=1kB": "nor do that many fit in 'host' (",
+    "--profile a100_40_pcie --policy swap_all --budget 700MB --set tiers.host.capacity=1kB": (
+        "nor do that many fit in 'host' ("
+    ),
 }
 
 
