@@ -1,4 +1,4 @@
-"""Settings of all tests: no deadline of Hypothesis and no database left behind; which tests are quick, or long."""
+"""Settings of all tests: no deadline of Hypothesis, no database left behind; which are quick, long, or left out."""
 
 from pathlib import Path
 
@@ -125,6 +125,39 @@ LONG = (
 """Tests that a plain `pytest` leaves to `.ci/run`, which runs them too: with them it takes twice as long."""
 
 
+PASSED = "tiersim/passed"
+"""Where pytest's cache has the ids of what passed in the last run that was no `--rest`."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rest",
+        action="store_true",
+        help="only what did not pass in the last run in this folder: skipped for want of an extra, or left out",
+    )
+
+
+class Passed:
+    """Keeps the ids of the tests that pass; where several processes share a run, the first one hears of all of them."""
+
+    def __init__(self):
+        self.ids = set()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.ids.add(report.nodeid)
+        elif report.failed:  # in a teardown
+            self.ids.discard(report.nodeid)
+
+    def pytest_sessionfinish(self, session):
+        session.config.cache.set(PASSED, sorted(self.ids))
+
+
+def pytest_configure(config):
+    if not config.option.rest and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Passed())
+
+
 def pytest_ignore_collect(collection_path, config):
     """For the quick tests alone only their files are read."""
     files = {TESTS / test.partition("::")[0] for tests in QUICK.values() for test in tests}
@@ -132,8 +165,12 @@ def pytest_ignore_collect(collection_path, config):
     return True if quick_alone and collection_path.suffix == ".py" and collection_path not in files else None
 
 
-def pytest_collection_modifyitems(items):
-    """The one place where a test becomes quick, or long."""
+def pytest_collection_modifyitems(config, items):
+    """The one place where a test becomes quick, or long, or is left out because it passed before (`--rest`)."""
+    if config.option.rest:
+        passed = set(config.cache.get(PASSED, []))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     quick = tuple(test for tests in QUICK.values() for test in tests)
     for item in items:
         if item.path.is_relative_to(TESTS):
