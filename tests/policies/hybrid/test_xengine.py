@@ -282,7 +282,7 @@ def test_what_it_cannot_plan_it_refuses():
     refused(chain(4), machine(300, host=AMPLE), "toy has one, 'npu': take the policy 'checkmate'")
     refused(chain(21), two_engines(300), "for 40 ops at most .max_ops.; there are 42")
     refused(chain(4), two_engines(300), "for 7 ops at most .max_ops.; there are 8", max_ops=7)
-    refused(chain(8), two_engines(300), "limit of time; raise node_limit or time_limit", time_limit=1e-6)
+    refused(chain(18), two_engines(300), "limit of time; raise node_limit or time_limit", time_limit=1e-6)
     b = TraceBuilder()
     for device in range(2):
         b.op(f"op{device}", device=device)
