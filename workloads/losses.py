@@ -5,6 +5,9 @@ produces a second fp32 tensor of that size (saved for backward), and backward tw
 holds the logits until the forward pass returns.
 `fused`: one kernel that reads logits of any type, saves them and one fp32 number per token, and overwrites them with
 their gradient (like the kernels of Megatron-LM and Apex).
+`vocab_parallel`: Megatron-LM's vocab_parallel_cross_entropy, what it runs unless its fused kernel is asked for: an fp32
+copy of 16-bit logits becomes their softmax in place, which is saved and then becomes their gradient in place, to be
+copied back to 16 bits. The caller holds the logits until the forward pass returns.
 `chunked`: head and loss together, for a slice of `CHUNK` tokens at a time. The gradients of the head's input and weight
 are computed in the forward pass, if they are needed, and only scaled in backward, so no logits are saved (like Liger's
 fused linear cross-entropy).
@@ -17,8 +20,9 @@ from workloads.precision import BYTES
 from workloads.primitives import Gradients, elementwise, linear
 from workloads.tape import Tape, Value
 
-LOSSES = ("torch", "fused", "chunked")
+LOSSES = ("torch", "fused", "vocab_parallel", "chunked")
 CHUNK = 1024
+SOFTMAX_ACCESSES = 8  # the maximum: 1; in place: minus it 2, exp 2, over the sum 2; the sum: 1
 
 
 def head_loss(
@@ -36,6 +40,9 @@ def head_loss(
     """
     if kind == "chunked":
         return _chunked(tape, name, x, head, labels, bias)
+    if kind == "vocab_parallel":  # whose labels come shifted
+        logits = linear(tape, name, x, head, bias)
+        return _vocab_parallel(tape, "loss", logits.viewed(labels.elements, logits.shape[-1]), labels)
     targets, *padded = shifted(tape, labels) if causal else (labels,)
     logits = linear(tape, name, x, head, bias)
     rows = logits.viewed(labels.elements, logits.shape[-1])
@@ -121,6 +128,32 @@ def _fused(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
         flops = element_flops("cross_entropy_backward", logits.elements)
         tape.op(f"{name}.bwd.logits", "loss", [g, logits, labels, lse], [gradient], flops=flops)
         return [gradient]
+
+    tape.record([logits], [out], rule)
+    return out
+
+
+def _vocab_parallel(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
+    wide, held = logits, []
+    if logits.dtype != "fp32":
+        wide, held = tape.constant(f"{name}.wide", logits.shape, "fp32"), [logits]
+        tape.op(f"{name}.up", "copy", [logits], [wide])
+    soft = tape.overwrite(wide, f"{tape.prefix}{name}.softmax.out", "activation")
+    touched = SOFTMAX_ACCESSES * wide.elements * BYTES["fp32"]
+    flops = element_flops("softmax", wide.elements)
+    tape.op(f"{name}.softmax", "loss", [wide], [soft], flops=flops, bytes=touched)
+    tape.save(soft, "result of softmax")
+    tape.save(labels, "where the softmax has one taken off")
+    out = tape.result(f"{name}.out", (1,), "fp32")
+    rows = labels.elements
+    touched = rows * (8 + BYTES["fp32"])  # one entry of each row; 16-bit logits are only held
+    tape.op(name, "loss", [soft, labels, *held], [out], flops=rows, bytes=touched)
+
+    def rule(g: Value) -> Gradients:
+        slope = tape.gradient(logits, over=soft)
+        tape.op(f"{name}.bwd.logits", "loss", [g, soft, labels], [slope], flops=slope.elements)
+        return [tape.gradient_cast(slope, logits, f"{name}.bwd.down")]
 
     tape.record([logits], [out], rule)
     return out

@@ -15,8 +15,8 @@ place.
 
 The foreach and fused kernels for one layer's parameters are one op here, so that each layer's update is visible;
 PyTorch launches them in pieces, too. Gradients live until zero_grad: the last op of their layer holds them. With fp32
-masters of 16-bit weights the gradients are first copied to fp32, except by `adamw_fused`, `adamw_8bit` and `lion`, and
-the new weight is copied back.
+masters of 16-bit weights 16-bit gradients are first copied to fp32, except by `adamw_fused`, `adamw_8bit` and `lion`,
+and the new weight is copied back.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Step:
 
     def adamw_foreach(self) -> None:
         """All moments, then all square roots, then all weights."""
-        if self.precision.master:
+        if self.precision.gradient != self.precision.state:
             self.by_layer("cast", self._cast)
         self.by_layer("moments", self._moments)
         self.by_layer("sqrt", self._sqrt)
@@ -199,7 +199,7 @@ class Step:
 
         update: appends the op of a parameter, given what it reads and writes; returns the op's id.
         """
-        if self.precision.master:
+        if self.precision.gradient != self.precision.state:
             self.by_layer("cast", self._cast)
         last = {slot.layer: slot for slot in self.slots}
         for slot in self.slots:
@@ -269,7 +269,7 @@ class Step:
         self._sgd(SGD_MOMENTUM, SGD_MOMENTUM_FLOPS)
 
     def _sgd(self, accesses: int, flops: int) -> None:
-        if self.precision.master:
+        if self.precision.gradient != self.precision.state:
             self.by_layer("cast", self._cast)
         self.in_one_kernel(accesses, flops)
 

@@ -32,11 +32,14 @@ class Precision:
     """How a training run uses number types.
 
     name: what `transformer` calls it.
-    weight: type of weights and gradients.
+    weight: type of weights.
     compute: type of matrix products and attention.
     autocast: PyTorch's autocast chooses the type per op; without it every op computes in `weight`.
     master: the optimizer keeps an fp32 copy of 16-bit weights, as in Megatron-LM and DeepSpeed (2 + 2 + 12 bytes per
         parameter with Adam).
+    main_gradients: the gradients of weights are kept in fp32, as Megatron-LM does for bf16 (`main_grad`; its argument
+        accumulate_allreduce_grads_in_fp32, which bf16 implies): 2 + 4 + 12 bytes per parameter with Adam, the table of
+        its distributed optimizer.
     """
 
     name: str
@@ -44,6 +47,12 @@ class Precision:
     compute: str
     autocast: bool = False
     master: bool = False
+    main_gradients: bool = False
+
+    @property
+    def gradient(self) -> str:
+        """Type of the gradients of weights, once all that contributes to them is added."""
+        return "fp32" if self.main_gradients else self.weight
 
     @property
     def state(self) -> str:
@@ -61,6 +70,7 @@ PRECISIONS = {
         Precision("amp_fp16", "fp32", "fp16", autocast=True),
         Precision("mixed_bf16", "bf16", "bf16", master=True),
         Precision("mixed_fp16", "fp16", "fp16", master=True),
+        Precision("megatron_bf16", "bf16", "bf16", master=True, main_gradients=True),
     )
 }
 """The precisions by name. fp16 needs loss scaling, which is not modelled, because it takes no memory of its own."""

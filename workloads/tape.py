@@ -149,7 +149,7 @@ class Tape:
         over: a tensor to overwrite with it.
         """
         name, role = f"{value.name}.grad", "gradient" if value.parameter else "temporary"
-        if value.parameter and (self.accumulating or value.slot in self.shared):
+        if value.parameter and (self.accumulating or value.slot in self.shared or self.precision.main_gradients):
             name = f"{self.prefix}{name}.part"
         if over:
             new = self.overwrite(over, name, role)._replace(slot=-1, parameter=False)
@@ -157,6 +157,16 @@ class Tape:
             new = self._value(name, value.shape, value.dtype, role, -1)
         self._gradient_of[new.tensor] = value.tensor
         return new
+
+    def main_gradient(self, value: Value, gradient: Value) -> Value:
+        """A gradient of a weight in the type in which it is kept: a copy where that is another."""
+        if gradient.dtype == self.precision.gradient:
+            return gradient
+        out = self._value(f"{value.name}.grad", value.shape, self.precision.gradient, "gradient", -1)
+        self._gradient_of[out.tensor] = value.tensor
+        self.op(f"{value.name.removeprefix(self.prefix)}.grad.main", "copy", [gradient], [out])
+        self.finish_node()
+        return out
 
     def is_sole(self, gradient: Value) -> bool:
         """Whether an incoming gradient has its own storage, which nothing else waits for."""

@@ -68,11 +68,12 @@ def transformer(
     batch: samples per iteration.
     sequence: tokens per sample.
     precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), amp_bf16, amp_fp16 (fp32
-        weights under autocast), mixed_bf16, mixed_fp16 (16-bit weights and gradients, fp32 master weights and state).
+        weights under autocast), mixed_bf16, mixed_fp16 (16-bit weights and gradients, fp32 master weights and state),
+        megatron_bf16 (as mixed_bf16, but the gradients of weights are kept in fp32).
     attention: eager, sdpa or flash, see `workloads.attention`.
     dropout: replaces all probabilities of the config.
     optimizer: one of `workloads.optimizers.OPTIMIZERS`.
-    loss: torch, fused or chunked, see `workloads.losses`.
+    loss: torch, fused, vocab_parallel or chunked, see `workloads.losses`.
     stack: what runs it: eager, compiled (torch.compile) or fused (the kernels of Megatron-LM, Apex and Transformer
         Engine), see `workloads.stacks`.
     micro_batches: gradients are accumulated over that many parts of the batch.

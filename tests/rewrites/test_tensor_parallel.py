@@ -62,8 +62,8 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(sorted(FAMILIES)),
-    st.sampled_from(("fp32", "amp_bf16", "mixed_bf16")),
-    st.sampled_from(("torch", "fused")),
+    st.sampled_from(("fp32", "amp_bf16", "mixed_bf16", "megatron_bf16")),
+    st.sampled_from(("torch", "fused", "vocab_parallel")),
     st.sampled_from(("eager", "sdpa")),
     st.fixed_dictionaries(
         {

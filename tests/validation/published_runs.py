@@ -4,7 +4,8 @@
 public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
 fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
 the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context`
-(bytes that the reading includes and no allocator sees). `missing`: why nothing is, where nothing is.
+(bytes that the reading includes beside those of tensors), `last_stage` (the device that was read; else the fullest),
+`memory_only` (its time is not that of training). `missing`: why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sim.analysis.peak_memory import home_peak
+from sim.analysis.peak_memory import home_peak, peak_bytes
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
@@ -27,7 +28,8 @@ from workloads import cnn, transformer, with_stack
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = ("dp", "tp", "sequence_parallel", "pp", "zero", "schedule", "chunks")
-RUN = (*LAYOUT, "profile", "policy", "accumulate", "tf32", "context", "cnn", "model", "batch", "stack")
+READING = ("context", "last_stage", "memory_only")
+RUN = (*LAYOUT, *READING, "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
 """An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
@@ -78,6 +80,8 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
     stages, total = setup.get("pp", 1), setup.get("accumulate", 1)
     first = min(total, stages)
     counts = [first] if total == first else [first, min(total, 2 * first)]
+    if counts == [1] and setup.get("memory_only") and setup["precision"] == "megatron_bf16":
+        counts = [2]  # the buffers of the gradients, which exist from the start, are full only in a second one
     try:
         runs = [_run(setup, count) for count in counts]
     except TiersimError as error:
@@ -85,7 +89,8 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
     time, peak = runs[-1]
     if len(runs) > 1 and counts[1] > counts[0]:
         time += (time - runs[0][0]) * (total - counts[1]) / (counts[1] - counts[0])
-    return Outcome(_rate(row, total, time / 1e9), peak + setup.get("context", 0))
+    rate = None if setup.get("memory_only") else _rate(row, total, time / 1e9)
+    return Outcome(rate, peak + setup.get("context", 0))
 
 
 def _run(setup: Mapping[str, Any], micro_batches: int) -> tuple[int, int]:
@@ -106,6 +111,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int) -> tuple[int, int]:
     platform = load_profile(setup["profile"], overrides=overrides or None)
     divided, machine = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
     log = simulate(divided, machine, setup["policy"]).log
+    if setup.get("last_stage"):
+        return log.end, peak_bytes(log)[machine.home(divided.devices - 1).name]
     return log.end, home_peak(log)
 
 

@@ -14,6 +14,7 @@ from sim.errors import WorkloadError
 from tests.clocks import cpu_s, least
 from workloads import model_names, read_config, transformer
 from workloads.experts import routing
+from workloads.losses import LOSSES
 
 TINY = {
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 101},
@@ -70,7 +71,6 @@ TINY = {
         "vocab_size": 101,
     },
 }
-LOSSES = ("torch", "fused", "chunked")
 
 
 @cache
@@ -283,6 +283,7 @@ def saved_bytes(trace, prefix):
         ("amp_fp16", 4, 4, 8),
         ("mixed_bf16", 2, 2, 12),
         ("mixed_fp16", 2, 2, 12),
+        ("megatron_bf16", 2, 4, 12),
     ],
 )
 def test_bytes_a_parameter(precision, weight, gradient, state):
@@ -293,6 +294,18 @@ def test_bytes_a_parameter(precision, weight, gradient, state):
     assert sum(t.bytes for t in start if t.role == "optimizer_state") == state * n
     whole = [t for t in trace.tensors if t.role == "gradient" and ".grad.part" not in t.name]
     assert sum(t.bytes for t in whole) == gradient * n
+
+
+def test_main_gradients_are_summed_in_fp32_and_read_by_the_optimizer_as_they_are():
+    """Megatron-LM's main_grad: no 16-bit gradient outlives its addition, and no copy is made for the update."""
+    for parts in (1, 3):
+        trace = tiny("llama", batch=3, precision="megatron_bf16", micro_batches=parts)
+        parts_of = [t for t in trace.tensors if t.role == "gradient" and ".grad.part" in t.name]
+        assert {t.dtype for t in parts_of} == {"bf16"}
+        assert not any(trace.ops[op].phase == "update" for t in parts_of for op in trace.readers(t.id))
+        read = {t for op in trace.ops if op.phase == "update" for t in op.reads if trace.tensors[t].role == "gradient"}
+        assert {trace.tensors[t].dtype for t in read} == {"fp32"}
+        assert len(read) == len([t for t in trace.tensors if t.role == "weight" and t.replaces is None])
 
 
 def test_autocast_copies_a_weight_once_and_an_activation_for_each_product():

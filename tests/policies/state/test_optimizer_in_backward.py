@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sim.errors import PolicyError
@@ -103,3 +105,24 @@ def test_it_joins_with_recomputation_and_not_with_another_owner_of_gradients():
     assert both < simulate(trace, machine(), "full_recompute").summary()["peak_bytes"]
     with pytest.raises(PolicyError, match="two owners"):
         simulate(trace, "mt3000_survey", "optimizer_in_backward + zero_offload")
+
+
+def test_what_an_earlier_update_gains_on_an_engine_of_its_own_is_a_freedom_and_no_saving():
+    """Found by `tiersim check --examples 1000`: an update fills the gap in which its engine waits for the other one."""
+    b = TraceBuilder()
+    w = [b.tensor(f"w{i}", 8, "weight") for i in (1, 2)]
+    g = [b.tensor(f"g{i}", 8, "gradient") for i in (1, 2)]
+    new = [b.tensor(f"w{i}.new", 8, "weight", replaces=old) for i, old in zip((1, 2), w, strict=True)]
+    d, e = (b.tensor(name, 8, "temporary") for name in "de")
+    b.op("b2", "matmul", reads=[w[1]], writes=[g[1], d], phase="backward", duration=10)
+    b.op("more", "matmul", reads=[d], writes=[e], phase="backward", duration=30)
+    b.op("b1", "matmul", reads=[e, w[0]], writes=[g[0]], phase="backward", engine="beside", duration=10)
+    for i in (1, 0):
+        b.op(f"u{i}", "optimizer", reads=[w[i], g[i]], writes=[new[i]], phase="update", engine="beside", duration=20)
+    trace = b.build()
+    platform = machine(1000)
+    platform = replace(platform, engines=(*platform.engines, replace(platform.engines[0], name="beside", main=False)))
+    plain, early = (simulate(trace, platform, name) for name in ("keep_all", "optimizer_in_backward"))
+    assert (plain.log.end, early.log.end) == (90, 70)
+    summary = early.summary()
+    assert (summary["overhead"], summary["unlimited_run"]) == (0, "updates in the backward pass")

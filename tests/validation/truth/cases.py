@@ -163,6 +163,11 @@ for optimizer in ("adamw_foreach", "adamw_loop", "adafactor", "sgd_momentum"):
     case("gpt2", GPT2, 2, 300, "mixed_bf16", "sdpa", optimizer=optimizer, truth=MASTERS)
 case("llama", LLAMA, 2, 300, "mixed_bf16", "sdpa", truth=MASTERS)
 case("llama", LLAMA, 4, 300, "mixed_bf16", "sdpa", micro_batches=2, truth=MASTERS)
+MEGATRON = "Hugging Face's model, Megatron-LM's loss, main gradients and masters written in plain PyTorch"
+for more in ({}, {"micro_batches": 2}, {"optimizer": "adamw_fused"}):
+    case("gpt2", GPT2, 4, 300, "megatron_bf16", "sdpa", loss="vocab_parallel", **more, truth=MEGATRON)
+    case("llama", LLAMA, 4, 300, "megatron_bf16", "sdpa", loss="vocab_parallel", **more, truth=MEGATRON)
+case("gpt2", GPT2, 4, 300, "fp32", "sdpa", loss="vocab_parallel", truth=MEGATRON)
 
 # frozen weights, and LoRA as PEFT has it
 PEFT = "Hugging Face's class with PEFT's LoRA"

@@ -41,6 +41,15 @@ PRODUCTS = [
 ]
 
 
+MASTERS = ("mixed", "megatron")
+TYPES = {
+    "bf16": torch.bfloat16,
+    "mixed_bf16": torch.bfloat16,
+    "megatron_bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
 def checkpoint_layers(model: nn.Module, selective: bool) -> None:
     """A non-reentrant checkpoint round every layer, which keeps products where it is selective."""
     for layer in models.layers_of(model):
@@ -49,8 +58,8 @@ def checkpoint_layers(model: nn.Module, selective: bool) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **given)
 
 
-def optimizer_of(name: str, parameters: list[nn.Parameter], master: bool):
-    """The optimizer of that name, over fp32 copies of the parameters if asked for."""
+def optimizer_of(name: str, parameters: list[nn.Parameter], precision: str):
+    """The optimizer of that name, over fp32 copies of the parameters where the precision has them."""
     kinds = {
         "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
         "adamw_fused": partial(torch.optim.AdamW, fused=True),
@@ -58,16 +67,18 @@ def optimizer_of(name: str, parameters: list[nn.Parameter], master: bool):
         "adafactor": partial(torch.optim.Adafactor, foreach=False),
         "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     }
-    return models.Masters(parameters, kinds[name]) if master else kinds[name](parameters)
+    if precision.startswith("megatron"):
+        return models.MainGradients(parameters, kinds[name])
+    return models.Masters(parameters, kinds[name]) if precision.startswith(MASTERS) else kinds[name](parameters)
 
 
 class InBackward:
     """One optimizer per parameter, which a hook runs once the parameter's gradient is complete; then it's released."""
 
-    def __init__(self, ledger: Ledger, name: str, parameters: list[nn.Parameter], master: bool) -> None:
-        assert not master, "a hook has no fp32 copies"
+    def __init__(self, ledger: Ledger, name: str, parameters: list[nn.Parameter], precision: str) -> None:
+        assert not precision.startswith(MASTERS), "a hook has no fp32 copies"
         self.ledger = ledger
-        self.each = {p: optimizer_of(name, [p], False) for p in parameters}
+        self.each = {p: optimizer_of(name, [p], precision) for p in parameters}
         for p in parameters:
             p.register_post_accumulate_grad_hook(self.update)
 
@@ -135,7 +146,7 @@ def run(case: dict, detail: bool = False) -> dict:
     a, policy = case["arguments"], case["policy"]
     precision, micro_batches = a["precision"], a.get("micro_batches", 1)
     stored = a.get("frozen_dtype", precision)
-    dtype = {"bf16": torch.bfloat16, "mixed_bf16": torch.bfloat16, "fp16": torch.float16}.get(stored, torch.float32)
+    dtype = TYPES.get(stored, torch.float32)
     half = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(precision)
     with ExitStack() as stack:
         stack.enter_context(cuda_kernels())
@@ -150,7 +161,7 @@ def run(case: dict, detail: bool = False) -> dict:
         ledger = Ledger(detail=detail)
         hooked = policy == "optimizer_in_backward"
         make = partial(InBackward, ledger) if hooked else optimizer_of
-        tuned = make(a["optimizer"], trained, precision.startswith("mixed"))
+        tuned = make(a["optimizer"], trained, precision)
         scaler = Scaler("cuda", init_scale=1024.0) if precision == "amp_fp16" else None
 
         def iteration() -> None:
@@ -205,9 +216,9 @@ def run(case: dict, detail: bool = False) -> dict:
         if micro_batches == 1 and not scaler:
             ledger.phase = ""
             tracker = Tracker() if len(trained) < len(list(model.parameters())) else MemTracker()
-            owners = [] if precision.startswith("mixed") else list(tuned.each.values()) if hooked else [tuned]
+            owners = [] if precision.startswith(MASTERS) else list(tuned.each.values()) if hooked else [tuned]
             tracker.track_external(model, *batches[0].values(), *owners)
-            if precision.startswith("mixed"):
+            if precision.startswith(MASTERS):
                 tracker.track_external(*[x for s in tuned.state.values() for x in s.values()])
                 tracker.track_external(*tuned.param_groups[0]["params"])
             with tracker:

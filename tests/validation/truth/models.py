@@ -46,7 +46,7 @@ def build(case: dict) -> nn.Module:
     if "expert_loads" in case:
         for layer, loads in zip(model.model.layers, case["expert_loads"], strict=True):
             layer.mlp = ExpertLoop(config, loads)
-    model = ChunkedLoss(model) if a.get("loss") == "chunked" else model
+    model = LOSSES[a["loss"]](model) if "loss" in a else model
     freeze(model, a.get("frozen", ()))
     return adapted(model, a) if a.get("lora_rank") else model
 
@@ -209,6 +209,48 @@ class ChunkedLoss(nn.Module):
         return SimpleNamespace(loss=loss)
 
 
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """What Megatron-LM's function of that name allocates on one rank, in its order."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        wide = logits.float()
+        wide -= wide.max(dim=-1)[0].unsqueeze(-1)
+        at_label = wide[torch.arange(wide.shape[0], device=wide.device), labels].clone()
+        exponentials = torch.exp(wide, out=wide)
+        total = exponentials.sum(dim=-1)
+        loss = torch.log(total) - at_label
+        exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponentials, labels)
+        return loss
+
+    @staticmethod
+    def backward(ctx, g):
+        softmax, labels = ctx.saved_tensors
+        softmax[torch.arange(softmax.shape[0], device=softmax.device), labels] -= 1.0
+        return softmax.mul_(g.unsqueeze(-1)), None
+
+
+class VocabParallelLoss(nn.Module):
+    """A causal model with Megatron-LM's loss, whose labels come shifted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model.base_model
+
+    def forward(self, input_ids, labels):
+        logits = self.model.get_output_embeddings()(self.model.base_model(input_ids)[0])
+        losses = VocabParallelCrossEntropy.apply(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        return SimpleNamespace(loss=losses.mean())
+
+
+LOSSES = {"chunked": ChunkedLoss, "vocab_parallel": VocabParallelLoss}
+
+
 class Masters:
     """An optimizer over fp32 copies of 16-bit parameters, as a plain training loop writes it.
 
@@ -235,3 +277,31 @@ class Masters:
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
+
+
+class MainGradients(Masters):
+    """Such an optimizer that adds each gradient to one in fp32 as soon as it is there (Megatron-LM's main_grad)."""
+
+    def __init__(self, parameters, optimizer) -> None:
+        super().__init__(parameters, optimizer)
+        self.kept: dict = {}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.keep)
+
+    def keep(self, parameter) -> None:
+        if parameter in self.kept:
+            self.kept[parameter].add_(parameter.grad)
+        else:
+            self.kept[parameter] = parameter.grad.float()
+        parameter.grad = None
+
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = self.kept[parameter]
+        self.inner.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad()
+        self.kept.clear()
