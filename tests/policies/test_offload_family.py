@@ -10,10 +10,10 @@ import pytest
 from scripts.offload_page.bound import bound
 from scripts.offload_page.rules import rule_of
 from sim import load_profile, simulate
-from sim.errors import Deadlock, TiersimError
+from sim.errors import Deadlock, OutOfMemory, TiersimError
 from sim.experiment import Result
 from sim.hardware.platform import Platform
-from sim.log import CAUSE, WHY
+from sim.log import CAUSE, WHY, EventLog
 from sim.policies import family, names, policy_class
 from sim.trace import Trace
 from sim.trace.tensor import ROLE_CODE
@@ -47,11 +47,9 @@ FIXED = {
 }
 """Policies whose traffic does not depend on the memory that there is, and why."""
 
-NOT_AT_ONCE = {
-    "cdma": "its codec takes time whatever the link does",
-    "uvm": "a fault takes time before its copy begins",
-}
-"""Policies that wait for copies over an infinitely fast link, too, and for what."""
+AT_ONCE = {"cdma": "cdma(codec=1000000 TB/s)", "uvm": "uvm(fault=0)"}
+"""Policies whose codec, or fault, takes time whatever the link does: here neither does."""
+
 NOTHING_LEAVES = {
     "gist": "what it encodes stays on the device",
     "smartpool": "it gives addresses",
@@ -150,11 +148,13 @@ def test_policies_of_fixed_traffic_do_move_something() -> None:
     assert not idle, f"strike these from FIXED: {idle}"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY if name not in NOT_AT_ONCE])
+@pytest.mark.parametrize("name", FAMILY)
 def test_over_an_infinite_link_nothing_is_waited_for(name: str) -> None:
     result = tight(name, fast=True)
     if result is None:
         return
+    if name in AT_ONCE:
+        result = simulate(job(name), infinite(name), AT_ONCE[name], budget=result.log.platform.home(0).capacity)
     stalled = result.summary()["stall_ns"]
     # a nanosecond a copy, since times are rounded up
     copies = int((result.log.interval("why") == WHY["move"]).sum())
@@ -189,10 +189,11 @@ def test_what_leaves_and_is_read_again_comes_back_and_nothing_else_does(name: st
         if tier == home and delta < 0 and tensor >= 0 and cause in (CAUSE["moved out"], CAUSE["dropped"]):
             released[tensor] = time
     ends = {row[5]: row[1] for row in log.intervals[log.interval("why") == WHY["run"]].tolist()}
+    out = moved(result, out=True)
     for t, time in released.items():
         if trace.tensor_columns.role[t] == activation and any(ends[op] > time for op in on_device(trace, t)):
             assert t in back, f"{trace.tensor_columns.name[t]} left, is read again, and never came"
-    out = moved(result, out=True)
+            assert back[t] == out[t], f"of {trace.tensor_columns.name[t]} {out[t]} bytes left and {back[t]} came"
     for t in back:  # states may begin on the host
         if trace.tensor_columns.role[t] == activation and trace.producer[t] not in trace.op_columns.engine:
             assert t in out, f"{trace.tensor_columns.name[t]} came, but never left"
@@ -259,6 +260,43 @@ def test_the_order_on_a_copy_bound_net_is_as_published() -> None:
     assert time_on_vgg("cdma(variant=all, algorithm=m)") <= every
 
 
+@pytest.mark.parametrize("offloads", ["variant=all, algorithm=m", "variant=all, algorithm=p", "variant=conv"])
+def test_whatever_vdnn_offloads_neither_vdnn_pp_nor_a_codec_makes_it_slower(offloads: str) -> None:
+    plain = time_on_vgg(f"vdnn({offloads})")
+    assert time_on_vgg(f"vdnn_pp({offloads})") < plain
+    assert time_on_vgg(f"cdma({offloads})") < plain
+    every, chosen = (time_on_vgg(f"cswap({offloads}, choose={choose})") for choose in ("always", "model"))
+    assert chosen < min(plain, every)
+
+
+def test_where_the_fastest_algorithms_do_not_fit_vdnn_s_trials_find_more_than_the_slowest_pass() -> None:
+    budget = int(0.9 * simulate(*vgg(), "keep_all", budget=ROOMY).summary()["peak_bytes"])
+    with pytest.raises(OutOfMemory):
+        time_on_vgg("vdnn(variant=conv, algorithm=p)", budget)
+    dyn = time_on_vgg("vdnn", budget)
+    assert time_on_vgg("vdnn_pp", budget) < dyn < time_on_vgg("vdnn(variant=all, algorithm=m)", budget)
+
+
+@cache
+def large(policy: str) -> Result:
+    """GPT-3 2.7B, whose states alone exceed the card that runs it."""
+    trace = transformer(
+        "gpt3-2.7b", batch=4, sequence=1024, precision="mixed_fp16", attention="flash", optimizer="adamw_fused"
+    )
+    return simulate(trace, load_profile("v100_32"), policy)
+
+
+def test_a_large_transformer_needs_the_host_and_chunks_move_no_more_than_all_of_it_placed_there() -> None:
+    with pytest.raises(OutOfMemory):
+        large("keep_all")
+    fixed, chunks = large("zero_infinity(states=host, weights=host)"), large("patrickstar")
+    for result in (fixed, chunks):
+        assert result.summary()["peak_bytes"] <= load_profile("v100_32").home().capacity
+    for out in (True, False):
+        assert sum(moved(chunks, out=out).values()) < sum(moved(fixed, out=out).values())
+    assert large("zero_offload(delayed=True)").log.end < large("zero_offload").log.end
+
+
 def test_patrickstar_moves_no_more_than_a_fixed_placement_and_both_fit_where_the_device_alone_does_not() -> None:
     share = next(share for share in (0.7, 0.8, 0.9, 0.95) if run("patrickstar", share) is not None)
     assert run("keep_all", share) is None
@@ -291,3 +329,30 @@ def test_busy_host_memory_slows_what_crosses_it_and_a_codec_on_the_device_not_at
         for rate in ("120 GB/s", "10 GB/s")
     ]
     assert states[1] > states[0]
+
+
+def test_a_codec_on_the_cpu_is_slower_beside_a_busy_host_and_a_drive_past_the_host_is_not() -> None:
+    trace, _ = vgg()
+    times = {
+        (name, rate): simulate(trace, load_profile(card, overrides={**limit, "pools.host_dram.rate": rate}), name).log
+        for name, card, limit in (
+            ("vdnn_pp(variant=all, compress=True)", "p100", {}),
+            ("vdnn_pp(variant=all)", "p100", {}),
+            ("flashneuron", "a100_80_gds", {"tiers.hbm.capacity": "2600 MB"}),
+        )
+        for rate in ("80 GB/s", "20 GB/s")
+    }
+    on_cpu, plain, drive = (
+        [times[name, rate].end for rate in ("80 GB/s", "20 GB/s")]
+        for name in ("vdnn_pp(variant=all, compress=True)", "vdnn_pp(variant=all)", "flashneuron")
+    )
+    assert on_cpu[1] > 1.1 * on_cpu[0], "copies and the CPU's passes share the host's memory"
+    assert plain[1] == plain[0], "the copies alone do not fill it"
+    assert drive[1] == drive[0]
+    assert any(link.startswith("gds") for link in lanes(times["flashneuron", "20 GB/s"]))
+
+
+def lanes(log: EventLog) -> set[str]:
+    """The links over which something was moved."""
+    rows = log.intervals[log.interval("why") == WHY["move"]].tolist()
+    return {log.platform.links[row[3] - len(log.platform.engines)].name for row in rows}
