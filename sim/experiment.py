@@ -66,11 +66,13 @@ class Prices:
         total = self._prepared.total[op]
         if not tiers:
             return total
-        bytes_by_tier: dict[str, int] = {}
+        read: dict[str, int] = {}
+        written: dict[str, int] = {}
         for tensor, tier in tiers.items():
-            bytes_by_tier[tier] = bytes_by_tier.get(tier, 0) + self._prepared.size[tensor]
+            there = written if self.trace.producer[tensor] == op else read
+            there[tier] = there.get(tier, 0) + self._prepared.size[tensor]
         kind = KINDS[self.trace.op_columns.kind[op]]
-        return total + slow_operand_ns(self.platform, self._prepared.engine[op], kind, bytes_by_tier)
+        return total + slow_operand_ns(self.platform, self._prepared.engine[op], kind, read, written)
 
     @cached_property
     def _prepared(self) -> Prepared:

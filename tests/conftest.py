@@ -87,6 +87,7 @@ LONG = (
     "policies/test_conformance.py::test_policy_keeps_every_law",
     "policies/test_distinct.py",
     "policies/offload/test_offload_parts.py",
+    "policies/offload/test_autotm.py::test_on_optane",
     "policies/composition/test_composition.py::test_compositions_keep_every_law",
     "policies/composition/test_composition.py::test_a_single_part_gives",
     "policies/hybrid/test_delta.py::test_no_run_beats",

@@ -110,6 +110,8 @@ def random_platforms(
             links["n2h"] = {"from": "nvme", "to": "host", "rate": "600 MB/s", "fixed": "2 ns", **sourced}
         if flags & 48 == 48:
             engines["npu"]["reaches"] = ["host"]
+            if flags & 4:
+                tiers["host"]["write_bandwidth"] = "700 MB/s"
         pools.update(_pools(digits.pick(STYLES), digits.pick(RATES), cpu, devices > 1))
         for shared in pools.values():
             shared.update(sourced)

@@ -101,7 +101,13 @@ class _Assembly:
                 )
                 if device < 0:
                     capacity, nominal = self._shared(tier.capacity), self._shared(tier.nominal)
-                    tier = replace(tier, capacity=capacity, nominal=nominal, bandwidth=self._shared(tier.bandwidth))
+                    tier = replace(
+                        tier,
+                        capacity=capacity,
+                        nominal=nominal,
+                        bandwidth=self._shared(tier.bandwidth),
+                        write_bandwidth=-(-tier.write_bandwidth // self.sharers),
+                    )
                 yield tier
 
     def _engines(self) -> Iterator[Engine]:

@@ -81,10 +81,14 @@ def efficiency_of(engine: Engine, kind: str, priced: str) -> float:
     return table.get(f"{kind}_{priced}", table.get(kind, table.get("", 1.0)))
 
 
-def bytes_per_second(engine: Engine, kind: str, tier: Tier) -> int:
-    """Bytes/s that an engine draws from a tier on a kind of op: the tier's bandwidth times the engine's share."""
+def bytes_per_second(engine: Engine, kind: str, tier: Tier, *, written: bool = False) -> int:
+    """Bytes/s that an engine draws from a tier on a kind of op: the tier's bandwidth times the engine's share.
+
+    written: of what it writes there, in place from another home.
+    """
+    bandwidth = (tier.write_bandwidth if written else 0) or tier.bandwidth
     share = engine.bandwidth_share.get(kind, engine.bandwidth_share.get("", 1.0))
-    return max(1, round(tier.bandwidth * share))
+    return max(1, round(bandwidth * share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +233,25 @@ def _ceil_ns(bytes: NDArray[np.int64], rate: NDArray[np.int64]) -> NDArray[np.in
     return whole
 
 
-def slow_operand_ns(platform: Platform, engine: int, kind: str, bytes_by_tier: Mapping[str, int]) -> int:
+def slow_operand_ns(
+    platform: Platform, engine: int, kind: str, read: Mapping[str, int], written: Mapping[str, int]
+) -> int:
     """Extra ns of an op for operands in tiers other than its engine's home tier, rounded up, at least 0.
 
     platform: the machine.
     engine: position of the engine in `platform.engines`.
     kind: kind of the op.
-    bytes_by_tier: bytes of operands by the name of their tier.
+    read, written: bytes of operands and of results by the name of their tier.
     """
     unit = platform.engines[engine]
     home = platform.tier(unit.home)
     usual = bytes_per_second(unit, kind, home)
     extra = Fraction(0)
-    for name, bytes in bytes_by_tier.items():
+    for name in read.keys() | written.keys():
         tier = platform.tier(name)
         if tier.name != home.name:
-            rate = bytes_per_second(unit, kind, tier)
-            extra += Fraction(bytes * 10**9, rate) - Fraction(bytes * 10**9, usual) + tier.latency
+            extra += tier.latency
+            for writes, bytes in enumerate((read.get(name, 0), written.get(name, 0))):
+                rate = bytes_per_second(unit, kind, tier, written=bool(writes))
+                extra += Fraction(bytes * 10**9, rate) - Fraction(bytes * 10**9, usual)
     return max(0, ceil(extra))

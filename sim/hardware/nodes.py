@@ -111,6 +111,7 @@ class _Placement:
                     capacity=self._scaled(tier.capacity),
                     nominal=self._scaled(tier.nominal),
                     bandwidth=self._scaled(tier.bandwidth),
+                    write_bandwidth=self._scaled(tier.write_bandwidth) if tier.write_bandwidth else 0,
                 )
 
     def _engines(self) -> Iterator[Engine]:

@@ -63,6 +63,7 @@ class Tier:
     nominal: bytes as sold.
     bandwidth: bytes/s.
     latency: ns per access.
+    write_bandwidth: bytes/s of what ops write there in place from another home, 0 for `bandwidth`.
     kind: `hbm`, `ddr`, `nvme`, `pooled`, ….
     device: the device that owns it, -1 for a memory that all devices share.
     allocator: how it allocates memory.
@@ -76,6 +77,7 @@ class Tier:
     kind: str = "hbm"
     device: int = -1
     allocator: Allocator = Allocator()
+    write_bandwidth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,8 @@ class TierPart(Sourced):
     nominal: size as sold
     capacity: what programs can use of it
     bandwidth: the rate to which engines' shares refer; usually the nominal one
+    write_bandwidth: the rate to which shares refer for results that engines of another tier write there in place, where
+        it is not `bandwidth`
     latency: time per access, charged for operands read in place from another tier (default 0)
     allocator: `"exact"` (default), `"caching"`, `"pool"`, `"planned"`, or a table:
         `{ name = "caching", expandable_segments = true }`
@@ -282,6 +284,7 @@ class TierPart(Sourced):
     nominal: Size
     capacity: Size
     bandwidth: Rate
+    write_bandwidth: Rate | None = None
     latency: Time | None = None
     allocator: Annotated[AllocatorPart, BeforeValidator(_named)] = AllocatorPart(name="exact")
 

@@ -1,5 +1,6 @@
 """Op times: launch, plus FLOPs over what the engine sustains, plus bytes over the share of bandwidth."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -95,17 +96,26 @@ def test_byte_time_is_the_exact_quotient_rounded_up_whatever_the_size(bytes, rat
 def test_an_operand_in_a_slower_tier_is_charged_at_that_tiers_rate():
     p = machine()
     # 1000 bytes at 0.1 GB/s instead of 1 GB/s, and one access
-    assert slow_operand_ns(p, 0, "other", {"host": 1000}) == 10_000 - 1000 + 100
-    assert slow_operand_ns(p, 0, "other", {"hbm": 1000}) == 0
+    assert slow_operand_ns(p, 0, "other", {"host": 1000}, {}) == 10_000 - 1000 + 100
+    assert slow_operand_ns(p, 0, "other", {"hbm": 1000}, {}) == 0
 
 
 def test_an_operand_in_a_slower_tier_is_charged_at_the_share_that_the_kind_of_op_gets():
     p = machine(share={"": 0.5, "norm": 0.25})
-    assert slow_operand_ns(p, 0, "other", {"host": 1000}) == 2 * (10_000 - 1000) + 100
-    assert slow_operand_ns(p, 0, "norm", {"host": 1000}) == 4 * (10_000 - 1000) + 100
+    assert slow_operand_ns(p, 0, "other", {"host": 1000}, {}) == 2 * (10_000 - 1000) + 100
+    assert slow_operand_ns(p, 0, "norm", {"host": 1000}, {}) == 4 * (10_000 - 1000) + 100
+
+
+def test_what_is_written_in_a_tier_that_writes_slowly_is_charged_at_that_rate_and_its_access_once():
+    p = machine()
+    slow = replace(p, tiers=tuple(replace(t, write_bandwidth=GB // 50) if t.name == "host" else t for t in p.tiers))
+    # 1000 bytes read at 0.1 GB/s and 10 written at 0.02 GB/s instead of 1 GB/s
+    assert slow_operand_ns(slow, 0, "other", {"host": 1000}, {"host": 10}) == 10_000 - 1000 + 500 - 10 + 100
+    assert slow_operand_ns(slow, 0, "other", {}, {"host": 10}) == 500 - 10 + 100
+    assert slow_operand_ns(p, 0, "other", {}, {"host": 10}) == slow_operand_ns(p, 0, "other", {"host": 10}, {})
 
 
 def test_the_charge_of_a_slower_tier_rounds_up():
     p = machine(bandwidth=3 * GB)
     # 2 bytes at 0.1 GB/s instead of 3 GB/s: 19 1/3 ns more
-    assert slow_operand_ns(p, 0, "other", {"host": 2}) == 20 + 100
+    assert slow_operand_ns(p, 0, "other", {"host": 2}, {}) == 20 + 100

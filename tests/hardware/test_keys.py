@@ -33,6 +33,7 @@ CHANGES = {
     "tiers.per_device": ('kind = "ddr"', 'kind = "ddr"\nper_device = true'),
     "tiers.capacity": ('value = "15 MB"', 'value = "5 MB"'),
     "tiers.bandwidth": ('bandwidth = "1 GB/s"\nlatency', 'bandwidth = "2 GB/s"\nlatency'),
+    "tiers.write_bandwidth": ('latency = "0 ns"', 'latency = "0 ns"\nwrite_bandwidth = "0.1 GB/s"'),
     "tiers.latency": ('latency = "0 ns"', 'latency = "3 us"'),
     "tiers.allocator": ('allocator = "exact"', 'allocator = "caching"'),
     "engines.home": ('main = false\nhome = "host"', 'main = false\nhome = "drive"'),
@@ -116,7 +117,10 @@ def texts(key: str) -> tuple[str, str]:
 
 
 class There(Policy):
-    """Moves what the first op of each device makes to a tier beside it, to the host, and back; fetches a weight."""
+    """Moves what the first op of each device makes to a tier beside it, to the host, and back; fetches a weight.
+
+    The CPU writes its result in the device's memory.
+    """
 
     moves = True
 
@@ -129,6 +133,7 @@ class There(Policy):
             at = "" if len(problem.platform.tiers) == 4 else f"@{device}"
             host = problem.platform.host.name
             place[trace.tensor_id(f"v{device}")] = host
+            place[trace.tensor_id(f"y{device}")] = f"hbm{at}"  # which the CPU writes in place
             actions += [Move(tensor, to=host, after=first), Move(beside, to=f"near{at}", after=first)]
             actions += [Move(trace.tensor_id(f"v{device}"), to=f"hbm{at}", after=first)]
             actions += [Wait(tensor, before=last), Move(tensor, to=f"hbm{at}", before=last)]

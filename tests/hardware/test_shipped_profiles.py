@@ -10,8 +10,9 @@ import pytest
 
 from sim.engine.replay import replay
 from sim.errors import ProfileError
+from sim.experiment import Prices
 from sim.hardware import fit_error, load_profile, profile_names, profile_text
-from sim.hardware.cost import flops_per_second, op_times
+from sim.hardware.cost import flops_per_second, op_times, slow_operand_ns
 from sim.hardware.platform import STANDINGS
 from sim.hardware.schema import Model
 from sim.plan import Move, Plan, Wait
@@ -80,10 +81,12 @@ class TestEveryProfile:
         host = {"sunway_sw26010pro": None}.get(name, "host")
         if name.startswith("mt3000_survey"):
             home, host = "zone", "ddr"
+        if name == "xeon_optane":  # no accelerator: the CPU itself trains
+            home, host = "dram", "pmm"
         assert p.home(0).name == home, "the home tier of an accelerator is `hbm`, whatever its memory: see Conventions"
         assert (p.host and p.host.name) == host
         shared = [engine.name for engine in p.engines if engine.device < 0]
-        assert shared == ([] if host is None else ["cpu"])
+        assert shared == ([] if host in (None, "pmm") else ["cpu"])
 
     def test_it_says_how_far_its_times_are_from_measurements(self, name):
         paths = {fact.path for fact in load_profile(name).facts}
@@ -123,6 +126,20 @@ def test_pageable_host_memory_charges_three_bytes_and_pinned_one():
         if "host_pageable" in p.tier_ids:
             assert [charges[link] for link in ("d2h", "h2d", "d2h_pageable", "h2d_pageable")] == [1, 1, 3, 3]
             assert p.links[p.lanes.index("h2d_pageable") - len(p.engines)].rate <= 10 * 10**9
+
+
+def test_cxl_and_optane_are_used_in_place_at_their_own_rates():
+    updated = 10**9
+    b = TraceBuilder()
+    states = b.tensor("w.m", updated, "optimizer_state")
+    b.op("adam", "optimizer", reads=[states], engine="cpu", dtype="fp32", bytes=updated)
+    prices = Prices(b.build(outputs=(), carry=()), load_profile("h100_cxl"))
+    assert prices.op_ns(0, {states: "cxl"}) / prices.op_ns(0) == pytest.approx(200 / 72, rel=1e-3)
+    optane = load_profile("xeon_optane")
+    # a millisecond at 39.4 or 13.9 GB/s, of which 0.7 is reached, less the time in DRAM, and one access
+    for read, written, rate in (({"pmm": 39_400_000}, {}, 39.4), ({}, {"pmm": 13_900_000}, 13.9)):
+        extra = (1e6 - rate * 1e6 / 128) / 0.7 + 305
+        assert slow_operand_ns(optane, 0, "elementwise", read, written) == pytest.approx(extra, abs=2)
 
 
 def test_a_bounce_over_nvme_charges_host_memory_twice():

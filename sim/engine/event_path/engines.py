@@ -109,18 +109,19 @@ class Engines:
         prepared, copies, size = self._prepared, self._residency.copies, self._prepared.size
         engine = prepared.engine[work.op]
         home = prepared.home[engine]
-        elsewhere: dict[str, int] = {}
+        read: dict[str, int] = {}
+        written: dict[str, int] = {}
         for tensor in prepared.reads[work.op]:
             if not copies[tensor] & 1 << home:
                 for tier in prepared.reach_order[engine]:
                     if copies[tensor] & 1 << tier:
-                        elsewhere[self._tiers[tier]] = elsewhere.get(self._tiers[tier], 0) + size[tensor]
+                        read[self._tiers[tier]] = read.get(self._tiers[tier], 0) + size[tensor]
                         break
         for tensor, tier in (*work.fresh, *((old, tier) for old, _, tier in work.takeovers)):
             if tier != home:  # what it writes there, in new space or in place
-                elsewhere[self._tiers[tier]] = elsewhere.get(self._tiers[tier], 0) + size[tensor]
+                written[self._tiers[tier]] = written.get(self._tiers[tier], 0) + size[tensor]
         kind = KINDS[prepared.trace.op_columns.kind[work.op]]
-        extra = slow_operand_ns(self._platform, engine, kind, elsewhere) if elsewhere else 0
+        extra = slow_operand_ns(self._platform, engine, kind, read, written) if read or written else 0
         return prepared.fixed[work.op] + extra, prepared.flow_bytes[work.op]
 
     def launch(self, work: Work, done: Callable[[int], None]) -> None:

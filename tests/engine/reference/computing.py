@@ -108,15 +108,16 @@ class Computing:
         engine, home = self.engine(op), self.engine(op).home
         self.running[engine.name] = work
         away: dict[str, int] = {}
+        written: dict[str, int] = {}
         for t in dict.fromkeys(store.ops[op].reads):
             if home not in store.held[t]:
                 tier = next(name for name in self.reach(op) if name in store.held[t])
                 away[tier] = away.get(tier, 0) + store.tensors[t].bytes
         for t, tier in (*work.fresh, *((old, tier) for old, _, tier in work.over)):
             if tier != home:
-                away[tier] = away.get(tier, 0) + store.tensors[t].bytes
+                written[tier] = written.get(tier, 0) + store.tensors[t].bytes
         fixed, bytes, rate = parts_of(store.trace, store.platform, op)
-        fixed += away_ns(store.platform, engine, store.ops[op].kind, away)
+        fixed += away_ns(store.platform, engine, store.ops[op].kind, away, written)
         if not any(member.name == engine.name for pool in store.platform.pools for member in pool.members):
             fixed, bytes = fixed + -int(-bytes * 10**9 // rate), 0
         work.start = store.now

@@ -72,15 +72,18 @@ def parts_of(trace: Trace, platform: Platform, op: int) -> Parts:
     return Parts(fixed, touched_bytes(trace, op), rate)
 
 
-def away_ns(platform: Platform, engine: Engine, kind: str, away: dict[str, int]) -> int:
+def away_ns(platform: Platform, engine: Engine, kind: str, away: dict[str, int], written: dict[str, int]) -> int:
     """Extra ns for operands that are read or written in place in other tiers than the engine's home."""
     tiers = {tier.name: tier for tier in platform.tiers}
     share = exactly(engine.bandwidth_share.get(kind, engine.bandwidth_share.get("", 1.0)))
-    rates = {name: max(1, round(tier.bandwidth * share)) for name, tier in tiers.items()}
+    home = max(1, round(tiers[engine.home].bandwidth * share))
     extra = Fraction(0)
-    for name, bytes in away.items():
-        extra += Fraction(bytes * NANO, rates[name]) - Fraction(bytes * NANO, rates[engine.home])
-        extra += tiers[name].latency
+    for name in {**away, **written}:
+        tier = tiers[name]
+        for bytes, bandwidth in ((away, tier.bandwidth), (written, tier.write_bandwidth or tier.bandwidth)):
+            rate = max(1, round(bandwidth * share))
+            extra += Fraction(bytes.get(name, 0) * NANO, rate) - Fraction(bytes.get(name, 0) * NANO, home)
+        extra += tier.latency
     return max(0, ceil(extra))
 
 

@@ -11,10 +11,12 @@ import pytest
 from sim.errors import TiersimError
 from sim.experiment import simulate
 from sim.hardware.platform import Member, Platform, Pool
+from sim.hardware.profile import load_profile
 from sim.log import WHY
 from tests.policies.offload.conftest import GB, facts, machine
 from tests.policies.offload.test_lru_tiering import accesses
 from tests.policies.offload.test_sentinel import layered
+from workloads import cnn
 
 PLANNERS = ("uvm", "g10", "autotm", "sentinel")
 PLAIN: dict[str, dict[str, Any]] = {"uvm": {"fault": 0}, "autotm": {"mode": "synchronous"}}
@@ -89,3 +91,20 @@ def test_a_host_without_space_is_one_line(policy: str) -> None:
     with pytest.raises(TiersimError) as refused:
         simulate(TRACE, none, policy)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", ["lru_tiering", *PLANNERS])
+@pytest.mark.parametrize("name", ["xeon_optane", "h100_cxl"])
+def test_on_optane_and_cxl_what_memory_lacks_lies_in_the_slow_tier(policy: str, name: str) -> None:
+    """On `h100_cxl` the host's own memory is taken, and the modules behind it serve; autotm has two tiers."""
+    trace = cnn("alexnet", 64, optimizer="sgd")
+    taken = {"tiers.host.capacity": "1 MB"} if name == "h100_cxl" and policy != "autotm" else {}
+    on = load_profile(name, overrides=taken)
+    plain = simulate(trace, on, "keep_all", budget=1 << 60).summary()
+    budget = int(0.9 * plain["peak_bytes"])
+    done = simulate(trace, on, policy, budget=budget, **PLAIN.get(policy, {})).summary()
+    assert on.host is not None
+    slow = on.cascade(on.host.name)[-1 if taken else 0]
+    peaks = done["peak_by_tier"]
+    assert peaks[on.home().name] <= budget < plain["peak_bytes"] <= peaks[on.home().name] + peaks[slow] + 10**6
+    assert done["makespan_ns"] >= plain["makespan_ns"]
