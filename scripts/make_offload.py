@@ -4,6 +4,7 @@ python scripts/make_offload.py              write the page from docs/offload.jso
 python scripts/make_offload.py --check      say whether the page is current; exit status 1 where it is not
 python scripts/make_offload.py --measure    run all cells again (minutes, one process), then write
 python scripts/make_offload.py --measure g10 uvm    the same for some policies; the cells of the others are kept
+python scripts/make_offload.py --measure --missing  run only the cells that there are none of: a new machine, or value
 
 Policies are those of the registry; one that has no cells yet is named on the page as not measured.
 """
@@ -19,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "offload.json"
 PAGE = ROOT / "docs" / "offload.md"
-OPTIONS = ("--check", "--measure", "--help")
+OPTIONS = ("--check", "--measure", "--missing", "--help")
 
 
 def load() -> dict[str, list[dict[str, Any]]]:
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         print(wrong, file=sys.stderr)
         return 2
     if "--measure" in arguments:
-        from scripts.offload_page.measure import measure
+        from scripts.offload_page.measure import measure, missing
 
         only = [word for word in arguments if not word.startswith("-")]
         old = load() if DATA.is_file() else {}
@@ -77,7 +78,13 @@ def main(arguments: Sequence[str]) -> int:
         def save(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
             DATA.write_text(dump(rows), encoding="utf-8")
 
-        measure(only, old, save, lambda line: print(line, flush=True))
+        def say(line: str) -> None:
+            print(line, flush=True)
+
+        if "--missing" in arguments:
+            missing(old, save, say)
+        else:
+            measure(only, old, save, say)
     text = page(load())
     if "--check" in arguments:
         current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text

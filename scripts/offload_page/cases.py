@@ -178,8 +178,9 @@ TRANSFORMERS = {
 PINNED, PAGEABLE = "pinned, 25 GB/s", "pageable, 7.2 GB/s, 3 bytes charged"
 RATES = (4, 7, 12, 18, 25, 36, 55, 300)
 FIXED = (5, 15, 32, 100)
-SHARERS = (1, 2, 8)
+SHARERS = (1, 2, 4, 8)
 CHUNKS = (0.25, 2, 16, 64)
+GRID = (7, 18, 55)
 
 
 def _both(key: str, value: str) -> dict[str, str]:
@@ -190,6 +191,7 @@ def _both(key: str, value: str) -> dict[str, str]:
 def factors() -> dict[str, dict[str, dict[str, str]]]:
     """Per factor of the ablation its values, each as overrides of `LAYERS`'s machine; the first row is the default."""
     fixed, rate = 15e-6, 25e9
+    up = "pools.switch_up.rate"
     wide = {f"pools.{pool}.rate": "2000 GB/s" for pool in ("host_dram", "switch_up", "switch_down")}
     return {
         "rate, GB/s": {str(r): {**_both("rate", f"{r} GB/s"), **(wide if r > 26 else {})} for r in RATES},
@@ -216,6 +218,18 @@ def factors() -> dict[str, dict[str, dict[str, str]]]:
             },
         },
         "copy engines": {"1": {}, "2": _both("copy_engines", "2")},
+        # one at a time says nothing of two at once
+        "rate, out over in, duplex": {
+            f"{r}, {times:g}, {duplex}": {
+                **_both("rate", f"{r} GB/s"),
+                "links.d2h.rate": f"{r * times:g} GB/s",
+                "pools.pcie.duplex": duplex,
+                **(wide if r > 26 else {up: f"{max(r * times, 26):g} GB/s"}),
+            }
+            for r in GRID
+            for times in (1, 1.56)
+            for duplex in ("full", "half")
+        },
         # each chunk of a copy pays the fixed time: c bytes take fixed + c / rate
         "chunk, MB": {
             str(mb): _both("rate", f"{mb * 1e6 / (fixed + mb * 1e6 / rate) / 1e9:.4g} GB/s") for mb in CHUNKS

@@ -39,6 +39,7 @@ SHARES = (0.9, 0.6)
 """Budgets of the machines' table, as fractions of what keeping everything needs."""
 
 FEW = 2
+ADAM_FACTOR = "CPU Adam, 1e9 parameters/s"
 SPLIT = ("modnn",)
 """Policies that deal out the batch: they are fast where no link is needed for it, which says nothing of the link."""
 
@@ -75,6 +76,35 @@ def measure(
             save(rows)
 
 
+def missing(
+    old: Mapping[str, list[Row]], save: Callable[[Mapping[str, list[Row]]], None], say: Callable[[str], None]
+) -> None:
+    """The rows that the data lack: of a new policy, machine or value of a factor. Saved after each policy."""
+    rows = {part: list(old[part]) for part in ("own", "transformers", "ablation", "platforms")}
+    for name in [*policies(), *BASELINES]:
+        here = {part: [row for row in each if row["policy"] == name] for part, each in rows.items()}
+        if name not in BASELINES and not here["own"]:
+            rows["own"] += own(name)
+        if not quick(name):
+            continue
+        for key in TRANSFORMERS if not here["transformers"] else ():
+            if key not in STATE_JOBS or "optimizer_state" in policy_class(name).manages:
+                rows["transformers"] += on_transformer(key, name)
+        rows["ablation"] += ablation(name, {(row["factor"], row["value"]) for row in here["ablation"]})
+        if name in (*contenders(rows["transformers"]), *BASELINES):
+            rows["platforms"] += on_platforms(name, {row["profile"] for row in here["platforms"]})
+        order = list(dict.fromkeys(row["policy"] for row in rows["ablation"]))
+        rows["ablation"].sort(key=lambda row: (order.index(row["policy"]), *_place(row)))
+        say(name)
+        save(rows)
+
+
+def _place(row: Row) -> tuple[int, int]:
+    """The order of factors, and of their values, on the page."""
+    values = {**factors(), ADAM_FACTOR: ADAM}
+    return list(values).index(row["factor"]), list(values[row["factor"]]).index(row["value"])
+
+
 def contenders(rows: Sequence[Row]) -> list[str]:
     """The policies that go on to all machines: `swap_all`, and the fastest for activations on GPT-2."""
     names = {"swap_all"}
@@ -104,31 +134,38 @@ def on_transformer(key: str, name: str) -> list[Row]:
     return [{**cell(job, name, budget), "job": key} for budget in job.budgets]
 
 
-def ablation(name: str) -> list[Row]:
-    """A policy under each value of each factor; the rate of CPU Adam for those that update there."""
+def ablation(name: str, done: Collection[tuple[str, str]] = ()) -> list[Row]:
+    """A policy under each value of each factor; the rate of CPU Adam for those that update there.
+
+    done: factors and values to leave out.
+    """
     rows, manages = [], policy_class(name).manages
     known: dict[str, Row] = {}  # values that are the machine's own are run once
     for factor, values in factors().items():
         if "activations" not in manages and factor not in WIDE:
             continue
         for value, overrides in values.items():
+            if (factor, value) in done:
+                continue
             machine = load_profile(LAYERS.profile, overrides=overrides).content_hash
             if machine not in known:
                 known[machine] = cell(LAYERS, name, LAYERS.budgets[0], overrides)
             rows.append({**known[machine], "factor": factor, "value": value})
     if "optimizer_state" in manages:
         for value, share in ADAM.items():
+            if (ADAM_FACTOR, value) in done:
+                continue
             overrides = {"engines.cpu.bandwidth_share.optimizer": str(share)}
             row = cell(STATES, name, STATES.budgets[0], overrides)
-            rows.append({**row, "factor": "CPU Adam, 1e9 parameters/s", "value": value})
+            rows.append({**row, "factor": ADAM_FACTOR, "value": value})
     return rows
 
 
-def on_platforms(name: str) -> list[Row]:
-    """A policy on every shipped machine of one device, at shares of the job's own memory."""
+def on_platforms(name: str, done: Collection[str] = ()) -> list[Row]:
+    """A policy on every shipped machine of one device but those of `done`, at shares of the job's own memory."""
     return [
         {**cell(job, name, share), "profile": job.profile, "share": share}
-        for job in map(_small, platforms())
+        for job in map(_small, [name for name in platforms() if name not in done])
         for share in SHARES
     ]
 
