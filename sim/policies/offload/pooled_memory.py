@@ -25,9 +25,9 @@ class PooledMemory(Policy):
     """Spread what memory lacks over the nodes of a pool, and prefetch each tensor in time for its use.
 
     While more is resident than fits, the tensor that is away longest across the peak leaves, to the node of the pool
-    that holds least of what is away then. Its copy back begins so early that it ends in time, in the order of need: the
-    time of one stream before its use, and behind what is needed before it as far as the port of the device is shared;
-    and no earlier than memory holds it.
+    that holds least of what is away then, of those with space for it. Its copy back begins so early that it ends in
+    time, in the order of need: the time of one stream before its use, and behind what is needed before it as far as the
+    port of the device is shared; and no earlier than memory holds it.
     Source: Zuo et al., "Serving Large Language Models on Huawei CloudMatrix384", arXiv:2506.12708, for the pool and its
         figures; its use for activations in training is the proposal of a survey of domestic platforms, without rules.
     Bounds: all copies of a direction together take at least their bytes over `pool_rate`: the least of the device's
@@ -66,14 +66,8 @@ class PooledMemory(Policy):
             home = platform.home(device)
             curve = curve_of(problem, device, pool[0])
             chosen, load = longest_away(curve, home.capacity)
-            where: dict[Absence, str] = {}
-            for one in sorted(chosen, key=lambda one: (one.left, one.back, one.tensor)):
-                away = dict.fromkeys(pool, 0)
-                for other, node in where.items():
-                    away[node] += other.bytes if other.back > one.left else 0
-                where[one] = min(pool, key=lambda node: (away[node], sent[node], pool.index(node)))
-                sent[where[one]] += one.bytes
-                actions.append(Move(one.tensor, where[one], after=curve.ops[one.left]))
+            where = _spread(platform, pool, chosen, sent)
+            actions += [Move(one.tensor, node, after=curve.ops[one.left]) for one, node in where.items()]
             starts = _starts(problem, curve, chosen, load, where, home.name, margin)
             actions += [Move(one.tensor, home.name, before=curve.ops[start]) for one, start in starts]
         rate = pool_rate(platform, pool, platform.home(0).name)
@@ -85,6 +79,24 @@ def pool_nodes(platform: Platform) -> tuple[str, ...]:
     home = platform.home(0).name
     shared = (tier for tier in platform.tiers if tier.kind == "pooled" and tier.device == -1)
     return tuple(t.name for t in shared if platform.route(home, t.name) and platform.route(t.name, home))
+
+
+def _spread(
+    platform: Platform, pool: Sequence[str], chosen: Sequence[Absence], sent: dict[str, int]
+) -> dict[Absence, str]:
+    """Per absence, in order, the node that holds least of what is away then, of those that have space for it.
+
+    sent: by node the bytes sent there so far, which grow. Where no node has space the run will say so.
+    """
+    where: dict[Absence, str] = {}
+    for one in sorted(chosen, key=lambda one: (one.left, one.back, one.tensor)):
+        away = dict.fromkeys(pool, 0)
+        for other, node in where.items():
+            away[node] += other.bytes if other.back > one.left else 0
+        fits = [node for node in pool if away[node] + one.bytes <= platform.tier(node).capacity]
+        where[one] = min(fits or pool, key=lambda node: (away[node], sent[node], pool.index(node)))
+        sent[where[one]] += one.bytes
+    return where
 
 
 def pool_rate(platform: Platform, nodes: Sequence[str], home: str) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from sim.errors import PolicyError
-from sim.experiment import simulate
+from sim.conformance.order import check_ops
+from sim.conformance.replayed import LawBroken, replayed
+from sim.errors import OutOfMemory, PolicyError
+from sim.experiment import problem_for, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.policies.offload.pooled_memory import pool_nodes, pool_rate
+from sim.plan import Drop, Move
+from sim.policies.offload import pooled_memory
+from sim.policies.offload.pooled_memory import PooledMemory, pool_nodes, pool_rate
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import facts, machine
 
@@ -87,3 +93,61 @@ def test_what_is_wrong_is_named() -> None:
         simulate(net(1, 1), machine(), "pooled_memory")
     with pytest.raises(PolicyError, match="nodes is 0; expected"):
         simulate(net(1, 1), supernode(), "pooled_memory", nodes=0)
+
+
+def small(*full: str, capacity: str = "600 MB") -> Platform:
+    """A supernode for `net(8, ...)`, of which some nodes hold two tensors."""
+    return supernode(8 * SIZE + 64, **{f"tiers__{node}__capacity": capacity for node in full})
+
+
+def test_a_node_without_space_is_passed_over() -> None:
+    # a node's share of 24 is 4
+    few = supernode(24 * SIZE + 64, tiers__pool1__capacity="600 MB", tiers__pool4__capacity="1 MB")
+    done = simulate(net(24, took=10), few, "pooled_memory")
+    assert done.plan.notes["nodes"]["pool4"] == 0
+    assert done.summary()["peak_by_tier"]["pool1"] == done.plan.notes["nodes"]["pool1"] == 2 * SIZE
+    with pytest.raises(
+        OutOfMemory, match=r"nor do that many fit in 'host' \(1,000,000 B of 1,000,000 B free\), 'pool1'"
+    ):
+        simulate(net(8, took=10), small("host", *(f"pool{n}" for n in range(1, 6)), capacity="1 MB"), "pooled_memory")
+
+
+# ---- fault injection: the policy broken in its mechanism, and what sees it ----------------------------
+
+
+def stall(platform: Platform) -> int:
+    """What `net(8, 100 ms)` waits for copies."""
+    return simulate(net(8, took=10**8), platform, "pooled_memory").summary()["stall_ns"]["transfer"]
+
+
+def test_a_prefetch_that_begins_at_its_use_is_seen_in_the_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = supernode(8 * SIZE + 64)
+    copy = platform.move_ns(SIZE, "host", "hbm")
+    assert stall(platform) == copy, "only the first of backward has to wait"
+    monkeypatch.setattr(pooled_memory, "_starts", lambda _, __, chosen, *___: [(one, one.back) for one in chosen])
+    assert stall(platform) == 8 * copy
+
+
+def test_a_tensor_that_is_lost_in_the_pool_breaks_the_law() -> None:
+    """Its node forgets y3 while it is away: there is nothing to bring back, and backward runs f3 again."""
+    trace, platform = net(8, took=10**8), supernode(8 * SIZE + 64)
+    plan = PooledMemory().plan(problem_for(trace, platform))
+    check_ops(replayed(PooledMemory(), plan, trace, platform))
+    node = next(a.to for a in plan.actions if isinstance(a, Move) and a.tensor == trace.tensor_id("y3"))
+    lost = replace(plan, actions=(*plan.actions, Drop("y3", node, after="f4")))
+    with pytest.raises(LawBroken, match=r"op 'f3' is recomputed .*; the policy declares no recomputation"):
+        check_ops(replayed(PooledMemory(), lost, trace, platform))
+
+
+@pytest.mark.parametrize("part", ["device", "node"])
+def test_a_capacity_that_is_ignored_does_not_run(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, platform = net(8, took=10**8), small("pool1", "pool2", capacity="1 MB")
+    assert simulate(trace, platform, "pooled_memory").log.complete
+    if part == "device":
+        whole = pooled_memory.longest_away
+        monkeypatch.setattr(pooled_memory, "longest_away", lambda curve, limit: whole(curve, 2 * limit))
+    else:
+        spread = pooled_memory._spread
+        monkeypatch.setattr(pooled_memory, "_spread", lambda _, *more: spread(supernode(), *more))
+    with pytest.raises(OutOfMemory):
+        simulate(trace, platform, "pooled_memory")
