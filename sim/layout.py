@@ -21,7 +21,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.rewrites.pipeline import pipeline
-from sim.rewrites.schedules import SCHEDULES
+from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
 from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.zero import LEVELS, shard
 from sim.trace.graph import Trace
@@ -40,8 +40,8 @@ class Layout:
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
-        itself.
-    chunks: parts of the model per device, for `interleaved`, where 2 is the default.
+        itself. Under `pipedream` each of them is a step of its own, with an update.
+    chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
     layers: how many layers each part has, in order; by default all as many.
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
@@ -61,7 +61,7 @@ class Layout:
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule: {self.schedule!r} is unknown{near(str(self.schedule), SCHEDULES)}")
         if self.chunks == 0:
-            object.__setattr__(self, "chunks", 2 if self.schedule == "interleaved" else 1)
+            object.__setattr__(self, "chunks", parts_per_device(self.schedule))
         if isinstance(self.zero, bool) or self.zero not in LEVELS:
             nearest = min(LEVELS, key=lambda level: abs(level - self.zero)) if isinstance(self.zero, int) else 0
             raise LayoutError(
@@ -74,16 +74,10 @@ class Layout:
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
         object.__setattr__(self, "layers", tuple(self.layers))
-        if self.schedule == "interleaved" and self.chunks < 2:
-            raise LayoutError("chunks: interleaved needs at least 2 parts per device; nearest: 2, or schedule 1f1b")
-        if self.schedule != "interleaved" and self.chunks > 1:
-            raise LayoutError(f"chunks: {self.schedule} has one part per device, not {self.chunks}; nearest: 1")
-        if self.schedule == "interleaved" and self.micro_batches % self.pp:
-            nearest = max(self.pp, round(self.micro_batches / self.pp) * self.pp)
-            raise LayoutError(
-                f"micro_batches: interleaved needs a multiple of pp = {self.pp}, not {self.micro_batches}; "
-                f"nearest: {nearest}"
-            )
+        if why := refusal(self.schedule, self.pp, self.chunks, self.micro_batches):
+            raise LayoutError(why)
+        if self.schedule == "pipedream" and self.dp > 1:
+            raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
         if self.layers and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
 

@@ -119,8 +119,16 @@ def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
         ({"microbatches": 2}, r"'microbatches' is unknown \(did you mean 'micro_batches'\?\)"),
         ({"pp": 2, "schedule": "1f1"}, "schedule: '1f1' is unknown .did you mean '1f1b'"),
         ({"pp": 2, "micro_batches": 3}, "micro_batches: 3 does not divide the batch of 4; nearest: 2"),
-        ({"pp": 2, "micro_batches": 3, "schedule": "interleaved"}, "needs a multiple of pp = 2, not 3; nearest: 4"),
+        (
+            {"pp": 2, "micro_batches": 3, "schedule": "interleaved"},
+            "needs a multiple of its 2 stages, not 3; nearest: 4",
+        ),
         ({"pp": 2, "chunks": 2}, "chunks: 1f1b has one part per device, not 2; nearest: 1"),
+        ({"pp": 2, "schedule": "zb_v", "chunks": 3}, "chunks: zb_v has 2 parts per device, not 3; nearest: 2"),
+        (
+            {"pp": 2, "schedule": "dualpipe_v", "micro_batches": 2},
+            "micro_batches: dualpipe_v needs .* not 2; nearest: 4",
+        ),
         ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
         ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
         ({"dp": 3}, "dp: 3 does not divide the batch of 4; nearest: 2"),

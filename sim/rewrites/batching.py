@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,7 +202,10 @@ class _Split:
         current = self.current
         reads = [self.place(self.tensors[t], k) for t in op.reads]
         writes = [self.place(self.tensors[t], k) for t in op.writes]
-        _add_microbatch(self.new, self.trace, op, k, self.microbatch(op, k), self.rows, reads, writes)
+        part = self.microbatch(op, k)
+        share = share_of_op(self.trace, op, part.first, part.count, self.rows, part.stop)
+        names = {"name": f"{op.name}.mb{k}", "group": f"{op.group}.mb{k}" if op.group else ""}
+        self.new.op(op, part, reads=reads, writes=writes, **names, **share)
         for t in op.writes:
             if t in self.needed_outside and self.rows[t]:
                 if self.ranks > 1:
@@ -312,17 +316,11 @@ def sent(size: int, ring: Ring) -> int:
     return -(-ring.passes * (ring.ranks - 1) * size // ring.ranks)
 
 
-def _add_microbatch(
-    new: Rewriter,
-    trace: Trace,
-    op: Op,
-    k: int,
-    stands_for: Microbatch,
-    rows: NDArray[np.bool_],
-    reads: list[int],
-    writes: list[int],
-) -> None:
-    n = stands_for.count
+def share_of_op(trace: Trace, op: Op, k: int, n: int, rows: NDArray[np.bool_], stop: int = 0) -> dict[str, Any]:
+    """The fields in which part k of n of an op by batch (or those from k to `stop`) differs from the whole.
+
+    rows: which tensors have rows, see `batched`.
+    """
     touched = op.bytes
     if touched is not None:
         size = trace.tensor_columns.bytes
@@ -332,19 +330,13 @@ def _add_microbatch(
         # stated bytes shrink as the operands do: slices to 1/n, weights not at all
         scale = (everything - sliced) * n + sliced if everything else 1
         touched = -(-touched * scale // (max(everything, 1) * n))
-    new.op(
-        op,
-        stands_for,
-        name=f"{op.name}.mb{k}",
-        reads=reads,
-        writes=writes,
-        flops=slice_of(op.flops, stands_for.first, stands_for.stop, n),
-        bytes=touched,
-        workspace=-(-op.workspace // n),
-        duration=None if op.duration is None else -(-op.duration // n),
-        alternatives=tuple(replace(other, workspace=-(-other.workspace // n)) for other in op.alternatives),
-        group=f"{op.group}.mb{k}" if op.group else "",
-    )
+    return {
+        "flops": slice_of(op.flops, k, stop or k + 1, n),
+        "bytes": touched,
+        "workspace": -(-op.workspace // n),
+        "duration": None if op.duration is None else -(-op.duration // n),
+        "alternatives": tuple(replace(other, workspace=-(-other.workspace // n)) for other in op.alternatives),
+    }
 
 
 def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, stands_for: Expr, total: int | None, term: int) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from sim.errors import TraceError
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.rewriter import Rewriter
-from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, unit_orders
+from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, split_updates
+from sim.rewrites.steps import Version, consecutive_steps, updated
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Same
@@ -38,16 +39,22 @@ def pipeline(
     two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; the
     other half of its gradient is sent back.
 
+    Under `pipedream` each microbatch is a step of its own, see `sim.rewrites.steps`: an update follows its backward,
+    and on stage s of S the forward of a later one runs on weights that are S - 1 - s updates old, which are kept for
+    its backward. So a weight has S - s versions there. One of two stages has those of the stage that keeps it, and so
+    has what an op reads with it (the bias of a tied head).
+
     trace: a trace on one device.
     stage_of_layer: the stage of every layer, by index; with `chunks` its part of the model.
     micro_batches: number of microbatches.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
-    chunks: parts of the model per device, for `interleaved`: of S devices, part q runs on device q mod S.
+    chunks: parts of the model per device: of S devices, part q runs on device q mod S; where the schedule folds the
+        model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
     ranks, dealt: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
-    a number of microbatches that the schedule has no order for, or an update that needs the weights of several stages
-    and cannot be divided.
+    a number of microbatches that the schedule has no order for, replicas under `pipedream`, or an update that needs the
+    weights of several stages and cannot be divided.
     """
     table = stage_of_layer if isinstance(stage_of_layer, Mapping) else dict(enumerate(stage_of_layer))
     parts = len(set(table.values()))
@@ -62,12 +69,41 @@ def pipeline(
     trace = _updates_by_part(trace, table)
     base_part = _parts(trace, table)
     _check_updates(trace, base_part)
-    split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True)
+    if schedule == "pipedream":
+        if ranks > 1:
+            raise TraceError("pipeline: pipedream updates after each microbatch of one pipeline; nearest: dp 1")
+        split, which, versions = consecutive_steps(trace, micro_batches, _behind(trace, base_part, stages))
+    else:
+        split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True)
+        versions = []
     part = [base_part[op] for op, _ in which]
     later = _weight_gradients(trace) if schedule in DIVIDED else frozenset()
-    units = _units(split, which, part, later)
+    units = _units(split, which, part, later, schedule == "pipedream")
     order = _order(split, units, [[unit for unit in own if unit in units] for own in orders])
-    return _Stages(split, [q % stages for q in part], order, stages).build()
+    device = [device_of(q, stages, schedule) for q in range(parts)]
+    return _Stages(split, part, order, device, versions).build()
+
+
+def _behind(trace: Trace, part: Sequence[int], stages: int) -> list[int]:
+    """Per op how many updates old the weights are that it reads: as many as stages follow the one that keeps them.
+
+    Weights that an op reads together are as old as the oldest of them.
+    """
+    updates, phase = updated(trace), trace.op_columns.phase
+    together = {
+        op: found
+        for op in range(len(trace.ops))
+        if phase[op] < 2 and (found := [t for t in trace.reads(op) if t in updates])
+    }
+    behind = {t: stages - 1 - _first_part(trace, t, part) for found in together.values() for t in found}
+    changed = True
+    while changed:
+        changed = False
+        for found in together.values():
+            oldest = max(behind[t] for t in found)
+            changed |= any(behind[t] < oldest for t in found)
+            behind.update(dict.fromkeys(found, oldest))
+    return [behind[together[op][0]] if op in together else 0 for op in range(len(trace.ops))]
 
 
 def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
@@ -145,8 +181,14 @@ def _part_of_update(trace: Trace, op: int, part: Sequence[int]) -> int:
     return next((s for s in (*weights, *producers, *readers) if s >= 0), 0)
 
 
-def _units(trace: Trace, which: list[tuple[int, int]], part: list[int], later: frozenset[int]) -> dict[Unit, list[int]]:
-    """The ops of each unit, in order. later: ops of the base that are units of their own, after their backward."""
+def _units(
+    trace: Trace, which: list[tuple[int, int]], part: list[int], later: frozenset[int], steps: bool
+) -> dict[Unit, list[int]]:
+    """The ops of each unit, in order.
+
+    later: ops of the base that are units of their own, after their backward.
+    steps: whether each microbatch has an update of its own.
+    """
     units: dict[Unit, list[int]] = {}
     delayed: set[int] = set()  # of those units, with what sums their results
     for op, (old, k) in enumerate(which):
@@ -154,7 +196,7 @@ def _units(trace: Trace, which: list[tuple[int, int]], part: list[int], later: f
         if old in later or (phase == "backward" and any(int(trace.producer[t]) in delayed for t in trace.reads(op))):
             delayed.add(op)
             phase = "weight"
-        units.setdefault((part[op], phase, 0 if phase == "update" else k), []).append(op)
+        units.setdefault((part[op], phase, 0 if phase == "update" and not steps else k), []).append(op)
     return units
 
 
@@ -188,10 +230,24 @@ def _order(trace: Trace, units: dict[Unit, list[int]], lists: list[list[Unit]]) 
 
 
 class _Stages:
-    """Writes the ops of all stages, with the sends between them."""
+    """Writes the ops of all stages, with the sends between them.
 
-    def __init__(self, trace: Trace, stage: list[int], order: list[tuple[Unit, list[int]]], stages: int) -> None:
-        self.trace, self.stage, self.order, self.stages = trace, stage, order, stages
+    part: of every op.
+    device: of every part of the model.
+    versions: of weights that are kept in several.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        part: list[int],
+        order: list[tuple[Unit, list[int]]],
+        device: list[int],
+        versions: Sequence[Sequence[Version]],
+    ) -> None:
+        stage = [device[q] for q in part]
+        stages = 1 + max(device, default=0)
+        self.trace, self.stage, self.order, self.device, self.stages = trace, stage, order, device, stages
         self.new = Rewriter(trace, {"stages": stages})
         self.ids = self.new.all_tensors()
         self.tensors = list(trace.tensors)
@@ -205,6 +261,18 @@ class _Stages:
                 self.home[t.id] = stage[early[0]] if early else stage[readers[0]]
             self.wanted_by[t.id] = {stage[op] for op in readers} - {self.home[t.id]}
         self.received: dict[tuple[int, int], int] = {}
+        for each in versions:
+            self._reuse(each, position)
+
+    def _reuse(self, versions: Sequence[Version], position: Mapping[int, int]) -> None:
+        """Write each version of a weight into the storage of the oldest one that nothing reads any more."""
+        trace = self.trace
+        ended = [max((position[op] for op in trace.readers(each.value)), default=-1) for each in versions]
+        oldest = 0
+        for version in versions[1:]:
+            if ended[oldest] <= position[int(trace.producer[version.storage])]:
+                self.new.builder.take_over(self.ids[version.storage], self.ids[versions[oldest].value])
+                oldest += 1
 
     def build(self) -> Trace:
         trace, role = self.trace, self.trace.tensor_columns.role
@@ -218,9 +286,9 @@ class _Stages:
                 self.received[old.id, s] = self.new.tensor(old, name=f"{old.name}.stage{s}")
         ahead: list[deque[tuple[list[int], str]]] = [deque() for _ in range(self.stages)]
         for (q, unit, _), ops in self.order:
-            ahead[q % self.stages].append((ops, "backward" if unit == "weight" else unit))
+            ahead[self.device[q]].append((ops, "backward" if unit == "weight" else unit))
         for (q, unit, _), ops in self.order:
-            s, phase = q % self.stages, "backward" if unit == "weight" else unit
+            s, phase = self.device[q], "backward" if unit == "weight" else unit
             own = ahead[s]
             for unit_ops, its_phase in (own.popleft(), *list(own)[:1]):  # of this unit, and of the next
                 for op in unit_ops:

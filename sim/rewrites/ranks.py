@@ -57,6 +57,7 @@ def all_ranks(trace: Trace) -> Trace:
         tuple(_of_rank(origin, expr, r) for expr in origin.tensors for r in range(ranks)),
         tuple(_of_rank(origin, expr, r) for expr in origin.ops for r in range(ranks)),
         origin.iterations,
+        steps=origin.steps,
     )
     outputs = [each for t in trace.outputs for each in ids[t]]
     carry = [pair for a, b in trace.carry for pair in zip(ids[a], ids[b], strict=True)]

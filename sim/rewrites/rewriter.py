@@ -83,15 +83,17 @@ class Rewriter:
         ranks: int = 1,
         dealt: bool = False,
         tensor: int = 1,
+        steps: bool = False,
     ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
+        steps: whether these are steps on parts of its batch, see `Origin`.
         ranks, dealt, tensor: which of the symmetric ranks it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor)
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor, steps)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 

@@ -15,6 +15,8 @@ following identities are used:
   without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share.
   Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results. A
   loss finds what its rows need to know of all their columns, which is found by shares like a sum.
+- An op that declares that its weights are some updates behind (`Same.behind`) must find that version, and no other one.
+  Of consecutive steps (`Origin.steps`), each on its part of the batch, what has rows has that many fewer bytes.
 - Of symmetric ranks (`Origin.ranks`, `Origin.tensor`) one is checked: the others have the same claims on other
   parts, and a collective among them (`Op.ring`) reads those, too.
 - All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
@@ -155,8 +157,8 @@ class Departure:
     """One respect in which a rewritten trace does not compute what its base computes.
 
     what: `wrong` (no identity supports the claim), `lossy` (the value went through a lossy codec), `stale` (a value of
-        another iteration or version), `missing` (an op or output of the base is absent), or `repeated` (a base op is
-        computed more than once: same values, more work).
+        another iteration or version), `delayed` (an older version of a weight, as the op declares), `missing` (an op or
+        output of the base is absent), or `repeated` (a base op is computed more than once: same values, more work).
     op, tensor: names, "" for none.
     text: the whole sentence.
     """
@@ -268,7 +270,10 @@ class _Check:
     def size(self, expr: Expr | None) -> tuple[int, bool]:
         """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
         if isinstance(expr, Same):
-            return int(self.base.tensor_columns.bytes[expr.id]), True
+            whole, count = int(self.base.tensor_columns.bytes[expr.id]), self.origin.iterations
+            if self.origin.steps and self.rows[expr.id]:
+                return slice_of(whole, expr.iteration, expr.iteration + 1, count), True
+            return whole, True
         if isinstance(expr, Part | Microbatch):
             whole, exact = self.size(expr.of)
             if isinstance(expr, Microbatch) and not self.has_rows(expr.of):
@@ -325,8 +330,8 @@ class _Check:
             for leaf in leaves(self.claims[t]):
                 allowed.add(leaf)  # a sum over microbatches, or a pack that is filled
                 old = int(before[leaf.id])
-                while old >= 0:
-                    allowed.add(self.settle(Same(old, leaf.iteration)))
+                while old >= 0:  # of this version, or of one before it
+                    allowed.update(self.settle(Same(old, i)) for i in range(max(leaf.iteration, 0) + 1))
                     old = int(before[old])
             if allowed.isdisjoint(leaves(self.claims[int(replaces[t])])):
                 name, overwritten = (
@@ -464,7 +469,8 @@ class _Check:
             enclosing = enclosing.of
         if self.origin.ranks > 1 and self.origin.of_rank(self.origin.ops[op], 1) != self.origin.ops[op]:
             share = share * self.origin.ranks  # each replica does as much
-        self.done[leaf] = self.done.get(leaf, 0) + (1 if share == 1 else share)
+        done = Same(leaf.id, leaf.iteration)
+        self.done[done] = self.done.get(done, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
         shares = {x.of for x in have if isinstance(x, Along)}
         used = operands(self.dims.ops[leaf.id]) if shares else ()
@@ -476,6 +482,12 @@ class _Check:
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
                 wanted = self.settle(wanted)
+            if leaf.behind and base.producer[t] < 0 and t in self.last_of:
+                older = self.settle(Same(t, max(leaf.iteration - leaf.behind, 0)))
+                if older in have and older != wanted:
+                    text = f"op {name!r} reads {self.say(wanted)} as it was {leaf.behind} updates before"
+                    self.report("delayed", name, base.tensor_columns.name[t], text)
+                wanted = older
             if wanted not in have:
                 self.report_read(op, wanted, claims)
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}

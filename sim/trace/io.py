@@ -65,7 +65,7 @@ _HEADER = {
 _ORIGIN = {
     "base": _TEXT,
     **dict.fromkeys(("iterations", "ranks", "tensor"), (int, 1, 2**31 - 1)),
-    "dealt": (bool, 0, 1),
+    **dict.fromkeys(("dealt", "steps"), (bool, 0, 1)),
 }
 _TENSOR = {
     **dict.fromkeys(("tensor", "role", "dtype", "saved_for"), _TEXT),
@@ -137,6 +137,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
             head["origin"] |= {"ranks": origin.ranks, "dealt": origin.dealt}
         if origin.tensor > 1:
             head["origin"]["tensor"] = origin.tensor
+        if origin.steps:
+            head["origin"]["steps"] = True
     yield dump(head).encode() + b"\n"
     t = trace.tensor_columns
     numbers = zip(t.bytes.tolist(), t.role.tolist(), t.layer.tolist(), t.replaces.tolist(), strict=True)
@@ -490,7 +492,8 @@ class _Reader:
             if any(leaf.iteration >= iterations for leaf in leaves(expr)):
                 raise TraceError(f"origin: an iteration is not below {iterations}")
         ranks, dealt, tensor = origin.get("ranks", 1), origin.get("dealt", False), origin.get("tensor", 1)
-        return Origin(origin["base"], tuple(self.tensor_exprs), tuple(self.op_exprs), iterations, ranks, dealt, tensor)
+        exprs = tuple(self.tensor_exprs), tuple(self.op_exprs)
+        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, origin.get("steps", False))
 
 
 # ---- single values -----------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 A rewrite changes *what* is computed. To make it checkable, each new tensor and op carries an expression over
 the ids of the base trace:
 
-    Same(id, iteration)               that tensor or op of the base (in that iteration)
+    Same(id, iteration, behind)       that tensor or op of the base (in that iteration); for an op, with weights that
+                                      are so many updates older than those of the iteration
     Part(of, first, stop, count)      its elements from first/count to stop/count
     Microbatch(of, first, stop, n)    its share for microbatches first … stop-1 of n: those rows where it has
                                       a batch dimension, the sum over those rows where it was summed
@@ -34,10 +35,15 @@ from sim.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """That tensor or op of the base trace, in that iteration."""
+    """That tensor or op of the base trace, in that iteration.
+
+    behind: for an op, how many updates older than those of the iteration the weights are that it reads, or those that
+        the first iteration starts with where there are no older ones: a stale version that a rewrite declares.
+    """
 
     id: int
     iteration: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,8 @@ class Origin:
     dealt: microbatches are dealt to the replicas in turn instead: replica r has those r further.
     tensor: how many symmetric ranks divide the layers of this replica, of which this is one. Where it has share 0
         along a dimension, rank r has share r.
+    steps: the iterations are consecutive steps on equal parts of the batch of one: of what has rows, iteration k has
+        those of part k.
     """
 
     base: str
@@ -208,6 +216,7 @@ class Origin:
     ranks: int = 1
     dealt: bool = False
     tensor: int = 1
+    steps: bool = False
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
@@ -252,10 +261,10 @@ class Origin:
         def through(exprs: Sequence[Expr]) -> Callable[[Same], Expr]:
             def change(leaf: Same) -> Expr:
                 shift = leaf.iteration * middle.iterations
-                expr = exprs[leaf.id]
-                if not shift:
+                expr, behind = exprs[leaf.id], leaf.behind
+                if not shift and not behind:
                     return expr
-                return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift))
+                return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift, inner.behind + behind))
 
             return change
 
@@ -268,6 +277,7 @@ class Origin:
             max(self.ranks, middle.ranks),
             self.dealt or middle.dealt,
             max(self.tensor, middle.tensor),
+            self.steps or middle.steps,
         )
 
 
@@ -277,6 +287,8 @@ class Origin:
 def to_json(expr: Expr) -> Any:
     """An expression as JSON values: an id, or a list that starts with the name of the expression."""
     if isinstance(expr, Same):
+        if expr.behind:
+            return ["same", expr.id, expr.iteration, expr.behind]
         return ["same", expr.id, expr.iteration] if expr.iteration else expr.id
     if isinstance(expr, Part | Microbatch):
         word = "part" if isinstance(expr, Part) else "microbatch"
@@ -305,6 +317,8 @@ def from_json(value: Any) -> Expr:
             return Same(id)
         case ["same", int(id), int(iteration)] if id >= 0:
             return Same(id, iteration)
+        case ["same", int(id), int(iteration), int(behind)] if id >= 0 and behind > 0:
+            return Same(id, iteration, behind)
         case ["part" | "microbatch" as word, of, int(first), int(stop), int(count)] if 0 <= first < stop <= count:
             return (Part if word == "part" else Microbatch)(from_json(of), first, stop, count)
         case ["along", of, str(dimension), int(first), int(stop), int(count)] if 0 <= first < stop <= count:

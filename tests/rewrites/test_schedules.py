@@ -12,7 +12,7 @@ from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.log import EventLog
 from sim.plan import Plan
 from sim.rewrites.pipeline import pipeline
-from sim.rewrites.schedules import SCHEDULES, unit_orders
+from sim.rewrites.schedules import FOLDED, SCHEDULES, device_of, parts_per_device, unit_orders
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.origin import Slots
@@ -172,17 +172,37 @@ def test_bubble_rates_that_were_printed(row: tuple[int, int, int, int, int, int,
         assert round((cost - work) / cost, 4) == rate
 
 
+@pytest.mark.parametrize(("stages", "n", "time", "most"), [(4, 8, 51, 8), (8, 24, 151, 16)])
+def test_a_v_of_two_parts_per_device_leaves_no_idle_time(stages: int, n: int, time: int, most: int) -> None:
+    """ZB-V: 2 S parts in flight on every device, as many as 1F1B has on its first (Qi et al. 2024)."""
+    trace, log = scheduled("zb_v", stages, n, (1, 1, 1), 2)
+    assert round(log.end / UNIT, 1) == time
+    assert [idle for _, idle in spans(log)] == [0] * stages
+    assert in_flight(trace, log) == [most] * stages
+
+
+@pytest.mark.parametrize(("stages", "n", "time"), [(4, 8, 51), (4, 12, 75), (8, 16, 103)])
+def test_forwards_beside_backwards_in_a_v_hold_one_part_more(stages: int, n: int, time: int) -> None:
+    """DualPipeV: 2 S + 1 parts in flight; its blocks one op after the other leave S - 1 of idle time."""
+    trace, log = scheduled("dualpipe_v", stages, n, (1, 1, 1), 2)
+    assert round(log.end / UNIT, 1) == time == 6 * n + stages - 1
+    assert in_flight(trace, log) == [2 * stages + 1] * stages
+
+
 def test_every_unit_is_scheduled_once() -> None:
     for schedule in SCHEDULES:
-        chunks = 3 if schedule == "interleaved" else 1
+        chunks = 3 if schedule == "interleaved" else parts_per_device(schedule)
         for stages, n in [(1, 1), (1, 3), (2, 2), (3, 6), (4, 8)]:
+            if schedule == "dualpipe_v" and n < 2 * stages:
+                continue
             orders = unit_orders(schedule, stages, chunks, n)
             for s, order in enumerate(orders):
+                parts = [q for q in range(stages * chunks) if device_of(q, stages, schedule) == s]
                 assert len(set(order)) == len(order)
-                assert {unit for unit in order if unit[1] == "forward"} == {
-                    (s + q * stages, "forward", k) for q in range(chunks) for k in range(n)
-                }
-                assert len([unit for unit in order if unit[1] == "backward"]) == n * chunks
+                assert len(parts) == chunks
+                for phase in ("forward", "backward", *(["weight"] if schedule in FOLDED else [])):
+                    every = {(q, phase, k) for q in parts for k in range(n)}
+                    assert {unit for unit in order if unit[1] == phase} == every
 
 
 def test_a_schedule_names_the_nearest_number_that_it_has_an_order_for() -> None:
