@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sim.errors import LayoutError, near
@@ -24,8 +24,11 @@ from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
 from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.zero import LEVELS, shard
+from sim.stage_balance import balanced
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
+
+BALANCED = "balanced"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Layout:
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
         itself. Under `pipedream` each of them is a step of its own, with an update.
     chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
-    layers: how many layers each part has, in order; by default all as many.
+    layers: how many layers each part has, in order; by default all as many. `balanced`: so many that the slowest part
+        takes the least time (`sim.stage_balance`).
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
     """
@@ -55,7 +59,7 @@ class Layout:
     schedule: str = "1f1b"
     micro_batches: int = 1
     chunks: int = 0
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] | str = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -73,12 +77,16 @@ class Layout:
             _positive(key, getattr(self, key))
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
-        object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.layers, str):
+            if self.layers != BALANCED:
+                raise LayoutError(f"layers: needs a list of numbers or {BALANCED!r}, has {self.layers!r}")
+        else:
+            object.__setattr__(self, "layers", tuple(self.layers))
         if why := refusal(self.schedule, self.pp, self.chunks, self.micro_batches):
             raise LayoutError(why)
         if self.schedule == "pipedream" and self.dp > 1:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
-        if self.layers and len(self.layers) != self.parts:
+        if self.layers not in ((), BALANCED) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
 
     @property
@@ -162,6 +170,9 @@ def lay_out(
     _check_devices(machine, layout)
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel)
+    if layout.layers == BALANCED and layout.pp > 1:
+        ranks = layout.dp * layout.tp
+        layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
     table = part_of_layer(trace, layout)
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
@@ -227,7 +238,7 @@ def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
     if layout.parts > 1 and not layers:
         raise LayoutError("pp: the trace states no layers; nearest: 1")
     sizes = layout.layers
-    if not sizes:
+    if isinstance(sizes, str) or not sizes:
         if len(layers) % layout.parts:
             possible = [pp for pp in range(1, len(layers) + 1) if len(layers) % (pp * layout.chunks) == 0]
             nearest = min(possible, key=lambda pp: (abs(pp - layout.pp), pp), default=1)

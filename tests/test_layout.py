@@ -131,6 +131,7 @@ def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
         ),
         ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
         ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
+        ({"pp": 2, "layers": "even"}, "layers: needs a list of numbers or 'balanced', has 'even'"),
         ({"dp": 3}, "dp: 3 does not divide the batch of 4; nearest: 2"),
         ({"dp": 2, "micro_batches": 4}, "micro_batches: 4 does not divide the 2 samples of a replica; nearest: 2"),
         ({"dp": 2, "zero": 4}, "zero: needs one of 0, 1, 2, 3, has 4; nearest: 3"),
@@ -226,3 +227,29 @@ def test_devices_beyond_the_stages_are_replicas(capsys, tmp_path) -> None:
     code, _, err = tiersim(*words, "--devices", "7", "--pp", "2", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "nearest: 8" in err
+
+
+def test_balanced_stages_are_faster_than_equal_ones() -> None:
+    """A head of 50,257 columns takes as long as several of these layers."""
+    config = {"model_type": "gpt2", "n_layer": 8, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 50257}
+    wide = transformer(config, batch=4, sequence=128, precision="fp32")
+    layout = {"pp": 4, "micro_batches": 4}
+    equal, chosen = (
+        simulate(wide, "mt3000_cluster", parallel={**layout, **more}) for more in ({}, {"layers": "balanced"})
+    )
+    assert chosen.summary()["makespan_ns"] < 0.95 * equal.summary()["makespan_ns"]
+    trace = chosen.log.trace
+    norms = [op for op in trace.ops if (op.kind, op.phase) == ("norm", "forward")]
+    parts = [{op.layer for op in norms if op.device == s} - {-1} for s in range(4)]
+    assert sum(map(len, parts)) == 8
+    assert len(parts[0]) > len(parts[-1])
+
+
+def test_layers_of_stages_on_the_command_line(capsys, tmp_path, base: Trace) -> None:
+    save_trace(base, tmp_path / "t.jsonl.gz")
+    words = ["--profile", "mt3000_cluster", "--trace", tmp_path / "t.jsonl.gz", "--pp", "2", "--micro-batches", "2"]
+    for text in ("balanced", "3,1"):
+        assert tiersim("run", *words, "--layers", text, "--json", capsys=capsys)[0] == 0
+    code, _, err = tiersim("run", *words, "--layers", "3,x", capsys=capsys)
+    assert code == 2
+    assert "expected numbers such as 3,3,2, or balanced" in err

@@ -131,6 +131,16 @@ LAYOUT = (
         Annotated[int | None, typer.Option(help="parts of the model per device, of interleaved; default: 2")],
         None,
     ),
+    Option(
+        "layers",
+        Annotated[
+            str | None,
+            typer.Option(
+                help="of each part of the model: 3,3,2; balanced: the slowest as fast as can be; default: equal"
+            ),
+        ],
+        None,
+    ),
 )
 """Options that divide a trace among devices; with them --micro-batches is how many go through the pipeline."""
 
@@ -202,6 +212,14 @@ TRUST = Option(
 Json, Jobs, Trusting = JSON.type, JOBS.type, TRUST.type
 
 
+def _numbers(key: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them."""
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--{key} {text!r}: expected numbers such as 3,3,2, or balanced") from None
+
+
 def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     """The platform and the trace that the options describe, the trace divided as they say."""
     given = {option.name: options[option.name] for option in LAYOUT if options.get(option.name) is not None}
@@ -209,6 +227,8 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
         return platform_of(options["profile"], options["set_"]), workload(options)
     from sim.layout import lay_out, to_layout, with_devices
 
+    if given.get("layers", "balanced") != "balanced":
+        given["layers"] = _numbers("layers", given["layers"])
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
     kernels = None

@@ -16,7 +16,7 @@ from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Same
 from sim.trace.tensor import ROLE_CODE
 
-__all__ = ["SCHEDULES", "pipeline"]
+__all__ = ["SCHEDULES", "parts_of", "pipeline"]
 
 
 def pipeline(
@@ -67,7 +67,7 @@ def pipeline(
     if trace.devices > 1:
         raise TraceError("pipeline: the trace is already on several devices")
     trace = _updates_by_part(trace, table)
-    base_part = _parts(trace, table)
+    base_part = parts_of(trace, table)
     _check_updates(trace, base_part)
     if schedule == "pipedream":
         if ranks > 1:
@@ -108,7 +108,7 @@ def _behind(trace: Trace, part: Sequence[int], stages: int) -> list[int]:
 
 def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
     """The trace with an op of the update per part of the model, where one updates weights of several."""
-    part = _parts(trace, table)
+    part = parts_of(trace, table)
     initial = {name: t for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0}
 
     def part_of(slot: Slot) -> int:
@@ -131,7 +131,7 @@ def _weight_gradients(trace: Trace) -> frozenset[int]:
     return frozenset(found)
 
 
-def _parts(trace: Trace, table: Mapping[int, int]) -> list[int]:
+def parts_of(trace: Trace, table: Mapping[int, int]) -> list[int]:
     """The part of the model of every op; of an update, the part of the first weight that it reads."""
     last = max(table.values(), default=0)
     part: list[int] = []

@@ -1,0 +1,114 @@
+"""Which layers make up which stage of a pipeline, and on how many machines: PipeDream's planner.
+
+Stages are runs of consecutive layers; stage s runs on r_s machines that take microbatches in turn. A stage of layers
+i … j takes, per microbatch,
+
+    T(i, j, r) = max(sum of T_l, 2 (r - 1) sum of w_l / rate) / r
+
+and what follows layer k takes 2 a_k / rate to send there and back. The slowest of all these is the time per microbatch
+once the pipeline is full; A(j, R) is the least for layers 0 … j on R machines:
+
+    A(j, R) = min over k and r of max(A(k, R - r), 2 a_k / rate, T(k + 1, j, r))
+
+Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, arXiv:1806.03377, section 3.2;
+Narayanan et al., SOSP 2019, section 3.1. Departs: one level of machines. All of them are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from sim.errors import TraceError
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a planner knows of a layer.
+
+    time: of forward and backward of a microbatch, ns.
+    sent: bytes of a microbatch that its forward hands to the next layer.
+    weights: bytes.
+    """
+
+    time: int
+    sent: int
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of a pipeline.
+
+    layers: per stage how many.
+    machines: per stage how many.
+    slowest: ns per microbatch of what binds: a stage, or what is sent between two.
+    """
+
+    layers: tuple[int, ...]
+    machines: tuple[int, ...]
+    slowest: Fraction
+
+
+def cost_of(layers: Sequence[LayerCost], sizes: Sequence[int], machines: Sequence[int], rate: int) -> Fraction:
+    """Time per microbatch of stages of these sizes on so many machines each, ns. rate: bytes per second."""
+    worst, first = Fraction(0), 0
+    for size, r in zip(sizes, machines, strict=True):
+        if first:
+            worst = max(worst, _there_and_back(layers[first - 1], rate))
+        own = layers[first : first + size]
+        worst = max(worst, _stage(sum(each.time for each in own), sum(each.weights for each in own), r, rate))
+        first += size
+    return worst
+
+
+def partition(
+    layers: Sequence[LayerCost], machines: int, rate: int, stages: int = 0, *, replicated: bool = True
+) -> Partition:
+    """The partition with the least time per microbatch; of several, the one whose last stages have the fewest layers.
+
+    machines: how many there are, all of which are used.
+    rate: bytes per second between two of them.
+    stages: how many are asked for; 0 leaves it open.
+    replicated: whether a stage may run on several machines.
+
+    Raises TraceError where there are fewer layers than stages.
+    """
+    n = len(layers)
+    if max(stages, 0 if replicated else machines) > n:
+        raise TraceError(f"partition: {n} layers do not make {max(stages, machines)} stages; nearest: {n}")
+    times, weights = ([0, *accumulate(getattr(each, name) for each in layers)] for name in ("time", "weights"))
+    best: dict[tuple[int, int, int], tuple[Fraction, tuple[tuple[int, int], ...]]] = {(0, 0, 0): (Fraction(0), ())}
+    deepest = stages or min(n, machines)
+    for used in range(1, machines + 1):
+        for stage in range(1, deepest + 1) if replicated else range(used, min(used, deepest) + 1):
+            for j in range(1, n + 1):
+                found = None
+                for k in reversed(range(j)):
+                    between = _there_and_back(layers[k - 1], rate) if k else Fraction(0)
+                    for r in range(1, used + 1) if replicated else (1,):
+                        before = best.get((k, used - r, stage - 1))
+                        if before is None:
+                            continue
+                        own = _stage(times[j] - times[k], weights[j] - weights[k], r, rate)
+                        worst = max(before[0], between, own)
+                        if found is None or worst < found[0]:
+                            found = worst, (*before[1], (j - k, r))
+                if found is not None:
+                    best[j, used, stage] = found
+    ends = [best[n, machines, s] for s in ([stages] if stages else range(1, deepest + 1)) if (n, machines, s) in best]
+    if not ends:
+        raise TraceError(f"partition: {machines} machines do not make {stages} stages of one each; nearest: {machines}")
+    slowest, rows = min(ends, key=lambda each: each[0])
+    return Partition(tuple(size for size, _ in rows), tuple(r for _, r in rows), slowest)
+
+
+def _stage(time: int, weights: int, r: int, rate: int) -> Fraction:
+    """Time per microbatch of a stage on r machines, ns."""
+    return max(Fraction(time), Fraction(2 * (r - 1) * weights * 10**9, rate)) / r
+
+
+def _there_and_back(layer: LayerCost, rate: int) -> Fraction:
+    return Fraction(2 * layer.sent * 10**9, rate)

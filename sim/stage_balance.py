@@ -1,0 +1,60 @@
+"""How many layers each part of a model gets so that the slowest stage of a pipeline is as fast as it can be.
+
+The embedding counts to the first layer, the last norm, head and loss to the last one: with a large vocabulary, equal
+numbers of layers are not equal times. Times are those of the machine's op-time model for a microbatch, without update;
+the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated stages.
+"""
+
+from __future__ import annotations
+
+from sim.hardware.cost import op_times
+from sim.hardware.platform import Platform
+from sim.rewrites.pipeline import parts_of
+from sim.rewrites.stage_partition import LayerCost, partition
+from sim.trace.graph import Trace
+from sim.trace.layers import op_layers
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+UPDATE, FORWARD = PHASE_CODE["update"], PHASE_CODE["forward"]
+
+
+def layer_costs(trace: Trace, machine: Platform, parts: int, micro_batches: int) -> list[LayerCost]:
+    """Of each layer, for a microbatch.
+
+    trace: an iteration on one device, of all samples.
+    machine: on which it would run.
+    parts: among how many equal replicas and ranks its work is divided, besides the microbatches.
+    micro_batches: of each replica.
+    """
+    layers = sorted({layer for layer in op_layers(trace).tolist() if layer >= 0})
+    place = parts_of(trace, {layer: i for i, layer in enumerate(layers)})
+    total, phase, share = op_times(trace, machine).total.tolist(), trace.op_columns.phase, parts * micro_batches
+    launch = [machine.engines[machine.engine_for(0, name)].launch for name in _engines(trace)]
+    time, sent, weights = ([0] * len(layers) for _ in range(3))
+    for op, layer in enumerate(place):
+        if phase[op] != UPDATE:
+            fixed = min(launch[op], total[op])
+            time[layer] += fixed + (total[op] - fixed) // share
+    columns = trace.tensor_columns
+    for t, size in enumerate(columns.bytes.tolist()):
+        made, readers = int(trace.producer[t]), [op for op in trace.readers(t) if phase[op] == FORWARD]
+        if made < 0 and columns.role[t] == ROLE_CODE["weight"] and readers:
+            weights[place[readers[0]]] += size
+        elif made >= 0 and phase[made] == FORWARD and readers:
+            for layer in range(place[made], max(place[op] for op in readers)):
+                sent[layer] += size // share
+    return [LayerCost(*each) for each in zip(time, sent, weights, strict=True)]
+
+
+def balanced(trace: Trace, machine: Platform, parts: int, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """How many layers each of so many parts gets. ranks: replicas times the ranks of each."""
+    costs = layer_costs(trace, machine, ranks, micro_batches)
+    homes = [machine.home(device).name for device in range(min(machine.devices, 2))]
+    route = machine.route(*homes) if len(homes) == 2 else ()
+    rate = min((machine.links[i].rate for i in route), default=10**18)
+    return partition(costs, parts, rate, parts, replicated=False).layers
+
+
+def _engines(trace: Trace) -> list[str]:
+    return [trace.op_columns.engine.get(op, "") for op in range(len(trace.ops))]
