@@ -26,6 +26,10 @@ def rows() -> dict[str, dict[str, Any]]:
     return {f"{row['net']}_b{row['batch']}_{row['policy']}": row for row in found["rows"]}
 
 
+CHECKPOINTED = {"densenet-121": "Dense"}
+"""Where the checkpoints of the truth are round other modules than those that repeat: its transitions do, too."""
+
+
 def ways() -> list[tuple[str, str]]:
     """Case and how its trace is made: built from a name, or captured where PyTorch is installed."""
     built = [(case, "built") for case, row in rows().items() if row["net"] in BUILT]
@@ -49,6 +53,7 @@ def trace_of(net: str, batch: int, way: str) -> Trace:
         loss=torch.nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         kernels="cuda",
+        layers=CHECKPOINTED.get(net),
     )
 
 
