@@ -20,6 +20,8 @@ from sim.solvers.linear import LinearProgram, Terms
 from sim.solvers.schedule import TraceIndex
 from sim.trace.tensor import ROLE_CODE
 
+GRADIENT = ROLE_CODE["gradient"]
+
 MEGABYTE, MICROSECOND = 1e6, 1e3  # keep the factors of the program near 1
 TOLERANCE, SLACK = 1e-6, 1e-3  # of the solver: a part, and ns
 
@@ -41,7 +43,7 @@ class Moment:
         """leaving: inputs that may be away before their last reader, and return."""
         self.at = at
         trace, producer = index.trace, index.producer
-        gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
+        gradient = trace.tensor_columns.role == GRADIENT
         later = {t for op in range(at, len(index.reads)) for t in index.reads[op]} | set(trace.outputs)
         inputs = {t for t, last in enumerate(index.stays_until) if last >= at}.difference(leaving)
         self.reads = {t for t in index.reads[at] if producer[t] >= 0 or t in leaving}
@@ -124,7 +126,9 @@ class Program:
         """That a tensor is resident at a moment or its producer is recomputed: less than or equal to minus that."""
         terms = [(self.resident[k][tensor], -1.0)]
         column = reruns.get(self.index.producer[tensor])
-        return terms if column is None else [*terms, (column, -1.0)]
+        if column is None or self.index.role[tensor] == GRADIENT:  # whose producer may run again for another result
+            return terms
+        return [*terms, (column, -1.0)]
 
     def _needs(self, k: int, op: int) -> Iterator[int]:
         """What an op that is recomputed after a moment reads of what was made before it."""

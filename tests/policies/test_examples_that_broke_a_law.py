@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from sim.analysis.peak_memory import home_peak
 from sim.conformance import CHECKS, run_policy
 from sim.conformance.suite import breaks
-from sim.errors import PolicyError
+from sim.errors import Infeasible, PolicyError
+from sim.experiment import simulate
 from sim.policies import load
+from sim.policies.hybrid.hybrid.drafts import use_at_ops
 from sim.trace import Trace, TraceBuilder
 from tests.engine.test_timeline import machine as hand_machine
 
@@ -46,6 +49,50 @@ def overwritten_elsewhere() -> Trace:
     return b.build(outputs=[end], carry=())
 
 
+def layers_with_workspace() -> Trace:
+    """Two layers whose forward ops take workspace; recomputing one takes it beside more than keeping everything."""
+    b = TraceBuilder()
+    x, w = b.tensor("x", 16, "input"), [b.tensor(f"w{i}", 4, "weight") for i in range(2)]
+    y, m = ([b.tensor(f"{name}{i}", size) for i in range(2)] for name, size in (("y", 7), ("m", 2)))
+    d, g = [b.tensor(f"d{i}", 7, "temporary") for i in (2, 1)], [b.tensor(f"dw{i}", 4, "gradient") for i in range(2)]
+    b.op("f0", "matmul", reads=[x, w[0]], writes=[y[0], m[0]], layer=0, workspace=30, duration=0)
+    b.op("f1", "matmul", reads=[y[0], w[1]], writes=[y[1], m[1]], layer=1, workspace=30, duration=0)
+    b.op("loss", "loss", phase="backward", reads=[y[1]], writes=[d[0]], layer=1, duration=1)
+    back = {"phase": "backward", "duration": 0}
+    b.op("f1.bwd", "matmul", reads=[d[0], y[0], y[1], m[1], w[1]], writes=[d[1], g[1]], layer=1, **back)
+    b.op("f0.bwd", "matmul", reads=[d[1], x, y[0], m[0], w[0]], writes=[g[0]], layer=0, **back)
+    return b.build(outputs=g, carry=())
+
+
+def workspace_beside() -> Trace:
+    """An op of the CPU with workspace, which is no memory of the device."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 16, "input"), b.tensor("y", 16), b.tensor("z", 16)
+    d, end = b.tensor("d", 16, "temporary"), b.tensor("end", 16, "temporary")
+    b.op("aside", reads=[x], writes=[y], workspace=30, duration=30, engine="cpu")
+    b.op("f", reads=[y], writes=[z], duration=10)
+    b.op("loss", "loss", phase="backward", reads=[z], writes=[d], duration=1)
+    b.op("f.bwd", phase="backward", reads=[d, z], writes=[end], duration=20)
+    return b.build(outputs=[z, end], carry=())
+
+
+def gradient_beside_another_result() -> Trace:
+    """The op that makes a weight's gradient is cheap, and makes what the next one reads."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 16, "input"), b.tensor("y", 16), b.tensor("z", 0)
+    w, g = [b.tensor(f"w{i}", size, "weight") for i, size in ((0, 9), (1, 1))], b.tensor("dw1", 1, "gradient")
+    d, end, other = b.tensor("d", 0, "temporary"), b.tensor("d1", 16, "temporary"), b.tensor("dw0", 9, "gradient")
+    new = [b.tensor(f"w{i}.new", size, "weight", replaces=w[i]) for i, size in ((0, 9), (1, 1))]
+    b.op("f0", "matmul", reads=[x, w[0]], writes=[y], workspace=8, duration=10)
+    b.op("f1", "matmul", reads=[y, w[1]], writes=[z], duration=1)
+    b.op("loss", "loss", phase="backward", reads=[z], writes=[d], duration=1)
+    b.op("f1.bwd", "matmul", phase="backward", reads=[d, z, w[1]], writes=[end, g], duration=2)
+    b.op("f0.bwd", "matmul", phase="backward", reads=[end, y, w[0]], writes=[other], duration=20)
+    b.op("step1", "optimizer", phase="update", reads=[w[1], g], writes=[new[1]], duration=10)
+    b.op("step0", "optimizer", phase="update", reads=[w[0], other], writes=[new[0]], duration=10)
+    return b.build(outputs=new, carry=zip(new, w, strict=True))
+
+
 FOUND = {
     "engines": (layer_on_two_engines(), hand_machine(cpu="host")),
     "overwritten": (product_overwritten(), hand_machine()),
@@ -67,3 +114,31 @@ def test_what_a_cache_of_products_holds_is_what_lies_in_their_storage():
     run = run_policy(load("selective_recompute"), product_overwritten(), hand_machine())
     trace = run.plan.trace
     assert trace.released[trace.tensor_id("y.relu")] == trace.op_id("back")
+
+
+@pytest.mark.parametrize(
+    ("name", "trace", "machine"),
+    [
+        ("tso", layers_with_workspace(), hand_machine()),
+        ("autotm", workspace_beside(), hand_machine(cpu="host")),
+    ],
+    ids=["tso", "autotm"],
+)
+def test_what_fits_without_a_policy_fits_with_it(name, trace, machine):
+    peak = home_peak(simulate(trace, machine).log)
+    assert home_peak(simulate(trace, machine, name, budget=peak).log) <= peak
+
+
+def test_a_gradient_is_not_dropped_where_its_op_may_run_again():
+    trace, machine = gradient_beside_another_result(), hand_machine()
+    peak = home_peak(simulate(trace, machine).log)
+    with pytest.raises(Infeasible, match=f"{peak} B would do"):
+        simulate(trace, machine, "relax_and_fix", budget=peak - 1)
+
+
+def test_nothing_is_in_use_on_a_device_where_nothing_was_allocated():
+    b = TraceBuilder()
+    b.op("f", reads=[b.tensor("x", 40, "input")], writes=[y := b.tensor("y", 40)], duration=10)
+    b.op("aside", duration=10, device=1)
+    log = simulate(b.build(outputs=[y], carry=()), hand_machine(devices=2)).log
+    assert (use_at_ops(log, 0), use_at_ops(log, 1)) == ({0: 80}, {1: 0})

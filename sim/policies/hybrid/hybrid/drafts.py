@@ -71,10 +71,10 @@ def use_at_ops(log: EventLog, device: int) -> dict[int, int]:
     """Bytes in use in a device's home tier when each of its ops begins its first run."""
     tier = log.platform.tiers.index(log.platform.home(device))
     here = log.change("tier") == tier
-    use = np.cumsum(log.change("delta")[here])
+    use = np.concatenate(([0], np.cumsum(log.change("delta")[here])))  # nothing, until something changes
     first = [WHY[name] for name in FIRST_RUNS]
     rows = np.flatnonzero(np.isin(log.interval("why"), first) & (log.interval("device") == device))
-    found = np.searchsorted(log.change("time")[here], log.interval("start")[rows], side="right") - 1
+    found = np.searchsorted(log.change("time")[here], log.interval("start")[rows], side="right")
     return dict(zip(log.interval("op")[rows].tolist(), use[found].tolist(), strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -95,7 +96,8 @@ class AutoTm(Policy):
             if values is None:
                 break
             moves = Moves(problem, lives, values, platform.host.name)
-            notes = _notes(status, moves.expected_ns, min(round(bound), moves.expected_ns))
+            limit = "" if status == "optimal" else "time"
+            notes = _notes(status, moves.expected_ns, min(round(bound), moves.expected_ns), limit)
             plan = Plan(trace, moves.actions, place=moves.place, notes=notes)
             try:
                 problem.evaluate(plan)
@@ -105,12 +107,15 @@ class AutoTm(Policy):
                 return plan
         if status == "unknown":
             raise PolicyError("policy 'autotm' found no plan before it met its limit; raise time_limit, or the budget")
+        plain = Plan(trace, notes=_notes("feasible", sum(lives.took), 0))
+        with suppress(OutOfMemory):  # the program counts what runs beside the device as if it ran there
+            problem.evaluate(plain)
+            return plain
         what = f"policy 'autotm': no {self.mode} plan fits {format_bytes(problem.budget)}"
         raise nothing_fits(problem, what, None)
 
 
-def _notes(status: str, expected: int, bound: int) -> dict[str, Any]:
-    limit = "" if status == "optimal" else "time"
+def _notes(status: str, expected: int, bound: int, limit: str = "") -> dict[str, Any]:
     return {
         "status": status,
         "expected_ns": expected,

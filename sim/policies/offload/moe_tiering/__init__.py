@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -102,6 +102,10 @@ class MoeTiering(Policy):
         )
         notes = {"experts": len(experts), "visits": len(visits)}
         return Plan(trace, place=self._place(problem, experts, chain), online=online, notes=notes)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """Experts on the host, where an op of its processor reads them without a copy."""
+        return {"experts on the host": self.plan(problem)}
 
     def _place(self, problem: Problem, experts: dict[str, list[int]], chain: Sequence[str]) -> dict[int, str]:
         """Where experts begin: the host, or where it is full the tier behind; later, where an iteration left them."""

@@ -119,7 +119,9 @@ class Tso(RecomputationPlanner):
                 if high - low <= problem.budget // self.slots:
                     break
                 room = (low + high) // 2
-        best = best or filled(tightest(prices))
+        if best is None:  # the model counts more than the plan's exact peak, so what it calls tightest may not be
+            whole = [[(0, len(line), mode)] for mode, name in enumerate(self.modes) if name == "eager"]
+            best = min((filled(segments) for segments in (tightest(prices), *whole)), key=lambda one: one.runs.peak())
         floor = best.runs.peak()
         if floor > problem.budget:
             what = f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}"
