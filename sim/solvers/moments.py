@@ -126,7 +126,7 @@ class Program:
         """That a tensor is resident at a moment or its producer is recomputed: less than or equal to minus that."""
         terms = [(self.resident[k][tensor], -1.0)]
         column = reruns.get(self.index.producer[tensor])
-        if column is None or self.index.role[tensor] == GRADIENT:  # whose producer may run again for another result
+        if column is None or self.index.role[tensor] == GRADIENT:  # whose producer may be recomputed for another result
             return terms
         return [*terms, (column, -1.0)]
 

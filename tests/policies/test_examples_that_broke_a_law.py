@@ -65,7 +65,7 @@ def layers_with_workspace() -> Trace:
 
 
 def workspace_beside() -> Trace:
-    """An op of the CPU with workspace, which is no memory of the device."""
+    """An op of the CPU with workspace, which takes nothing from the device."""
     b = TraceBuilder()
     x, y, z = b.tensor("x", 16, "input"), b.tensor("y", 16), b.tensor("z", 16)
     d, end = b.tensor("d", 16, "temporary"), b.tensor("end", 16, "temporary")
@@ -74,6 +74,23 @@ def workspace_beside() -> Trace:
     b.op("loss", "loss", phase="backward", reads=[z], writes=[d], duration=1)
     b.op("f.bwd", phase="backward", reads=[d, z], writes=[end], duration=20)
     return b.build(outputs=[z, end], carry=())
+
+
+def state_beside() -> Trace:
+    """An update on the CPU, whose state is none of the device's memory."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 16, "input"), b.tensor("y", 16), b.tensor("z", 16)
+    w, m = b.tensor("w", 9, "weight"), b.tensor("m", 18, "optimizer_state")
+    d, end, g = b.tensor("d", 16, "temporary"), b.tensor("end", 16, "temporary"), b.tensor("dw", 9, "gradient")
+    new = [b.tensor(f"{name}.new", size, role, replaces=old) for name, size, role, old in
+           (("w", 9, "weight", w), ("m", 18, "optimizer_state", m))]  # fmt: skip
+    b.op("f0", "elementwise", reads=[x], writes=[y], layer=0, duration=10)
+    b.op("f1", "matmul", reads=[y, w], writes=[z], layer=0, duration=10)
+    b.op("loss", "loss", phase="backward", reads=[z], writes=[d], layer=0, duration=1)
+    b.op("f1.bwd", "matmul", phase="backward", reads=[d, y, w], writes=[end, g], layer=0, duration=20)
+    step = {"phase": "update", "duration": 10, "engine": "cpu", "releases": [y, z, d, end, g]}
+    b.op("step", "optimizer", reads=[w, g, m], writes=new, **step)
+    return b.build(outputs=new, carry=[(new[0], w), (new[1], m)])
 
 
 def gradient_beside_another_result() -> Trace:
@@ -120,9 +137,10 @@ def test_what_a_cache_of_products_holds_is_what_lies_in_their_storage():
     ("name", "trace", "machine"),
     [
         ("tso", layers_with_workspace(), hand_machine()),
+        ("tso", state_beside(), hand_machine(cpu="host")),
         ("autotm", workspace_beside(), hand_machine(cpu="host")),
     ],
-    ids=["tso", "autotm"],
+    ids=["tso", "tso-cpu", "autotm"],
 )
 def test_what_fits_without_a_policy_fits_with_it(name, trace, machine):
     peak = home_peak(simulate(trace, machine).log)

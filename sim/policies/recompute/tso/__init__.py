@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, MinLen
 
 from sim.declared import OneOf
+from sim.errors import OutOfMemory
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
@@ -119,13 +120,13 @@ class Tso(RecomputationPlanner):
                 if high - low <= problem.budget // self.slots:
                     break
                 room = (low + high) // 2
-        if best is None:  # the model counts more than the plan's exact peak, so what it calls tightest may not be
-            whole = [[(0, len(line), mode)] for mode, name in enumerate(self.modes) if name == "eager"]
-            best = min((filled(segments) for segments in (tightest(prices), *whole)), key=lambda one: one.runs.peak())
-        floor = best.runs.peak()
-        if floor > problem.budget:
-            what = f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}"
-            raise nothing_fits(problem, what, floor)
+        if best is None and "eager" in self.modes and _fits_as_it_is(problem):
+            best = filled([(0, len(line), self.modes.index("eager"))])
+        if best is None:
+            floor = (best := filled(tightest(prices))).runs.peak()
+            if floor > problem.budget:
+                what = f"tso finds no segments of {len(line)} stages that fit {format_bytes(problem.budget)}"
+                raise nothing_fits(problem, what, floor)
         notes = {
             "segments": tuple((i, j - 1, self.modes[q]) for i, j, q in best.segments),
             **self._said(),
@@ -182,6 +183,15 @@ class Tso(RecomputationPlanner):
             if mode.captured:
                 hold.update((t, region.forward[-1]) for op in region.forward for t in index.writes[op])
         return schedule_of(index, reruns, hold=hold)
+
+
+def _fits_as_it_is(problem: Problem) -> bool:
+    """Whether nothing need be done: the count of bytes takes all memory for the device's, a replay does not."""
+    try:
+        problem.evaluate(Plan(problem.trace))
+    except OutOfMemory:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
