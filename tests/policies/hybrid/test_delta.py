@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -15,15 +16,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sim.analysis.lanes import work_ns
+from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.eviction.director import Director
 from sim.experiment import Result, problem_for, simulate
 from sim.hardware.platform import Platform
+from sim.hardware.profile import load_profile
 from sim.log import CAUSE, WHY
 from sim.policies import load
 from sim.solvers.knapsack import COVER_UNITS, Group, least_cover
 from sim.trace import Trace, TraceBuilder
 from tests.machines import machine as toy_machine
+from workloads import cnn
 from workloads.synthetic import random_dag, uniform_chain, w1
 
 GB = 10**9
@@ -237,6 +241,41 @@ def test_a_reload_leaves_room_for_what_the_op_makes():
     platform = machine(peak * 7 // 10, rate=10**13)
     result = run(trace, platform)
     assert result.log.counters["implicit_moves"] < run(trace, platform, prefetch="none").log.counters["implicit_moves"]
+
+
+# ---- the published growth in batch ---------------------------------------------------------------
+
+
+PUBLISHED = {"resnet-50": 2.04, "resnet-101": 2.25}
+"""How many times as large a batch fits. What that costs is not given; here samples take 19 to 25 % longer."""
+
+
+@cache
+def samples(net: str, batch: int, memory: int, policy: str = "delta") -> tuple[float, int]:
+    """Time per sample and peak of a batch; no time where it does not fit."""
+    try:
+        log = simulate(cnn(net, batch=batch), load_profile("v100_32"), policy, budget=memory).log
+    except OutOfMemory:
+        return math.inf, memory
+    return log.end / batch, home_peak(log)
+
+
+@pytest.mark.parametrize("net", PUBLISHED)
+def test_the_published_growth_in_batch_fits_and_is_not_for_free(net):
+    kept_ns, memory = samples(net, 32, 10**13, "keep_all")
+    assert samples(net, 33, memory, "keep_all")[0] == math.inf
+    grown_ns, _ = samples(net, int(32 * PUBLISHED[net]), memory)
+    assert 1.1 < grown_ns / kept_ns < 1.3
+
+
+def test_the_deeper_net_grows_more_as_published():
+    slower = {}
+    for net in PUBLISHED:
+        kept_ns, memory = samples(net, 32, 10**13, "keep_all")
+        slower[net] = [samples(net, times * 32, memory)[0] / kept_ns for times in (3, 5, 7)]
+    assert slower["resnet-101"][0] < slower["resnet-50"][0]
+    fits = {net: sum(each < math.inf for each in times) for net, times in slower.items()}
+    assert fits["resnet-50"] < fits["resnet-101"] < 3
 
 
 # ---- variants and the law ----------------------------------------------------------------------------

@@ -265,6 +265,33 @@ def test_beside_zero_offload_it_sees_what_that_moves():
     assert found[names[0]] == min(found.values())
 
 
+def linked(rate: int) -> Platform:
+    return load_profile("mt3000_survey", overrides={f"links.{way}.rate": f"{rate} GB/s" for way in ("d2h", "h2d")})
+
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 1408, "vocab_size": 1000, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def test_where_another_part_keeps_the_link_busy_it_drops_rather_than_copies():
+    trace, platform = transformer(LLAMA, batch=16, sequence=128, precision="amp_bf16"), linked(1)
+    budget = home_peak(simulate(trace, platform, "zero_offload + full_recompute", budget=PLENTY).log)
+    found = overheads(trace, platform, budget, [f"zero_offload + {name}" for name in ("hybrid", "twremat")])
+    assert found["zero_offload + hybrid"] <= found["zero_offload + twremat"]
+
+
+def test_a_draft_that_misses_by_little_beside_another_part_shows_where():
+    """The fastest drafts lack 0.3 MB beside gradients that are still leaving; others cost 4 %."""
+    trace, platform = transformer(SMALL, batch=8, sequence=256, precision="amp_bf16"), linked(10)
+    kept, least = (
+        simulate(trace, platform, text, budget=PLENTY).log for text in ("zero_offload", "zero_offload + full_recompute")
+    )
+    budget = int(home_peak(least) + 0.3 * (home_peak(kept) - home_peak(least)))
+    assert simulate(trace, platform, "zero_offload + hybrid", budget=budget).log.end == kept.end
+
+
 # ---- transformers ------------------------------------------------------------------------------
 
 SINGLE = ("full_recompute", "selective_recompute", "swap_all", "twremat")
@@ -330,6 +357,18 @@ def test_where_the_update_does_not_fit_the_refusal_names_what_does():
         simulate(trace, "mt3000_survey", "hybrid", budget=budget)
     for text in ("optimizer_in_backward + hybrid", "zero_offload + hybrid"):
         assert simulate(trace, "mt3000_survey", text, budget=budget).log.complete
+
+
+def test_where_state_and_gradients_leave_too_little_the_refusal_names_what_moves_them():
+    trace, floors = transformer(SMALL | {"n_layer": 4}, batch=8, sequence=128, precision="bf16"), set()
+    for budget, named in ((1 * MB, False), (25 * MB, True)):  # in 1 MB the weights alone do not fit
+        with pytest.raises(Infeasible) as refused:
+            simulate(trace, "mt3000_survey", "hybrid", budget=budget)
+        floors.add(refused.value.floor_bytes)
+        beside = f"{6 * trace.meta['parameters'] / MB:.2f} MB in all, stay here: join a policy for them, as in 'zero"
+        assert (beside in str(refused.value)) == named
+    assert len(floors) == 1
+    assert simulate(trace, "mt3000_survey", "zero_offload + hybrid", budget=25 * MB).log.complete
 
 
 def test_where_backward_ends_first_the_refusal_still_names_the_update():

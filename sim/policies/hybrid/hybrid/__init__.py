@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated
 
+import numpy as np
 from annotated_types import Ge
 
 from sim.errors import OutOfMemory
@@ -15,16 +16,20 @@ from sim.policies.hybrid.hybrid.drafts import Draft, Drafts, Replayed, replayed
 from sim.policies.offload.swap_all import SwapAll
 from sim.solvers.outcome import nothing_fits
 from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
 SEARCHES = 3
 """Where a replay shows what the model did not know, it goes on from that, at most so often in all."""
 REPLAYS = 3
 """The fastest drafts that fit are replayed, so many."""
+LATE = 1.001
+"""By how much a replay may take longer than the model says, before drafts without copies are tried, too."""
 UPDATE = (
     "; it is the update that does not fit, of which nothing is kept, offloaded or recomputed here: join a policy for "
     "it, as in 'optimizer_in_backward + hybrid' or 'zero_offload + hybrid'"
 )
+STATE = "; optimizer state and gradients, {} in all, stay here: join a policy for them, as in 'zero_offload + hybrid'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,9 @@ class Hybrid(Policy):
     improved by changing single choices; the same is done for a program with 1 % less room, of which other shares are
     rounded. The fastest drafts are replayed, and
     `swap_all` where they take longer than unlimited memory; the fastest is the plan.
-    In a composition the replays show what other parts hold and move, and the search goes on with that.
+    In a composition the replays show what other parts hold and move, and the search goes on with that; so it does where
+    a draft that should fit does not. Where a replay takes longer than the model says, since others use the link, drafts
+    that copy nothing are tried, too.
     Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
     recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
@@ -51,11 +58,13 @@ class Hybrid(Policy):
         "SwapAdvisor", and Peng et al., "Capuchin", both ASPLOS 2020; recomputing the cheap: Korthikanti et al., MLSys
         2023.
     Bounds: `rounds` programs and one of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
-        most three replays per search, and one search but in compositions or where no replay fits.
+        most three replays per search, and one search but in compositions or where the fastest draft does not fit.
     Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
         the peak, nothing is left to choose, and nothing fits. Some policies fit into less, or are faster, by freedoms
         that it does not have: `modnn` offloads temporaries of the update, too, and splits the batch; `vdnn` and `modnn`
-        take other implementations of convolutions; lossy codecs make what is saved smaller.
+        take other implementations of convolutions; `tso` launches captured graphs; `zero_offload` updates on the host's
+        processor, beside the device; `optimizer_in_backward` and `olla` change the order of ops; lossy codecs make what
+        is saved smaller.
 
     rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
@@ -81,12 +90,18 @@ class Hybrid(Policy):
         best: Replayed | None = None
         if shared := drafts.learn(plain):  # that replay ended early: one that goes on shows more
             drafts.learn(replayed(problem, drafts, drafts.away()))
+        last: Replayed | None = None
         for _ in range(SEARCHES):
-            fitting, short = self._search(problem, drafts)
+            fitting, first = self._search(problem, drafts)
             best = min((each for each in (best, fitting) if each), key=lambda each: each.ns, default=None)
-            if fitting and not shared:
+            if first.fits and (not shared or (last and list(first.draft.choice) == list(last.draft.choice))):
                 break
-            drafts.learn(fitting or short)
+            for run in {id(run): run for run in (fitting, first) if run}.values():
+                drafts.learn(run)
+            last = first
+        if best is None or (best.draft.moved and best.ns > LATE * best.draft.ns):  # the link has more to do
+            dropping, _ = self._search(problem, drafts.without_copies())
+            best = min((each for each in (best, dropping) if each), key=lambda each: each.ns, default=None)
         if best is None:
             best = replayed(problem, drafts, drafts.least(self.rounds))
         if not best.fits:
@@ -94,9 +109,8 @@ class Hybrid(Policy):
             if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
                 raise best.refusal  # no budget helps where another tier is short
             what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
-            raise nothing_fits(
-                problem, what, best.draft.least_bytes, end=UPDATE if _peaks_in_update(best.draft) else ""
-            )
+            end = UPDATE if _peaks_in_update(best.draft) else _state_beside(problem, best.draft)
+            raise nothing_fits(problem, what, best.draft.least_bytes, end=end)
         if best.ns > plain.draft.ns and problem.platform.host is not None:
             return _faster(problem, best, SwapAll().plan(problem))
         return best.plan
@@ -112,6 +126,18 @@ class Hybrid(Policy):
                 seen.add(tuple(draft.choice))
                 runs.append(replayed(problem, drafts, draft))
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
+
+
+def _state_beside(problem: Problem, draft: Draft) -> str:
+    """What to join where optimizer state and gradients, which stay here, take more than a draft lacks; else nothing."""
+    trace, columns, ops = problem.trace, problem.trace.tensor_columns, problem.trace.op_columns
+    if problem.platform.host is None or ops.engine:
+        return ""
+    state = (columns.role == ROLE_CODE["optimizer_state"]) & (trace.producer < 0)
+    read = {t for op in np.flatnonzero(ops.phase == PHASE_CODE["update"]).tolist() for t in trace.reads(op)}
+    gradients = [t for t in read if columns.role[t] == ROLE_CODE["gradient"]]
+    held = int(columns.bytes[state].sum() + columns.bytes[gradients].sum())
+    return "" if held < draft.least_bytes - problem.budget else STATE.format(format_bytes(held))
 
 
 def _peaks_in_update(draft: Draft) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import combinations, cycle
 from operator import attrgetter
 from typing import Any
@@ -94,11 +95,20 @@ class Drafts:
         self._margin = 0
         self._late: dict[int, int] = {}
         self._others: list[int] = []  # per op the bytes that other parts of a composition add or take away
+        self._seen: set[int] = set()  # ops at which replays have shown them
         self._ns = [problem.cost.op_ns(op) for op in range(len(problem.trace.ops))]
         self._doubt: dict[int, float] = {}  # of the last program, how far from whole each choice was
         self._last: dict[int, list[int]] = {}
         for i, s in enumerate(self.results.saved):
             self._last.setdefault(s.last, []).append(i)
+
+    def without_copies(self) -> Drafts:
+        """The same, and as much learnt, where nothing may be offloaded."""
+        other = copy(self)
+        stays = [replace(s, offloads=False, sends_early=False) for s in self.results.saved]
+        other.results = replace(self.results, saved=stays)
+        other._late, other._doubt = {}, {}
+        return other
 
     # ---- one draft ---------------------------------------------------------------------------
 
@@ -178,28 +188,46 @@ class Drafts:
     def learn(self, run: Replayed) -> bool:
         """Learn from a replay what the model does not know.
 
-        That is how much was lacking where a draft that should have fitted did not; and what other parts of a
-        composition hold and move, up to the op at which the replay ended, and from there on as it was at the last.
+        That is what other parts of a composition hold and move: up to the op at which the replay ended, and from there
+        on what earlier replays have shown, or else as it was at the last. Where a draft that should have fitted did
+        not, as much more is needed at that op; where memory has addresses, anywhere.
         Returns whether there is any of that.
         """
         if run.log is None:
             return False
-        room = [run.log.platform.home(device).capacity - self._margin for device in self.devices]
-        expected = all(max(line.used, default=0) <= most for line, most in zip(run.draft.lines, room, strict=True))
-        self.capacity = room  # in a composition what is asked for may be another budget
+        homes = [run.log.platform.home(device) for device in self.devices]
+        expected = all(
+            max(line.used, default=0) <= most for line, most in zip(run.draft.lines, self._room(run), strict=True)
+        )
         differs = [0] * len(self._ns)
-        for device, (steps, line) in enumerate(zip(run.draft.steps, run.draft.lines, strict=True)):
-            use, last = use_at_ops(run.log, device), 0
+        for home, (device, line) in zip(homes, enumerate(run.draft.lines), strict=True):
+            steps, use, last = run.draft.steps[device], use_at_ops(run.log, device), 0
+            needs: dict[int, int] = {}
+            for op, used in zip(wheres(run.draft.schedule, steps), line.used, strict=True):
+                needs[op] = max(needs.get(op, 0), used)
+            ended = expected and run.refusal is not None and run.refusal.tier == home.name
             for at, op, used in zip(steps.at, steps.ops, line.used, strict=True):
-                if run.draft.schedule.steps[at][1] < 0:
-                    last = differs[op] = use[op] - used if op in use else last
+                if run.draft.schedule.steps[at][1] >= 0:
+                    continue
+                if op in use:
+                    last = differs[op] = use[op] - used
+                    self._seen.add(op)
+                elif ended:
+                    differs[op], ended = home.capacity + run.lacking - needs[op], False
+                elif op not in self._seen:
+                    differs[op] = last
         if any(differs):
             earlier = self._others or [0] * len(self._ns)
             self._others = [a + b for a, b in zip(earlier, differs, strict=True)]
-        if not run.fits and expected:
+        if not run.fits and expected and any(home.allocator.name != "exact" for home in homes):
             self._margin += run.lacking
-            self.capacity = [capacity - run.lacking for capacity in self.capacity]
+        self.capacity = self._room(run)  # in a composition what is asked for may be another budget
         return any(differs)
+
+    def _room(self, run: Replayed) -> list[int]:
+        """Per device the bytes of a replay's machine, less what is kept free."""
+        assert run.log is not None
+        return [run.log.platform.home(device).capacity - self._margin for device in self.devices]
 
     # ---- several -----------------------------------------------------------------------------
 
@@ -264,11 +292,13 @@ class Drafts:
 
     def least(self, rounds: int) -> Draft:
         """The draft that needs least memory, however long it takes; the same for any capacity."""
-        now = best = self.kept()
+        fresh = copy(self)
+        fresh._late, fresh._doubt = {}, {}  # which depend on the capacity
+        now = best = fresh.kept()
         for _ in range(rounds):
-            now = self.by_program(now, [0 for _ in self.devices])
+            now = fresh.by_program(now, [0 for _ in self.devices])
             best = min(best, now, key=attrgetter("least_bytes"))
-        return self.polished(best, WORK, attrgetter("least_bytes"))
+        return fresh.polished(best, WORK, attrgetter("least_bytes"))
 
     # ---- the plan ----------------------------------------------------------------------------
 
