@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from sim.errors import LayoutError, near
@@ -38,6 +39,8 @@ class Layout:
     dp: replicas of the model, each with an equal part of the samples.
     tp: ranks among which the layers of each replica are divided, by heads, columns and vocabulary.
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
+    cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them: context
+        parallelism, which needs fused attention.
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     pp: stages of the pipeline.
@@ -60,6 +63,7 @@ class Layout:
     micro_batches: int = 1
     chunks: int = 0
     layers: tuple[int, ...] | str = ()
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -73,10 +77,12 @@ class Layout:
             )
         if not isinstance(self.sequence_parallel, bool):
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
-        for key in ("dp", "tp", "pp", "micro_batches", "chunks"):
+        for key in ("dp", "tp", "cp", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
+        if self.cp > 1 and self.tp > 1:
+            raise LayoutError("cp: tokens and layers cannot both be divided yet; nearest: cp 1, or tp 1")
         if isinstance(self.layers, str):
             if self.layers != BALANCED:
                 raise LayoutError(f"layers: needs a list of numbers or {BALANCED!r}, has {self.layers!r}")
@@ -97,7 +103,7 @@ class Layout:
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.cp * self.pp
 
     @property
     def is_trivial(self) -> bool:
@@ -130,10 +136,12 @@ def with_devices(given: Mapping[str, Any]) -> dict[str, Any]:
     if devices is None:
         return table
     _positive("devices", devices)
-    each, dp = max(int(table.get("pp", 1)), 1) * max(int(table.get("tp", 1)), 1), table.get("dp")
+    each, dp = prod(max(int(table.get(key, 1)), 1) for key in ("pp", "tp", "cp")), table.get("dp")
     if devices % each or (dp is not None and dp * each != devices):
         nearest = dp * each if dp is not None else max(each, round(devices / each) * each)
-        raise LayoutError(f"devices: {devices} are not dp * tp * pp with tp * pp = {each}; nearest: {nearest}")
+        raise LayoutError(
+            f"devices: {devices} are not dp * tp * cp * pp with tp * cp * pp = {each}; nearest: {nearest}"
+        )
     return {**table, "dp": devices // each}
 
 
@@ -170,15 +178,17 @@ def lay_out(
     _check_devices(machine, layout)
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel)
+    check_context(trace, layout.cp)
     if layout.layers == BALANCED and layout.pp > 1:
-        ranks = layout.dp * layout.tp
+        ranks = layout.dp * layout.tp * layout.cp
         layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
     table = part_of_layer(trace, layout)
-    trace = divide_layers(trace, layout.tp, layout.sequence_parallel)
+    divided_by = layout.tp * layout.cp  # one of them is 1
+    trace = divide_layers(trace, divided_by, layout.sequence_parallel, context=layout.cp > 1)
     trace = trace if kernels is None else kernels(trace)
     dealt = layout.zero > 1 and layout.dp > 1
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, ranks=layout.dp, dealt=dealt)
-    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp, layout.tp)
+    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp, divided_by)
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:
@@ -199,18 +209,7 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
     """Raise LayoutError where the layers of a trace do not divide among so many ranks."""
     if tp == 1:
         return
-    for key, what in (("expert_loads", "experts"), ("lora_rank", "adapters")):
-        if key in trace.meta:
-            raise LayoutError(f"tp: layers with {what} cannot be divided yet; nearest: 1")
-    if trace.meta.get("stack", "eager") != "eager":
-        raise LayoutError(
-            f"tp: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
-            "trace eager, and give lay_out(…, kernels=…)"
-        )
-    if trace.meta.get("loss") == "chunked":
-        raise LayoutError("tp: loss 'chunked' computes its gradients in forward, which cannot be divided; try 'fused'")
-    if int(trace.meta.get("micro_batches", 1)) > 1:
-        raise LayoutError("tp: the trace has microbatches already; give micro_batches in the layout instead")
+    _check_divisible("tp", trace)
     most = divisible(trace)
     if not most:
         raise LayoutError("tp: the trace has no layers that are known to divide; nearest: 1")
@@ -220,6 +219,40 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
     if sequence_parallel and isinstance(sequence, int) and sequence % tp:
         nearest = nearest_divisor(math.gcd(sequence, most), tp)
         raise LayoutError(f"tp: {tp} does not divide the sequence of {sequence}; nearest: {nearest}")
+
+
+def check_context(trace: Trace, cp: int) -> None:
+    """Raise LayoutError where the tokens of a trace do not divide among so many ranks."""
+    if cp == 1:
+        return
+    _check_divisible("cp", trace)
+    sequence = trace.meta.get("sequence")
+    if not isinstance(sequence, int):
+        raise LayoutError("cp: the trace states no sequence; nearest: 1")
+    if sequence % cp:
+        raise LayoutError(
+            f"cp: {cp} does not divide the sequence of {sequence}; nearest: {nearest_divisor(sequence, cp)}"
+        )
+    if not any(op.kind == "attention" for op in trace.ops):
+        raise LayoutError("cp: scores of all tokens with all others cannot be divided by tokens; try attention 'flash'")
+
+
+def _check_divisible(key: str, trace: Trace) -> None:
+    """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
+    for word, what in (("expert_loads", "experts"), ("lora_rank", "adapters")):
+        if word in trace.meta:
+            raise LayoutError(f"{key}: layers with {what} cannot be divided yet; nearest: 1")
+    if trace.meta.get("stack", "eager") != "eager":
+        raise LayoutError(
+            f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
+            "trace eager, and give lay_out(…, kernels=…)"
+        )
+    if trace.meta.get("loss") == "chunked":
+        raise LayoutError(
+            f"{key}: loss 'chunked' computes its gradients in forward, which cannot be divided; try 'fused'"
+        )
+    if int(trace.meta.get("micro_batches", 1)) > 1:
+        raise LayoutError(f"{key}: the trace has microbatches already; give micro_batches in the layout instead")
 
 
 def divisible(trace: Trace) -> int:
@@ -267,7 +300,7 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
     """Raise LayoutError where a machine has fewer devices and no network, or no link from each to the next."""
     devices = layout.devices
     if machine.devices < devices and not machine.networks:
-        key = "dp" if layout.dp > 1 else "tp" if layout.tp > 1 else "pp"
+        key = "dp" if layout.dp > 1 else "tp" if layout.tp > 1 else "cp" if layout.cp > 1 else "pp"
         raise LayoutError(
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"

@@ -115,6 +115,11 @@ LAYOUT = (
         None,
     ),
     Option(
+        "cp",
+        Annotated[int | None, typer.Option(help="ranks that divide the tokens, with all weights on each; default: 1")],
+        None,
+    ),
+    Option(
         "zero",
         Annotated[
             int | None,
@@ -232,7 +237,7 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
     kernels = None
-    if layout.tp > 1 and options["stack"]:  # kernels are fused after their ops are divided
+    if (layout.tp > 1 or layout.cp > 1) and options["stack"]:  # kernels are fused after their ops are divided
         from functools import partial
 
         from workloads import with_stack

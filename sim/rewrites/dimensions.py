@@ -2,12 +2,13 @@
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
 `VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
-have it their shapes tell.
+have it their shapes tell. `queries`: what attention's gradients of keys and values are summed over; nothing has it.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
 divided vocabulary can be divided if each row knows what it needs of all its columns (`Rowwise`): its maximum, the sum
-of its exponentials, the label's entry.
+of its exponentials, the label's entry. Fused attention can be divided by the tokens that ask, if each rank has the keys
+and values of all tokens; of their gradients it then has a term.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROWS = ("attn.proj", "mlp.proj", "mlp.down")
 VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
 """Embedding and head."""
 
-TENSOR, SEQUENCE = "tensor", "sequence"
+TENSOR, SEQUENCE, QUERIES = "tensor", "sequence", "queries"
 DIMENSIONS = (TENSOR, SEQUENCE)
 
 _COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias)")
@@ -48,12 +49,16 @@ class Dimensions:
 
     has: per dimension the ids of the tensors that have it.
     family: per tensor, the weight that it belongs to: itself, its gradient, its state or a copy in another type; "".
+    keys: the keys and values of fused attention, of which every token asks all others'.
+    terms: their gradients.
     """
 
     trace: Trace
     ops: tuple[Op, ...]
     has: dict[str, frozenset[int]]
     family: tuple[str, ...]
+    keys: frozenset[int]
+    terms: frozenset[int]
 
     def divides(self, op: int, dimension: str) -> bool:
         """Whether an op can be computed in shares along a dimension."""
@@ -62,7 +67,7 @@ class Dimensions:
 
     def sums(self, op: int) -> bool:
         """Whether a result without the dimension along which the op is divided is a sum over the shares."""
-        return self.ops[op].kind in ("matmul", "embedding", "reduce", "norm")
+        return self.ops[op].kind in ("matmul", "embedding", "reduce", "norm", "loss")
 
     def takes_terms(self, op: int) -> bool:
         """Whether an op is linear in all its reads, so that of terms of sums it computes a term of a sum."""
@@ -116,7 +121,19 @@ def _find(trace: Trace) -> Dimensions:
             of = by_name.get(gradient[1]) if gradient and op.phase == "backward" and op.kind == "copy" else None
             if (passes and _has_columns(tensors[t])) or of in divided:
                 divided.add(t)
-    return Dimensions(trace, ops, {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens)}, family)
+    attends = [op for op in ops if op.kind == "attention"]
+    if isinstance(sequence, int):
+        tokens |= {t for op in attends for t in op.writes if (tensors[t].shape or ())[2:] == (sequence,)}
+    keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
+    terms = frozenset(t for op in attends if op.phase == "backward" for t in op.writes[1:] if t in tokens)
+    has = {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens), QUERIES: frozenset[int]()}
+    return Dimensions(trace, ops, has, family, keys, terms)
+
+
+def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
+    """Keys and values that fused attention reads: tensors of their own, or one with the queries."""
+    apart = op.reads[1:3]
+    return apart if len(apart) == 2 and tokens.issuperset(apart) else op.reads[:1]
 
 
 def _has_tokens(t: Tensor, batch: int, sequence: int) -> bool:
@@ -177,13 +194,15 @@ def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str)
             return any(parts[:2]) and (contracted or all(results))
         case "embedding":
             return any(parts) or any(results)
-        case "attention" | "softmax":
+        case "attention":
+            return any(parts)
+        case "softmax":
             return dimension == TENSOR and any(parts)
         case "loss":
-            return dimension == TENSOR and any(parts)
+            return any(parts)
         case "reduce":
             return any(parts)
     return False
 
 
-__all__ = ["DIMENSIONS", "SEQUENCE", "TENSOR", "Dimensions", "dimensions", "is_divided", "operands"]
+__all__ = ["DIMENSIONS", "QUERIES", "SEQUENCE", "TENSOR", "Dimensions", "dimensions", "is_divided", "operands"]

@@ -14,6 +14,12 @@ The ranks do the same on other parts; the new trace is that of the first and sta
 
 Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", MLSys 2023, sections 4.2 and 4.3.
+`context`: every rank has all weights and its part of the tokens alone; what a token asks of others is fused attention,
+for which keys and values are gathered, in forward and again in backward; a reduce-scatter adds their gradients. This is
+context parallelism as PyTorch does it by default (`_context_parallel`, rotation by all-gather), with causal work dealt
+out evenly; keys and values of s tokens take s / c of the memory between. Per layer and pass a rank sends (c - 1) / c of
+the keys and values. Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
+
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
 are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
@@ -27,8 +33,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from sim.errors import TraceError
 from sim.rewrites.batching import sent
-from sim.rewrites.dimensions import SEQUENCE, TENSOR, Dimensions, dimensions, is_divided, operands
+from sim.rewrites.dimensions import QUERIES, SEQUENCE, TENSOR, Dimensions, dimensions, is_divided, operands
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.slots import split_updates
 from sim.trace.graph import Trace
@@ -41,15 +48,20 @@ ROW_NUMBERS = 3
 """Numbers of four bytes that a row's loss needs of all its columns: maximum, sum of exponentials, the label's entry."""
 
 
-def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
+def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False, context: bool = False) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
     trace: a trace on one device, of a dense transformer.
     ranks: how many; with 1 the trace itself is returned.
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
+    context: whether all is divided by tokens, and nothing by heads or columns.
+
+    Raises TraceError for attention in several kernels, which `context` cannot divide.
     """
     if ranks == 1:
         return trace
+    if context:
+        return _Division(trace, ranks, True, True).build()
     apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter)))
     return _Division(apart, ranks, sequence_parallel).build()
 
@@ -62,11 +74,12 @@ class _Division:
     gathered: what has been gathered for ops of a phase and layer.
     """
 
-    def __init__(self, trace: Trace, ranks: int, sequence_parallel: bool) -> None:
-        self.trace, self.ranks, self.by_tokens = trace, ranks, sequence_parallel
+    def __init__(self, trace: Trace, ranks: int, sequence_parallel: bool, context: bool = False) -> None:
+        self.trace, self.ranks, self.by_tokens, self.context = trace, ranks, sequence_parallel, context
         self.dims: Dimensions = dimensions(trace)
         self.ops, self.tensors = self.dims.ops, list(trace.tensors)
-        self.new = Rewriter(trace, {"tensor_ranks": ranks, "sequence_parallel": sequence_parallel})
+        about = {"context_ranks": ranks} if context else {"tensor_ranks": ranks, "sequence_parallel": sequence_parallel}
+        self.new = Rewriter(trace, about)
         self.forms: list[dict[str, int]] = [{} for _ in self.tensors]
         self.term: dict[int, tuple[str, int]] = {}
         self.gathered: dict[tuple[int, str, int], int] = {}
@@ -76,7 +89,8 @@ class _Division:
         trace = self.trace
         for first in self.tensors:
             if trace.producer[first.id] < 0:
-                self._add_tensor(first.id, TENSOR if first.id in self.dims.has[TENSOR] else WHOLE)
+                divided = first.id in self.dims.has[TENSOR] and not self.context
+                self._add_tensor(first.id, TENSOR if divided else WHOLE)
         for op in self.ops:
             self._add(op)
         last = self.ops[-1]
@@ -119,15 +133,24 @@ class _Division:
         """Along which dimension the op is divided, "" for none, and whether it takes terms of sums over it."""
         dims, used = self.dims, operands(op)
         if op.kind == "optimizer":
-            return (TENSOR if all(t in dims.has[TENSOR] for t in op.writes) else ""), False
-        if dims.divides(op.id, TENSOR) and any(t in dims.has[TENSOR] for t in (*used, *op.writes)):
+            return (TENSOR if not self.context and all(t in dims.has[TENSOR] for t in op.writes) else ""), False
+        if not self.context and dims.divides(op.id, TENSOR) and any(t in dims.has[TENSOR] for t in (*used, *op.writes)):
             return TENSOR, False
         terms = {self.term[t][0] if t in self.term else "" for t in used}
         if len(terms) == 1 and "" not in terms and dims.takes_terms(op.id) and self._is_summed_later(op):
             return terms.pop(), True
-        if self.by_tokens and dims.divides(op.id, SEQUENCE) and any(self._has_own_tokens(t) for t in used):
+        by_tokens = any(t in dims.has[SEQUENCE] if self.context else self._has_own_tokens(t) for t in used)
+        if self.by_tokens and by_tokens and dims.divides(op.id, SEQUENCE):
             return SEQUENCE, False
+        if self.context and self._mixes_tokens(op):
+            raise TraceError(f"context parallelism: op {op.name!r} works on all tokens at once; use fused attention")
         return "", False
+
+    def _mixes_tokens(self, op: Op) -> bool:
+        """Whether it computes something for each token with each other one, outside of fused attention."""
+        tokens = self.dims.has[SEQUENCE]
+        of_all = op.kind == "softmax" or (op.kind == "matmul" and all(t in tokens for t in op.reads[:2]))
+        return of_all and any(t in tokens for t in op.reads) and any(t in tokens for t in op.writes)
 
     def _is_summed_later(self, op: Op) -> bool:
         """Whether it is as well to sum over the ranks after the op: it adds, or casts what is then added or kept."""
@@ -137,7 +160,7 @@ class _Division:
         return all(self.ops[r].kind != "copy" and self.dims.takes_terms(r) for r in readers)
 
     def _has_own_tokens(self, t: int) -> bool:
-        summed = t in self.term and self.term[t][0] == TENSOR
+        summed = t in self.term and self.term[t][0] in (TENSOR, QUERIES)
         return t in self.dims.has[SEQUENCE] and (SEQUENCE in self.forms[t] or summed)
 
     def _touched(self, op: Op, reads: Sequence[int], writes: Sequence[int]) -> int:
@@ -155,9 +178,11 @@ class _Division:
 
     def _add_result(self, t: int, op: Op, dimension: str) -> int:
         """A result of an op that is divided along a dimension: a share of it, a term, or the whole."""
-        if t in self.dims.has[dimension]:
+        if dimension == SEQUENCE and op.kind == "attention" and t in self.dims.terms:
+            dimension = QUERIES
+        elif t in self.dims.has[dimension]:
             return self._add_tensor(t, dimension)
-        if self.dims.sums(op.id) or self.dims.takes_terms(op.id):
+        if dimension == QUERIES or self.dims.sums(op.id) or self.dims.takes_terms(op.id):
             tensor = self.tensors[t]
             new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=self._storage(t, "term"))
             self.term[t] = (dimension, new)
@@ -198,10 +223,11 @@ class _Division:
 
     def _read(self, t: int, op: Op, dimension: str) -> int:
         """The tensor that an op, divided along a dimension or not at all, reads for `t`."""
-        if dimension and t in self.dims.has[dimension]:
+        asks_all = dimension == SEQUENCE and op.kind == "attention" and t in self.dims.keys
+        if dimension and t in self.dims.has[dimension] and not asks_all:
             if dimension in self.forms[t]:
                 return self.forms[t][dimension]
-            if dimension == SEQUENCE and t in self.term and self.term[t][0] == TENSOR:
+            if dimension == SEQUENCE and t in self.term and self.term[t][0] in (TENSOR, QUERIES):
                 return self._reduce_scatter(t, op)
         return self._whole(t, op)
 

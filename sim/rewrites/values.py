@@ -13,8 +13,9 @@ following identities are used:
 - An op that stands for a share of o `Along` a dimension needs one that o can be divided along
   (`sim.rewrites.dimensions`). It must find that share of tensors with the dimension, or all of them, and all of tensors
   without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share.
-  Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results. A
-  loss finds what its rows need to know of all their columns, which is found by shares like a sum.
+  Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results.
+  Attention by tokens finds all keys and values, and has a term of their gradients. A loss finds what its rows need to
+  know of all their columns, which is found by shares like a sum.
 - An op that declares that its weights are some updates behind (`Same.behind`) must find that version, and no other one.
   Of consecutive steps (`Origin.steps`), each on its part of the batch, what has rows has that many fewer bytes.
 - Of symmetric ranks (`Origin.ranks`, `Origin.tensor`) one is checked: the others have the same claims on other
@@ -49,7 +50,7 @@ import numpy as np
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
-from sim.rewrites.dimensions import DIMENSIONS, TENSOR, dimensions, operands
+from sim.rewrites.dimensions import DIMENSIONS, QUERIES, SEQUENCE, TENSOR, dimensions, operands
 from sim.rewrites.fuse import STREAMED
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
@@ -399,6 +400,9 @@ class _Check:
         like = (expr.dimension, expr.first, expr.stop, expr.count)
         shares = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
         parts = {of for of in shares if self.has(expr.dimension, of)}
+        attends = expr.dimension == SEQUENCE and dims.ops[leaf.id].kind == "attention"
+        if attends:  # its keys and values are those of all tokens
+            parts = {of for of in parts if not any(x.id in dims.keys for x in leaves(of))}
         used, of_terms = operands(dims.ops[leaf.id]), False
         if expr.dimension not in DIMENSIONS or not dims.divides(leaf.id, expr.dimension):
             of_terms = dims.takes_terms(leaf.id) and {Same(t, leaf.iteration) for t in used} <= shares - parts
@@ -416,7 +420,9 @@ class _Check:
         shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
         if of_terms or dims.sums(leaf.id):
             shared = results
-        return {Along(x, *like) if x in shared else x for x in results}
+        summed = {x for x in results if attends and any(each.id in dims.terms for each in leaves(x))}
+        by_query = (QUERIES, *like[1:])
+        return {Along(x, *(by_query if x in summed else like)) if x in shared else x for x in results}
 
     def has(self, dimension: str, expr: Expr) -> bool:
         """Whether what an expression is a share of has a dimension, so that the share is a part of its elements."""

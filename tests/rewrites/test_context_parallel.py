@@ -1,0 +1,218 @@
+"""Context parallelism: closed forms, every rank against the one that stands for all, and faults that the law finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from sim import simulate
+from sim.conformance.replayed import run_policy
+from sim.conformance.suite import CHECKS, breaks
+from sim.errors import LayoutError
+from sim.layout import lay_out
+from sim.policies import load
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.tensor_parallel import divide_layers
+from sim.rewrites.values import departures
+from sim.trace import Trace
+from sim.trace.op import Ring
+from sim.trace.phases import saved_tensors
+from tests.rewrites.test_replicas import line, peaks, reading, rebuilt
+from tests.rewrites.test_schedules import FAMILIES
+from tests.rewrites.test_tensor_parallel import among
+from workloads import transformer, with_stack
+
+LLAMA = {**FAMILIES["llama"], "model_type": "llama"}
+BATCH, TOKENS, KV_WIDTH = 4, 16, 16
+LAYOUTS = [
+    {"cp": 4},
+    {"cp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
+    {"cp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
+]
+
+
+@cache
+def step(family: str = "llama", attention: str = "flash") -> Trace:
+    config = {**FAMILIES[family], "model_type": family}
+    given = {"precision": "mixed_bf16", "loss": "fused", "attention": attention, "optimizer": "adamw_fused"}
+    return transformer(config, batch=BATCH, sequence=TOKENS, **given)
+
+
+def by_context(trace: Trace, ranks: int) -> Trace:
+    return divide_layers(trace, ranks, context=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_one_rank_stands_for_all(layout: dict) -> None:
+    """Same time, same peaks, and the same values: the law checks all ranks without knowing that they are symmetric."""
+    trace, _ = lay_out(step(), "a100_80_sxm", layout)
+    assert {each.what for each in departures(trace, step())} <= {"repeated"}
+    every = all_ranks(trace)
+    assert {each.what for each in departures(every, step())} == {"repeated"}
+    stages, replicas, ranks = trace.devices, layout.get("dp", 1), layout["cp"]
+    one = peaks(trace, among(stages, replicas, ranks))
+    time, held = peaks(every, line(stages * replicas * ranks))
+    assert one[0] == time
+    assert [peak for peak in one[1] for _ in range(replicas * ranks)] == held
+
+
+@settings(max_examples=4, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(("amp_bf16", "mixed_bf16", "megatron_bf16")),
+    st.sampled_from(("torch", "fused")),
+    st.sampled_from((2, 4)),
+    st.fixed_dictionaries(
+        {
+            "dp": st.sampled_from((1, 2)),
+            "pp": st.sampled_from((1, 2)),
+            "zero": st.integers(0, 3),
+            "micro_batches": st.sampled_from((1, 2)),
+            "schedule": st.sampled_from(("1f1b", "gpipe", "zb_h1")),
+        }
+    ),
+)
+def test_any_transformer_computes_the_same(family: str, precision: str, loss: str, cp: int, layout: dict) -> None:
+    config = {**FAMILIES[family], "model_type": family}
+    base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention="flash")
+    trace, _ = lay_out(base, "a100_80_sxm", {"cp": cp, **layout})
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+
+
+@pytest.mark.parametrize("policy", ["full_recompute", "offload_activations", "hybrid"])
+def test_policies_run_on_a_part_of_the_tokens(policy: str) -> None:
+    trace, platform = lay_out(step(), "a100_80_sxm", {"cp": 2, "micro_batches": 2})
+    ran = run_policy(load(policy), trace, platform)
+    assert ran.done, ran.error
+    assert {each.what for each in departures(ran.plan.trace, step())} <= {"repeated"}
+    laws = ("capacity", "order", "tiling", "outcome")  # a gather that recomputation runs again is not told from a first
+    assert not [text for law in laws if (text := breaks(CHECKS[law], ran))]
+
+
+# ---- closed forms ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_activations_are_divided_and_weights_are_not(ranks: int) -> None:
+    base, trace = step(), by_context(step(), ranks)
+
+    def saved(of: Trace) -> dict[str, int]:
+        every = [of.tensors[t] for t in saved_tensors(of).tolist()]
+        return {t.name: t.bytes for t in every if t.layer >= 0 and not t.name.endswith((".seed", ".offset"))}
+
+    before, after = saved(base), saved(trace)
+    assert before.keys() == after.keys()
+    assert all(after[name] * ranks == size for name, size in before.items())
+    for role in ("weight", "optimizer_state"):
+        held = [sum(t.bytes for t in of.tensors if t.role == role and of.producer[t.id] < 0) for of in (base, trace)]
+        assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_work_is_divided_evenly(ranks: int) -> None:
+    """Causal attention, too: with two slices per rank, from both ends, all have as much."""
+    base, trace = step(), by_context(step(), ranks)
+    flops = {op.name: op.flops for op in base.ops if op.phase != "update" and op.layer >= 0}
+    own = {op.name: op.flops for op in trace.ops if op.name in flops}
+    assert sum(own.values()) * ranks == sum(flops.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_that_a_layer_sends(ranks: int) -> None:
+    """(c - 1) k for keys and values of 4 b s / c h_kv bytes in forward; twice as much in backward, with gradients."""
+    trace = by_context(step(), ranks)
+    k = 4 * BATCH * TOKENS // ranks * KV_WIDTH
+    sent = {"forward": 0, "backward": 0}
+    for op in trace.ops:
+        if op.ring is not None and op.layer == 0 and op.phase != "update":
+            sent[op.phase] += op.bytes or 0
+    assert sent == {"forward": (ranks - 1) * k, "backward": 2 * (ranks - 1) * k}
+
+
+def test_weight_gradients_are_summed_once() -> None:
+    trace = by_context(step(), 4)
+    weights = sum(t.bytes for t in trace.tensors if t.role == "weight" and trace.producer[t.id] < 0)
+    sent = [op.bytes or 0 for op in trace.ops if op.ring is not None and op.phase == "update"]
+    assert 0 <= sum(sent) - 2 * 3 * weights // 4 <= len(sent)
+
+
+def test_longer_sequences_fit_where_tokens_are_divided() -> None:
+    base = transformer("gpt2", batch=2, sequence=1024, precision="mixed_bf16", attention="flash", loss="fused")
+    peaks = []
+    for cp in (1, 2, 4):
+        trace, platform = lay_out(base, "a100_80_sxm", {"cp": cp}, kernels=partial(with_stack, stack="fused"))
+        peaks.append(simulate(trace, platform).summary()["peak_bytes"])
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+# ---- faults that the law finds -----------------------------------------------------------------------
+
+
+def whats(trace: Trace) -> set[str]:
+    return {each.what for each in departures(trace, step())}
+
+
+def named(trace: Trace, name: str) -> int:
+    return next(t.id for t in trace.tensors if t.name == name)
+
+
+def op_named(trace: Trace, name: str) -> int:
+    return next(op.id for op in trace.ops if op.name == name)
+
+
+def test_attention_to_its_own_keys_alone_is_wrong() -> None:
+    trace = by_context(step(), 2)
+    core, own = op_named(trace, "h0.attn.core"), named(trace, "h0.attn.rope.k.add.out")
+    whole = named(trace, "h0.attn.rope.k.add.out.for.h0.attn.core")
+    assert whats(trace) == set()
+    assert whats(reading(trace, core, whole, own)) == {"wrong"}
+
+
+def test_the_values_of_another_layer_are_wrong() -> None:
+    trace = by_context(step(), 2)
+    mine, other = named(trace, "h1.attn.v.out.for.h1.attn.core"), named(trace, "h0.attn.v.out.for.h0.attn.core")
+    assert "wrong" in whats(reading(trace, op_named(trace, "h1.attn.core"), mine, other))
+
+
+def test_a_gradient_of_keys_from_its_own_queries_alone_is_wrong() -> None:
+    """A rank that takes its own term for the sum over all ranks."""
+    trace = by_context(step(), 2)
+    term = trace.ops[op_named(trace, "h0.attn.core.bwd")].writes[1]
+    reduce = next(op for op in trace.ops if op.kind == "collective" and term in op.reads)
+    columns = trace.op_columns
+    alone = replace(columns, ring={op: ring for op, ring in columns.ring.items() if op != reduce.id})
+    lonely = Trace(
+        trace.tensor_columns, alone, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+    assert whats(lonely) == {"wrong"}
+
+
+def test_a_collective_without_a_member_is_wrong() -> None:
+    trace = by_context(step(), 4)
+    first = min(trace.op_columns.ring)
+    ring = {**trace.op_columns.ring, first: Ring("tensor", 3, trace.op_columns.ring[first].passes)}
+    assert whats(rebuilt(trace, ring=ring)) == {"wrong"}
+
+
+# ---- what cannot be divided --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "said"),
+    [
+        ({}, {"cp": 3}, "cp: 3 does not divide the sequence of 16; nearest: 2"),
+        ({"attention": "eager"}, {"cp": 2}, "cp: scores of all tokens with all others .* try attention 'flash'"),
+        ({}, {"cp": 2, "tp": 2}, "cp: tokens and layers cannot both be divided yet; nearest: cp 1, or tp 1"),
+        ({"lora_rank": 4}, {"cp": 2}, "cp: layers with adapters cannot be divided yet; nearest: 1"),
+        ({}, {"cp": 0}, "cp: needs a whole number of at least 1, has 0; nearest: 1"),
+    ],
+)
+def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: dict, said: str) -> None:
+    given = {"config": LLAMA, "batch": 4, "sequence": 16, "attention": "flash", "precision": "bf16", **changes}
+    with pytest.raises(LayoutError, match=said):
+        lay_out(transformer(**given), "a100_80_sxm", layout)
