@@ -5,6 +5,7 @@ A *run* is a maximal sequence of ops of one layer and phase on a device, those o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -26,8 +27,9 @@ def stream_weights(
 
     A weight that a run reads is fetched when the run `ahead` of them earlier begins, and released when its own run
     ends, unless one of the next `ahead` runs reads it, too. One that the device itself updates goes back then; one
-    that the host's processor updates in place only comes. What another op of another engine, in a group or of a
-    second device touches stays where it is. What nothing reads begins in `far` and stays there.
+    that the host's processor updates in place only comes. What an op of another engine, of a group of several ops or of
+    a second device touches, too, stays where it is. A part that a collective gathers is fetched for that. What nothing
+    reads begins in `far` and stays there.
 
     but: weights to leave out. weighted: see `runs_of`.
     """
@@ -103,11 +105,12 @@ def _visits(
 
 
 def streamed(trace: Trace, platform: Platform) -> Iterator[tuple[int, list[int]]]:
-    """Weights that ops of one device's own engine read, with those ops.
+    """Weights that ops of one device's own engine read, with those ops; parts of weights that it gathers, too.
 
     They alone overwrite such a weight if anything does, or else only the host's processor touches it after them.
     """
     c, columns = trace.op_columns, trace.tensor_columns
+    members = Counter(c.group.values())
     for t in range(len(columns.name)):
         if columns.role[t] != ROLE_CODE["weight"] or trace.producer[t] >= 0 or not columns.bytes[t]:
             continue
@@ -117,7 +120,7 @@ def streamed(trace: Trace, platform: Platform) -> Iterator[tuple[int, list[int]]
             value = int(trace.replaced_by[value])
         updating = {op for op in touching if _on_host(trace, platform, op)}
         readers = [op for op in trace.readers(t) if op not in updating]
-        if not readers or any(op in c.group or op in c.engine for op in touching - updating):
+        if not readers or any(op in c.engine or members[c.group.get(op, "")] > 1 for op in touching - updating):
             continue
         if updating and max(touching - updating) > min(updating):
             continue

@@ -22,17 +22,22 @@ class WeightStreaming(Policy):
     run reads is fetched when the run `ahead` of them earlier begins, and released when its own run ends, unless one of
     the next `ahead` runs reads it, too: then it stays until there. A weight that the device itself updates goes
     back to the host after the update; one that nothing updates, or the host, only comes. The host keeps its copy all
-    the time. What an op on another engine or in a group reads stays where it is by default.
+    the time. A part of a weight that a collective gathers is fetched for that; what an op on another engine, or one
+    that others join, reads stays where it is by default.
     Source: the schedule of Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
         Learning", SC 2021, arXiv:2104.07857, sections 5 and 6.2, on one device and without NVMe; "offload_param" with
         "cpu" in DeepSpeed's ZeRO-3. `zero_offload(weights=host) + weight_streaming` is the mechanism of FSDP2's
-        `CPUOffloadPolicy` on one device: per step of N fp32 parameters up to 4N bytes up per pass, 4N of gradients
-        down, and all 16N bytes of the model on the host.
+        `CPUOffloadPolicy` (PyTorch, torch.distributed.fsdp.fully_shard): parameters, gradients and optimizer states
+        on the host, a part copied up before the all-gather that reads it, reduced gradients copied down in backward,
+        the optimizer on the CPU. Per step of N fp32 parameters on d ranks (`zero=3`) each rank copies up to 4N/d bytes
+        up per pass and 4N/d of gradients down, and its host memory holds all 16N/d bytes of its part.
     Bounds: weights resident at once: those of `ahead` + 1 neighbouring runs; bytes from the host per step: at most
         each weight's once per run that reads it. Time at least those bytes over the link's rate. O(ops + operands).
     Departs: DeepSpeed fetches by module and by a budget of live parameters, and takes order and reuse from the first
-        iteration; here from the trace. Nothing is partitioned: one device has all. The prefetch of the first runs
-        starts with the iteration, not during the previous one.
+        iteration; here from the trace. The prefetch of the first runs starts with the iteration, not during the
+        previous one. FSDP2 copies a part up just before its gather, with its mixed precision casts it on the device,
+        and gathers 16 bits; here fp32 is gathered under autocast (`amp_bf16`), whose casts autograd keeps to backward,
+        and with `mixed_bf16` 2N/d bytes of 16-bit weights cross. The CPU updates when all gradients have come down.
 
     ahead: how many runs before its own a weight is fetched; 0 fetches it when its run begins.
     Raises PolicyError for a platform without host tier, or a negative `ahead`.

@@ -175,3 +175,20 @@ def test_a_drive_that_writes_slowly_holds_the_reads_back_and_reading_ahead_hides
         even = with_drive(cpu_rate=2 * GB)
         ends.append(simulate(trace, even, "zero_infinity", tiles=tiles).log.end)
     assert ends[0] > ends[1] >= ends[2]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_with_partitions_all_links_work_and_a_weight_arrives_in_a_part_of_the_time(ranks) -> None:
+    """Section 6.1: a weight of M bytes takes M / (d x link) and the gather, where one owner's link takes M / link."""
+    trace = transformer({**TINY, "n_embd": 1024}, batch=ranks, sequence=32, precision="mixed_fp16")
+    one, each = (
+        simulate(trace, "v100_32", "zero_infinity(states=host, weights=host)", parallel=layout)
+        for layout in (None, {"dp": ranks, "zero": 3})
+    )
+    name, card = "h1.mlp.fc.weight", load_profile("v100_32")
+    size = 2 * 4 * 1024**2
+    for run, tensor, part in ((one, name, 1), (each, f"{name}.shard", ranks)):
+        _, _, start, end = copies(run, tensor)[0]  # in forward, when nothing goes down
+        assert end - start == card.move_ns(size // part, "host", "hbm")
+    up = [run.summary()["moved_bytes"]["h2d"] for run in (one, each)]
+    assert up[1] == pytest.approx(up[0] / ranks, rel=0.2)

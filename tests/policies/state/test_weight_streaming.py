@@ -137,6 +137,33 @@ def test_joined_they_are_fsdp_s_offload_of_parameters():
     assert {result.log.trace.tensors[result.log.trace.tensor_id(name)].role for name in placed} == {"input"}
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("precision", "up", "host"), [("amp_bf16", 4, 16), ("mixed_bf16", 2, 16), ("fp32", 4, 16)])
+def test_on_several_ranks_each_copies_its_part_up_before_it_is_gathered(ranks, precision, up, host):
+    """FSDP2 on d ranks: 1/d of every byte per rank, no part on the device between its gathers."""
+    config = {**SMALL, "tie_word_embeddings": False}
+    trace = transformer(config, batch=2 * ranks, sequence=64, precision=precision)
+    parameters = trace.meta["parameters"]
+    layout = {"dp": ranks, "zero": 3}
+    result = simulate(trace, "a100_80_sxm", "zero_offload(weights=host) + weight_streaming", parallel=layout)
+    summary, log = result.summary(), result.log
+    moved, slack = summary["moved_bytes"], 4 * 400  # step counters, and parts that are rounded down
+    assert abs(moved["d2h"] - up * parameters / ranks) < slack
+    assert up * parameters / ranks - slack <= moved["h2d"] <= 2 * up * parameters / ranks
+    assert abs(summary["peak_by_tier"]["host"] - host * parameters / ranks) < slack
+    assert summary["counters"]["implicit_moves"] == summary["counters"]["returned_moves"] == 0
+    placed = result.memory.query("tier == 'hbm' and cause == 'placed'").tensor
+    assert {log.trace.tensors[log.trace.tensor_id(name)].role for name in placed} == {"input"}
+    # each gather begins behind the copies of the parts that it reads
+    rows = log.events
+    arrived = rows[(rows.why == "move") & (rows.lane == "h2d")]
+    for op in (op for op in log.trace.ops if op.name.endswith("all_gather")):
+        start = rows[(rows.op == op.name) & rows.lane.str.startswith("data")].start_ns.min()
+        for part in op.reads:
+            ends = arrived[arrived.tensor == log.trace.tensors[part].name].end_ns
+            assert (ends <= start).any(), (op.name, part)
+
+
 def test_where_the_hosts_processor_reads_a_weight_unlimited_memory_may_leave_it_there():
     b = TraceBuilder()
     x, w, y, g = b.tensor("x", 16, "input"), b.tensor("w", 9, "weight"), b.tensor("y", 16), b.tensor("g", 9, "gradient")

@@ -39,8 +39,9 @@ class ZeroInfinity(Policy):
         cross the device's link, and the update reads 16N and writes 14N bytes of the drive. Without overlap, work of
         `ait` FLOPs per byte runs at ait x rate / (ait x rate + peak) of the peak (section 4). Plans in O(ops +
         operands).
-    Departs: one device, so that nothing is partitioned and no link but its own works (section 6.1, bandwidth-centric
-        partitioning); operators are not tiled (5.1.3). The paper stages a weight on the host, drive to host three
+        On d ranks (`zero=3`) each has 1/d of all this: it fetches its part over its own links, and the network gathers
+        (section 6.1, bandwidth-centric partitioning).
+    Departs: operators are not tiled (5.1.3). The paper stages a weight on the host, drive to host three
         operators ahead and host to device two; here both links carry it at once. Buffers on the host are bounded by
         what is still being written; where the CPU is slower than the drive, tiles that were read wait there. Its Adam
         also keeps fp32 gradients, 4 of its 20 bytes per parameter, which no trace here has. Order and reuse are taken
