@@ -229,6 +229,20 @@ def test_bert_beyond_the_memory_of_its_machine(host: str) -> None:
     assert done["makespan_ns"] <= 1.01 * plain["makespan_ns"] + 1.1 * late
 
 
+def test_a_larger_transformer_is_free_too_where_paging_and_swapping_all_are_not() -> None:
+    """BERT-large, three times the weights of the published case, with a batch of the same peak."""
+    trace = transformer("bert-large", batch=120, sequence=197, precision="fp32")
+    on = load_profile("a100_40_g10")
+    plain = simulate(trace, on.with_budget(1 << 40), "keep_all").summary()
+    assert plain["peak_bytes"] == pytest.approx(48 * 2**30, rel=0.01)
+    done, every, paged = (simulate(trace, on, name).summary() for name in ("g10", "swap_all", "uvm"))
+    assert done["makespan_ns"] <= 1.01 * plain["makespan_ns"]
+    assert done["moved_bytes"]["d2h"] <= 10e9
+    assert done["moved_bytes"]["h2d"] <= 10e9
+    assert every["makespan_ns"] > 1.1 * plain["makespan_ns"]
+    assert paged["makespan_ns"] > 1.4 * plain["makespan_ns"]
+
+
 def test_weights_that_do_not_fit_begin_behind_the_device_and_return_there(run) -> None:
     done = run(step(), "g10", 50)
     assert done.peak <= 50
