@@ -294,6 +294,9 @@ def test_a_large_transformer_needs_the_host_and_chunks_move_no_more_than_all_of_
         assert result.summary()["peak_bytes"] <= load_profile("v100_32").home().capacity
     for out in (True, False):
         assert sum(moved(chunks, out=out).values()) < sum(moved(fixed, out=out).values())
+    gemini = large("patrickstar(prefetch=2, share=0.9, warm_up_share=0.8)")
+    assert gemini.log.end < chunks.log.end
+    assert sum(moved(gemini, out=False).values()) < sum(moved(chunks, out=False).values())
     assert large("zero_offload(delayed=True)").log.end < large("zero_offload").log.end
 
 

@@ -10,6 +10,19 @@ from sim.cli import main
 
 JOB = ("--model", "gpt2", "--batch", "1", "--seq", "64")
 LINES = {
+    "--profile sunway_sw26010pro --policy swap_all": "swap_all: sunway_sw26010pro has no host tier to offload to",
+    "--profile xeon_optane --policy zero_offload": "zero_offload: xeon_optane has no engine 'cpu' to update on",
+    "--profile p100 --policy cswap(throughput=0)": "policy 'cswap': throughput is 0; expected bytes/s, 1 or more",
+    "--profile p100 --policy zero_offload(bucket=cow)": "policy 'zero_offload': bucket is 'cow'; expected bytes",
+    "--profile mt3000_survey_slc --policy slc_cache --set tiers.slc.capacity=0B": (
+        "mt3000_survey_slc.toml: tiers.slc.capacity: value '0B': expected more than zero"
+    ),
+    "--profile mt3000_survey_ssd --policy zero_infinity --set tiers.ssd.capacity=1MB": (
+        "the start needs 154,389,504 B in 'ssd' for 'wte.weight'"
+    ),
+    "--profile a100_40_pcie --policy save_on_cpu --set tiers.host_pageable.capacity=1kB": (
+        "512 B in 'host_pageable' for reading 'positions'; 488 B of 1,000 B are free"
+    ),
     "--profile p100 --policy flashneuron": (
         "flashneuron: p100 has no drive that the device reads and writes past the host; a100_80_gds has one"
     ),
