@@ -29,8 +29,8 @@ RULES = {
     "swapadvisor": "buffers of fixed size classes, and a search that ends; in return it chooses order, allocation and"
     " copies together",
     "autoswap": "the load may not pass its limit: copies wait for space, and the choice is by a score, not by replay",
-    "modnn": "sub-batches run every op once for each part, so that launches and small products add up; it goes"
-    " below the memory of a single batch",
+    "modnn": "what is away longest leaves, which need not be what costs least, and copies queue; sub-batches run every"
+    " op once for each part, with its launch: it goes below the memory of a single batch",
     "flashneuron": "all that leaves goes to drives, which are slower than the link to the host; in return the host's"
     " memory, and its bandwidth, stay free for what the host does",
     "autotm": "a copy runs beside one op, or holds the device: the device waits for each that takes longer",

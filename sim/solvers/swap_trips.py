@@ -25,11 +25,13 @@ class Trip:
     returns: int
 
 
-def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None) -> list[Trip]:
+def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, through_time: bool = False) -> list[Trip]:
     """The trips of these absences, by when they leave.
 
     limit: bytes that are not exceeded while copies are under way: for that the device waits, and copies in begin late;
         None: they may be, and a tensor whose absence is too short for both copies stays.
+    through_time: memory is given to copies in in the order of need, each as late as those needed before and after it
+        allow; else in the reverse, so that one that is needed later may have the space, and the link, first.
     """
     start, load = curve.start.copy(), curve.load.copy()
     for one in chosen:
@@ -46,10 +48,12 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None) -> lis
             start[gone:] += free - int(start[gone])
         load[one.left + 1 : min(gone, one.back)] += one.bytes
         away[one] = gone
-    trips = []
+    due = _just_in_time(start, chosen) if through_time and limit is not None else {}
+    trips, earliest = [], 0
     queue = int(start[-1]) + 1 if len(start) else 0
-    for one in sorted(chosen, key=lambda one: (-one.back, -one.left)):
-        begin = int(np.searchsorted(start, min(int(start[one.back]), queue) - one.in_ns, side="right")) - 1
+    for one in sorted(chosen, key=lambda one: (-one.back, -one.left), reverse=bool(due)):
+        time = due.get(one, min(int(start[one.back]), queue) - one.in_ns)
+        begin = max(int(np.searchsorted(start, time, side="right")) - 1, earliest)
         if limit is None and begin < away[one]:
             continue
         begin = min(max(begin, away[one], one.left + 1), one.back)
@@ -57,9 +61,19 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None) -> lis
         begin += int(full[-1]) + 1 if len(full) else 0
         load[begin : one.back] += one.bytes
         queue = int(start[begin])
+        earliest = begin if due else 0
         wait = waits.get(one)
         trips.append(Trip(one.tensor, curve.ops[one.left], None if wait is None else curve.ops[wait], curve.ops[begin]))
     return sorted(trips, key=lambda trip: (trip.leaves, trip.returns, trip.tensor))
+
+
+def _just_in_time(start: NDArray[np.int64], chosen: Sequence[Absence]) -> dict[Absence, int]:
+    """When each copy in begins so that it ends before its reader and before the copies needed later begin."""
+    due: dict[Absence, int] = {}
+    queue = int(start[-1]) + 1 if len(start) else 0
+    for one in sorted(chosen, key=lambda one: (-one.back, -one.left)):
+        due[one] = queue = min(int(start[one.back]), queue) - one.in_ns
+    return due
 
 
 def _above(load: NDArray[np.int64], limit: int | None) -> NDArray[np.intp]:

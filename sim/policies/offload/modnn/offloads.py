@@ -28,8 +28,11 @@ class Offloads(NamedTuple):
     waits: tuple[int, ...]
 
 
-def offloads(problem: Problem, host: str) -> Offloads:
-    """The offloads of each device that its budget asks for; copies out begin early, copies back late."""
+def offloads(problem: Problem, host: str, *, through_time: bool) -> Offloads:
+    """The offloads of each device that its budget asks for; copies out begin early, copies back late.
+
+    through_time: see `scheduled`.
+    """
     actions: list[Action] = []
     short, waits, count = list[int](), list[int](), 0
     for device in range(problem.trace.devices):
@@ -37,7 +40,7 @@ def offloads(problem: Problem, host: str) -> Offloads:
         curve = curve_of(problem, device, host)
         chosen, load = longest_away(curve, home.capacity)
         short += [curve.ops[i] for i in np.flatnonzero(load > home.capacity).tolist()]
-        trips = scheduled(curve, chosen, home.capacity)
+        trips = scheduled(curve, chosen, home.capacity, through_time=through_time)
         actions += actions_of(trips, home.name, host)
         waits += [trip.wait for trip in trips if trip.wait is not None]
         count += len(trips)
