@@ -36,7 +36,7 @@ def stream_weights(
     runs, position = runs_of(trace, platform, weighted)
     actions: list[tuple[int, Action]] = []
     place = {}
-    for weight, readers in streamed(trace, platform):
+    for weight, readers in streamed(trace, platform, gathered=True):
         if weight in but:
             continue
         place[weight] = far
@@ -62,7 +62,7 @@ def runs_of(trace: Trace, platform: Platform, weighted: bool = False) -> tuple[d
     """
     runs: dict[int, list[list[int]]] = {}
     position = [0] * len(trace.ops)
-    reading = {op for _, readers in streamed(trace, platform) for op in readers} if weighted else set()
+    reading = {op for _, readers in streamed(trace, platform, gathered=True) for op in readers} if weighted else set()
     for run in layer_runs(trace, [op for op in range(len(trace.ops)) if not _on_host(trace, platform, op)]):
         own = runs.setdefault(int(trace.op_columns.device[run[0]]), [])
         if own and weighted and not reading.intersection(run):
@@ -104,10 +104,12 @@ def _visits(
         yield int(trace.producer[new]), Move(new, far, after=int(trace.producer[new]))
 
 
-def streamed(trace: Trace, platform: Platform) -> Iterator[tuple[int, list[int]]]:
-    """Weights that ops of one device's own engine read, with those ops; parts of weights that it gathers, too.
+def streamed(trace: Trace, platform: Platform, *, gathered: bool = False) -> Iterator[tuple[int, list[int]]]:
+    """Weights that ops of one device's own engine read, with those ops.
 
     They alone overwrite such a weight if anything does, or else only the host's processor touches it after them.
+
+    gathered: whether parts of weights that the device gathers from other ranks count.
     """
     c, columns = trace.op_columns, trace.tensor_columns
     members = Counter(c.group.values())
@@ -120,7 +122,8 @@ def streamed(trace: Trace, platform: Platform) -> Iterator[tuple[int, list[int]]
             value = int(trace.replaced_by[value])
         updating = {op for op in touching if _on_host(trace, platform, op)}
         readers = [op for op in trace.readers(t) if op not in updating]
-        if not readers or any(op in c.engine or members[c.group.get(op, "")] > 1 for op in touching - updating):
+        most = 1 if gathered else 0  # ops of a group that the trace may have
+        if not readers or any(op in c.engine or members[c.group.get(op, "")] > most for op in touching - updating):
             continue
         if updating and max(touching - updating) > min(updating):
             continue

@@ -170,11 +170,11 @@ def test_without_overhead_no_time_is_added_and_within_a_limit_it_is_kept(
 
 
 @pytest.mark.parametrize(("name", "least"), [("resnet-50", 0.2), ("vgg-16", 0.11), ("inception-v4", 0.25)])
-def test_without_overhead_a_sixth_to_a_third_of_the_memory_is_saved(name: str, least: float) -> None:
-    """The abstract: up to 34.2 %, on nets of its time and a card of its generation."""
+def test_without_overhead_an_eighth_to_a_third_of_the_memory_is_saved(name: str, least: float) -> None:
+    """The abstract: up to 34.2 %, on nets of its time and a card of its generation; the limit asks for twice that."""
     trace, card = cnn(name, 32, optimizer="sgd", kernels="cudnn"), load_profile("p100")
     keep = simulate(trace, card, "keep_all").log
-    limit = int(0.66 * home_peak(keep))
+    limit = int(0.3 * home_peak(keep))
     log = simulate(trace, card, "autoswap", mode="no_overhead", limit=limit, least=0).log
     assert log.end <= 1.001 * keep.end
     assert least < 1 - home_peak(log) / home_peak(keep) < 0.342

@@ -197,6 +197,12 @@ def test_equal_weights_waste_less_than_one_chunk() -> None:
         assert done.plan.notes["padding"] == (count % 2) * SIZE
 
 
+def test_parts_of_weights_that_ranks_gather_are_in_no_chunk() -> None:
+    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    layout = {"dp": 2, "zero": 3}
+    assert simulate(trace, "v100_32", "patrickstar", parallel=layout).plan.notes["padding"] == 0
+
+
 def test_what_is_wrong_is_named() -> None:
     trace = layers(2, 10, 20, 40)
     with pytest.raises(PolicyError, match="chunk is 0"):

@@ -50,8 +50,9 @@ class PatrickStar(Policy):
         and takes no memory here. Plans in O(ops x chunks).
     Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight that its
         update will read, so that such a weight is evicted without a copy. Gradients of the CPU's tiles do not return
-        to the device. One device's chunks are its own: nothing is dealt to several ranks. Optimizer states on the
-        device never leave it. What is measured is exact; the paper samples.
+        to the device. One device's chunks are its own: nothing is dealt to several ranks, and the parts of weights that
+        `zero=3` gathers are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the
+        paper samples.
 
     chunk: bytes of weights in a chunk, an int or text such as "128 MB" (64 Mi elements in 16 bits).
     share: part of the device's memory that is counted on after the first iteration.

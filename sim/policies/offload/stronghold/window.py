@@ -69,7 +69,9 @@ class Window:
         self.runs = runs.get(0, [])
         self.cost = cost
         self.home = platform.home(0).name
-        self.weights = [(t, readers) for t, readers in streamed(trace, platform) if c.device[readers[0]] == 0]
+        self.weights = [
+            (t, readers) for t, readers in streamed(trace, platform, gathered=True) if c.device[readers[0]] == 0
+        ]
         self.position = position
         self.end = {first: last for last, first in trace.carry}
 
