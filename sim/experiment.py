@@ -160,6 +160,11 @@ class Result:
         return tuple(lines)
 
     @property
+    def owned_parts(self) -> tuple[str, ...]:
+        """A line for each part of a composition: what it owns."""
+        return tuple(self.plan.notes.get("owned", ()))
+
+    @property
     def idle_parts(self) -> tuple[str, ...]:
         """A line for each part of a composition that does nothing."""
         return tuple(self.plan.notes.get("idle_parts", ()))

@@ -49,6 +49,10 @@ class Run(Protocol):
         """How near it is to what its policy has proven."""
 
     @property
+    def owned_parts(self) -> tuple[str, ...]:
+        """What each part of a composition owns."""
+
+    @property
     def idle_parts(self) -> tuple[str, ...]:
         """What parts of a composition do nothing."""
 
@@ -122,11 +126,11 @@ def run_view(result: Run, *, title: str = "", command: str = "", links: Links = 
 
 
 def run_notes(result: Run) -> tuple[str, ...]:
-    """Notes beside a run's figures: what is saved and proven, idle parts, cancelled moves, what is lossy."""
+    """Notes beside a run's figures: what is saved and proven, what parts own, idle or cancelled, what is lossy."""
     lossy = approximate_lines(approximate(result.log.trace))
     saved = (*result.policy.saving_lines(), *result.bounds)
     saved = saved if result.bound is None else (*saved, result.bound.line(result.log))
-    return (*saved, *result.idle_parts, *cancelled_lines(result.summary()), *lossy)
+    return (*saved, *result.owned_parts, *result.idle_parts, *cancelled_lines(result.summary()), *lossy)
 
 
 def comparison_view(comparison: Compared, *, command: str = "") -> TableView:

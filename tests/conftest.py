@@ -119,6 +119,7 @@ LONG = (
     "test_advice.py::test_where_nothing_fits",
     "analysis/test_bounds.py::test_no_legal_plan_fits",
     "policies/composition/test_composition.py::test_two_mechanisms_fit",
+    "policies/composition/test_named_everywhere.py",
     "policies/composition/test_composition.py::test_a_planner_fills",
     "policies/hybrid/test_capuchin.py::test_guided_iterations_are",
     "policies/hybrid/test_olla.py::test_spilling_and",

@@ -10,9 +10,11 @@ from sim import load_profile, simulate
 from sim.errors import ProfileError
 from sim.hardware.cost import op_times
 from sim.hardware.mapping import can_run, mapping_table
+from sim.policies import load
 from sim.report.listings import profile_page
 from sim.trace import TraceBuilder
 from sim.trace.op import KINDS
+from workloads import transformer
 
 MACHINE = """
 description = "an engine described by its units"
@@ -81,6 +83,24 @@ def test_an_arm_host_with_sve_is_described_in_the_same_words():
     cpu = next(engine for engine in load_profile("gh200").engines if engine.name == "cpu")
     assert cpu.peak == {"fp32": 72 * 3_100_000_000 * 4 * 4 * 2, "fp64": 72 * 3_100_000_000 * 4 * 2 * 2}
     assert 2 * cpu.peak["fp64"] == pytest.approx(7.1e12, rel=0.01)
+
+
+def test_efficiency_and_zone_of_each_kind_follow_from_what_an_arm_host_lacks():
+    """Grace: vectors of 128 bit, four elements of fp32, two of fp64. What its GPU lacks runs in the host's zone."""
+    cpu = {"engines.cpu.runs.embedding": "scalar", "engines.cpu.runs.conv": "none"}
+    platform = load_profile("gh200", overrides=cpu | {"engines.gpu.runs.embedding": "none"})
+    table = {(entry.engine, entry.kind): entry for entry in mapping_table(platform)}
+    assert {entry.zone for (engine, _), entry in table.items() if engine == "cpu"} == {"host"}
+    assert ("cpu", "conv") not in table
+    assert ("gpu", "embedding") not in table
+    assert table["cpu", "embedding"].efficiency == {"fp32": 32 / 128, "fp64": 64 / 128}
+    assert table["cpu", "matmul"].efficiency == {"fp32": 1.0, "fp64": 1.0}
+    assert table["cpu", "embedding"].flops["fp32"] == 72 * 3_100_000_000 * 4 * 2
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 32}
+    trace = transformer(small, batch=1, sequence=16, precision="fp32")
+    result = simulate(trace, platform, load("mt3000_layered", mapping="all"))
+    ran = {op.kind: result.plan.trace.op_columns.engine.get(op.id, "gpu") for op in result.plan.trace.ops}
+    assert (ran["embedding"], ran["matmul"], ran["attention"]) == ("cpu", "gpu", "gpu")
 
 
 def one_op(kind: str):

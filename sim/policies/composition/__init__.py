@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,7 +44,8 @@ class Composition(Policy):
     what other parts move away: its budget is searched by halving, with at most eight replays of all parts together,
     so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order given, and
     the first with an answer answers; each sees what others own as pinned.
-    Notes of the plan: `parts`, those of the parts; `idle_parts`, a line for each part that does nothing.
+    Notes of the plan: `parts`, those of the parts; `owned`, a line for each part that says what it owns; `idle_parts`,
+        a line for each part that does nothing.
 
     Source: what users combine today, such as ZeRO-Offload with activation checkpointing (DeepSpeed's
         `activation_checkpointing`), or selective recomputation with offload by module (Megatron-LM).
@@ -280,6 +282,7 @@ class Composition(Policy):
             notes={
                 "parts": tuple(each.plan.notes for each in made),
                 "given": tuple(each.given.content_hash for each in made),
+                "owned": tuple(_owned_line(each.part, own, trace) for each, own in zip(made, owned, strict=True)),
                 "idle_parts": tuple(_idle(made, owned, kept)),
             },
         )
@@ -376,6 +379,14 @@ def _cannot_be_restricted(
         else f"whose role is {role!r}; it manages {', '.join(each.part.policy.manages)}"
     )
     return PolicyError(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
+
+
+def _owned_line(part: Part, own: Collection[int], trace: Trace) -> str:
+    """What a part owns: how many tensors, by role."""
+    count = Counter(ROLES[role] for role in trace.tensor_columns.role[[*own]].tolist())
+    roles = ", ".join(f"{number:,} {role}" for role, number in sorted(count.items()))
+    written = f"{part.selector}: {part.label}" if part.selector else part.label
+    return f"part {written!r} owns {len(own):,} tensors" + (f": {roles}" if own else "")
 
 
 def _idle(made: Sequence[_Made], owned: Sequence[frozenset[int]], kept: Sequence[Sequence[Action]]) -> Iterator[str]:

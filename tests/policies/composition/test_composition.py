@@ -25,7 +25,7 @@ from sim.experiment import problem_for, simulate
 from sim.foreign import Trust
 from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
-from sim.pages import run_notes
+from sim.pages import run_notes, run_view
 from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, label, load, names, policy_class, policy_files
 from sim.policies.composition import joined
@@ -36,6 +36,7 @@ from sim.policies.writing import terms, text_of
 from sim.rewrites.holding import points
 from sim.sweeps.identity import policy_identity
 from sim.trace import TraceBuilder
+from sim.trace.tensor import ROLE_CODE
 from tests.policies.offload.conftest import machine
 from workloads import cnn, transformer
 
@@ -496,6 +497,22 @@ def test_a_part_that_does_nothing_is_named_in_the_notes(text, gpt2):
     result = simulate(gpt2, "mt3000_survey", text)
     assert [*result.idle_parts] == IDLE[text]
     assert {*IDLE[text]} <= {*run_notes(result)}
+
+
+def test_the_page_says_what_each_part_owns(gpt2):
+    text = "zero_offload + layers 0-5: full_recompute; rest: swap_all"
+    result = simulate(gpt2, "mt3000_survey", text)
+    shown = [line for line in run_view(result).footer.notes if line.startswith("part ")]
+    assert [line.partition(" owns ")[0] for line in shown] == [
+        "part 'zero_offload'",
+        "part 'layers 0-5: full_recompute'",
+        "part 'rest: swap_all'",
+    ]
+    c = result.plan.trace.tensor_columns
+    for role in ("gradient", "optimizer_state"):
+        assert f" {int((c.role == ROLE_CODE[role]).sum()):,} {role}" in shown[0]
+    inside = (c.layer >= 0) & (c.layer <= 5) & (c.role == ROLE_CODE["activation"])
+    assert f" {int(inside.sum()):,} activation" in shown[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Parameters and compositions can be given wherever a policy is named: on the command line, in studies, in Python."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sim import compare
+from sim.advice import advise
+from sim.cli import app
+from sim.sweeps import load_study, run_sweep
+from workloads import transformer
+
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+NAMES = ("checkmate(method=rounding)", "zero_offload+rotor(slots=200)")
+JOB = ("--profile", "mt3000_survey", "--seq", "32")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    return str(path)
+
+
+def said(*words):
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def named(rows):
+    return {row["policy"] for row in rows if row.get("fits", True)}
+
+
+def test_a_comparison(tiny):
+    rows = said("compare", *JOB, "--model", tiny, "--batch", "2", "--budget", "90%", "--policies", ",".join(NAMES))
+    assert named(rows) == {*NAMES}
+
+
+def test_a_study(tiny, tmp_path):
+    path, names = tmp_path / "study.toml", json.dumps(NAMES)
+    path.write_text(
+        f"model = '{tiny}'\nbatch = 2\nsequence = 32\nprofile = 'mt3000_survey'\nbudget = '90%'\npolicy = {names}\n"
+    )
+    rows = said("sweep", str(path), "-o", str(tmp_path / "out"), "--jobs", "1")
+    assert named(rows) == {*NAMES} == {*run_sweep(load_study(path)).to_frame()["policy"]}
+
+
+def test_advice(tiny):
+    words = ("advise", *JOB, "--model", tiny, "--batch", "2", "--budget", "90%", "--jobs", "1", "--seconds", "20")
+    found = said(*words, "--policies", ",".join(NAMES))
+    assert named([found["best"], found["runner_up"]]) == {*NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--batch", "2"),
+        ("smallest-budget", "--batch", "2"),
+        ("largest-batch", "--budget", "2.3 MB"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_about_one_policy(words, name, tiny):
+    found = said(words[0], *JOB, "--model", tiny, *words[1:], "--policy", name)
+    assert (found[0] if isinstance(found, list) else found)["policy"] == name
+
+
+def test_python():
+    trace = transformer(TINY, batch=2, sequence=32)
+    budget = compare(trace, "mt3000_survey", ["keep_all"]).rows[0]["peak_bytes"] * 9 // 10
+    assert named(compare(trace, "mt3000_survey", NAMES, budget=budget).rows) == {*NAMES}
+    found = advise(trace, "mt3000_survey", budget=budget, policies=NAMES, jobs=1, seconds=20)
+    assert named(found.rows) == {*NAMES}
