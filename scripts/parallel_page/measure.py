@@ -23,7 +23,7 @@ PUBLISHED = Path(__file__).with_name("published.toml")
 PROFILE = "a100_80_sxm"
 SEQUENCE, VOCABULARY = 2048, 51200
 NO_LIMIT = "10 TB"
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 MODELS = {
     "GPT-3 175B": {
         "model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": SEQUENCE,
