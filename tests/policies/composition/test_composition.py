@@ -27,10 +27,10 @@ from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
 from sim.pages import run_notes, run_view
 from sim.plan import Drop, Move, Recompute, Wait
-from sim.policies import Composition, label, load, names, policy_class, policy_files
+from sim.policies import Composition, composition, label, load, names, policy_class, policy_files
 from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
-from sim.policies.composition.ownership import Part, managed_beside
+from sim.policies.composition.ownership import Part, managed_beside, owners
 from sim.policies.recompute.rotor import Rotor
 from sim.policies.writing import terms, text_of
 from sim.rewrites.holding import points
@@ -497,6 +497,16 @@ def test_a_part_that_does_nothing_is_named_in_the_notes(text, gpt2):
     result = simulate(gpt2, "mt3000_survey", text)
     assert [*result.idle_parts] == IDLE[text]
     assert {*IDLE[text]} <= {*run_notes(result)}
+
+
+@pytest.mark.parametrize("text", [text for text in TOGETHER if ";" in text and "save_on_cpu" not in text])
+def test_a_tensor_has_one_owner(text, gpt2, monkeypatch):
+    found = []
+    monkeypatch.setattr(composition, "owners", lambda *given: found.append(owners(*given)) or found[-1])
+    simulate(gpt2, "mt3000_survey", text)
+    assert found
+    for owned in found:
+        assert sum(map(len, owned)) == len(frozenset().union(*owned))
 
 
 def test_the_page_says_what_each_part_owns(gpt2):
