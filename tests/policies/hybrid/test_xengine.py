@@ -309,3 +309,35 @@ def test_a_measured_op_stays_on_its_engine():
     result = run(trace, two_engines(AMPLE, cpu=100 * GB))
     assert engines(result) == {"npu"}
     assert problem_for(trace, two_engines(AMPLE)).cost.op_ns(0) == 1000
+
+
+def test_what_has_no_bytes_is_copied_for_nothing_and_maybe_when_nothing_is_left_of_it():
+    """Found by a thousand examples of the law: the plan of such an answer ended with a KeyError."""
+    b = TraceBuilder()
+    sizes = {"y0": 1, "y1": 0, "y2": 16, "y3": 64, "y4": 64, "d": 64, "d4": 64, "d4.1": 1, "d3": 16, "d2": 0, "d1": 1}
+    t = {"x": b.tensor("x", 16, "input"), **{name: b.tensor(name, size) for name, size in sizes.items()}}
+    t["sum"] = b.tensor("sum", 1, replaces=t["d4.1"])
+
+    def op(name: str, reads: str, writes: str, flops: int = 0) -> None:
+        phase = "backward" if ".bwd" in name or name in ("loss", "add") else "forward"
+        named = [[t[one] for one in text.split()] for text in (reads, writes)]
+        b.op(name, "elementwise", reads=named[0], writes=named[1], flops=flops, phase=phase)
+
+    for name, reads, writes, flops in (
+        ("f0", "x", "y0", 200),
+        ("f1", "y0 x", "y1", 0),
+        ("f2", "y1", "y2", 200),
+        ("f3", "y2", "y3", 200),
+        ("f4", "y3 y0", "y4", 0),
+        ("loss", "y4", "d", 20),
+        ("f4.bwd", "d y4", "d4 d4.1", 0),
+        ("f3.bwd", "d4 y3", "d3", 400),
+        ("f2.bwd", "d3 y2", "d2", 400),
+        ("f1.bwd", "d2 y1", "d1", 0),
+        ("add", "d4.1 d1", "sum", 20),
+    ):
+        op(name, reads, writes, flops)
+    platform = two_engines(289, 144, cpu=GB, rate=GB)
+    npu, cpu = (replace(e, peak={"fp32": peak}) for e, peak in zip(platform.engines, (10 * GB, GB), strict=True))
+    hbm, host = (replace(tier, bandwidth=rate) for tier, rate in zip(platform.tiers, (10 * GB, 2 * GB), strict=True))
+    run(b.build(outputs=[], carry=()), replace(platform, tiers=(hbm, host), engines=(npu, replace(cpu, launch=2))))

@@ -58,6 +58,8 @@ class Walk:
 
     def _copy(self, t: int, steps: list[int], q: int, x: int, a: str, b: str) -> Iterator[Action]:
         """A copy before the op of a stage, or at the end of the tensor's producer if nothing has read it yet."""
+        if x not in self._where:
+            return  # nothing reads it any more: what has no bytes the program copies for nothing
         keep = self._is_wanted(t, steps, q, x, a)
         producer = self._index.producer[x]
         if x in self._exists:
