@@ -99,20 +99,21 @@ class Moccasin(RecomputationPlanner):
         )
         model = Retention(nodes, problem.budget - nodes.outside, self.runs, "moccasin")
         answer = model.solve(work_limit=self.work_limit, time_limit=self.time_limit, seed=problem.seed)
-        if answer.status == "infeasible":
-            least, smallest = self._least(problem, index, nodes)
-            if exact or least.peak() > problem.budget:
-                raise refused(problem, "moccasin", least, proven=exact, smallest=smallest, plans=self._class)
-            # over parts more is reckoned than the plan holds
-            return planned(problem, self.finished(problem, least), status="feasible", bound=None, plans=self._class)
         if answer.status == "unknown":
             raise PolicyError(
                 f"policy 'moccasin' found no plan before it met its limit of {answer.limit}; raise work_limit, "
                 "time_limit or the budget"
             )
-        schedule = self.finished(problem, schedule_of(index, nodes.reruns(answer.stages), prune=True))
-        if schedule.peak() > problem.budget:
-            raise refused(problem, "moccasin", schedule, proven=False, smallest=False, plans=self._class)
+        schedule = None
+        if answer.status != "infeasible":
+            schedule = self.finished(problem, schedule_of(index, nodes.reruns(answer.stages), prune=True))
+        if schedule is None or schedule.peak() > problem.budget:
+            least, smallest = self._least(problem, index, nodes)
+            proven = exact and schedule is None
+            if proven or least.peak() > problem.budget:
+                raise refused(problem, "moccasin", least, proven=proven, smallest=smallest, plans=self._class)
+            # where not all is counted, a plan may hold more or less than is reckoned
+            return planned(problem, self.finished(problem, least), status="feasible", bound=None, plans=self._class)
         is_best = exact and (answer.status == "optimal" or rerun_ns(problem, schedule) <= answer.bound)
         status, bound = "optimal" if is_best else "feasible", answer.bound if exact else None
         return planned(problem, schedule, status=status, bound=bound, limit=answer.limit, plans=self._class)
