@@ -67,11 +67,17 @@ def check(selector: str) -> None:
             )
         numbered = LAYERS.fullmatch(term)
         for low, high in re.findall(r"(\d+)-(\d+)", term) if numbered else ():
-            if int(low) > int(high):
+            if _amount(low) > _amount(high):
                 raise PolicyError(
                     f"selector {term!r}: {low}-{high} is not a range of {numbered and numbered[1]}s "
                     f"(did you mean '{high}-{low}'?)"
                 )
+
+
+def _amount(number: str) -> tuple[int, str]:
+    """What orders numbers as their values do; what is typed may have more digits than Python converts."""
+    digits = number.lstrip("0")
+    return len(digits), digits
 
 
 def _term(trace: Trace, term: str) -> Mask:

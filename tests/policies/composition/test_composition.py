@@ -31,6 +31,7 @@ from sim.policies import Composition, composition, label, load, names, policy_cl
 from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part, managed_beside, owners
+from sim.policies.composition.selectors import check
 from sim.policies.recompute.rotor import Rotor
 from sim.policies.writing import terms, text_of
 from sim.rewrites.holding import points
@@ -460,6 +461,16 @@ def test_what_cannot_be_combined_is_said_in_one_line(text, gpt2):
         simulate(gpt2, "mt3000_survey", text)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("low", "high", "backwards"), [("9" * 5000, "1", True), ("0" * 5000 + "1", "2", False)])
+def test_numbers_of_more_digits_than_python_converts_are_compared(low, high, backwards):
+    """Found by 100,000 cases of the fuzzer."""
+    if backwards:
+        with pytest.raises(PolicyError, match="is not a range of layers"):
+            check(f"layers {low}-{high}")
+    else:
+        check(f"layers {low}-{high}")
 
 
 def test_a_rewrite_about_what_its_part_does_not_own_names_it():
