@@ -89,9 +89,11 @@ class Infeasible(TiersimError):
     floor_bytes: the smallest budget known to fit, None if unknown.
     log: the `EventLog` of the run until then, None if nothing ran.
     plan: the `Plan` that ran, None if nothing did.
+    proven: whether it is a claim about all plans of the class; a policy that has only found none sets it to False.
     """
 
     plan: Any = None
+    proven: bool = True
 
     def __init__(self, message: str, *, floor_bytes: int | None = None, log: Any = None) -> None:
         self.floor_bytes = floor_bytes

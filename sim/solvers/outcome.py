@@ -115,13 +115,15 @@ def refused(
     """
     floor = least if isinstance(least, int) else least.peak()
     what = "no plan of this class fits" if proven else "no plan was found that fits"
-    return nothing_fits(
+    error = nothing_fits(
         problem,
         f"policy {policy!r}: {what} {format_bytes(problem.budget)}",
         floor,
         more="is the smallest budget that does" if proven and smallest else "would do",
         end=f" (of plans that {plans})" if proven else "",
     )
+    error.proven = proven
+    return error
 
 
 def nothing_fits(

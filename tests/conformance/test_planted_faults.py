@@ -587,14 +587,18 @@ class BestOfItsClass(Honest):
 
     def plan(self, problem: Problem) -> Plan:
         if self.refuses:
-            raise Infeasible("no plan of this class fits")
+            error = Infeasible("no plan of this class fits")
+            error.proven = self.status == "optimal"
+            raise error
         return Plan(problem.trace, (Recompute("a", before="c"),), notes={"status": self.status})
 
 
 def test_a_policy_that_a_plan_of_its_own_class_beats_breaks_optimal():
     assert broken(run_policy(BestOfItsClass(), chain(), machine(hbm=100)), CHECKS) == {"optimal"}
     assert broken(run_policy(BestOfItsClass(refuses=True), chain(), machine(hbm=100)), CHECKS) == {"optimal"}
-    assert not broken(run_policy(BestOfItsClass(status="feasible"), chain(), machine(hbm=100)), CHECKS)
+    for refuses in (False, True):  # neither claims to be optimal
+        policy = BestOfItsClass(refuses=refuses, status="feasible")
+        assert not broken(run_policy(policy, chain(), machine(hbm=100)), ("optimal",))
 
 
 # ---- law 9 -------------------------------------------------------------------------------------
