@@ -28,6 +28,9 @@ FAMILIES = {
 }
 """Supported `model_type`s."""
 
+LARGEST_FILE = 64 << 20
+"""Bytes of a `config.json` at most; those with a quantised module list have a few hundred thousand."""
+
 ALIASES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer"),
@@ -211,6 +214,10 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
         raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe, which may have no end
+            raise WorkloadError(f"{path}: is not a regular file")
+        if path.stat().st_size > LARGEST_FILE:
+            raise WorkloadError(f"{path}: has more than {LARGEST_FILE:,} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(

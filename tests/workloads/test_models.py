@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from sim.errors import TiersimError, WorkloadError
 from workloads import Config, model_names, read_config, transformer
-from workloads.models import parse_config
+from workloads.models import LARGEST_FILE, parse_config
 from workloads.parameters import parameter_count
 
 
@@ -509,3 +510,16 @@ def test_a_size_beyond_all_reason_is_refused_at_once(key):
 def test_a_key_that_changes_memory_is_refused(change, said):
     with pytest.raises(WorkloadError, match=said):
         parse_config({"model_type": "llama", **LLAMA, **change}, "m", "m.json")
+
+
+def test_a_file_without_end_is_refused_before_it_is_read(tmp_path):
+    """Found by 100,000 cases of the fuzzer: /dev/zero as a model took all memory."""
+    os.mkfifo(tmp_path / "config.json")
+    for path in ("/dev/zero", tmp_path / "config.json"):
+        with pytest.raises(WorkloadError, match="is not a regular file"):
+            read_config(path)
+    long = tmp_path / "long.json"
+    with long.open("wb") as file:
+        file.truncate(LARGEST_FILE + 1)
+    with pytest.raises(WorkloadError, match="has more than 67,108,864 bytes"):
+        read_config(long)
