@@ -249,7 +249,7 @@ def test_layers_of_stages_on_the_command_line(capsys, tmp_path, base: Trace) -> 
     save_trace(base, tmp_path / "t.jsonl.gz")
     words = ["--profile", "mt3000_cluster", "--trace", tmp_path / "t.jsonl.gz", "--pp", "2", "--micro-batches", "2"]
     for text in ("balanced", "3,1"):
-        assert tiersim("run", *words, "--layers", text, "--json", capsys=capsys)[0] == 0
-    code, _, err = tiersim("run", *words, "--layers", "3,x", capsys=capsys)
+        assert tiersim("run", *words, "--stage-layers", text, "--json", capsys=capsys)[0] == 0
+    code, _, err = tiersim("run", *words, "--stage-layers", "3,x", capsys=capsys)
     assert code == 2
     assert "expected numbers such as 3,3,2, or balanced" in err

@@ -137,11 +137,11 @@ LAYOUT = (
         None,
     ),
     Option(
-        "layers",
+        "stage_layers",
         Annotated[
             str | None,
             typer.Option(
-                help="of each part of the model: 3,3,2; balanced: the slowest as fast as can be; default: equal"
+                help="layers of each part: 3,3,2; balanced: the slowest part as fast as can be; default: equal"
             ),
         ],
         None,
@@ -232,8 +232,8 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
         return platform_of(options["profile"], options["set_"]), workload(options)
     from sim.layout import lay_out, to_layout, with_devices
 
-    if given.get("layers", "balanced") != "balanced":
-        given["layers"] = _numbers("layers", given["layers"])
+    if text := given.pop("stage_layers", None):
+        given["layers"] = text if text == "balanced" else _numbers("stage-layers", text)
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
     kernels = None
