@@ -160,7 +160,7 @@ def page(data: dict[str, Any]) -> str:
         injected="".join(f"| {k} | {v['cases']:,} | {len(v['harm'])} | {v['on']} |\n" for k, v in injected.items()),
         injections=sum(each["cases"] for each in injected.values()),
         harm=sum(len(each["harm"]) for each in injected.values()),
-        law_count=len(law),
+        law_count=sum(each["examples"] >= WANTED_EXAMPLES for each in law.values()),
         policies=len(names()),
         examples=WANTED_EXAMPLES,
         law_broken=sum(not each["passed"] for each in law.values()) or "none",

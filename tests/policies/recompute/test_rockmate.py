@@ -25,12 +25,12 @@ HBM, NPU = Tier("hbm", ROOMY, ROOMY, 10**9, device=0), Engine("npu", 0, "hbm", (
 TOY = Platform("toy", (HBM,), (NPU,), ())
 
 
-def two_halves() -> Trace:
-    """Two stages, each a wide cheap op between two narrow expensive ones; backward needs all that is inside."""
+def two_halves(count: int = 2) -> Trace:
+    """Stages that are each a wide cheap op between two narrow expensive ones; backward needs all that is inside."""
     b = TraceBuilder({"model": "two halves"})
     x = b.tensor("x", 1, "input")
     stages = []
-    for s in range(2):
+    for s in range(count):
         made = [b.tensor(f"{s}.{name}", size, layer=s) for name, size in (("a", 2), ("wide", 8), ("c", 2), ("y", 1))]
         reads = [[x], [made[0]], [made[1]], [made[0], made[2]]]
         for i, took in enumerate((10, 1, 10, 10)):
@@ -146,6 +146,17 @@ def test_what_an_option_holds_is_what_a_run_holds(trace):
     kept = sum(v.size for v in nodes.values if v.end and v.held_until >= len(nodes))
     peak = schedule_of(index, {}).peak() - nodes.outside
     assert peak - kept <= most <= peak
+
+
+def test_stages_that_are_alike_share_their_options():
+    """Inner stages have the same sizes and times: one search answers for all of them."""
+    problem = problem_for(two_halves(5), TOY)
+    menu = Menu(problem, TraceIndex(problem.trace), levels=2, exact_ops=24, node_limit=200, time_limit=20.0)
+    inner = [stage for stage in chain_of(problem, "rockmate").stages if len(stage.forward) > 1][1:-1]
+    options = [menu.of(stage, 0, 100) for stage in inner]
+    assert len(options) == 3
+    assert len(options[0]) > 1
+    assert all(one is options[0] for one in options)
 
 
 def test_graphs_without_a_chain_are_refused(run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.plan import Problem
 from sim.solvers.milp import Program
@@ -74,8 +74,9 @@ class Menu:
         parts = [[op] for op in (*stage.forward, *stage.backward)]
         nodes = nodes_of(self.problem, self.index, parts, border=count)
         incoming = self._incoming(stage)
+        values = [replace(value, tensors=()) for value in nodes.values]  # alike, whichever tensors they are
         key = (
-            *map(tuple, (nodes.cost, nodes.run_bytes, nodes.values, incoming)),
+            *map(tuple, (nodes.cost, nodes.run_bytes, values, incoming)),
             tuple(last - i for i, last in enumerate(nodes.last_rerun) if last <= len(nodes)),
             every,
         )
