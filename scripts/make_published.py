@@ -91,7 +91,8 @@ REASONS = {
         "Memory alone: times are of a deterministic mode and bound by launches. The last rank logs, whose copy of the "
         "tied embeddings is a weight of its own (here: untied). Two workspaces of cuBLAS of 32 MiB are added, as the "
         "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward. The fused kernels that are on by "
-        "default there stand as the fused stack."
+        "default there stand as the fused stack. Their buffers of gradients exist from the start, ours from the first "
+        "backward pass: of a run of one micro-batch the peak is that of a second one."
     ),
     "lf": (
         "Recomputation is a default that is not stated. Card readings in whole GB, context and cached blocks included."
