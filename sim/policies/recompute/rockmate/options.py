@@ -75,13 +75,15 @@ class Menu:
         nodes = nodes_of(self.problem, self.index, parts, border=count)
         incoming = self._incoming(stage)
         values = [replace(value, tensors=()) for value in nodes.values]  # alike, whichever tensors they are
-        key = (
+        output = int(self.problem.trace.tensor_columns.bytes[stage.output])
+        key = (  # all that the search is told
             *map(tuple, (nodes.cost, nodes.run_bytes, values, incoming)),
             tuple(last - i for i, last in enumerate(nodes.last_rerun) if last <= len(nodes)),
             every,
+            stage.uf,
+            output,
         )
         if key not in self._known:
-            output = int(self.problem.trace.tensor_columns.bytes[stage.output])
             self._known[key] = self._search(nodes, every, stage.uf, incoming, output)
         return self._known[key]
 
