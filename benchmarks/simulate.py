@@ -4,7 +4,7 @@
 
 KIND is `w1` or `chain`, of SIZE layers, or `gpt2`, GPT-2 medium with SIZE layers. POLICY may have parameters, SHARE
 is its budget as a part of what keeping everything needs. Prints one JSON record: processor seconds of the first call on
-that trace, and of a bare SimPy loop with as many timeouts as the trace has ops, in this process.
+that trace, of a bare SimPy loop with as many timeouts as the trace has ops, in this process, and of a further call.
 
 Nothing is done to the garbage collector. What is loaded on first use is loaded before, by the same policy on a trace of
 two layers; building the trace, reading the profile and the run without a limit that the budget is a share of are not
@@ -29,6 +29,8 @@ from sim.trace.graph import Trace
 from workloads import chain, transformer, w1
 
 PROFILE = "a100_40_pcie"
+LONG_S = 1.0
+"""Of what takes longer, further calls are not timed."""
 MIB = 1 << 20
 GPT2_MEDIUM = {
     "model_type": "gpt2",
@@ -77,7 +79,7 @@ def timed(kind: str, size: int, policy: str, share: float | None = None) -> dict
     for part in (share or 1.0, 1.0):
         with suppress(TiersimError):  # a small trace may not fit its share
             simulate(small, platform, chosen, budget=budget(small, part))
-    limit, status = budget(trace, share or 1.0), "ok"
+    limit, status = budget(TRACES[kind](size), share or 1.0), "ok"  # of its twin: nothing of this one is prepared
     began = time.process_time()
     try:
         simulate(trace, platform, chosen, budget=limit)
@@ -86,7 +88,12 @@ def timed(kind: str, size: int, policy: str, share: float | None = None) -> dict
     took = time.process_time() - began
     ops = len(trace.op_columns.name)
     loop = least(5, lambda: bare(ops))
-    return {"ops": ops, "status": status, "cpu_s": took, "bare_s": loop, "ratio": took / loop}
+    found: dict[str, Any] = {"ops": ops, "status": status, "cpu_s": took, "bare_s": loop, "ratio": took / loop}
+    if status == "ok" and took < LONG_S:
+        calls = max(1, int(0.05 / max(took, 0.001)))  # some clocks tick only every few milliseconds
+        found["again_s"] = least(3, lambda: [simulate(trace, platform, chosen, budget=limit) for _ in range(calls)])
+        found["again_s"] /= calls
+    return found
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 python scripts/make_performance.py             write the page and the figure from docs/performance.json
 python scripts/make_performance.py --check     say whether the page is current; exit status 1 where it is not
 python scripts/make_performance.py --measure   measure all cases, each in processes of its own (ten minutes), then write
+python scripts/make_performance.py --measure "w1 96" …   those alone whose name in the data has one of these texts in
+    it; the others keep their figures and the day they are from
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ CURVES: Mapping[str, tuple[tuple[str, float | None], ...]] = {
         ("keep_all", None),
         ("full_recompute", None),
         ("swap_all", None),
+        ("lru_tiering", 0.6),
         ("dtr(heuristic=dtr_eq)", 0.6),
-        ("dtr", 0.6),
+        ("dtr(heuristic=dtr)", 0.6),
     ),
     "gpt2": (("keep_all", None), ("full_recompute", None), ("swap_all", 0.6), ("dtr", 0.6), ("rotor", 0.6)),
 }
@@ -69,11 +72,11 @@ def _rotor(layers: int, seconds: float) -> Peer:
     return Peer("Rotor, C", f"chain of {layers} blocks, 500 slots", ("chain", layers, "rotor(slots=500)", 0.3), seconds)
 
 
-EQ = "dtr(heuristic=dtr_eq)"
+EQ, EXACT = "dtr(heuristic=dtr_eq)", "dtr(heuristic=dtr)"
 PEERS = (
     *(_simrd(n, "keep_all", "nothing evicted", ms) for n, ms in ((12, 4.8), (24, 12.4), (48, 34), (96, 111))),
     *(_simrd(n, EQ, "DTR with classes, 0.6", ms) for n, ms in ((12, 11), (24, 32), (48, 103), (96, 365))),
-    *(_simrd(n, "dtr", "DTR in full, 0.6", ms) for n, ms in ((12, 74), (24, 464), (48, 3360), (96, 29500))),
+    *(_simrd(n, EXACT, "DTR in full, 0.6", ms) for n, ms in ((12, 74), (24, 464), (48, 3360), (96, 29500))),
     *(_rotor(n, s) for n, s in ((24, 0.10), (48, 0.58), (192, 13.9))),
 )
 
@@ -114,22 +117,36 @@ def run_command(words: Sequence[str]) -> dict[str, float]:
     return {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2)}
 
 
-def measure() -> dict[str, Any]:
-    """All cases."""
+def measure(texts: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    """All cases and commands, or those alone that have one of these texts in their name beside the others' figures."""
     cases, given_up = {}, set()
     wanted = [(kind, n, *run) for kind, runs in CURVES.items() for n in DEPTHS if n <= LARGEST[kind] for run in runs]
     for case in dict.fromkeys([*wanted, *(peer.case for peer in PEERS)]):
-        curve = (case[0], *case[2:])
-        if curve not in given_up:
-            cases[key(*case)] = run_case(*case)
-            if cases[key(*case)]["status"] == "timed out":
+        curve, name = (case[0], *case[2:]), key(*case)
+        if not is_asked(name, texts):
+            cases.update({name: known["cases"][name]} if name in known["cases"] else {})
+        elif curve not in given_up:
+            cases[name] = {**run_case(*case), **when()}
+            if cases[name]["status"] == "timed out":
                 given_up.add(curve)
-            print(key(*case), cases[key(*case)], file=sys.stderr)
-    commands = {name: run_command(words) for name, words in COMMANDS.items()}
+            print(name, cases[name], file=sys.stderr)
+    commands = {
+        name: {**run_command(words), **when()} if is_asked(name, texts) else known["commands"][name]
+        for name, words in COMMANDS.items()
+    }
     machine = f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}"
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "rounds": ROUNDS, "limit_s": LIMIT_S}
-    about["load"] = round(os.getloadavg()[1], 1)
+    about = {"machine": machine, "rounds": ROUNDS, "limit_s": LIMIT_S}
     return {**about, "cases": cases, "commands": commands}
+
+
+def is_asked(name: str, texts: Sequence[str]) -> bool:
+    """Whether a case or command is to be measured."""
+    return not texts or any(text in name for text in texts)
+
+
+def when() -> dict[str, Any]:
+    """The day, and the load of the machine."""
+    return {"date": time.strftime("%Y-%m-%d"), "load": round(os.getloadavg()[1])}
 
 
 def cores() -> int:
@@ -173,6 +190,16 @@ def curve(data: Mapping[str, Any], kind: str) -> str:
     return table(["layers", "ops", *heads], rows, 0)
 
 
+def again(data: Mapping[str, Any], depth: int) -> str:
+    """Ratios of a further call on the same trace."""
+    found = []
+    for policy, share in CURVES["w1"]:
+        record = data["cases"].get(key("w1", depth, policy, share), {})
+        if "again_s" in record:
+            found.append(f"`{policy}` {digits(record['again_s'] / record['bare_s'])}")
+    return f"Another call on the same W1 trace of {depth} layers, as in a sweep: {', '.join(found)}."
+
+
 def peers(data: Mapping[str, Any]) -> str:
     """What peers took, and what `simulate()` takes."""
     rows = []
@@ -193,14 +220,32 @@ def page(data: Mapping[str, Any]) -> str:
     curves = "\n".join(f"### {TITLES[kind]}\n\n{curve(data, kind)}" for kind in CURVES)
     return TEXT.format(
         machine=data["machine"],
-        date=data["date"],
+        days=days(data),
         rounds="one process" if data["rounds"] == 1 else f"{data['rounds']} processes",
         limit=data["limit_s"],
-        load=data["load"],
         curves=curves,
+        again=again(data, 96),
         peers=peers(data),
         commands=table(["command", "wall", "processor"], commands),
     )
+
+
+def days(data: Mapping[str, Any]) -> str:
+    """When figures were measured, and under which loads; the day of most, then which are of another."""
+    records = {**data["cases"], **data["commands"]}
+    by_day: dict[str, list[str]] = {}
+    for name, record in records.items():
+        by_day.setdefault(record["date"], []).append(name)
+    main, *others = sorted(by_day, key=lambda day: (-len(by_day[day]), day))
+
+    def loads(day: str) -> str:
+        found = sorted({record["load"] for record in records.values() if record["date"] == day})
+        return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+    lines = [f"on {main}, with a load of {loads(main)}"]
+    lines += [f"on {day}, with a load of {loads(day)}: {', '.join(f'`{name}`' for name in by_day[day])}"
+              for day in others]  # fmt: skip
+    return "; ".join(lines)
 
 
 TEXT = """\
@@ -211,7 +256,7 @@ first call on its trace in a fresh process, and nothing done to Python's garbage
 least of {rounds}. `python scripts/make_performance.py --measure` repeats all measurements; `benchmarks/simulate.py`
 is one case.
 
-Measured on {date}: {machine}, with a load of {load}. Seconds depend on the machine and on its other work; the *ratio*,
+Measured on {machine}: {days}. Seconds depend on the machine and on its other work; the *ratio*,
 to a bare SimPy loop of `timeout`s, one per op, in the same process, depends on them less. A ratio below 1 is possible,
 since a run that is a straight sequence is computed as arrays.
 
@@ -223,8 +268,10 @@ done within {limit} s, or infeasible; then larger ones were not tried.
 ![Time per op over the number of ops](performance.png)
 
 {curves}
-Below some thousand ops much of a figure is one or two passes of Python's collector over all that is loaded (some 15 ms
-each), which a bare loop never sets off.
+{again}
+
+Below some thousand ops a pass of Python's collector over all that is loaded (some 15 ms), which a bare loop never sets
+off, can be much of a figure.
 
 Left out of each figure: starting Python and imports, building or reading the trace, reading the profile, figures of
 the summary (analyses, the run with unlimited memory), tables and plots. Included: preparing the trace for the
@@ -276,7 +323,9 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     """Write the page, or check it."""
     if "--measure" in sys.argv:
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        texts = sys.argv[sys.argv.index("--measure") + 1 :]
+        known = json.loads(DATA.read_text(encoding="utf-8")) if texts else {}
+        DATA.write_text(json.dumps(measure(texts, known), indent=1) + "\n", encoding="utf-8")
     data = json.loads(DATA.read_text(encoding="utf-8"))
     stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page(data)
     if "--check" in sys.argv:

@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 import time
+import tomllib
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "reliability.md"
 DATA = PAGE.with_suffix(".json")
+TYPED = ROOT / "tests" / "wrong_words.toml"
 WANTED_CASES, WANTED_EXAMPLES = 100_000, 1000
 
 TEXT = """# How reliable it is
@@ -49,6 +51,12 @@ repeated by its number.
 {fuzz}
 In all {cases:,} cases, {faults} faults; {long} of {readers} readers have been run for {wanted:,} cases. What earlier
 runs found is mended and kept in the tests.
+
+Commands as people mistype them are kept in `tests/wrong_words.toml`, {typed} of them: a wrong name, value, unit, file
+or option. A test holds each to one line that says what is right, exit status 2 and no file left behind; none has a
+traceback or a wrong suggestion.
+
+    python -m pytest tests/test_wrong_words.py
 
 ## A disk that fails
 
@@ -157,6 +165,7 @@ def page(data: dict[str, Any]) -> str:
         long=sum(each["cases"] >= WANTED_CASES for each in fuzz.values()),
         readers=len(READERS),
         wanted=WANTED_CASES,
+        typed=len(tomllib.loads(TYPED.read_text(encoding="utf-8"))["words"]),
         injected="".join(f"| {k} | {v['cases']:,} | {len(v['harm'])} | {v['on']} |\n" for k, v in injected.items()),
         injections=sum(each["cases"] for each in injected.values()),
         harm=sum(len(each["harm"]) for each in injected.values()),

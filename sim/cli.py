@@ -90,7 +90,7 @@ def _status() -> int:
         print("tiersim: stopped", file=sys.stderr)
         code = 130
     except typer.TyperException as error:
-        print(f"tiersim: {shortened(error.format_message())}", file=sys.stderr)
+        print(f"tiersim: {shortened(_said(error))}", file=sys.stderr)
         code = 2
     except TiersimError as error:
         for line in str(error).splitlines():
@@ -100,7 +100,7 @@ def _status() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
         code = 141
     except OSError as error:
-        print(f"tiersim: {error.filename or 'file'}: {error.strerror}", file=sys.stderr)
+        print(f"tiersim: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         code = 2
     except MemoryError:
         print("tiersim: this machine's memory is not enough for that", file=sys.stderr)
@@ -109,6 +109,17 @@ def _status() -> int:
         _report_fault(error)
         code = 1
     return code or 0
+
+
+def _said(error: typer.TyperException) -> str:
+    """The message of a mistake in the words that were typed; an option that there is not has the nearest ones."""
+    from sim.errors import nearest
+
+    wrong, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if isinstance(wrong, str) and context is not None and hasattr(error, "possibilities"):
+        options = {name.lstrip("-"): name for param in context.command.params for name in param.opts}
+        error.possibilities = [options[name] for name in nearest(wrong.lstrip("-"), options)]
+    return error.format_message()
 
 
 def _report_fault(error: Exception) -> None:

@@ -195,13 +195,35 @@ NEAREST = 3
 SHORTEST = 3
 """Characters of a word that is compared by itself."""
 
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("float16", "half"), ("fp16",)),
+    **dict.fromkeys(("bfloat16", "brain_float"), ("bf16",)),
+    **dict.fromkeys(("float32", "float", "single"), ("fp32",)),
+    **dict.fromkeys(("none", "baseline", "nothing", "no_policy"), ("keep_all",)),
+    **dict.fromkeys(
+        ("checkpoint", "checkpoints", "checkpointing", "recomputation", "remat", "rematerialization", "ckpt"),
+        ("full_recompute", "selective_recompute"),
+    ),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("full_recompute", "selective_recompute")),
+    **dict.fromkeys(("offload", "offloading", "cpu_offload"), ("offload_activations", "zero_offload")),
+    **dict.fromkeys(("nvme", "nvme_offload", "ssd_offload"), ("zero_infinity",)),
+    **dict.fromkeys(("deepspeed", "zero"), ("zero_offload", "zero_infinity")),
+    **dict.fromkeys(("time", "timeout", "time-limit"), ("seconds", "time-limit")),
+    **dict.fromkeys(("context", "seq-len", "seqlen", "context-length", "max-length"), ("seq",)),
+    **dict.fromkeys(("bs", "batchsize"), ("batch",)),
+    **dict.fromkeys(("machine", "device", "gpu", "hardware"), ("profile",)),
+    **dict.fromkeys(("memory", "capacity"), ("budget",)),
+    **dict.fromkeys(("dtype", "amp"), ("precision",)),
+}
+"""What other tools call things, and what they are called here; it counts where such a name is among the valid ones."""
+
 LONGEST = 100
 """How many characters of a wrong name are compared: it may come from a file, and comparing takes its square."""
 
 
 def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
-    """The names that a wrong one may stand for, few: those that continue it, else contain it, else are spelt
-    alike, begin it, or have a word that is.
+    """The names that a wrong one may stand for, few: what other tools call so, else those that continue it, else
+    contain it, else are spelt alike, begin it, or have a word that is.
 
     A number is a whole word: "a10" does not stand for "a100", nor "h800" for "h100".
     """
@@ -210,6 +232,8 @@ def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
     exact = [choice for choice in choices if folded[choice] == wrong]
     if exact or not wrong:
         return exact
+    if known := [name for name in ELSEWHERE.get(wrong.replace(" ", "_"), ()) if name in folded]:
+        return known
     text = re.escape(wrong)
     whole, any_ending = rf"{text}(?![^\W_])", rf"{text}(?!\d)" if wrong[-1].isdigit() else text
     for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(wrong) > 1 else ():

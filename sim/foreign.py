@@ -1,8 +1,9 @@
 """Files that saved results refer to: a policy's code, a profile, a trace, a model's configuration.
 
 The content of a folder of results is untrusted data. No file that it refers to is executed or opened unless the user
-asks for it, and a policy's file only if its SHA-256 is the one recorded when it ran. Shipped and installed policies are
-referred to by name, not as files; a profile or trace inside the folder belongs to the results.
+asks for it, and what is executed (a policy's file, a function that describes a step) only if its SHA-256 is the one
+recorded when it ran. Shipped and installed policies are referred to by name, not as files; a profile or trace inside
+the folder belongs to the results.
 
 Nor may the content keep the program busy for ever: only plain files of bounded size are read, and a run is repeated
 without asking only if its size lets it end within minutes.
@@ -33,11 +34,16 @@ MOST = {
     "recompute_limit": 1000,
     "devices": 1 << 20,
     "dp": 1 << 20,
+    "tp": 1 << 20,
+    "cp": 1 << 20,
     "zero": 3,
     "pp": 1024,
     "chunks": 1024,
 }
 """The largest value of each option that a folder gets without --trust; a recompute limit of 0 (none) exceeds it."""
+
+EXECUTED = ("policy", "step")
+"""The kinds of files that are programs: where they lie makes them no safer."""
 
 MOST_OPS = 2_000_000
 """The largest number of ops times iterations that a folder gets without --trust."""
@@ -73,7 +79,7 @@ def _finite(text: str) -> float:
 class Named:
     """A file that results refer to.
 
-    kind: "policy", "profile", "trace" or "model".
+    kind: "policy", "profile", "trace", "model", or "step" for a model that is a function.
     name: as the results write it.
     path: where it is.
     """
@@ -113,7 +119,7 @@ class Trust:
         Other files are read again where they are used. If a profile or a workload has changed in between, the figures
         differ from the saved ones, and no page is written.
         """
-        if file.kind != "policy" and self._holds(file.path):
+        if file.kind not in EXECUTED and self._holds(file.path):
             return _unreadable(file)
         subject = f"{file.kind} {file.name!r} is a file that the results refer to"
         if not self.asked:
@@ -194,10 +200,17 @@ def trace_files(names: Iterable[str]) -> list[Named]:
 
 
 def model_files(names: Iterable[str]) -> list[Named]:
-    """The models among `names` that are files or folders."""
+    """The models among `names` that are files or folders, or functions of a file or module."""
     from workloads.models import config_file
+    from workloads.steps import is_reference, reference_file
 
-    return [Named("model", name, path) for name in names if (path := config_file(name)) is not None]
+    found = []
+    for name in names:
+        if is_reference(name):
+            found.append(Named("step", name, reference_file(name)))
+        elif (path := config_file(name)) is not None:
+            found.append(Named("model", name, path))
+    return found
 
 
 def sums_of(files: Iterable[Named]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Categories of characters that are not shown as themselves: controls, marks of direction, halves of characters, …"""
@@ -90,11 +90,13 @@ def _is_text(name: str) -> bool:
 class Stream(io.TextIOBase):
     """A stream to a person: control characters arrive as escapes, and what its encoding lacks, too.
 
-    On a terminal the program's own colours and bars stay.
+    styled: whether colours and bars stay where it is a terminal. That is for writers that have made every text of
+    others printable themselves; see `styled`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, styled: bool = False) -> None:
         self.stream = stream
+        self.styled = styled
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -122,10 +124,15 @@ class Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write text, made safe."""
-        parts = STYLING.split(text) if self.isatty() else [text]
+        parts = STYLING.split(text) if self.styled and self.isatty() else [text]
         safe = "".join(part if i % 2 else printable(part, keep="\n\r\t") for i, part in enumerate(parts))
         self.stream.write(safe.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
+
+
+def styled(stream: IO[str]) -> IO[str]:
+    """The same stream for a writer of colours and bars, all of whose texts from elsewhere are `printable`."""
+    return Stream(stream.stream, styled=True) if isinstance(stream, Stream) else stream  # type: ignore[return-value]
 
 
 @contextmanager

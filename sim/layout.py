@@ -21,15 +21,18 @@ from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.dimensions import TENSOR, dimensions
+from sim.rewrites.expert_parallel import experts_apart
+from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
 from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.zero import LEVELS, shard
-from sim.stage_balance import balanced
+from sim.stage_balance import balanced, by_latency
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 
-BALANCED = "balanced"
+BALANCED, DAPPLE = "balanced", "dapple"
+CHOSEN = (BALANCED, DAPPLE)
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,19 @@ class Layout:
     dp: replicas of the model, each with an equal part of the samples.
     tp: ranks among which the layers of each replica are divided, by heads, columns and vocabulary.
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
+    ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
     cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them: context
         parallelism, which needs fused attention.
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
+    reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
         itself. Under `pipedream` each of them is a step of its own, with an update.
     chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
     layers: how many layers each part has, in order; by default all as many. `balanced`: so many that the slowest part
-        takes the least time (`sim.stage_balance`).
+        takes the least time; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
     """
@@ -64,6 +69,8 @@ class Layout:
     chunks: int = 0
     layers: tuple[int, ...] | str = ()
     cp: int = 1
+    ep: int = 1
+    reshard: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -75,24 +82,35 @@ class Layout:
             raise LayoutError(
                 f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
             )
+        if not isinstance(self.reshard, bool):
+            raise LayoutError(f"reshard: needs true or false, has {self.reshard!r}")
+        if not self.reshard and self.zero < 3:
+            raise LayoutError(
+                f"reshard: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
+            )
         if not isinstance(self.sequence_parallel, bool):
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
-        for key in ("dp", "tp", "cp", "pp", "micro_batches", "chunks"):
+        for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
         if self.cp > 1 and self.tp > 1:
             raise LayoutError("cp: tokens and layers cannot both be divided yet; nearest: cp 1, or tp 1")
+        if self.dp % self.ep:
+            nearest = nearest_divisor(self.dp, self.ep)
+            raise LayoutError(f"ep: {self.ep} ranks of experts do not divide dp {self.dp}; nearest: {nearest}")
         if isinstance(self.layers, str):
-            if self.layers != BALANCED:
-                raise LayoutError(f"layers: needs a list of numbers or {BALANCED!r}, has {self.layers!r}")
+            if self.layers not in CHOSEN:
+                raise LayoutError(f"layers: needs a list of numbers, {BALANCED!r} or {DAPPLE!r}, has {self.layers!r}")
+            if self.layers == DAPPLE and self.chunks > 1:
+                raise LayoutError(f"layers: {DAPPLE!r} plans for one part per device, not for {self.chunks}")
         else:
             object.__setattr__(self, "layers", tuple(self.layers))
         if why := refusal(self.schedule, self.pp, self.chunks, self.micro_batches):
             raise LayoutError(why)
         if self.schedule == "pipedream" and self.dp > 1:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
-        if self.layers not in ((), BALANCED) and len(self.layers) != self.parts:
+        if self.layers not in ((), *CHOSEN) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
 
     @property
@@ -109,6 +127,14 @@ class Layout:
     def is_trivial(self) -> bool:
         """Whether it changes nothing."""
         return self.devices == 1 and self.micro_batches == 1
+
+    def said(self) -> dict[str, Any]:
+        """The keys that are not their defaults; `to_layout` of them is the same layout."""
+        plain = {each.name: each.default for each in fields(self)} | {"chunks": parts_per_device(self.schedule)}
+        return {key: getattr(self, key) for key, default in plain.items() if getattr(self, key) != default}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.said().items()) or "one device"
 
 
 def to_layout(given: Layout | Mapping[str, Any] | None) -> Layout:
@@ -136,7 +162,9 @@ def with_devices(given: Mapping[str, Any]) -> dict[str, Any]:
     if devices is None:
         return table
     _positive("devices", devices)
-    each, dp = prod(max(int(table.get(key, 1)), 1) for key in ("pp", "tp", "cp")), table.get("dp")
+    for key in ("pp", "tp", "cp", "dp"):
+        _positive(key, table.get(key, 1))
+    each, dp = prod(table.get(key, 1) for key in ("pp", "tp", "cp")), table.get("dp")
     if devices % each or (dp is not None and dp * each != devices):
         nearest = dp * each if dp is not None else max(each, round(devices / each) * each)
         raise LayoutError(
@@ -179,16 +207,24 @@ def lay_out(
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel)
     check_context(trace, layout.cp)
+    check_experts(trace, layout.ep)
     if layout.layers == BALANCED and layout.pp > 1:
         ranks = layout.dp * layout.tp * layout.cp
         layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
+    if layout.layers == DAPPLE and layout.pp > 1:
+        sizes = by_latency(trace, machine, layout.pp, layout.dp, layout.tp * layout.cp, layout.micro_batches)
+        layout = replace(layout, layers=sizes)
     table = part_of_layer(trace, layout)
     divided_by = layout.tp * layout.cp  # one of them is 1
     trace = divide_layers(trace, divided_by, layout.sequence_parallel, context=layout.cp > 1)
     trace = trace if kernels is None else kernels(trace)
+    trace = trace if layout.ep == 1 else experts_apart(trace)
     dealt = layout.zero > 1 and layout.dp > 1
-    divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, ranks=layout.dp, dealt=dealt)
-    return shard(divided, layout.dp, layout.zero), placed(machine, layout.pp, layout.dp, divided_by)
+    replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep}
+    divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
+    return shard(divided, layout.dp, layout.zero, layout.reshard), placed(
+        machine, layout.pp, layout.dp, divided_by, layout.ep
+    )
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:
@@ -235,6 +271,23 @@ def check_context(trace: Trace, cp: int) -> None:
         )
     if not any(op.kind == "attention" for op in trace.ops):
         raise LayoutError("cp: scores of all tokens with all others cannot be divided by tokens; try attention 'flash'")
+
+
+def check_experts(trace: Trace, ep: int) -> None:
+    """Raise LayoutError where the experts of a trace do not divide among so many replicas."""
+    if ep == 1:
+        return
+    numbers = set(experts_of(trace).values())
+    if not numbers:
+        form = "; try experts_implementation 'grouped'" if "expert_loads" in trace.meta else ""
+        raise LayoutError(f"ep: the trace has no experts that can be divided{form}; nearest: 1")
+    experts = math.gcd(*numbers)
+    if experts % ep:
+        raise LayoutError(f"ep: {ep} does not divide the {experts} experts; nearest: {nearest_divisor(experts, ep)}")
+    if trace.meta.get("stack", "eager") != "eager":
+        raise LayoutError(f"ep: experts in fused kernels ({trace.meta['stack']!r}) cannot be divided yet; nearest: 1")
+    if int(trace.meta.get("micro_batches", 1)) > 1:
+        raise LayoutError("ep: the trace has microbatches already; give micro_batches in the layout instead")
 
 
 def _check_divisible(key: str, trace: Trace) -> None:

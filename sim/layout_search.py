@@ -3,34 +3,41 @@
     found = search_layouts(trace, "a100_80_sxm", 16, ["keep_all", "full_recompute"])
     print(found.best, found.runner_up)
 
-`layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism; stages that divide
-the layers; replicas that divide the samples; ZeRO; microbatches. Two things spare a simulation. The least that a device
-must hold, its part of the training state, proves that a layout cannot fit. An estimate of time (arithmetic, bubble,
-bytes of collectives) orders the rest, of which `most` are simulated: what is left out there is not proven slower, and
-the answer says how many those are. Whatever it names has been simulated.
+`layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, or context
+parallelism in its place; stages that divide the layers, in each schedule that has an order for them; replicas that
+divide the samples; ZeRO; microbatches. Two things spare a simulation. The least that a device must hold, its part of
+the training state that no policy moves, proves that a layout cannot fit. An estimate of time and memory (the units of
+the schedule one after the other, bytes of collectives, `sim.layout_estimate`) orders the rest, of which `most` are
+simulated: what is left out there is not proven slower, and the answer says how many those are. Whatever it names has
+been simulated.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from sim.errors import LayoutError, TiersimError
+from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import simulate
-from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import Layout, divisible, lay_out
+from sim.layout import Layout, check_context, divisible, lay_out
+from sim.layout_estimate import Estimator
+from sim.policies import load
+from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.tensor import ROLES
 
 POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
+SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
+"""Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +52,16 @@ class Found:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**self.said(), "policy": self.policy, "makespan_ns": self.makespan_ns, "peak_bytes": self.peak_bytes}
-
-    def said(self) -> dict[str, Any]:
-        """The keys of the layout that are not their defaults."""
-        plain = Layout()
-        values = {field.name: getattr(self.layout, field.name) for field in fields(Layout)}
-        return {key: value for key, value in values.items() if value != getattr(plain, key)}
+        return {
+            **self.layout.said(),
+            "policy": self.policy,
+            "makespan_ns": self.makespan_ns,
+            "peak_bytes": self.peak_bytes,
+        }
 
     def __str__(self) -> str:
-        layout = ", ".join(f"{key} {value}" for key, value in self.said().items()) or "one device"
         time = self.why if self.makespan_ns is None else f"{self.makespan_ns / 1e6:,.2f} ms"
-        return f"{layout}; {self.policy}: {time}, {self.peak_bytes / 1e9:.2f} GB"
+        return f"{self.layout}; {self.policy}: {time}, {self.peak_bytes / 1e9:.2f} GB"
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class LayoutSearch:
 
     rows: all that was simulated, in the order of the search.
     cannot_fit: layouts whose part of the training state alone is more than a device has.
-    left_out: layouts that were not simulated, since more than `most` came before them in the estimate.
+    left_out: layouts that were not simulated, since `most` came before them in the estimate, or for lack of time.
     """
 
     rows: tuple[Found, ...]
@@ -106,7 +111,9 @@ def search_layouts(
     *,
     budget: int | str | None = None,
     most: int = MOST,
-    overrides: dict[str, str] | None = None,
+    schedules: Sequence[str] = SEARCHED,
+    seconds: float | None = None,
+    overrides: Mapping[str, str] | None = None,
     kernels: Callable[[Trace], Trace] | None = None,
     on_row: Callable[[Found], None] = lambda row: None,
 ) -> LayoutSearch:
@@ -116,35 +123,56 @@ def search_layouts(
     devices: how many are used, all of them.
     policies: policies or compositions, by name.
     budget: of each device; None for its capacity.
-    most: how many layouts are simulated.
+    most: how many layouts are simulated; where none of them fits, the others follow, those with memory to spare by
+        their estimate first, until one does.
+    schedules: of pipelines, those to try.
+    seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
     on_row: called with each row as it is found.
 
-    Raises LayoutError where no layout has so many devices.
+    Raises LayoutError where no layout has so many devices, or a schedule is not one of `SEARCHED`.
     """
+    for schedule in schedules:
+        if schedule not in SEARCHED:
+            raise LayoutError(f"schedules: {schedule!r} is not searched{near(schedule, SEARCHED)}")
     node = load_profile(profile, overrides=overrides)
     per_node = _per_node(node, devices)
     if node.devices < 2 <= devices:
         node = load_profile(profile, overrides={**(overrides or {}), "devices": str(min(devices, per_node))})
-    candidates = list(layouts(trace, devices, per_node))
+    candidates = list(layouts(trace, devices, per_node, schedules))
     if not candidates:
         raise LayoutError(
             f"devices: no layout of this trace takes {devices}; nearest: {_nearest(trace, devices, node)}"
         )
     capacity = node.home(0).capacity if budget is None else _bytes(budget)
-    fit = [each for each in candidates if least_state(trace, each) <= capacity]
-    ordered = sorted(fit, key=partial(estimate, trace, node)) if devices > 1 else fit
+    manages = {word for policy in policies for word in load(policy).manages}
+    fit = [each for each in candidates if least_state(trace, each, manages) <= capacity]
+    if devices > 1:
+        estimator = Estimator(trace, node)
+        estimates = {layout: estimator.of(layout) for layout in fit}
+        fit.sort(key=lambda layout: estimates[layout].rank(capacity))
+        fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
     rows: list[Found] = []
-    for layout in ordered[:most]:
+    began, tried = time.monotonic(), 0
+
+    def is_late() -> bool:
+        return seconds is not None and bool(rows) and time.monotonic() - began > seconds
+
+    for layout in fit:
+        if is_late() or (tried >= most and any(row.makespan_ns is not None for row in rows)):
+            break
+        tried += 1
         try:
             divided, platform = lay_out(trace, profile, layout, overrides=overrides, kernels=kernels)
         except TiersimError as error:
             rows.append(Found(layout, "", None, 0, str(error)))
             continue
         for policy in policies:
+            if is_late():
+                break
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
-    return LayoutSearch(tuple(rows), len(candidates) - len(fit), max(len(ordered) - most, 0))
+    return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried)
 
 
 def _row(layout: Layout, policy: str, trace: Trace, platform: Platform, budget: int | str | None) -> Found:
@@ -172,66 +200,67 @@ def _nearest(trace: Trace, devices: int, node: Platform) -> int:
     return next((n for n in near if n != devices and any(layouts(trace, n, _per_node(node, n)))), 1)
 
 
-def layouts(trace: Trace, devices: int, per_node: int) -> Iterator[Layout]:
+def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED) -> Iterator[Layout]:
     """The layouts that take exactly so many devices and divide the trace without a rest."""
-    heads, samples = divisible(trace), trace.meta.get("batch", 1)
-    layers, sequence = len({layer for layer in op_layers(trace).tolist() if layer >= 0}), trace.meta.get("sequence")
-    dense = "expert_loads" not in trace.meta and "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
-    for tp in _divisors(devices):
-        if tp > 1 and (tp > per_node or not dense or not heads or heads % tp):
-            continue
+    samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
+    layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
+    for tp, cp in _ranks(trace, devices, per_node):
         by_tokens = tp > 1 and isinstance(sequence, int) and sequence % tp == 0
-        for pp in _divisors(devices // tp):
-            dp = devices // (tp * pp)
+        for pp in _divisors(devices // (tp * cp)):
+            dp = devices // (tp * cp * pp)
             if (pp > 1 and (not layers or layers % pp)) or samples % dp:
                 continue
-            for n in _divisors(samples // dp):
+            zeros = (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,)
+            for n, schedule, zero in product(_divisors(samples // dp), schedules if pp > 1 else ("1f1b",), zeros):
                 if n > 1 and pp > 1 and n < pp and n != samples // dp:
                     continue  # stages that never work all at once
-                for zero in (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
-                    yield Layout(dp, tp, by_tokens, zero, pp, micro_batches=n)
+                if n == 1 and schedule not in ("1f1b", schedules[0]):
+                    continue  # one microbatch has one order
+                try:
+                    layout = Layout(dp, tp, by_tokens, zero, pp, schedule, n, cp=cp)
+                except LayoutError:  # no order for these numbers
+                    continue
+                if pp == 1 or layers % layout.parts == 0:
+                    yield layout
+
+
+def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """Ranks of tensor and of context parallelism that divide a trace, both inside a node, and not both at once."""
+    heads = divisible(trace)
+    dense = "expert_loads" not in trace.meta and "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
+    yield 1, 1
+    for ranks in _divisors(devices)[1:]:
+        if ranks > per_node or not dense:
+            continue
+        if heads and heads % ranks == 0:
+            yield ranks, 1
+        try:
+            check_context(trace, ranks)
+        except LayoutError:
+            continue
+        yield 1, ranks
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def least_state(trace: Trace, layout: Layout) -> int:
-    """The fewest bytes that the device with the most training state holds: the mean over the stages of its parts."""
+def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> int:
+    """The fewest bytes that the device with the most training state holds: the mean over the stages of its parts.
+
+    manages: what policies may move or drop, in words of `Policy.manages`; of that a device need hold nothing.
+    """
     role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
     divided = dimensions(trace).has[TENSOR] if layout.tp > 1 else frozenset()
     total = 0
     for t in range(len(role)):
-        if trace.producer[t] >= 0 or role[t] not in PERSISTENT:
+        if trace.producer[t] >= 0 or role[t] not in PERSISTENT or MANAGED_AS[ROLES[role[t]]] in manages:
             continue
         share = layout.tp if t in divided else 1
-        if layout.dp > 1 and (layout.zero == 3 or (layout.zero and role[t] != ROLE_CODE["weight"])):
+        if layout.dp > 1 and (layout.zero == 3 or (layout.zero and ROLES[role[t]] != "weight")):
             share *= layout.dp
         total += int(size[t]) // share
     return total // layout.pp
 
 
-def estimate(trace: Trace, node: Platform, layout: Layout) -> float:
-    """Nanoseconds, roughly: the ops of a device with their bubble, and the bytes of collectives at the links' rates."""
-    launches = node.engines[node.engine_for(0, "")].launch * len(trace.ops)
-    work = int(op_times(trace, node).total.sum()) - launches
-    n, weights = layout.micro_batches, _weights(trace)
-    inside = max((node.links[i].rate for i in node.route(node.home(0).name, node.home(1).name)), default=1)
-    outside = node.networks[0].rate if node.networks else inside
-    tokens, layers = int(trace.meta.get("tokens", 1)) / layout.dp, max(int(trace.meta.get("layers", 1)), 1)
-    width = (weights / (24 * layers)) ** 0.5  # 12 h^2 weights of 2 bytes per layer
-    between = 8 * (layout.tp - 1) / layout.tp * tokens * 2 * width * layers / layout.pp / inside
-    passes = 3 * n if layout.zero == 3 else n + 1 if layout.zero == 2 else 2
-    ring = inside if layout.devices <= node.devices else outside
-    gradients = passes * (layout.dp - 1) / layout.dp * weights / (layout.tp * layout.pp) / ring
-    busy: float = max(work, 0) / layout.devices + launches * n / layout.pp + between * 1e9
-    return busy * (n + layout.pp - 1) / n + gradients * 1e9
-
-
-def _weights(trace: Trace) -> int:
-    """Bytes of all weights."""
-    initial = (trace.producer < 0) & (trace.tensor_columns.role == ROLE_CODE["weight"])
-    return int(trace.tensor_columns.bytes[initial].sum())
-
-
-__all__ = ["Found", "LayoutSearch", "estimate", "layouts", "least_state", "search_layouts"]
+__all__ = ["Found", "LayoutSearch", "layouts", "least_state", "search_layouts"]

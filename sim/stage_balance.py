@@ -2,13 +2,15 @@
 
 The embedding counts to the first layer, the last norm, head and loss to the last one: with a large vocabulary, equal
 numbers of layers are not equal times. Times are those of the machine's op-time model for a microbatch, without update;
-the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated stages.
+the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated stages, or DAPPLE's
+(`sim.rewrites.dapple_planner`), which counts how the pipeline fills and drains and the sums of gradients.
 """
 
 from __future__ import annotations
 
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
+from sim.rewrites.dapple_planner import LayerTimes, Machines, plan
 from sim.rewrites.pipeline import parts_of
 from sim.rewrites.stage_partition import LayerCost, partition
 from sim.trace.graph import Trace
@@ -31,11 +33,12 @@ def layer_costs(trace: Trace, machine: Platform, parts: int, micro_batches: int)
     place = parts_of(trace, {layer: i for i, layer in enumerate(layers)})
     total, phase, share = op_times(trace, machine).total.tolist(), trace.op_columns.phase, parts * micro_batches
     launch = [machine.engines[machine.engine_for(0, name)].launch for name in _engines(trace)]
-    time, sent, weights = ([0] * len(layers) for _ in range(3))
+    time, sent, weights, forward = ([0] * len(layers) for _ in range(4))
     for op, layer in enumerate(place):
         if phase[op] != UPDATE:
             fixed = min(launch[op], total[op])
-            time[layer] += fixed + (total[op] - fixed) // share
+            time[layer] += (own := fixed + (total[op] - fixed) // share)
+            forward[layer] += own if phase[op] == FORWARD else 0
     columns = trace.tensor_columns
     for t, size in enumerate(columns.bytes.tolist()):
         made, readers = int(trace.producer[t]), [op for op in trace.readers(t) if phase[op] == FORWARD]
@@ -44,16 +47,38 @@ def layer_costs(trace: Trace, machine: Platform, parts: int, micro_batches: int)
         elif made >= 0 and phase[made] == FORWARD and readers:
             for layer in range(place[made], max(place[op] for op in readers)):
                 sent[layer] += size // share
-    return [LayerCost(*each) for each in zip(time, sent, weights, strict=True)]
+    return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]
 
 
 def balanced(trace: Trace, machine: Platform, parts: int, ranks: int, micro_batches: int) -> tuple[int, ...]:
     """How many layers each of so many parts gets. ranks: replicas times the ranks of each."""
     costs = layer_costs(trace, machine, ranks, micro_batches)
+    return partition(costs, parts, _inside(machine), parts, replicated=False).layers
+
+
+def by_latency(
+    trace: Trace, machine: Platform, stages: int, replicas: int, ranks: int, micro_batches: int
+) -> tuple[int, ...]:
+    """How many layers each stage gets so that DAPPLE's latency of an iteration is least.
+
+    replicas: of each stage, next to each other. ranks: among which a replica's layers are divided.
+    """
+    costs = layer_costs(trace, machine, ranks, micro_batches)  # a stage's replicas divide each of these microbatches
+    times = [LayerTimes(c.forward, c.time - c.forward, c.sent, c.weights // ranks) for c in costs]
+    inside = _inside(machine)
+    between = machine.networks[0].rate if machine.networks else inside
+    each = max(min(machine.devices // ranks, stages * replicas), 1)
+    nodes = -(-stages * replicas // each)
+    where = Machines((each,) * nodes, inside, between)
+    found = plan(times, where, micro_batches, stages=stages, replicas=replicas, ways=("append",))
+    return tuple(stage.layers for stage in found)
+
+
+def _inside(machine: Platform) -> int:
+    """Bytes per second from one device of a machine to the next."""
     homes = [machine.home(device).name for device in range(min(machine.devices, 2))]
     route = machine.route(*homes) if len(homes) == 2 else ()
-    rate = min((machine.links[i].rate for i in route), default=10**18)
-    return partition(costs, parts, rate, parts, replicated=False).layers
+    return min((machine.links[i].rate for i in route), default=10**18)
 
 
 def _engines(trace: Trace) -> list[str]:

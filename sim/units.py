@@ -197,7 +197,7 @@ def _meant(unit: str, units: Units) -> str:
     folded = {known.casefold(): known for known in units}
     if unit.casefold() in folded:
         return f" (did you mean {folded[unit.casefold()]!r}?)"
-    hint = near(unit, units)
+    hint = near(unit, (each for each in units if len(each) > 1))  # any wrong letter is spelt like "B"
     return hint if "did you mean" in hint else ""
 
 

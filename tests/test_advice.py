@@ -16,6 +16,7 @@ from sim.advice.trials import Trials, best, fits, speed
 from sim.errors import Infeasible, TiersimError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.layout import lay_out
 from sim.policies import load, names
 from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
@@ -306,3 +307,35 @@ def test_several_policies_in_one_command_the_best_first(config, capsys):
     code, out, _ = tiersim("smallest-budget", *job, *several, "--batch", "4", capsys=capsys)
     assert code == 0
     assert [line.partition(":")[0] for line in out.splitlines()] == ["full_recompute", "keep_all", "moe_tiering"]
+
+
+def test_a_layout_of_several_devices_is_found_together_with_the_policy(config, capsys):
+    found = advise(config, "a100_80_sxm", batch=8, devices=4, policies=FEW, seconds=60, jobs=1, **AXES)
+    assert found.devices is not None
+    assert found.devices.search.best is not None
+    assert found.question.parallel == found.devices.search.best.layout.said()
+    log = simulate(trace_of(config, batch=8), "a100_80_sxm", found.best["policy"], parallel=found.question.parallel).log
+    assert found.best["makespan_ns"] == log.end
+    assert found.best["stands_for"] == 4
+    simulated = [row.makespan_ns for row in found.devices.search.rows if row.makespan_ns]
+    assert found.best["makespan_ns"] <= min(simulated) * (1 + 0.005)
+    text = found.text()
+    assert "layout of 4 devices: " in text
+    assert f"on 4 devices ({found.devices.search.best.layout})" in text
+    words = ["advise", "--profile", "a100_80_sxm", "--model", config, "--seq", "64", "--batch", "4", "--devices", "2"]
+    code, out, _ = tiersim(*words, "--policies", "keep_all", "--jobs", "1", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["layout"]
+
+
+def test_several_devices_need_a_batch_and_the_goal_of_throughput(config):
+    for wrong in ({}, {"batch": 4, "goal": "memory"}):
+        with pytest.raises(TiersimError, match="devices: for 2 of them give the batch of all, and goal 'throughput'"):
+            advise(config, "a100_80_sxm", devices=2, **wrong, **AXES)
+
+
+def test_the_state_over_several_devices_is_that_of_the_fullest(config):
+    trace, platform = lay_out(trace_of(config), "a100_80_sxm", {"pp": 3, "micro_batches": 4})
+    alone = state_of(trace_of(config), platform)
+    state = state_of(trace, platform)
+    assert alone.bytes / 3 < state.bytes < alone.bytes

@@ -322,3 +322,12 @@ def test_a_name_may_have_its_parameters():
     assert (row["policy"], row["fits"]) == ("chen(method=sqrt)", True)
     with pytest.raises(PolicyError, match="no parameter 'methd'"):
         compare(TRACE, PLATFORM, "chen(methd=sqrt)")
+
+
+@pytest.mark.parametrize(("profile", "saves"), [("mt3000_cluster", True), ("a100_40_pcie", False)])
+def test_what_takes_less_time_than_every_op_once_says_what_it_saves(profile, saves):
+    """The CPU of MT-3000 updates in place and in one kernel; behind PCIe copies take longer than that saves."""
+    trace = transformer("gpt2", batch=1, sequence=64, precision="amp_fp16")
+    compared = compare(trace, profile, ["keep_all", "zero_offload"], budget="1000 TB")
+    said = [line for line in compared.bounds if line.startswith("zero_offload: declared saving: fusion")]
+    assert (compared.results["zero_offload"].log.end < compared.results["keep_all"].log.end) == saves == bool(said)

@@ -4,12 +4,13 @@ import csv
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 import sim.cli
 from sim.errors import TraceError
-from sim.foreign_text import Stream, cell, printable
+from sim.foreign_text import Stream, cell, printable, styled
 from sim.trace import TraceBuilder
 from sim.trace.io import load, save
 
@@ -44,13 +45,23 @@ def ran(monkeypatch, *words: str) -> int:
         ("run", "--profile", EVIL, "--model", "gpt2"),
         ("run", "--profile", "p100", "--trace", "TRACE", "--policy", EVIL),
         ("sweep", EVIL),
+        ("results", "list", EVIL),
+        ("run", "--profile", "keys.toml", "--model", "gpt2"),
     ],
 )  # fmt: skip
-def test_no_control_character_reaches_the_terminal(words, evil, capsys, monkeypatch):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_control_character_reaches_the_terminal(words, terminal, evil, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("keys.toml").write_text('description = "x"\n["a\\u001b[2J"]\n')
+    monkeypatch.setattr("sim.foreign_text.Stream.isatty", lambda stream: terminal)
+    monkeypatch.setenv("TERM", "xterm")
     ran(monkeypatch, *(evil if word == "TRACE" else word for word in words))
     out, err = capsys.readouterr()
     assert out + err
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out + err)
+    assert "\x1b[31m" not in out + err
+    assert "\x1b[2J" not in out + err
+    said = re.sub(r"\x1b\[[0-9;]*m", "", out + err) if terminal else out + err  # tables have colours of their own
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", said)
     assert "\\x1b[31mred" in out + err or "trace" not in words
 
 
@@ -110,8 +121,14 @@ class Terminal(io.StringIO):
 )
 def test_a_stream_keeps_its_own_colours_and_nothing_else_that_acts(tty, encoding, text, shown):
     below = Terminal(tty, encoding)
-    print(text, end="", file=Stream(below))
+    print(text, end="", file=styled(Stream(below)))
     assert below.getvalue() == shown
+
+
+def test_a_stream_that_is_not_the_writers_of_colours_shows_none():
+    below = Terminal(True, "utf-8")
+    print("\x1b[2J", end="", file=Stream(below))
+    assert below.getvalue() == "\\x1b[2J"
 
 
 def test_ordinary_text_of_any_script_stays_as_it_is():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, simulate
 from sim.analysis.stages import stages
 from sim.errors import PolicyError
+from sim.hardware.nodes import placed
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
 from workloads import transformer
 
+GB = 10**9
 CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 256}
 
 
@@ -84,8 +87,9 @@ def test_stages_may_have_policies_of_their_own(base: Trace) -> None:
         *[stage.peak_bytes for stage in stages(kept)[2:]],
     ]
     assert kept.end == mixed.end < full.end
-    with pytest.raises(PolicyError, match="it has stages 0 to 3"):
-        simulate(base, "mt3000_cluster", "stages 7: full_recompute", parallel=layout)
+    for text, hint in (("stages 7", ""), ("stages 0-9", r" \(did you mean 'stages 0-3'\?\)")):
+        with pytest.raises(PolicyError, match=f"^selector '{text}': this trace has 4 stages, 0 to 3{hint}$"):
+            simulate(base, "mt3000_cluster", f"{text}: full_recompute; rest: keep_all", parallel=layout)
 
 
 def test_the_parts_of_a_stages_time_add_up(base: Trace) -> None:
@@ -131,7 +135,7 @@ def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
         ),
         ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
         ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
-        ({"pp": 2, "layers": "even"}, "layers: needs a list of numbers or 'balanced', has 'even'"),
+        ({"pp": 2, "layers": "even"}, "layers: needs a list of numbers, 'balanced' or 'dapple', has 'even'"),
         ({"dp": 3}, "dp: 3 does not divide the batch of 4; nearest: 2"),
         ({"dp": 2, "micro_batches": 4}, "micro_batches: 4 does not divide the 2 samples of a replica; nearest: 2"),
         ({"dp": 2, "zero": 4}, "zero: needs one of 0, 1, 2, 3, has 4; nearest: 3"),
@@ -190,6 +194,31 @@ def test_eight_offloading_cards_have_an_eighth_of_the_host_each(base: Trace) -> 
     assert one_each.tier("host").capacity == alone.tier("host").capacity
 
 
+def test_of_a_shared_tier_that_writes_slowly_each_card_gets_its_part_of_both_rates() -> None:
+    node = load_profile("a100_80_sxm", overrides={"devices": "8"})
+    slow = replace(node, tiers=tuple(replace(t, write_bandwidth=8 * GB) if t.name == "host" else t for t in node.tiers))
+    assert placed(slow, stages=1, ranks=8).tier("host").write_bandwidth == GB
+    assert placed(slow, stages=2, ranks=4).tier("host").write_bandwidth == 2 * GB
+    assert placed(node, stages=1, ranks=8).tier("host").write_bandwidth == 0, "no rate of its own: writes as it reads"
+
+
+def test_shared_links_engines_and_switches_are_divided_among_the_cards_that_use_them() -> None:
+    node = load_profile("a100_80_sxm", overrides={"devices": "8"})
+    for simulated in (1, 2):
+        part = placed(node, stages=simulated, ranks=8 // simulated)
+        rates = {link.name: link.rate for link in part.links}
+        assert rates["nvme_read"] == simulated * 10 * GB // 8
+        assert part.tier("host").nominal == simulated * node.tier("host").nominal // 8
+        cpu = next(engine for engine in part.engines if engine.name == "cpu")
+        assert cpu.peak["fp32"] == simulated * 2.5e12 / 8
+    # two cards are behind a switch of 26 GB/s, whatever the others do
+    pools = {pool.name: pool.rate for pool in placed(node, stages=1, ranks=8).pools}
+    assert {name: rate for name, rate in pools.items() if name.startswith("switch")} == {
+        "switch_up@0": 13 * GB,
+        "switch_down@0": 13 * GB,
+    }
+
+
 def test_a_ring_over_nodes_sums_inside_them_first(base: Trace) -> None:
     """16 ranks on two nodes of 8: (g - 1) m / (g b) + (k - 1) m / (k g B) per pass."""
     wide = transformer(CONFIG, batch=16, sequence=32)
@@ -201,8 +230,8 @@ def test_a_ring_over_nodes_sums_inside_them_first(base: Trace) -> None:
 
 
 def test_a_machine_of_nodes_without_a_network_is_refused(base: Trace) -> None:
-    with pytest.raises(LayoutError, match=r"dp: mt3000_cluster has 4 device\(s\) and states no network to others"):
-        lay_out(transformer(CONFIG, batch=8, sequence=32), "mt3000_cluster", {"dp": 8})
+    with pytest.raises(LayoutError, match=r"dp: sunway_sw26010pro has 6 device\(s\) and states no network to others"):
+        lay_out(transformer(CONFIG, batch=8, sequence=32), "sunway_sw26010pro", {"dp": 8})
 
 
 def test_a_thousand_devices_cost_what_one_pipeline_costs(base: Trace) -> None:
@@ -252,4 +281,31 @@ def test_layers_of_stages_on_the_command_line(capsys, tmp_path, base: Trace) -> 
         assert tiersim("run", *words, "--stage-layers", text, "--json", capsys=capsys)[0] == 0
     code, _, err = tiersim("run", *words, "--stage-layers", "3,x", capsys=capsys)
     assert code == 2
-    assert "expected numbers such as 3,3,2, or balanced" in err
+    assert "expected numbers such as 3,3,2, balanced or dapple" in err
+
+
+TIED = {**CONFIG, "vocab_size": 4096, "n_embd": 128}
+"""Embeddings that are large beside the layers, and tied to the head."""
+
+
+@pytest.mark.parametrize("more", [{}, {"dp": 2}, {"dp": 2, "zero": 1}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_tied_weights_gradient_is_summed_on_each_stage_and_sent_once(schedule, more):
+    base = transformer(TIED, batch=16, sequence=32)
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 4, "micro_batches": 8, "schedule": schedule, **more})
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    sent = [op.name for op in trace.ops if op.kind == "send" and op.name.startswith("wte.weight.grad")]
+    assert len(sent) == 1
+    assert sum(op.name == "wte.weight.grad.add" for op in trace.ops) == 1
+
+
+def test_zb_h1_with_tied_embeddings_is_not_slower_than_1f1b():
+    """Before, each microbatch's weight gradients on stage 0 waited for those of the last stage, which come last."""
+    base = transformer(TIED, batch=32, sequence=64)
+    layout = {"pp": 4, "micro_batches": 16}
+    alternating, zero_bubble = (
+        simulate(base, "a100_80_sxm", parallel={**layout, "schedule": schedule}).summary()
+        for schedule in ("1f1b", "zb_h1")
+    )
+    assert zero_bubble["makespan_ns"] < alternating["makespan_ns"]
+    assert zero_bubble["bubble"] < alternating["bubble"]

@@ -164,6 +164,8 @@ def test_on_a_real_model_the_best_is_so_near_that_a_bound_too_high_by_one_in_a_h
     [
         ("zero_offload + full_recompute", "changes what is computed"),
         ("weight_streaming + full_recompute", "copies weights"),
+        ("g10", "copies weights"),
+        ("sentinel", "copies weights"),
     ],
 )
 def test_what_other_policies_do_is_named(gpt2, policy, why):

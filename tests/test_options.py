@@ -70,7 +70,7 @@ def test_options_of_one_name_say_the_same_in_every_command():
         for name, option in inspect.signature(registered.callback, eval_str=True).parameters.items():
             if name in ("ctx", "out", "cell", "policy", "precision", "device", "path", "name", "profile"):
                 continue
-            if (command, name) in (("search", "devices"), ("search", "policies")):
+            if (command, name) in (("search", "devices"), ("search", "policies"), ("advise", "devices")):
                 continue  # it lays out what the others are told
             (first, where) = said.setdefault(name, (option.annotation, command))
             help_ = [getattr(a.__metadata__[0], "help", None) for a in (first, option.annotation)]

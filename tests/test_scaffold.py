@@ -77,11 +77,13 @@ def checkout(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("name", NEW)
-def test_a_new_policy_passes_the_check_with_its_default_options(outside, name):
-    said = run(outside, "sim", "check", f"{name}.py:{class_name(name)}")
+def test_a_new_policy_passes_the_check_with_its_default_options(outside, name, seed):
+    said = run(outside, "sim", "check", f"{name}.py:{class_name(name)}", "--seed", str(seed))
     assert "FAIL" not in said
-    assert "not exercised:" not in said  # each trait showed; a law that is about others has nothing to say
+    if seed == 0:  # other examples may show a trait seldom, which is not a fault
+        assert "not exercised:" not in said  # each trait showed; a law that is about others has nothing to say
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -13,6 +13,8 @@ Departs from a run on a GPU:
   created by the step, or by the function of a reference: without a GPU PyTorch disables one that exists before.
 - A step for a GPU is captured as it is (see `workloads.capturing.cuda_calls`). Where it reads values outside the model,
   all goes well: they are finite, and no gradient overflows (see `workloads.capturing.asked`).
+- Of a script (`capture_script`) everything lies on the GPU: what prepares a batch on the host runs there, and data that
+  the script holds takes memory there. A script that makes its batch on the GPU is captured as it runs.
 - Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
 - Compiled functions run uncompiled, and a compiled module is refused.
 - Hugging Face's models (version 5) take their batches to be without padding, unless a mask with padding is given with
@@ -24,24 +26,26 @@ Needs PyTorch: pip install 'tiersim[torch]'.
 from __future__ import annotations
 
 import gc
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
-from inspect import Parameter, signature
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
+from sim.trace.chain import RECOMPUTED
 from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
 from workloads.capturing.cuda_calls import answered
+from workloads.capturing.held import held_by, joined
 from workloads.capturing.kernels import CHOICES, grouped_products, mapped_to_cuda
+from workloads.capturing.making import made_fake, made_under_fake_tensors
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
+from workloads.capturing.reference import called, opened
 from workloads.capturing.substitute import fake_like, fake_module
 from workloads.capturing.unpadded import has_padding, unpadded
 from workloads.importers.optrace import PRODUCTS, kind_of
@@ -106,25 +110,22 @@ def capture(
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
     (per layer the path of its module; per call, if there are several), `torch` (version), `folded` (views), `on_host`
-    (storages left out), and, if there are any, `assumed` (what the capture could not know, and how often it was asked)
-    and `uncounted`: products, convolutions and attention whose FLOPs are unknown, so that their time is that of their
-    bytes.
+    (storages left out), and, if there are any, `recomputed` (ops that checkpoints of its own recompute), `assumed`
+    (what the capture could not know, and how often it was asked) and `uncounted`: products, convolutions and attention
+    whose FLOPs are unknown, so that their time is that of their bytes.
 
     Raises WorkloadError without PyTorch, for a step that cannot run under fake tensors, naming op and module, and for
     wrong arguments.
     """
     torch = _torch()
     _check_options(kernels, {"micro_batches": (micro_batches, 1), "warm_up": (warm_up, 0), "rounding": (rounding, 1)})
-    mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda")
     padded = has_padding(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
         with mode, answered("cpu", _unnoted):
             args, kwargs = _arguments(fake_like(torch, inputs))
             target_arguments, _ = _arguments(fake_like(torch, targets))
-    recorder = Recorder(model, cuda=kernels == "cuda", layers=layers)
-    if kernels == "cuda" and tuned is not None:
-        _prefer_foreach(tuned)
 
     def iteration() -> None:
         if step is not None:
@@ -140,38 +141,111 @@ def capture(
             tuned.step()
             tuned.zero_grad(set_to_none=True)
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_no_collection())
-        stack.enter_context(mode)
-        stack.enter_context(grouped_products())
-        stack.enter_context(mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext())
-        stack.enter_context(cuda_autocast(recorder.count))
-        stack.enter_context(answered("cpu", recorder.assume))
-        stack.enter_context(nullcontext() if padded else unpadded(recorder.assume))
-        recorder.know_module()
+    def warm() -> None:
+        iteration()
+        if tuned is None and step is None:
+            model.zero_grad(set_to_none=True)
+
+    with _on_a_gpu(torch, mode, kernels, recorder, padded):
+        recorder.know_module(model, layers)
         for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
                 recorder.know(tensor, f"{label}{i}", "input")
-        stack.enter_context(recorder.watching())
-        stack.enter_context(_named_errors("the step"))
-        for _ in range(warm_up):
-            iteration()
-            if tuned is None and step is None:
-                model.zero_grad(set_to_none=True)
+        recording = _recorded(recorder, [] if tuned is None else [tuned], [warm] * warm_up, iteration)
+    facts = {"micro_batches": micro_batches, "samples": samples, "tokens": tokens}
+    return _trace_of(recording, name or type(model).__name__, kernels, rounding, facts)
+
+
+def capture_script(
+    build: Callable[[], Any],
+    *,
+    name: str = "",
+    samples: int | None = None,
+    tokens: int | None = None,
+    warm_up: int = 1,
+    kernels: str = "cuda",
+    rounding: int = 1,
+    layers: str | Sequence[str] | None = None,
+) -> Trace:
+    """Capture a step as a training script holds it: a function without arguments that takes everything from around it.
+
+    build: makes model, optimizer and all the rest under fake tensors, so that nothing is allocated, and returns the
+        step. The modules and optimizers that it refers to are those of the trace (see `workloads.capturing.held`).
+    The other arguments are those of `capture`. What `torch.compile` would compile runs uncompiled, and
+        `meta["assumed"]` says so.
+
+    Raises WorkloadError as `capture` does, and where the step refers to no module; Described where `build` returns the
+    arguments of `capture`.
+    """
+    torch = _torch()
+    _check_options(kernels, {"warm_up": (warm_up, 0), "rounding": (rounding, 1)})
+    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda")
+    with _on_a_gpu(torch, mode, kernels, recorder, padded=False), made_under_fake_tensors(recorder.assume) as made:
+        with _named_errors("building the step"):
+            step = build()
+        made()
+        if isinstance(step, Mapping):
+            raise Described
+        if not callable(step):
+            raise WorkloadError("the function returns no step: a function without arguments")
+        modules, optimizers = held_by(step)
+        model = joined(modules, optimizers)
+        made_fake(mode, model)
+        recorder.know_module(model, layers, apart=[] if model in modules.values() else list(modules))
+        built = dict(recorder.recording.assumed)
+        recording = _recorded(recorder, optimizers, [step] * warm_up, step)
+        recording.assumed = {**built, **recording.assumed}
+    facts = {"micro_batches": 1, "samples": samples, "tokens": tokens}
+    return _trace_of(recording, name or type(model).__name__, kernels, rounding, facts)
+
+
+class Described(Exception):
+    """A function describes its step by the arguments of `capture`, and does not hold it."""
+
+
+def _fake_mode() -> Any:
+    return import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _on_a_gpu(torch: Any, mode: Any, kernels: str, recorder: Recorder, padded: bool) -> Iterator[None]:
+    """Everything acts as in a training run on a GPU, without data, and the recorder observes it."""
+    with ExitStack() as stack:
+        for context in (
+            torch.compiler.set_stance("force_eager"),
+            _no_collection(),
+            mode,
+            grouped_products(),
+            mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext(),
+            cuda_autocast(recorder.count),
+            answered("cpu", recorder.assume),
+            nullcontext() if padded else unpadded(recorder.assume),
+            recorder.watching(),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _recorded(
+    recorder: Recorder, optimizers: Sequence[Any], warming: Sequence[Callable[[], Any]], iteration: Callable[[], Any]
+) -> Recording:
+    """The record of an iteration after those that warm it up."""
+    for tuned in optimizers if recorder.cuda else ():
+        _prefer_foreach(tuned)
+    with _named_errors("the step"):
+        for warm in warming:
+            warm()
         gc.collect()
         recorder.begin()
         iteration()
-        recording = recorder.finish()
+        return recorder.finish()
+
+
+def _trace_of(recording: Recording, name: str, kernels: str, rounding: int, facts: Mapping[str, Any]) -> Trace:
     if not recording.kernels:
         raise WorkloadError("the step runs no op: there is nothing to simulate")
-    meta = {
-        "model": name or type(model).__name__,
-        **_facts(recording, kernels),
-        "rounding": rounding,
-        "micro_batches": micro_batches,
-        **{key: value for key, value in (("samples", samples), ("tokens", tokens)) if value is not None},
-    }
+    known = {key: value for key, value in facts.items() if value is not None}
+    meta = {"model": name, **_facts(recording, kernels), "rounding": rounding, **known}
     return build_trace(recording, meta, rounding)
 
 
@@ -187,6 +261,7 @@ def _check_options(kernels: str, numbers: Mapping[str, tuple[Any, int]]) -> None
 def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
     """What a trace's metadata says of its capture."""
     counted = [k for k in recording.kernels if k.phase != "update" and not k.recomputed]
+    again = sum(k.recomputed for k in recording.kernels)
     uncounted = Counter(k.op for k in recording.kernels if not k.flops and kind_of(k.op, k.phase) in PRODUCTS)
     return {
         "source": "captured under fake tensors",
@@ -200,6 +275,7 @@ def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
         "model_flops": sum(k.flops for k in counted),
         "folded": recording.folded,
         "on_host": recording.host,
+        **({RECOMPUTED: again} if again else {}),
         **({"assumed": dict(recording.assumed)} if recording.assumed else {}),
         **({"uncounted": dict(sorted(uncounted.items()))} if uncounted else {}),
     }
@@ -209,6 +285,7 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
     """Capture the step that a function describes.
 
     reference: "module:function" or "file.py:function"; the current folder is searched for modules, too. The function
+        is the step of a training script, or returns it, a function without arguments (see `capture_script`); or it
         returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
     sizes: arguments of the function by name, such as `batch` and `sequence`; it needs parameters of these names. Where
         the dict says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens.
@@ -216,47 +293,36 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
 
     Raises WorkloadError naming what is missing, unknown or failed.
     """
-    where, _, function_name = reference.partition(":")
-    if not where or not function_name:
-        raise WorkloadError(f"{reference!r}: expected 'module:function'")
     _torch()
-    try:
-        if where.endswith(".py"):
-            util = import_module("importlib.util")
-            spec = util.spec_from_file_location("captured_reference", where)
-            source = util.module_from_spec(spec)
-            spec.loader.exec_module(source)
-        else:
-            sys.path.insert(0, os.getcwd())
-            try:
-                source = import_module(where)
-            finally:
-                sys.path.remove(os.getcwd())
-    except TiersimError:
-        raise
-    except Exception as error:
-        raise WorkloadError(f"{reference!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(source, function_name, None)
-    if not callable(function):
-        hint = near(function_name, (name for name in vars(source) if name[0] != "_"))
-        raise WorkloadError(f"{reference!r}: no function {function_name!r}{hint}")
     sizes = dict(sizes or {})
-    parameters = signature(function).parameters
-    for size in sizes:
-        if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
-            raise WorkloadError(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
-    with _named_errors(f"{reference!r}"), answered("cpu", _unnoted):
-        given = function(**sizes)
-    if not isinstance(given, Mapping) or "module" not in given:
-        raise WorkloadError(f"{reference!r}: must return a dict with at least 'module'")
-    for key in given:
-        if key not in ARGUMENTS:
-            raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")
     rates = {"samples": sizes["batch"]} if "batch" in sizes else {}
     if len(sizes.keys() & {"batch", "sequence"}) == 2:
         rates["tokens"] = sizes["batch"] * sizes["sequence"]
-    return with_facts(capture(**{**rates, **given, **changes}), **sizes)
+    with opened(reference) as loaded, cuda_autocast(_unnoted):
+
+        def build() -> Any:
+            function = loaded()
+            found = called(function, reference, sizes)
+            return found if isinstance(found, Mapping) or callable(found) else partial(function, **sizes)
+
+        try:
+            trace = capture_script(build, **{**rates, **changes})
+        except Described:
+            given = _described(loaded, reference, sizes)
+            trace = capture(**{**rates, **given, **changes})
+    return with_facts(trace, **sizes)
+
+
+def _described(loaded: Callable[[], Callable[..., Any]], reference: str, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of `capture` that a reference returns, with tensors that have their values."""
+    with _named_errors(f"{reference!r}"), answered("cpu", _unnoted):
+        given = called(loaded(), reference, sizes)
+    if not isinstance(given, Mapping) or "module" not in given:
+        raise WorkloadError(f"{reference!r}: must return a dict with at least 'module', or the step")
+    for key in given:
+        if key not in ARGUMENTS:
+            raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")
+    return given
 
 
 def with_facts(trace: Trace, **facts: Any) -> Trace:
@@ -314,9 +380,9 @@ def _named_errors(doing: str) -> Iterator[None]:
     """Report errors of foreign code in one line."""
     try:
         yield
-    except TiersimError:
+    except (TiersimError, Described):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = (str(error).splitlines() or [""])[0]
         line = f" at {place}" if (place := line_of(error.__traceback__)) else ""
         raise WorkloadError(f"{doing} failed{line}: {type(error).__name__}: {first}") from error

@@ -92,7 +92,7 @@ def _grouped(
     order, inverse, source = (
         tape.constant(f"{name}.{what}", (rows,), "int64") for what in ("order", "inverse", "source")
     )
-    ends = tape.constant(f"{name}.ends", (c.experts,), "int32")
+    ends = tape.constant(f"{name}.ends", (1, c.experts), "int32")  # a sum over tokens: no row is one sample's
     tape.op(f"{name}.sort", "other", [choice], [order, inverse, source, ends], flops=rows)
     sorted_scores = gather(tape, f"{name}.scores", scores, (rows, 1), order)
     picked = gather(tape, f"{name}.dispatch", x, (rows, c.hidden), source)

@@ -89,6 +89,7 @@ ACTIVATIONS = {
 """Known activations, and the kernel or composition that computes each."""
 
 MOST = {"layers": 4096, "experts": 4096}
+MOST_EXPERTS = 1 << 17
 """Sizes that ops are counted by, and the most that is built: a configuration may come from anywhere."""
 
 FORMS = {"grouped": "grouped", "grouped_mm": "grouped", "loop": "loop", "eager": "loop"}
@@ -285,6 +286,12 @@ class _Reader:
             raise WorkloadError(f"{self.where}: {self.key('kv_heads')} {kv_heads} does not divide {heads} heads")
         ffn = self.size("ffn", None if modern else 4 * hidden)
         experts = self.size("experts") if family == "mixtral" else 0
+        layers = self.size("layers")
+        if experts * layers > MOST_EXPERTS:
+            raise WorkloadError(
+                f"{self.where}: {self.key('experts')}: {experts} in each of {layers} layers are more than "
+                f"{MOST_EXPERTS:,}, up to which models are built"
+            )
         chosen = self.size("experts_per_token") if experts else 0
         if chosen > experts:
             raise WorkloadError(f"{self.where}: {self.key('experts_per_token')} {chosen} of {experts} experts")

@@ -7,8 +7,8 @@ fuses, who does it and where that was read is in `stacks.toml`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def as_workload(trace: Trace, stack: str) -> Trace:
     if found is trace:
         return trace
     return Trace(found.tensor_columns, found.op_columns, outputs=found.outputs, carry=found.carry, meta=found.meta)
+
+
+def after_division(stack: str | None, ranks: int) -> Callable[[Trace], Trace] | None:
+    """The rewrite to a stack where layers are divided among several ranks before, since fused kernels cannot be.
+
+    None where the trace may have the stack from the start: `lay_out(…, kernels=after_division(stack, tp * cp))`.
+    """
+    return partial(with_stack, stack=stack) if ranks > 1 and stack else None
 
 
 def _refuse(trace: Trace, stack: str, groups: Sequence[Sequence[int]]) -> None:

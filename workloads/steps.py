@@ -1,7 +1,8 @@
 """A training step by whatever names its model: a shipped name, any `config.json`, or a function that describes one.
 
 Captures take seconds. So they are kept, by the content of all that they depend on, in `captures` under
-`$TIERSIM_CACHE`, by default in the user's folder of caches; the folder can be deleted at any time.
+`$TIERSIM_CACHE`, by default in the user's folder of caches; the folder can be deleted at any time. Those that were not
+used for longest are deleted where all take more than `LARGEST_FOLDER`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +36,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "lora_dropout": (0,),
 }
 """Values of the other axes that leave a step as it is, beside None."""
+
+LARGEST_FOLDER = 1 << 30
+"""Bytes of all kept captures together."""
 
 FORMAT = 1
 """Of the kept files; raised when a capture changes what it records."""
@@ -64,6 +70,20 @@ def is_reference(model: Any) -> bool:
     where, colon, function = model.rpartition(":") if isinstance(model, str) else ("", "", "")
     parts = where.split(".") if not where.endswith(".py") else ["file"]
     return bool(colon) and all(part.isidentifier() for part in (*parts, function))
+
+
+def reference_file(model: str) -> Path:
+    """The file of a model that a function describes, found without importing anything; the name where there is none."""
+    where = model.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where)
+    *packages, last = where.split(".")
+    places: list[str] | None = [os.getcwd(), *sys.path]
+    for package in packages:
+        spec = PathFinder.find_spec(package, places)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+    spec = PathFinder.find_spec(last, places)
+    return Path(spec.origin if spec and spec.origin else where)
 
 
 def config_identity(model: Any) -> Any:
@@ -117,11 +137,27 @@ def kept(facts: Any, make: Callable[[], Trace]) -> Trace:
     path = captures() / f"{_hash(facts)}.jsonl.gz"
     if path.exists():
         with suppress(TiersimError, OSError):  # damaged: captured again
-            return load(path)
+            trace = load(path)
+            with suppress(OSError):
+                os.utime(path)
+            return trace
     trace = make()
     with suppress(OSError):  # a folder that can't be written costs time alone
         save(trace, path)
+        _clean(path)
     return trace
+
+
+def _clean(newest: Path) -> None:
+    """Delete the captures that were not used for longest, as far as there are too many; never the newest."""
+    files = [(path.stat(), path) for path in newest.parent.glob("*.jsonl.gz")]
+    size = sum(found.st_size for found, _ in files)
+    for found, path in sorted(files, key=lambda each: each[0].st_mtime_ns):
+        if size <= LARGEST_FOLDER:
+            return
+        if path != newest:
+            path.unlink(missing_ok=True)
+            size -= found.st_size
 
 
 def captures() -> Path:

@@ -8,7 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from sim.errors import WorkloadError, near
+from sim.errors import TraceError, WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
@@ -141,18 +141,11 @@ def transformer(
             c, PRECISIONS[precision], tuning, parts, sequence, _count("generate", generate), attention, route
         )
         return as_workload(trace, stack)
-    trace = _build(
-        c,
-        PRECISIONS[precision],
-        tuning,
-        batch,
-        sequence,
-        attention,
-        optimizer,
-        loss,
-        micro_batches,
-        (routing_seed, routing_skew),
-    )
+    route, types = (routing_seed, routing_skew), PRECISIONS[precision]
+    try:
+        trace = _build(c, types, tuning, batch, sequence, attention, optimizer, loss, micro_batches, route)
+    except TraceError as error:  # sizes that no trace holds
+        raise WorkloadError(f"model {c.name!r}: {error}") from None
     return as_workload(trace, stack)
 
 
@@ -188,7 +181,9 @@ def _build(
     trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
-    if micro_batches == 1 and loss != "chunked" and not c.experts:  # these divide their tokens differently
+    # these divide their tokens differently: the rows of each expert, one after another, are no multiple of the samples
+    by_expert = c.experts and c.experts_form == "loop"
+    if micro_batches == 1 and loss != "chunked" and not by_expert:
         tape.samples = samples
     loads = []
     for i in range(micro_batches):

@@ -123,7 +123,7 @@ def _texts() -> dict[str, Case]:
     for kind in ("roberta", "electra", "deberta-v2", "gpt_neox", "falcon"):
         found[kind] = _text(kind, ENCODER)
     found["mpnet"] = _text("mpnet", ENCODER, known={"recompute": "A capture of the step under checkpoints agrees."})
-    for kind in ("mistral", "qwen2", "phi3", "starcoder2", "olmo2", "cohere"):
+    for kind in ("mistral", "qwen2", "phi3", "starcoder2", "olmo2", "cohere", "granite"):
         found[kind] = _text(kind, {**DECODER, "pad_token_id": 0})
     for kind in ("qwen3", "gemma2", "gemma3_text"):
         found[kind] = _text(kind, {**GATED, "pad_token_id": 0})
@@ -198,6 +198,9 @@ def _torchvision() -> dict[str, Case]:
         "resnext50": case("resnext50_32x4d", 16),
         "densenet121": case("densenet121", 7),
         "vit_b_16": case("vit_b_16", 12),
+        "inception_v3": case("inception_v3", 16, 128, aux_logits=False, init_weights=False),
+        "efficientnet_b0": case("efficientnet_b0", 18, 128),
+        "mobilenet_v2": case("mobilenet_v2", 19, 128),
     }
 
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sim.advice.answer import Advice
 from sim.advice.goals import at_one_batch, ceiling, fastest_batch, largest_batch, least_memory
+from sim.advice.layouts import Devices, with_layout
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
@@ -30,9 +33,11 @@ from sim.least_time import lower_bound
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
 
-__all__ = ["GOALS", "Advice", "Change", "Flip", "Question", "State", "advise"]
+__all__ = ["GOALS", "Advice", "Change", "Devices", "Flip", "Question", "State", "advise"]
 
 
+LAYOUTS = 0.4
+"""The part of the search's time that goes to layouts over several devices."""
 ASIDE = 0.25
 """The part of the search's time that is kept for the reasons: what would change the answer, or make it fit."""
 
@@ -50,6 +55,7 @@ def advise(
     jobs: int | None = None,
     seed: int = 0,
     on_row: OnRow | None = None,
+    devices: int = 1,
     **axes: Any,
 ) -> Advice:
     """Search for the policy, or composition, to use for a workload on a machine.
@@ -65,9 +71,12 @@ def advise(
     jobs: processes; None for one per processor.
     seed: of policies that draw random numbers.
     on_row: called with each finished run, how many of its round have ended, and how many it has.
+    devices: how many are used. With several `batch` is that of all of them; the first part of the search's time goes to
+        the layout (`sim.layout_search`), the rest to the policies in it, and the goal is `throughput`.
     axes: options of `workloads.transformer`: `sequence`, `precision`, …
 
-    Raises TiersimError for an unknown goal; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
+    Raises TiersimError for an unknown goal, or several devices without a batch; LayoutError where no layout has so
+    many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
     """
     if not 0 < seconds < float("inf"):
         raise TiersimError(f"seconds: value {seconds}: expected more than 0, and an end")
@@ -76,6 +85,10 @@ def advise(
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
     if goal == "batch" and (isinstance(workload, Trace) or batch is not None):
         raise TiersimError("goal 'batch': expected a model by name, and no batch: the search chooses it")
+    if devices < 1:
+        raise TiersimError(f"devices: value {devices}: expected at least 1")
+    if devices > 1 and (goal != "throughput" or not fixed):
+        raise TiersimError(f"devices: for {devices} of them give the batch of all, and goal 'throughput'")
     if not isinstance(workload, Trace):
         axes = {**axes, "batch": 1 if batch is None else batch}
     elif batch is not None:
@@ -85,17 +98,20 @@ def advise(
         asked = question(workload, platform, Path(folder), axes=axes, figures=figures or {}, **rest)
         if budget is not None:
             asked = _limited(asked, budget, fixed)
+        began, over = time.monotonic(), None
+        if devices > 1:
+            asked, over = with_layout(asked, devices, LAYOUTS * seconds)
+            seconds = max(seconds / 2, seconds - (time.monotonic() - began))
         state = state_of(asked.trace, asked.limited)
         search = {"batch": largest_batch, "memory": least_memory}.get(goal, at_one_batch if fixed else fastest_batch)
         with closing(Trials((1 - ASIDE) * seconds, jobs, on_row)) as trials:
             rows = search(asked, trials)
             trials.extend(seconds)
-            return _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
+            answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
+            return replace(answer, devices=over)
 
 
 def _limited(asked: Question, budget: int | str, fixed: bool) -> Question:
-    from dataclasses import replace
-
     if isinstance(budget, str) and budget.strip().endswith("%"):
         if not fixed:
             raise TiersimError(f"budget {budget!r}: a part of the unconstrained peak needs a batch")
@@ -108,7 +124,7 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     """The best of the rows by the goal, and the reasons."""
     winner = _winner(asked, rows)
     if winner is None:
-        found = changes(asked, trials)
+        found = changes(asked, trials) if asked.parallel is None else []
         return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found),
                       skipped=trials.skipped, elapsed_s=trials.seconds - trials.left_s)  # fmt: skip
     chosen = asked if asked.is_fixed else asked.changed(batch=winner["batch"])

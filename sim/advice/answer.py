@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sim.advice.goals import Ceiling
+from sim.advice.layouts import Devices
 from sim.advice.question import Question
 from sim.advice.reasons import Change, Flip, above
 from sim.advice.state import State
@@ -39,6 +40,7 @@ class Advice:
     changes: where nothing fits, changes of the workload with which it does.
     skipped: runs for which no time was left.
     near: how near the best is to the least time that any plan takes; "" where no time was left to tell.
+    devices: the layouts that were tried, where several devices were asked for. Peaks are of the fullest one.
     """
 
     question: Question
@@ -53,6 +55,7 @@ class Advice:
     changes: tuple[Change, ...] = ()
     skipped: int = 0
     near: str = ""
+    devices: Devices | None = None
     elapsed_s: float = field(default=0.0, compare=False)
 
     @property
@@ -108,6 +111,7 @@ class Advice:
             "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
             "skipped": self.skipped,
             "near": self.near,
+            "layout": None if self.devices is None else dict(self.question.parallel or {}),
             "verdict": self.text().splitlines(),
         }  # fmt: skip
 
@@ -120,7 +124,7 @@ def _verdict(advice: Advice) -> list[str]:
     """The lines of the answer."""
     asked, top = advice.question, advice.best
     lines = [f"{_workload(advice)} on {asked.profile}, {format_bytes(advice.state.capacity)} of {advice.state.tier}",
-             advice.state.text(), ""]  # fmt: skip
+             advice.state.text(), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
     if top is None:
         return [*lines, *_nothing(advice), *_end(advice)]
     lines.append(_use(advice, top))
@@ -172,7 +176,12 @@ def _use(advice: Advice, top: Row) -> str:
     saved = load(str(top["policy"])).saving_lines() if slower <= -0.0005 else ()
     why = f" ({'; '.join(line.removeprefix('declared saving: ') for line in saved)})" if saved else ""
     end = f"{less} with unlimited memory{why}. In each iteration {does(top)}."
-    return f"Use {top['policy']}{at}{goal}: {figures(top)}; {end}"
+    on = (
+        ""
+        if top.get("parallel") is None
+        else f" on {advice.devices.number if advice.devices else 1} devices ({top['parallel']})"
+    )
+    return f"Use {top['policy']}{at}{on}{goal}: {figures(top)}; {end}"
 
 
 def _next(top: Row, other: Row) -> str:

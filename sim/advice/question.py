@@ -13,6 +13,7 @@ from sim.errors import TiersimError, WorkloadError, near
 from sim.experiment import check_trace
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.sweeps.job import build, job
 from sim.sweeps.schema import WORKLOAD_AXES
 from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
@@ -31,6 +32,7 @@ class Question:
     goal: one of `GOALS`.
     seed: of policies that draw random numbers.
     policies: the only ones to try; None for all that may help.
+    parallel: keys of the layout over devices, None for one device.
 
     Raises TiersimError, WorkloadError.
     """
@@ -42,6 +44,7 @@ class Question:
     goal: str = "throughput"
     seed: int = 0
     policies: tuple[str, ...] | None = None
+    parallel: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
@@ -57,8 +60,8 @@ class Question:
 
     @cached_property
     def platform(self) -> Platform:
-        """The machine, without the budget."""
-        return load_profile(self.profile, overrides=self.figures or None)
+        """The machine, without the budget, with as many devices as the layout takes."""
+        return self._divided[1] if self.parallel else load_profile(self.profile, overrides=self.figures or None)
 
     @property
     def limited(self) -> Platform:
@@ -74,6 +77,8 @@ class Question:
             "seed": self.seed,
             "figures": {path: [value] for path, value in self.figures.items()},
         }
+        if self.parallel:
+            study["parallel"] = dict(self.parallel)
         if self.budget is not None:
             study["budget"] = f"{self.budget} B"
         if limit_s is not None:
@@ -91,15 +96,20 @@ class Question:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace itself. Raises WorkloadError or TraceError."""
-        if self.is_fixed:
-            from sim.trace.io import load
+        """The trace itself, divided as the layout says. Raises WorkloadError, TraceError or LayoutError."""
+        return self._divided[0] if self.parallel else build(self._made_of)
 
-            return load(self.workload["trace"])
-        from workloads.steps import training_step
+    @property
+    def _made_of(self) -> dict[str, Any]:
+        """The arguments of the trace, with what studies have in place of what is not given."""
+        usual = {"batch": 1, "sequence": 1024, "precision": "amp_bf16"}
+        return dict(self.workload) if self.is_fixed else {**usual, **self.workload}
 
-        axes = {"batch": 1, "sequence": 1024, "precision": "amp_bf16", **self.workload}  # as in studies
-        return training_step(axes.pop("model"), **axes)
+    @cached_property
+    def _divided(self) -> tuple[Trace, Platform]:
+        """The trace and the machine of a layout."""
+        task = {"profile": self.profile, "figures": self.figures, "parallel": self.parallel, "workload": self._made_of}
+        return job(task)
 
 
 def question(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.hardware.platform import Platform
 from sim.policies import load
@@ -61,11 +62,15 @@ class State:
 
 
 def state_of(trace: Trace, platform: Platform) -> State:
-    """The state of a trace on the first device of a machine; O(tensors)."""
+    """The state of a trace on the device that begins with most of it; O(tensors)."""
     home = platform.home(0)
     columns = trace.tensor_columns
     own = columns.replaces < 0  # what is written in place has the storage of what it replaces
     begins = own & (trace.producer < 0) & np.isin(columns.role, PERSISTENT)
+    device = _devices(trace)
+    held = np.bincount(device[begins], weights=columns.bytes[begins], minlength=trace.devices)
+    mine = device == int(held.argmax())
+    begins &= mine
     resident = {
         str(MANAGED_AS[role]): int(columns.bytes[begins & (columns.role == ROLE_CODE[role])].sum())
         for role in ("weight", "optimizer_state")
@@ -73,8 +78,15 @@ def state_of(trace: Trace, platform: Platform) -> State:
     made = np.flatnonzero((trace.producer >= 0) & np.isin(columns.role, PERSISTENT))
     updates = np.unique(trace.producer[made]).tolist()  # the ops that update what persists
     read = {t for op in updates for t in trace.reads(op) if columns.role[t] == ROLE_CODE["gradient"]}
-    gradients = sum(int(columns.bytes[t]) for t in {_storage(trace, t) for t in read})
+    gradients = sum(int(columns.bytes[t]) for t in {_storage(trace, t) for t in read} if mine[t])
     return State(home.name, home.capacity, resident["weights"], gradients, resident["optimizer_state"], resident)
+
+
+def _devices(trace: Trace) -> NDArray[np.int64]:
+    """Per tensor the device of the op that produces it, or of its first reader; the first for one without any."""
+    ops = [int(made) if made >= 0 else next(iter(trace.readers(t)), -1) for t, made in enumerate(trace.producer)]
+    device = np.append(trace.op_columns.device, 0)
+    return device[np.array(ops, np.int64)].astype(np.int64)
 
 
 def _storage(trace: Trace, tensor: int) -> int:

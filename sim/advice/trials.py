@@ -78,7 +78,7 @@ class Trials:
             with closing(self._outcomes(jobs)) as outcomes:  # ends what still runs
                 for id, outcome in outcomes:
                     cell, tags = cells[id]
-                    self.rows[id] = {**cell.labels, **tags, **outcome["row"], **outcome["ran"]}
+                    self.rows[id] = _fullest({**cell.labels, **tags, **outcome["row"], **outcome["ran"]})
                     done += 1
                     if self.on_row:
                         self.on_row(self.rows[id], done, len(wanted))
@@ -100,6 +100,11 @@ class Trials:
         """End the processes."""
         if self._pool:
             self._pool.close()
+
+
+def _fullest(row: Row) -> Row:
+    """The row with the peak of the fullest of several devices as its peak."""
+    return {**row, "peak_bytes": row["fullest_bytes"]} if row.get("fullest_bytes") is not None else row
 
 
 def fits(row: Row) -> bool:

@@ -82,6 +82,22 @@ def _exposed(log: EventLog, _: Reference | None) -> int:
     return sum(stage.exposed_ns for stage in _several(log))
 
 
+def _exchanged(log: EventLog, _: Reference | None) -> int:
+    rows = (log.interval("why") == MOVE) & (log.interval("tensor") < 0)
+    groups = np.array(sorted(log.trace.op_columns.group), np.int64)
+    return int(log.interval("bytes")[rows & np.isin(log.interval("op"), groups)].sum())
+
+
+def _stands_for(log: EventLog, _: Reference | None) -> int:
+    origin = log.trace.origin
+    return log.trace.devices * (origin.ranks * origin.tensor if origin is not None else 1)
+
+
+def _fullest(log: EventLog, _: Reference | None) -> int:
+    peaks = peak_bytes(log)
+    return max(peaks.get(log.platform.home(device).name, 0) for device in range(log.trace.devices))
+
+
 def _binding(log: EventLog, _: Reference | None) -> str | None:
     table = _several(log)
     if not table or not log.end:
@@ -108,5 +124,18 @@ FIGURES = {
     ),
     "binding_device": Figure(
         "text", "binding device", "the one that computes longest, and the one that holds most", 28, of=_binding
+    ),
+    "stands_for": Figure(
+        "number", "devices it stands for", "those of the trace, times the equal ranks of each", 61, of=_stands_for
+    ),
+    "fullest_bytes": Figure(
+        "bytes", "peak of the fullest device", "most bytes that the home tier of any device held", 11, of=_fullest
+    ),
+    "exchanged_bytes": Figure(
+        "bytes",
+        "exchanged",
+        "bytes on the wire that the layout moves, whatever the policy: of collectives, and from stage to stage",
+        62,
+        of=_exchanged,
     ),
 }

@@ -42,8 +42,33 @@ LAYOUT_POLICIES = Option(
     Annotated[str, typer.Option(help="memory policies to try in each layout, with commas")],
     "keep_all,selective_recompute,full_recompute",
 )
+LAYOUT_SCHEDULES = Option(
+    "schedules",
+    Annotated[str | None, typer.Option(help="schedules of pipelines to try, with commas; default: all")],
+    None,
+)
 MOST = Option("most", Annotated[int, typer.Option(help="layouts to simulate, the most promising ones")], 12)
-QUESTION = (PROFILE, MODEL, TRACE, GOAL, OF_BATCH, *AXES[1:], BUDGET, SET, POLICIES, SECONDS, JOBS, SEED, JSON)
+ON_DEVICES = Option(
+    "devices",
+    Annotated[int, typer.Option(help="devices in all, with --batch of all of them: finds the layout, too")],
+    1,
+)
+QUESTION = (
+    PROFILE,
+    MODEL,
+    TRACE,
+    GOAL,
+    OF_BATCH,
+    ON_DEVICES,
+    *AXES[1:],
+    BUDGET,
+    SET,
+    POLICIES,
+    SECONDS,
+    JOBS,
+    SEED,
+    JSON,
+)
 
 
 @takes(*QUESTION)
@@ -64,7 +89,7 @@ def advise(ctx: typer.Context, **options: Any) -> None:
         subject, axes = options["model"], {key: value for key, value in axes.items() if value is not None}
     else:
         raise typer.BadParameter("give --model NAME or --trace FILE")
-    how = {key: options[key] for key in ("goal", "batch", "budget", "seconds", "jobs", "seed")}
+    how = {key: options[key] for key in ("goal", "batch", "budget", "seconds", "jobs", "seed", "devices")}
     if is_reference(options["model"]):  # captured at that batch
         how["batch"] = None
     figures = overrides(options["set_"])
@@ -118,12 +143,15 @@ def smallest_budget(ctx: typer.Context, **options: Any) -> None:
     _answer(options, found, lambda one: one.figures["budget_bytes"])
 
 
-@takes(PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON)
+@takes(
+    PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, LAYOUT_SCHEDULES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON
+)
 def search(ctx: typer.Context, **options: Any) -> None:
     """Find layout and memory policy together: the fastest that fits so many devices, runner-up, Pareto front."""
-    from sim.layout_search import search_layouts
+    from sim.layout_search import SEARCHED, search_layouts
     from sim.outputs import to_json
     from sim.policies.writing import split_outside
+    from workloads.stacks import after_division
 
     given = {
         **options,
@@ -133,13 +161,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
         "ctx": ctx,
         "chosen": ["batch"],
     }
-    kernels = None
-    if options["stack"]:
-        from functools import partial
-
-        from workloads import with_stack
-
-        kernels = partial(with_stack, stack=options["stack"])
+    if kernels := after_division(options["stack"], max(options["devices"], 2)):
         given["stack"] = None
     found = search_layouts(
         workload(given),
@@ -148,6 +170,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
         split_outside(options["policies"], ","),
         budget=options["budget"],
         most=options["most"],
+        schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),
         overrides=overrides(options["set_"]) or None,
         kernels=kernels,
         on_row=lambda row: say(str(row)),

@@ -120,12 +120,25 @@ LAYOUT = (
         None,
     ),
     Option(
+        "ep",
+        Annotated[int | None, typer.Option(help="of the replicas, how many divide the experts; default: 1")],
+        None,
+    ),
+    Option(
         "zero",
         Annotated[
             int | None,
             typer.Option(
                 help="ZeRO: replicas keep a part of 1: the optimizer states, 2: and gradients, 3: and weights"
             ),
+        ],
+        None,
+    ),
+    Option(
+        "reshard",
+        Annotated[
+            bool | None,
+            typer.Option("--reshard/--no-reshard", help="with --zero 3: free gathered weights after forward"),
         ],
         None,
     ),
@@ -141,7 +154,7 @@ LAYOUT = (
         Annotated[
             str | None,
             typer.Option(
-                help="layers of each part: 3,3,2; balanced: the slowest part as fast as can be; default: equal"
+                help="layers of each part: 3,3,2; balanced: the slowest as fast as can be; dapple: all; default: equal"
             ),
         ],
         None,
@@ -222,7 +235,7 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--{key} {text!r}: expected numbers such as 3,3,2, or balanced") from None
+        raise typer.BadParameter(f"--{key} {text!r}: expected numbers such as 3,3,2, balanced or dapple") from None
 
 
 def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
@@ -231,18 +244,13 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     if not given:
         return platform_of(options["profile"], options["set_"]), workload(options)
     from sim.layout import lay_out, to_layout, with_devices
+    from workloads.stacks import after_division
 
     if text := given.pop("stage_layers", None):
-        given["layers"] = text if text == "balanced" else _numbers("stage-layers", text)
+        given["layers"] = text if text in ("balanced", "dapple") else _numbers("stage-layers", text)
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
-    kernels = None
-    if (layout.tp > 1 or layout.cp > 1) and options["stack"]:  # kernels are fused after their ops are divided
-        from functools import partial
-
-        from workloads import with_stack
-
-        kernels = partial(with_stack, stack=options["stack"])
+    if kernels := after_division(options["stack"], layout.tp * layout.cp):
         options["stack"] = None
     changes = overrides(options["set_"]) or None
     trace, platform = lay_out(workload(options), options["profile"], layout, overrides=changes, kernels=kernels)
@@ -329,14 +337,19 @@ def overrides(changes: list[str] | None) -> dict[str, str]:
 
 
 def names_of(policies: str | None) -> list[str] | None:
-    """The policies and compositions that a list with commas names, "all" being every policy; None for none."""
+    """The policies and compositions that a list with commas names, "all" being every policy; None for no list."""
+    if policies is None:
+        return None
     if policies == "all":
         from sim.policies import names
 
         return list(names())
     from sim.policies.writing import split_outside
 
-    return [name for name in split_outside(policies, ",") if name] if policies else None
+    found = [name for name in split_outside(policies, ",") if name]
+    if not found:
+        raise typer.BadParameter(f"the list of policies {policies!r} names none")
+    return found
 
 
 def parameters(pairs: list[str] | None) -> dict[str, Any]:

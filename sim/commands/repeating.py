@@ -43,7 +43,7 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
         words = value if kind is list and isinstance(value, list) else []
         if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
             raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
-    for key in () if asked.get("trace") else ("model", "batch"):
+    for key in () if asked.get("trace") else ("model", "batch", "seq"):
         if asked.get(key) is None:
             raise TiersimError(f"{path}: asked.{key}: is missing, and no trace is named")
     return found

@@ -95,7 +95,7 @@ def _comparison(wanted: Wanted) -> Path:
     trust, options = trust_of(wanted.folder, wanted.trust, saved, "comparison.json"), options_of(asked)
     objections, job = checked_job(options, trust, files_of(asked, ()))
     runs: dict[str, RunView | SavedView] = {}
-    fitting = sorted((i for i, row in enumerate(rows) if row["fits"]), key=lambda i: rows[i]["makespan_ns"])
+    fitting = sorted((i for i, row in enumerate(rows) if row.get("fits")), key=lambda i: rows[i]["makespan_ns"])
     for i in fitting[: wanted.most]:
         name = rows[i]["policy"]
         against = objections + trust.objections(files_of({}, [name]))

@@ -186,34 +186,34 @@ def _combinations(study: Mapping[str, Any]) -> int:
     def crossed(table: Mapping[str, Any]) -> int:
         return prod(max(len(value), 1) for value in table.values() if isinstance(value, list))
 
+    def summed(entries: Any) -> int:
+        return sum(crossed(each) if isinstance(each, Mapping) else 1 for each in entries or [None])
+
     entries = study["policy"] if isinstance(study.get("policy"), list) else [study.get("policy")]
-    policies = sum(crossed(entry) if isinstance(entry, Mapping) else 1 for entry in entries)
+    layouts = study["parallel"] if isinstance(study.get("parallel"), list) else [study.get("parallel")]
     figures = study.get("figures")
-    rest = {key: value for key, value in study.items() if key not in ("policy", "skip", "only", "timeline")}
-    return policies * crossed(rest) * (crossed(figures) if isinstance(figures, Mapping) else 1)
+    rest = {key: value for key, value in study.items() if key not in ("policy", "parallel", "skip", "only", "timeline")}
+    return summed(entries) * summed(layouts) * crossed(rest) * (crossed(figures) if isinstance(figures, Mapping) else 1)
 
 
 def _numbers(task: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a cell that say how large it is, by the names of options."""
     workload, limit = task["workload"], task["recompute_limit"]
     named = {"batch": "batch", "seq": "sequence", "micro_batches": "micro_batches"}
-    found = {key: workload.get(name) for key, name in named.items()}
+    found = {key: workload.get(name) for key, name in named.items()} | dict(task.get("parallel") or {})
     return {**found, "iterations": task["iterations"], "recompute_limit": 0 if limit is None else limit}
 
 
 def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
     """The run of one cell; its budget in bytes is in its row."""
     from sim.experiment import simulate
-    from sim.hardware.profile import load_profile
     from sim.policies import load
-    from workloads import load_trace
-    from workloads.steps import training_step
+    from sim.sweeps.job import job
 
-    asked = dict(task["workload"])
-    trace = load_trace(asked["trace"]) if "trace" in asked else training_step(asked.pop("model"), **asked)
+    trace, platform = job(task)
     result = simulate(
         trace,
-        load_profile(task["profile"], overrides=task["figures"] or None),
+        platform,
         load(task["policy"], **task["parameters"]),
         budget=None if task["budget"] is None else row["budget_bytes"],
         seed=task["seed"],

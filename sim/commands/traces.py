@@ -64,7 +64,7 @@ def import_(
 
 
 def capture(
-    reference: Annotated[str, typer.Argument(help="module:function that returns module, inputs, loss, optimizer")],
+    reference: Annotated[str, typer.Argument(help="FILE.py:FUNCTION that is or returns a step, or describes it")],
     out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
     batch: Annotated[int | None, typer.Option(help="samples per iteration")] = None,
     seq: Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")] = None,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,13 +26,14 @@ def fingerprints(
 ) -> list[str]:
     """The result of each example as text: a hash of what happened when, without names, and the kind of a refusal.
 
-    elsewhere: whether they run in reverse order, with other names of tensors; the order of the results stays the same.
+    elsewhere: whether they run in reverse order, with other names of tensors, ops and the machine; the order of the
+        results stays the same.
     """
     drawn: list[Example] = []
     for_each(examples_for(policy), drawn.append, examples, seed)
 
     def look(example: Example) -> str:
-        named = replace(example, trace=renamed(example.trace)) if elsewhere else example
+        named = replace(example, trace=renamed(example.trace), called="elsewhere") if elsewhere else example
         with limited(time_limit_s):
             *_, (_, run) = tried(policy, named, seed=seed)
         rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
@@ -44,10 +46,18 @@ def fingerprints(
 
 
 def renamed(trace: Trace) -> Trace:
-    """The same trace with tensors whose names sort and hash otherwise; their words stay, since they may say a role."""
-    tensors, count = trace.tensor_columns, len(trace.tensors)
-    columns = replace(tensors, name=[f"r{count - i:07d}.{name}" for i, name in enumerate(tensors.name)])
-    return Trace(columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
+    """The same trace; names of tensors and ops sort and hash otherwise; their words stay, since they may say a role."""
+    names = trace.op_columns.name
+    modules = dict.fromkeys(name.partition(".")[0] for name in names)
+    order = dict(zip(modules, _others(list(modules))))  # ops of a module stay together
+    tensors = replace(trace.tensor_columns, name=_others(trace.tensor_columns.name))
+    ops = replace(trace.op_columns, name=[order[module] + dot + rest for module, dot, rest in
+                                          (name.partition(".") for name in names)])  # fmt: skip
+    return Trace(tensors, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
+
+
+def _others(names: Sequence[str]) -> list[str]:
+    return [f"r{len(names) - i:07d}.{name}" for i, name in enumerate(names)]
 
 
 class Ended(Exception):
@@ -60,8 +70,8 @@ def differences(
     """The policies, given with their names, for which a second process gets different results.
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
-    of another day, and with other names of tensors. A policy that
-    cannot be loaded there by its name and parameters is left out. The second process runs first, so that a policy that
+    of another day, in another folder, and with other names of tensors, ops and the machine. A policy that cannot be
+    loaded there by its name and parameters is left out. The second process runs first, so that a policy that
     ends its process does not end this one. Raises Ended if that happened.
     """
     jobs = []
@@ -114,10 +124,12 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a policy prints is not part of the answer
     _shift_clocks()
-    answers = []
-    for job in json.load(sys.stdin):
-        policy = load(job.pop("name"), **job.pop("parameters"))
-        answers.append(fingerprints(policy, **job, elsewhere=True))
+    jobs = json.load(sys.stdin)
+    policies = [load(job.pop("name"), **job.pop("parameters")) for job in jobs]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        answers = [fingerprints(policy, **job, elsewhere=True) for policy, job in zip(policies, jobs, strict=True)]
+        os.chdir(os.sep)
     json.dump(answers, out)
     out.close()
 

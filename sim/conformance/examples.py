@@ -38,17 +38,20 @@ class Example:
     """A trace, a platform as the document of its profile, and a budget in bytes.
 
     ample: a budget in bytes that keeping everything fits into, 0 if nobody knows.
+    called: the name of the platform, "" for the usual one.
     """
 
     trace: Trace
     machine: Document
     budget: int
     ample: int = 0
+    called: str = ""
 
     @property
     def platform(self) -> Platform:
         """The platform with that budget."""
-        return platform_of(self.machine, self.budget)
+        platform = platform_of(self.machine, self.budget)
+        return replace(platform, name=self.called) if self.called else platform
 
     def with_more_memory(self) -> Iterator[Example]:
         """This one, one with half of what it lacks, and one with ample memory."""

@@ -1,4 +1,4 @@
-"""The suite's own ledger: who held what where and when, read from a log and from nothing else.
+"""The suite's own ledger: who held what where and when, read from a log, and of the plan what it recomputes.
 
 It shares no code with the engine. A `Stay` is one copy of a tensor in one tier, from the row that took its
 space to the row that gave it back; a `Work` is one run of an op; a `Copy` is one transfer of a tensor.
@@ -7,8 +7,13 @@ space to the row that gave it back; a `Work` is one run of an op; a `Copy` is on
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
 
 from sim.log import CAUSE, FIRST_RUNS, WHY, EventLog
 from sim.trace.graph import Trace
@@ -76,10 +81,13 @@ class Copy:
 class Ledger:
     """A log's rows as stays, works and copies.
 
+    log: of a run. It says of an op on an engine whether a run is a recomputation; of a collective it has the bytes on
+        its links alone, see `_why_of_groups`.
+    planned: how often the plan recomputes each op; None where an online part may ask for any.
     faults: rows that contradict others.
     """
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: EventLog, planned: Mapping[int, int] | None = MappingProxyType({})) -> None:
         self.log = log
         self.trace: Trace = log.trace
         self.engines = len(log.platform.engines)
@@ -87,6 +95,7 @@ class Ledger:
         self.tier_names = [tier.name for tier in log.platform.tiers]
         self.names = self.trace.tensor_columns.name
         self.op_names = self.trace.op_columns.name
+        self.planned = planned
         self.works, self.group_moves, self.copies = self._intervals()
         self.works_of: dict[int, list[Work]] = defaultdict(list)
         for work in sorted(self.works, key=lambda work: (work.start, work.end)):
@@ -116,13 +125,14 @@ class Ledger:
             elif why == MOVE:
                 hops.append((tensor, op, start, end, lane - self.engines, size))
         links, tier = self.log.platform.links, self.log.platform.tier_ids
-        moves = []
+        moves, whys = [], self._why_of_groups(list(groups), members)
         for (op, start, end), rows in groups.items():
             for link, size in rows:
                 ends = tier[links[link].source], tier[links[link].target]
                 moves.append(Copy(-1, op, start, end, (link,), *ends, size))
             device = self.trace.op_columns.device
-            works += [Work(m, start, end, int(device[m]), -1, RUN) for m in members.get(group.get(op, ""), ())]
+            why = whys[op, start, end]
+            works += [Work(m, start, end, int(device[m]), -1, why) for m in members.get(group.get(op, ""), ())]
         copies: list[Copy] = []
         for tensor, op, start, end, link, size in hops:
             ends = tier[links[link].source], tier[links[link].target]
@@ -134,6 +144,34 @@ class Ledger:
             else:
                 copies.append(Copy(tensor, op, start, end, (link,), *ends, size))
         return works, moves, copies
+
+    def _why_of_groups(
+        self, runs: list[tuple[int, int, int]], members: Mapping[str, list[int]]
+    ) -> dict[tuple[int, int, int], int]:
+        """Whether each run of a group (op, start, end) is its first, a recomputation, or one that nothing asks for.
+
+        It is a recomputation where a member's result was given up since the run before, or the plan asks for it: as
+        often as it does, less the runs of the first kind, since a plan recomputes what it gave up.
+        """
+        changes, group = self.log.changes, self.trace.op_columns.group
+        given_up = changes[changes[:, 2] < 0][:, [0, 3]]
+        by_group: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        for run in sorted(runs, key=lambda run: run[1:]):
+            by_group[group.get(run[0], "")].append(run)
+        found: dict[tuple[int, int, int], int] = {}
+        for name, mine in by_group.items():
+            found[mine[0]] = RUN
+            if len(mine) == 1:
+                continue
+            results = [t for op in members.get(name, ()) for t in self.trace.writes(op)]
+            released = given_up[np.isin(given_up[:, 1], results), 0]
+            restored = [bool(((released >= before[2]) & (released <= run[1])).any()) for before, run in pairwise(mine)]
+            asked = max((self.planned.get(op, 0) for op in members.get(name, ())), default=0) if self.planned else 0
+            left = len(mine) if self.planned is None else asked - sum(restored)
+            for run, is_restored in zip(mine[1:], restored, strict=True):
+                found[run] = RECOMPUTE if is_restored or left > 0 else RUN
+                left -= not is_restored
+        return found
 
     # ---- stays -------------------------------------------------------------------------------
 

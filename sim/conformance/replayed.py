@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
 from sim.limits import TooLong
 from sim.log import EventLog
-from sim.plan import Plan, Run
+from sim.plan import Plan, Recompute, Run
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
@@ -59,7 +60,16 @@ class Replayed:
     def ledger(self) -> Ledger:
         """The ledger of the log, which must exist."""
         assert self.log is not None
-        return Ledger(self.log)
+        return Ledger(self.log, self._planned())
+
+    def _planned(self) -> dict[int, int] | None:
+        """How often the plan recomputes each op; None where an online part decides that, too."""
+        if self.plan is None:
+            return {}
+        if self.plan.online is not None and self.policy.recomputes:
+            return None
+        asked = Counter(action.op for action in self.plan.actions if isinstance(action, Recompute))
+        return {self.plan.trace.op_id(name): times for name, times in asked.items()}
 
 
 def run_policy(

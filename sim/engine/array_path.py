@@ -54,13 +54,32 @@ Part = tuple[Ints, Ints | int, Ints, Ints | int]
 """Rows of one sort: key, tensor, delta, cause."""
 
 
+EXACT = Allocator()
+KEPT_OPS = 50_000
+"""How many ops a trace may have for its run without actions to be kept with it; the rows of more take much memory."""
+
+
+class Rows(NamedTuple):
+    """What a log has beside its trace and platform; the arrays are read-only.
+
+    peak: the most bytes at once in the home tier.
+    ignored: actions without an effect.
+    """
+
+    intervals: Ints
+    changes: Ints
+    end: int
+    peak: int
+    ignored: int
+
+
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
     """Whether a plan's run is a straight sequence on this platform, unless something is wrong with it."""
     home, actions = prepared.home[prepared.main[0]], resolved.columns
     return (
         (plan.online is None or plan.unpressed is not None)
         and prepared.is_sequence
-        and all(tier.allocator == Allocator() for tier in platform.tiers)
+        and all(tier.allocator == EXACT for tier in platform.tiers)
         and all(where == (home, None) for where in resolved.born.values())
         and actions is not None
         and bool((actions.tier == home).all())
@@ -74,34 +93,53 @@ def run(
     actions = resolved.columns
     if actions is None or _recomputes_too_much(prepared, actions, recompute_limit):
         return None
+    rows = _kept_rows(plan, prepared, actions)
+    if rows is None:
+        return None
+    home = prepared.home[prepared.main[0]]
+    headroom = plan.unpressed.headroom if plan.online is not None and plan.unpressed is not None else 0
+    if rows.peak + headroom > platform.tiers[home].capacity:
+        return None
+    return EventLog(
+        trace=prepared.trace,
+        platform=platform,
+        intervals=rows.intervals,
+        changes=rows.changes,
+        reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
+        end=rows.end,
+        counters=dict.fromkeys(COUNTERS, 0) | {"ignored_actions": rows.ignored},
+    )
+
+
+def _kept_rows(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Rows | None:
+    """The rows of a run; those of one without actions, which every reference is, are kept with the trace."""
+    if plan.keep_dead or len(actions.recomputed) or len(actions.dropped) or len(prepared.times.total) > KEPT_OPS:
+        return _rows(plan, prepared, actions)
+    if not prepared.bare_run:
+        prepared.bare_run.append(_rows(plan, prepared, actions))
+    known: Rows | None = prepared.bare_run[0]
+    return known
+
+
+def _rows(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Rows | None:
+    """The rows of a run; None if it has to take the event path, whatever the capacity."""
     steps = _steps(prepared, actions)
     if float((steps.end - steps.start).sum(dtype=np.float64)) >= 2.0**62:
         return None  # more nanoseconds than a column holds
-    lazy = _lazy(plan, len(prepared.columns.size))
-    events = _events(prepared.columns, steps, actions, lazy)
+    events = _events(prepared.columns, steps, actions, _lazy(plan, len(prepared.columns.size)))
     if not _is_legal(prepared, steps, actions, events):
         return None
     changes = _changes(prepared, steps, events)
-    home = prepared.home[prepared.main[0]]
-    headroom = plan.unpressed.headroom if plan.online is not None and plan.unpressed is not None else 0
-    peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
-    if peak + headroom > platform.tiers[home].capacity:
-        return None
     intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
     for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
         intervals[:, INTERVAL_COLUMNS.index(name)] = column[1:]
     intervals[:, INTERVAL_COLUMNS.index("lane")] = prepared.main[0]
     intervals[:, INTERVAL_COLUMNS.index("tensor")] = -1
+    for array in (changes, intervals):
+        array.setflags(write=False)
+    peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
     ignored = len(actions.dropped) - int(events.dropped.resident.sum())
-    return EventLog(
-        trace=prepared.trace,
-        platform=platform,
-        intervals=intervals,
-        changes=changes,
-        reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
-        end=int(steps.end[-1]),
-        counters=dict.fromkeys(COUNTERS, 0) | {"ignored_actions": ignored},
-    )
+    return Rows(intervals, changes, int(steps.end[-1]), peak, ignored)
 
 
 def _lazy(plan: Plan, tensors: int) -> Mask | None:

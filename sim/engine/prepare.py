@@ -55,6 +55,7 @@ class Prepared:
     flowing: per op whether part of its time depends on bandwidth that it shares.
     groups: per group its members.
     plans: of plans that have run, by id: a weak reference, and their actions by anchor.
+    bare_run: what the array path makes of a plan without actions, once it has been asked to; see `array_path.Rows`.
     """
 
     trace: Trace
@@ -65,6 +66,7 @@ class Prepared:
     flowing: NDArray[np.bool_]
     groups: Mapping[str, tuple[int, ...]]
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    bare_run: list[Any] = field(default_factory=list)
 
     # ---- engines and time --------------------------------------------------------------------
 
@@ -159,16 +161,19 @@ class Prepared:
     def plain(self) -> list[Plain | None]:
         """Per op what there is of one that takes a fixed time on its device's main engine, produces every result in new
         space, is in no group and no codec; None for others."""
-        c, replaces = self.trace.op_columns, self.replaces
+        c = self.trace.op_columns
         beside = self.flowing | (self.times.engine != np.array(self.main)[c.device]) | self._is_codec
         beside[list(c.group)] = True
-        size, total, plain = self.size, self.total, list[Plain | None]()
-        for i, (special, written) in enumerate(zip(beside.tolist(), self.writes, strict=True)):
-            if special or any(replaces[w] >= 0 for w in written):
+        beside[list(self.in_place)] = True
+        size, plain = self.size, list[Plain | None]()
+        rows = zip(beside.tolist(), self.reads, self.writes, self.workspace, self.total, strict=True)
+        for special, reads, written, workspace, ns in rows:
+            if special:
                 plain.append(None)
             else:
-                sizes = tuple((w, size[w]) for w in written)
-                plain.append(Plain(self.reads[i], sizes, sum(s for _, s in sizes), self.workspace[i], total[i]))
+                sizes = tuple([(w, size[w]) for w in written])
+                out = sizes[0][1] if len(sizes) == 1 else sum([bytes for _, bytes in sizes])
+                plain.append(Plain(reads, sizes, out, workspace, ns))
         return plain
 
     @cached_property
@@ -211,6 +216,11 @@ class Prepared:
     def replaces(self) -> list[int]:
         """Per tensor the value that it overwrites, -1 for none."""
         return _listed(self.trace.tensor_columns.replaces)
+
+    @cached_property
+    def in_place(self) -> frozenset[int]:
+        """The ops that overwrite a value in place."""
+        return frozenset(_listed(self.trace.producer[self.trace.tensor_columns.replaces >= 0]))
 
     @cached_property
     def replaced_by(self) -> list[int]:

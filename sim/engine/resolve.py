@@ -48,6 +48,9 @@ class ActionColumns(NamedTuple):
     after: Ints
 
 
+NO_ACTIONS = ActionColumns(*[np.zeros(0, np.int64)] * 7)
+
+
 @dataclass(frozen=True)
 class Anchored:
     """Actions by anchor.
@@ -66,6 +69,8 @@ class Anchored:
     @cached_property
     def columns(self) -> ActionColumns | None:
         """The actions as columns; None if some move or wait, or recompute after an op."""
+        if not self.before and not self.after:
+            return NO_ACTIONS
         recomputed: list[tuple[int, int]] = []
         dropped: list[tuple[int, int, int, int, int]] = []
         for after, side in enumerate((self.before, self.after)):

@@ -48,7 +48,8 @@ class Replacement(Online):
 
     def notice(self, change: Change) -> None:
         """Note what has left, and what stays because it is read."""
-        self.below.notice(change)
+        if change.tensor in self.below.mine:
+            self.below.notice(change)
         if self.manages(change):
             self._going[change.tier].pop(change.tensor, None)
 
@@ -99,11 +100,13 @@ class LeastRecent(Replacement):
         self._reads: dict[int, int] = {}
 
     def notice(self, change: Change) -> None:
-        """Keep the order of last use, with its times."""
-        super().notice(change)
+        """Keep the order of last use, with its times; what `Replacement` notes, without another call per change."""
         what, tensor, tier, now = change
-        if tier not in self.used or not self.movable[tensor]:
+        if tensor in self.below.mine:
+            self.below.notice(change)
+        if not self.movable[tensor] or tier not in self.used:
             return
+        self._going[tier].pop(tensor, None)
         seldom, often = self.used[tier]
         was = seldom.pop(tensor, None)
         if not self._hits:  # all are alike

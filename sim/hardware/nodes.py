@@ -12,7 +12,10 @@ ranks, g per node on k nodes, a reduce-scatter or an all-gather takes
     (g - 1) (a + m / (g b)) + (k - 1) (A + m / (k g B))
 
 with a fixed time a and rate b inside a node, A and B per device between nodes; an all-reduce takes both. With one node
-this is the ring's (p - 1) (a + m / (p b)).
+this is the ring's (p - 1) (a + m / (p b)). In an all-to-all of m bytes each rank sends m / p to
+each other one, all at once:
+
+    max(a, A) + max((g - 1) m / (p b), (p - g) m / (p B))
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ from dataclasses import replace
 from fractions import Fraction
 
 from sim.errors import LayoutError
-from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link
+from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link, shared_link
 
 
-def placed(platform: Platform, stages: int, ranks: int, tensor: int = 1) -> Platform:
+def placed(platform: Platform, stages: int, ranks: int, tensor: int = 1, experts: int = 1) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
-    ranks: replicas. tensor: ranks among which the layers of each are divided.
+    ranks: replicas. tensor: ranks among which the layers of each are divided. experts: replicas that divide experts.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
     if ranks * tensor == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks, tensor).platform()
+    return _Placement(platform, stages, ranks, tensor, experts).platform()
 
 
 class _Placement:
@@ -47,7 +50,8 @@ class _Placement:
     inner: the link from device 0 to device 1, None for none. inner_rate: bytes/s of a ring inside a node.
     """
 
-    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int) -> None:
+    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int, experts: int) -> None:
+        self.experts = experts
         self.node, self.stages, self.ranks = node, stages, replicas * tensor
         self.replicas, self.tensor = replicas, tensor
         total = stages * self.ranks
@@ -180,13 +184,23 @@ class _Placement:
         """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
         together = min(self.per_node, self.tensor)  # those that divide layers are next to each other
         beside = max(min(self.per_node // self.tensor, self.replicas), 1)
-        for axis, ranks, g in (("tensor", self.tensor, together), ("data", self.replicas, beside)):
+        fastest: dict[int, int] = {}
+        rings = [("tensor", self.tensor, together), ("data", self.replicas, beside)]
+        if self.experts > 1:
+            near, apart = min(beside, self.experts), max(beside // self.experts, 1)
+            rings += [("expert", self.experts, near), ("expert_data", self.replicas // self.experts, apart)]
+        for axis, ranks, g in rings:
             if ranks == 1:
                 continue
-            rate, fixed = self._ring(ranks, g)
+            rate, fixed = self._all_to_all(ranks, g) if axis == "expert" else self._ring(ranks, g)
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
+                fastest[s] = max(fastest.get(s, 0), rate if axis != "tensor" else 0)
+        if self.experts > 1:  # replicas sum gradients over the wires on which they exchange rows
+            for s, rate in fastest.items():
+                home = self._tier(self.node.home(0).name, s)
+                yield Link(shared_link(s), home, home, rate)
 
     def _ring(self, ranks: int, g: int) -> tuple[int, int]:
         """Rate and fixed time of a ring of so many ranks, g of them on each node."""
@@ -199,6 +213,18 @@ class _Placement:
             seconds += Fraction(k - 1, k * g * self.network.rate)
             fixed += (k - 1) * self.network.fixed
         return int(Fraction(ranks - 1, ranks) / seconds), fixed
+
+    def _all_to_all(self, ranks: int, g: int) -> tuple[int, int]:
+        """Rate and fixed time of an all-to-all among so many ranks, g of them on each node.
+
+        Of what a rank sends, (g - 1) / (ranks - 1) stays inside its node, beside what leaves it; the slower one counts.
+        """
+        inside = Fraction(g - 1, self.inner_rate) if g > 1 and self._inside() else Fraction(0)
+        seconds, fixed = inside, self._inside().fixed if g > 1 else 0
+        if ranks > g and self.network is not None:
+            seconds = max(seconds, Fraction(ranks - g, self.network.rate))
+            fixed = max(fixed, self.network.fixed)
+        return int(Fraction(ranks - 1) / seconds), fixed
 
     # ---- pools -------------------------------------------------------------------------------
 

@@ -26,6 +26,11 @@ def rank_link(axis: str, device: int) -> str:
     return f"{axis}@{device}"
 
 
+def shared_link(device: int) -> str:
+    """Name of the link that all collectives among the replicas of a device occupy besides that of their axis."""
+    return f"replicas@{device}"
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """One figure of a profile.
@@ -386,7 +391,9 @@ class Platform:
         """The same machine with `budget` bytes in every device's home tier."""
         homes = {engine.home for engine in self.engines if engine.main}
         tiers = tuple(replace(t, capacity=budget) if t.name in homes else t for t in self.tiers)
-        return replace(self, tiers=tiers, budget=budget)
+        limited = replace(self, tiers=tiers, budget=budget)
+        vars(limited)["timing_hash"] = self.timing_hash  # which no capacity has a part in
+        return limited
 
     @cached_property
     def assumed(self) -> tuple[Fact, ...]:

@@ -99,6 +99,10 @@ def _shipped() -> Iterable[Traversable]:
     return importlib.resources.files("hardware_profiles").iterdir()
 
 
+LARGEST = 16 << 20
+"""Bytes of a profile at most."""
+
+
 def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
     """Name of the profile, label of its file in messages, and its text."""
     given = os.fspath(name_or_path)
@@ -113,6 +117,8 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
         name, label = given, f"{given}.toml"
         file = importlib.resources.files("hardware_profiles").joinpath(label)
     try:
+        if isinstance(file, Path) and file.stat().st_size > LARGEST:
+            raise ProfileError(f"{label}: has more than {LARGEST:,} bytes")
         return name, label, file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"{label}: cannot be read: {error}") from None

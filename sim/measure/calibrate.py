@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sim.errors import TiersimError
+from sim.foreign_text import styled
 from sim.measure import choose_device, require_torch
 from sim.measure.fit import LinkFit, fit_copies, fit_ops
 from sim.measure.profile_text import Links, Machine, profile_text
@@ -170,8 +171,9 @@ def _on_terminal(done: int, total: int, what: str) -> None:
     """Overwrite one line on standard error; do nothing where that is not a terminal."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
-        sys.stderr.write(f"\r\x1b[Kcalibrate: {done}/{total} {what}{end}")
-        sys.stderr.flush()
+        line = styled(sys.stderr)
+        line.write(f"\r\x1b[Kcalibrate: {done}/{total} {what}{end}")
+        line.flush()
 
 
 __all__ = ["calibrate", "seconds_needed"]

@@ -15,6 +15,7 @@ from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
 from sim.policies.traits import FIDELITIES, MANAGED_AS, MANAGES, NEEDS, SAVINGS, Fidelity, Managed, Needed
 from sim.policies.writing import text_of
+from sim.trace.graph import Trace
 
 __all__ = [
     "FIDELITIES",
@@ -160,6 +161,10 @@ class Policy:
     def plan(self, problem: Problem) -> Plan:
         """The plan for one iteration. Raises PolicyError on an unmet need, Infeasible with a proof."""
         raise NotImplementedError(f"{type(self).__name__} does not define plan(problem)")
+
+    def too_long(self, trace: Trace) -> str:
+        """Why this policy refuses a trace for its number of ops alone, whatever the budget; "" if it does not."""
+        return ""
 
     def in_class(self, plan: Plan) -> bool:
         """Whether a plan belongs to the class that `optimal` names; none does where that names none."""

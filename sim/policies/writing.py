@@ -35,6 +35,8 @@ class Term(NamedTuple):
 
 def terms(text: str) -> list[Term]:
     """The parts of a composition in order; one without selector or parameters for a plain name. Raises PolicyError."""
+    if text.isidentifier():  # as most are
+        return [Term("", text, {})]
     found: list[Term] = []
     for clause in split_outside(text, ";"):
         selector = ""

@@ -59,7 +59,7 @@ def policy_colour(policy: str) -> str:
     in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
     """
     name = policy.partition("(")[0].strip()
-    return BASELINE_COLOURS.get(name) or POLICY_HUES[crc32(name.encode()) % len(POLICY_HUES)]
+    return BASELINE_COLOURS.get(name) or POLICY_HUES[crc32(name.encode("utf-8", "surrogatepass")) % len(POLICY_HUES)]
 
 
 def policy_marker(policy: str) -> str:
@@ -67,4 +67,4 @@ def policy_marker(policy: str) -> str:
     if policy in BASELINE_COLOURS:
         return POLICY_MARKERS[0]
     # another part of the checksum than the hue's, so that two policies of one hue mostly differ here
-    return POLICY_MARKERS[crc32(policy.encode()) // len(POLICY_HUES) % len(POLICY_MARKERS)]
+    return POLICY_MARKERS[crc32(policy.encode("utf-8", "surrogatepass")) // len(POLICY_HUES) % len(POLICY_MARKERS)]

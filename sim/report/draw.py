@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.foreign_text import printable
 from sim.report.colours import BLACK, FAINT, INK
 from sim.report.files import write_aside
 from sim.units import BYTES, TIMES
@@ -88,6 +89,11 @@ def tidy(axes: Axes, *, grid: str = "y") -> None:
         axes.grid(axis=grid, color=FAINT, linewidth=0.4, alpha=0.7)  # type: ignore[arg-type]
 
 
+def literal(text: str) -> str:
+    """A name from elsewhere as figures take it: its dollars set no formula, and what cannot be shown is escaped."""
+    return printable(text, keep="\n").replace("$", r"\$")
+
+
 def draw_limit(axes: Axes, level: float) -> None:
     """A dashed line across the axes."""
     axes.axhline(level, color=BLACK, linewidth=1, linestyle=(0, (5, 3)), zorder=2)
@@ -95,7 +101,7 @@ def draw_limit(axes: Axes, level: float) -> None:
 
 def named(figure: Figure, policy: str) -> Figure:
     """The figure with the name of the policy that it shows above all else."""
-    figure.suptitle(policy if len(policy) <= 90 else f"{policy[:89]}…", fontsize=SMALL + 1.5, color=BLACK)
+    figure.suptitle(literal(policy if len(policy) <= 90 else f"{policy[:89]}…"), fontsize=SMALL + 1.5, color=BLACK)
     return figure
 
 
@@ -149,6 +155,7 @@ def place_labels(
     for (x0, y0), (x1, y1) in ends.tolist():
         taken.append((min(x0, x1) - scale, min(y0, y1) - scale, max(x0, x1) + scale, max(y0, y1) + scale))
     near = [int((np.hypot(*(pixels - here).T) < 60 * scale).sum()) for here in pixels]
+    texts = [literal(text) for text in texts]
     for i in sorted(range(len(texts)), key=lambda k: (-near[k], texts[k])):
         probe = axes.text(0, 0, texts[i], fontsize=size)
         extent = probe.get_window_extent(renderer)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sim.log import EventLog
 from sim.report.colours import INK, VERMILION, WHY_COLOURS
-from sim.report.draw import COLUMNS, FONT, SMALL, clock_text, new_figure, tidy, time_scale
+from sim.report.draw import COLUMNS, FONT, SMALL, clock_text, literal, new_figure, tidy, time_scale
 from sim.report.tracks import Scene
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plot_lanes(log: EventLog, window: tuple[int, int] | None = None) -> Figure:
         (_draw_columns if crowded else _draw_bars)(axes, y, mine, start, end, tick)
         if not crowded:
             _name_bars(axes, y, mine, scene, start, end, tick)
-    axes.set_yticks(range(len(tracks)), [scene.tracks[i].name for i in tracks], fontsize=FONT)
+    axes.set_yticks(range(len(tracks)), [literal(scene.tracks[i].name) for i in tracks], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time ({clock_text(clock)})", fontsize=FONT)
     patches = [
@@ -132,7 +132,8 @@ def _name_bars(axes: Axes, y: int, rows: Ints, scene: Scene, start: int, end: in
         name = name.removeprefix("recompute ").removeprefix("stall: ")
         if (right - left) / (end - start) * inches > letter * (len(name) + (2 if is_stall else 1)):
             axes.text(
-                (left + right) / 2 / tick, y, name, ha="center", va="center", fontsize=SMALL - 0.5, clip_on=True,
-                color=VERMILION if is_stall else INK if args["why"] == "recompute" else "white", fontweight="bold",
+                (left + right) / 2 / tick, y, literal(name), ha="center", va="center", fontsize=SMALL - 0.5,
+                clip_on=True, fontweight="bold",
+                color=VERMILION if is_stall else INK if args["why"] == "recompute" else "white",
                 bbox=ground if is_stall else None,
             )  # fmt: skip

@@ -25,6 +25,7 @@ from sim.report.draw import (
     byte_scale,
     clock_text,
     draw_limit,
+    literal,
     new_figure,
     place_labels,
     save_figure,
@@ -88,14 +89,14 @@ def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False)
     axes.set_ylim(0, top * 1.06 / size)
     ended = "" if log.complete else "; the run did not end"
     axes.set_xlabel(f"time ({clock_text(unit_ns)}){ended}", fontsize=FONT)
-    axes.set_ylabel(f"in use in {shown.name} ({unit})", fontsize=FONT)
+    axes.set_ylabel(literal(f"in use in {shown.name} ({unit})"), fontsize=FONT)
     # both figures are in the line above: next to the curve they would cover the limit, or each other
     title = f"▼ peak {format_bytes(peak, binary=binary)}" if peak else "nothing was held here"
     if peak:
         title += f" at {clock(at)}" + (f", {top_of.op}" if top_of.op else "")
         axes.plot([at / tick], [peak / size], marker="v", markersize=6, color=BLACK, clip_on=False, zorder=5,
                   markeredgecolor="white")  # fmt: skip
-    axes.set_title(title, fontsize=SMALL + 0.5, loc="left", color=BLACK, fontweight="bold")
+    axes.set_title(literal(title), fontsize=SMALL + 0.5, loc="left", color=BLACK, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         # from top to bottom like the layers
@@ -239,14 +240,16 @@ def _beside(
     lines = [(f"{i}  {row['policy']}, {clock(row['makespan_ns'])}", False) for i, row in enumerate(numbered, 1)]
     if lines:
         lines.insert(0, ("fit, by time", True))
-    if failing:
-        lines.append(("do not fit", True))
-    for row in failing[:LISTED]:
-        floor = row.get("floor_bytes")
-        more = f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""
-        lines.append((row["policy"] + more, False))
-    if len(failing) > LISTED:
-        lines.append((f"… and {len(failing) - LISTED} more", False))
+    for heading, kind in (("do not fit", False), ("not run", None)):
+        those = [row for row in failing if row["fits"] is kind]
+        if those:
+            lines.append((heading, True))
+        for row in those[:LISTED]:
+            floor = row.get("floor_bytes")
+            more = f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""
+            lines.append((row["policy"] + more, False))
+        if len(those) > LISTED:
+            lines.append((f"… and {len(those) - LISTED} more", False))
     return lines
 
 
@@ -255,7 +258,7 @@ def _list_beside(figure: Figure, lines: Sequence[tuple[str, bool]], columns: int
 
     # a legend without signs: the layout reserves space for it next to the axes
     legend = figure.legend(
-        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=[text for text, _ in lines],
+        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=[literal(text) for text, _ in lines],
         loc="outside right upper", fontsize=SMALL, frameon=False, handlelength=0, ncols=columns,
         handletextpad=0, labelcolor=INK, alignment="left", columnspacing=1,
     )  # fmt: skip

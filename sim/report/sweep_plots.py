@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sim.analysis.pareto import pareto_front
 from sim.errors import TiersimError, near
 from sim.report.colours import BLACK, FAINT, INK, policy_colour, policy_marker
-from sim.report.draw import FONT, SMALL, byte_scale, clock_text, new_figure, tidy, time_scale
+from sim.report.draw import FONT, SMALL, byte_scale, clock_text, literal, new_figure, tidy, time_scale
 from sim.units import BYTES, FLOPS, RATES, TIMES
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def plot_ablation(table: pd.DataFrame, figure: str) -> Figure:
         if values[0][0] > 0 and values[-1][0] > 8 * values[0][0]:
             axes.set_xscale("log")
             axes.minorticks_off()
-        axes.set_xticks([amount for amount, _ in values], [str(text) for _, text in values], rotation=30, ha="right")
+        texts = [literal(str(text)) for _, text in values]
+        axes.set_xticks([amount for amount, _ in values], texts, rotation=30, ha="right")
         _labelled(axes, figure, f"iteration time ({clock_text(clock)})")
         axes.set_ylim(bottom=0)
     _legend(drawn, fitting)
@@ -197,7 +198,7 @@ def _panels(table: pd.DataFrame, inside: set[str]) -> tuple[Figure, list[tuple[A
         tidy(axes)
         values = key if isinstance(key, tuple) else (key,)
         title = ", ".join(f"{name} {value}" for name, value in zip(differ, values, strict=True))
-        axes.set_title(title, fontsize=SMALL + 0.5, color=INK, loc="left")
+        axes.set_title(literal(title), fontsize=SMALL + 0.5, color=INK, loc="left")
         panels.append((axes, part))
     return figure, panels
 
@@ -220,8 +221,8 @@ def _name(row: pd.Series) -> str:
 
 
 def _labelled(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=FONT)
-    axes.set_ylabel(y, fontsize=FONT)
+    axes.set_xlabel(literal(x), fontsize=FONT)
+    axes.set_ylabel(literal(y), fontsize=FONT)
 
 
 def _legend(figure: Figure, table: pd.DataFrame) -> None:
@@ -235,7 +236,7 @@ def _legend(figure: Figure, table: pd.DataFrame) -> None:
     names = sorted(handles)
     made = {name for name in names if _is_reconstruction(table[table["policy"] == name])}
     figure.legend(
-        [handles[name] for name in names], [f"{name}*" if name in made else name for name in names],
+        [handles[name] for name in names], [literal(f"{name}*" if name in made else name) for name in names],
         loc="outside right upper", fontsize=SMALL, frameon=False, labelcolor=INK,
         title="* reconstruction" if made else None, title_fontsize=SMALL,
     )  # fmt: skip
@@ -248,15 +249,15 @@ def _square(axes: Axes, x: int, y: int, colour: Any, text: str, hatched: bool) -
         Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor=FAINT if hatched else "white", alpha=0.4
                   if not hatched else 1.0, hatch="///" if hatched else None, linewidth=0.6)
     )  # fmt: skip
-    axes.text(x, y, text, ha="center", va="center", fontsize=SMALL - 1, color=BLACK, wrap=True)
+    axes.text(x, y, literal(text), ha="center", va="center", fontsize=SMALL - 1, color=BLACK, wrap=True)
 
 
 def _grid(axes: Axes, columns: Sequence[Any], rows: Sequence[Any]) -> None:
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(-0.5, len(rows) - 0.5)
-    axes.set_xticks(range(len(columns)), [str(value) for value in columns])
-    axes.set_yticks(range(len(rows)), [str(value) for value in rows])
+    axes.set_xticks(range(len(columns)), [literal(str(value)) for value in columns])
+    axes.set_yticks(range(len(rows)), [literal(str(value)) for value in rows])
     _labelled(axes, "sequence (tokens)", "batch (samples)")
 
 

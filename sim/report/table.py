@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.analysis.figures import LAST, known
-from sim.foreign_text import csv_text, printable
+from sim.foreign_text import csv_text, printable, styled
 from sim.report.cells import (
     MODEL_ERROR,
     NONE,
@@ -76,7 +77,7 @@ def print_comparison(
     """
     from rich.console import Console
 
-    console = Console(file=file, highlight=False, soft_wrap=False)
+    console = Console(file=styled(file or sys.stdout), highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.file.write(comparison_text(rows, footer=footer, model_error=model_error, binary=binary))
         return
@@ -226,7 +227,7 @@ def print_summary(
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=file, highlight=False)
+    console = Console(file=styled(file or sys.stdout), highlight=False)
     if not console.is_terminal:
         console.file.write(summary_text(summary, footer=footer, binary=binary))
         return

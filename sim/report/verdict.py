@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sim.report.cells import MODEL_ERROR, Row, clock, ordered, percent, size, standings, total
 from sim.report.error_bars import measured_on
@@ -26,22 +26,31 @@ def kind(row: Row) -> str:
     """By what a run stayed within its memory: `recomputation`, `copies`, `both`, or `neither`; "" if unknown."""
     if row.get("recompute_ns") is None or row.get("moved_bytes") is None:
         return ""
-    recomputes, moves = bool(row["recompute_ns"]), bool(total(row["moved_bytes"]))
+    recomputes, moves = bool(row["recompute_ns"]), copied(row) > 0
     return {(True, True): "both", (True, False): "recomputation", (False, True): "copies"}.get(
         (recomputes, moves), "neither"
     )
+
+
+def copied(row: Row) -> int:
+    """The bytes that a run copied to stay within its memory: all on the wire but what its layout exchanges anyway."""
+    return int(total(row["moved_bytes"])) - int(row.get("exchanged_bytes") or 0)
 
 
 def does(row: Row, *, binary: bool = False) -> str:
     """What a run does to stay within its memory, in words; "" if unknown."""
     if not kind(row):
         return ""
-    stall = total(row.get("stall_ns") or 0)
-    return DOES[kind(row)].format(
+    causes = row.get("stall_ns") or 0
+    of_others = causes.get("peer", 0) if isinstance(causes, Mapping) else 0
+    stall = total(causes) - of_others
+    said = DOES[kind(row)].format(
         recompute=clock(row["recompute_ns"]),
-        moved=size(total(row["moved_bytes"]), binary),
+        moved=size(copied(row), binary),
         waiting=f", waits {clock(stall)} for that" if stall else " without waiting",
     )
+    exchanged = row.get("exchanged_bytes")
+    return f"{said}; its devices exchange {size(exchanged, binary)}" if exchanged else said
 
 
 def difference(row: Row, other: Row) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
+from sim.rewrites.expert_parallel import ExpertShare
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE, Op, Ring
@@ -70,7 +72,13 @@ def split_batch(trace: Trace, n: int) -> Trace:
 
 
 def split_batch_ops(
-    trace: Trace, n: int, ranks: int = 1, dealt: bool = False, passes: bool = False
+    trace: Trace,
+    n: int,
+    ranks: int = 1,
+    dealt: bool = False,
+    passes: bool = False,
+    experts: int = 1,
+    once: Collection[int] = (),
 ) -> tuple[Trace, list[tuple[int, int]]]:
     """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
 
@@ -79,6 +87,9 @@ def split_batch_ops(
     dealt: they are summed after each microbatch, before they are accumulated.
     passes: each microbatch is a pass of a training loop through the model, and repeats what reads no slice and
         what only the pass needs: it casts weights, since it enters autocast's context, whose cache is empty then.
+    experts: of the replicas, how many next to each other divide the experts (`sim.rewrites.expert_parallel`).
+    once: ops that could run per microbatch (`batch_sum`) and run once, on the sums over this replica's microbatches;
+        among replicas their results are summed, in place of what they read. Not with `dealt`.
     """
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % (n * ranks)):
@@ -86,12 +97,13 @@ def split_batch_ops(
     if n * ranks == 1:
         return trace, [(op, 0) for op in range(len(trace.ops))]
     splits, rows = batch_ops(trace), batched(trace)
+    splits[list(once)] = False
     for _, first in trace.carry:
         if rows[first]:
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
-    return _Split(trace, n, splits, rows, ranks, dealt, passes).run()
+    return _Split(trace, n, splits, rows, ranks, dealt, passes, experts, frozenset(once)).run()
 
 
 class _Split:
@@ -101,6 +113,8 @@ class _Split:
     current: per tensor the new one of the microbatch at hand.
     which: for each new op the old one and its microbatch.
     reduced: tensors that wait for the collective among replicas, with the op and the microbatch that produced each.
+    experts: what this rank has of the experts, None where they are not divided. groups: of replicas that divide them.
+    total: microbatches of all groups.
     """
 
     def __init__(
@@ -112,13 +126,21 @@ class _Split:
         ranks: int = 1,
         dealt: bool = False,
         passes: bool = False,
+        experts: int = 1,
+        once: frozenset[int] = frozenset(),
     ) -> None:
         self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
-        self.ranks, self.dealt, self.total = ranks, dealt and ranks > 1, n * ranks
+        self.ranks, self.dealt = ranks, dealt and ranks > 1
+        self.experts = ExpertShare(trace, experts, rows) if experts > 1 else None
+        self.members, self.groups = experts, ranks // experts
+        self.total = n * self.groups
+        self.once = once if ranks > 1 else frozenset[int]()  # a single replica's sums are whole, as for any late op
+        self.summed_by_once = {t for op in self.once for t in trace.reads(op)}
         self.reduced: list[tuple[Tensor, Op, int]] = []
         self.late = _late_ops(trace, splits, rows)
         self.repeated = _repeated_ops(trace, splits, self.late) if passes and n > 1 else np.zeros_like(splits)
-        self.new = Rewriter(trace, {"microbatches": self.total * int(trace.meta.get("microbatches", 1))})
+        about = {"expert_ranks": experts} if experts > 1 else {}
+        self.new = Rewriter(trace, {"microbatches": n * ranks * int(trace.meta.get("microbatches", 1)), **about})
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
         self.produced_by_split = np.append(splits, False)[trace.producer]
         outputs = set(trace.outputs)
@@ -133,11 +155,13 @@ class _Split:
         self.which: list[tuple[int, int]] = []
         self.sums: dict[int, int] = {}
         self.slices: dict[int, list[int]] = {}
+        self.exchanged: dict[int, int] = {}
 
     def run(self) -> tuple[Trace, list[tuple[int, int]]]:
         """The new trace, and `which`."""
         for k in range(self.n):
             self.current.clear()
+            self.exchanged.clear()
             for op in self.ops:
                 if self.reduced and (not self.splits[op.id] or op.layer != self.reduced[-1][1].layer):
                     self._reduce()
@@ -145,11 +169,14 @@ class _Split:
                     self._in_microbatch(op, k)
                 elif self.repeated[op.id]:
                     reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
-                    self.new.op(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
+                    self._undivided(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
                     self.which.append((op.id, k))
+                elif op.id in self.once:
+                    if k == self.n - 1:
+                        self._once(op)
                 elif k == (self.n - 1 if self.late[op.id] else 0):
                     reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
-                    self.new.op(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
+                    self._undivided(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
                     self.which.append((op.id, k))
             if self.reduced:
                 self._reduce()
@@ -157,14 +184,28 @@ class _Split:
         trace, whole = self.trace, self.whole
         for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
             if t not in whole:  # exists from the start and is kept unchanged
-                whole[t] = self.new.tensor(self.tensors[t])
+                whole[t] = self._whole_tensor(self.tensors[t])
         carry = [(whole[a], whole[b]) for a, b in trace.carry]
         outputs = [whole[t] for t in trace.outputs]
-        return self.new.build(outputs=outputs, carry=carry, ranks=self.ranks, dealt=self.dealt), self.which
+        which: dict[str, Any] = {"ranks": self.ranks, "dealt": self.dealt, "experts": self.members}
+        return self.new.build(outputs=outputs, carry=carry, **which), self.which
 
     def first(self, k: int) -> int:
-        """The position of this replica's microbatch k among those of all."""
-        return k * self.ranks if self.dealt else k
+        """The position of microbatch k of this replica's group among those of all."""
+        return k * self.groups if self.dealt else k
+
+    def _whole_tensor(self, t: Tensor, **changes: Any) -> int:
+        """A tensor that is the same in all microbatches, or this rank's experts of it."""
+        if self.experts is None or t.id not in self.experts.has:
+            return self.new.tensor(t, **changes)
+        return self.new.tensor(t, self.experts.claim(Same(t.id)), **{**self.experts.weights(t), **changes})
+
+    def _undivided(self, op: Op, **changes: Any) -> None:
+        """An op that is not split by batch, or this rank's experts of it."""
+        if self.experts is None or op.id not in self.experts.ops:
+            self.new.op(op, **changes)
+            return
+        self.new.op(op, self.experts.claim(Same(op.id)), **{**self.experts.undivided(op), **changes})
 
     def place(self, t: Tensor, k: int) -> int:
         """The id that a tensor has in microbatch k."""
@@ -173,39 +214,89 @@ class _Split:
         if t.id in current:
             return current[t.id]
         if self.trace.producer[t.id] >= 0 and self.repeated[self.trace.producer[t.id]]:
-            current[t.id] = self.new.tensor(t, name=f"{t.name}.mb{k}")
+            current[t.id] = self._whole_tensor(t, name=f"{t.name}.mb{k}")
             return current[t.id]
         if not sliced and not self.produced_by_split[t.id]:
             if t.id not in whole:
-                whole[t.id] = self.new.tensor(t)
+                whole[t.id] = self._whole_tensor(t)
                 if t.replaces is not None:  # a sum, or a tensor that is the same for all microbatches
                     old = whole[t.replaces] if t.replaces in whole else self.place(self.tensors[t.replaces], k)
                     self.new.builder.take_over(whole[t.id], old)
             return whole[t.id]
         changes: dict[str, object] = {"name": f"{t.name}.mb{k}"}
-        if sliced:
-            changes["bytes"] = slice_of(t.bytes, self.first(k), self.first(k) + 1, self.total)
-            if t.shape:
-                rows, rest = divmod(t.shape[0], self.total)
-                changes["shape"] = None if rest else (rows, *t.shape[1:])
         if t.replaces is not None:
             changes["replaces"] = self.place(self.tensors[t.replaces], k)
-        current[t.id] = self.new.tensor(t, self.microbatch(t, k), **changes)
+        by_expert = self.experts is not None and int(self.trace.producer[t.id]) in self.experts.ops
+        if self.experts is not None and sliced and t.id in self.experts.has:
+            changes["saved_for"] = self.experts.saved_for(t, by_expert)
+        current[t.id] = self._in_form(t, k, by_expert, **changes)
         return current[t.id]
 
-    def microbatch(self, of: Tensor | Op, k: int) -> Microbatch:
-        """This replica's microbatch k of a tensor or an op."""
-        return Microbatch(Same(of.id), self.first(k), self.first(k) + 1, self.total)
+    def _in_form(self, t: Tensor, k: int, by_expert: bool, **changes: Any) -> int:
+        """A tensor of microbatch k: this replica's rows or term, or of its group the part of this rank's experts."""
+        first, stop = self.first(k), self.first(k) + 1
+        size = slice_of(t.bytes, first, stop, self.total) if self.rows[t.id] else t.bytes
+        if by_expert:
+            assert self.experts is not None
+            changes = {**self.experts.rows_or_weights(t, size, self.total), **changes}
+            return self.new.tensor(t, self.experts.claim(self._of_group(t.id, first, stop)), **changes)
+        if self.rows[t.id]:
+            changes["bytes"] = slice_of(size, 0, 1, self.members)
+            if t.shape:
+                rows, rest = divmod(t.shape[0], self.total * self.members)
+                changes["shape"] = None if rest else (rows, *t.shape[1:])
+        return self.new.tensor(t, self._of_member(self._of_group(t.id, first, stop)), **changes)
+
+    def _of_group(self, of: int, first: int, stop: int) -> Microbatch:
+        """Microbatches of a tensor or an op, counted over all groups of replicas that divide the experts."""
+        return Microbatch(Same(of), first, stop, self.total)
+
+    def _of_member(self, of_group: Microbatch) -> Microbatch:
+        """This replica's part of what its group has."""
+        return of_group if self.experts is None else Microbatch(of_group, 0, 1, self.members)
+
+    def read(self, t: int, k: int, op: Op) -> int:
+        """The id of what an op of microbatch k reads for a tensor: its own rows, or its group's for its experts."""
+        tensor = self.tensors[t]
+        if self.experts is None or not self.experts.crosses(t, op):
+            return self.place(tensor, k)
+        if t not in self.exchanged:
+            self._exchange(tensor, k, op)
+        return self.exchanged[t]
+
+    def _exchange(self, t: Tensor, k: int, op: Op) -> None:
+        """Send each row of a tensor to the rank of its expert, or back, among the ranks that divide the experts."""
+        assert self.experts is not None
+        to_experts = op.id in self.experts.ops
+        source, size = self.place(t, k), self.new.builder.bytes_of
+        name = f"{t.name}.all_to_all.mb{k}"
+        saved = self.experts.saved_for(t, to_experts)
+        other = self._in_form(t, k, to_experts, name=f"{name}.out", replaces=None, saved_for=saved)
+        self.exchanged[t.id] = other
+        # the rank with the most rows sends (or receives) most, and the others wait for it
+        moved = size(other if to_experts else source) if self.rows[t.id] else t.bytes
+        ring, producer = Ring("expert", self.members, 1), self.ops[int(self.trace.producer[t.id])]
+        fields = {"phase": op.phase, "layer": op.layer, "device": op.device, "dtype": t.dtype, "group": name}
+        self.new.glue(name, "collective", [source], [other], bytes=sent(moved, ring), ring=ring, **fields)
+        self.which.append((producer.id, k))
 
     def _in_microbatch(self, op: Op, k: int) -> None:
         """An op that each microbatch runs."""
         current = self.current
-        reads = [self.place(self.tensors[t], k) for t in op.reads]
+        reads = [self.read(t, k, op) for t in op.reads]
         writes = [self.place(self.tensors[t], k) for t in op.writes]
-        part = self.microbatch(op, k)
-        share = share_of_op(self.trace, op, part.first, part.count, self.rows, part.stop)
+        by_expert = self.experts is not None and op.id in self.experts.ops
         names = {"name": f"{op.name}.mb{k}", "group": f"{op.group}.mb{k}" if op.group else ""}
-        self.new.op(op, part, reads=reads, writes=writes, **names, **share)
+        first, stop, members = self.first(k), self.first(k) + 1, 1 if by_expert else self.members
+        share = share_of_op(self.trace, op, first * members, self.total * members, self.rows)
+        stands_for: Expr = self._of_group(op.id, first, stop)
+        if by_expert:
+            assert self.experts is not None
+            touched = sum(map(self.new.builder.bytes_of, (*reads, *writes)))
+            stands_for, share = self.experts.claim(stands_for), self.experts.share(op, share, touched)
+        else:
+            stands_for = self._of_member(self._of_group(op.id, first, stop))
+        self.new.op(op, stands_for, reads=reads, writes=writes, **names, **share)
         for t in op.writes:
             if t in self.needed_outside and self.rows[t]:
                 if self.ranks > 1:
@@ -213,34 +304,63 @@ class _Split:
                     raise TraceError(f"split_batch: {name!r} is needed with the rows of all {self.ranks} replicas")
                 self.slices.setdefault(t, []).append(current[t])
             elif t in self.needed_outside:
-                if not self.dealt:
+                ranks = self.groups if by_expert else self.ranks
+                if not self.dealt or ranks == 1:
                     self._accumulate(t, op, k, current[t])
-                if self.ranks > 1 and (self.dealt or k == self.n - 1):
+                if ranks > 1 and (self.dealt or k == self.n - 1) and t not in self.summed_by_once:
                     self.reduced.append((self.tensors[t], op, k))
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
 
+    def _once(self, op: Op) -> None:
+        """An op of `once`, on this replica's sums; its results wait for the collective."""
+        part = Microbatch(Same(op.id), 0, self.n, self.total)
+        for t in op.writes:
+            stands_for = Microbatch(Same(t), 0, self.n, self.total)
+            self.sums[t] = self.new.tensor(self.tensors[t], stands_for, name=f"{self.tensors[t].name}.sum")
+            self.reduced.append((self.tensors[t], op, self.n - 1))
+        reads, writes = ([self.sums[t] for t in ids] for ids in (op.reads, op.writes))
+        share = share_of_op(self.trace, op, part.first, part.count, self.rows, part.stop)
+        self.new.op(op, part, reads=reads, writes=writes, **share)
+        self.which.append((op.id, self.n - 1))
+
     def _accumulate(self, t: int, op: Op, k: int, term: int) -> None:
         """Add microbatch k of a tensor to the sum of those before."""
-        stop = (k + 1) * self.ranks if self.dealt else k + 1
-        whole = stop == self.total
-        stands_for = Same(t) if whole else Microbatch(Same(t), 0, stop, self.total)
-        self.sums[t] = _add_up(self.new, self.tensors[t], op, k, stands_for, self.sums.get(t), term)
+        stop = (k + 1) * self.groups if self.dealt else k + 1
+        by_expert, stands_for = self.experts is not None and op.id in self.experts.ops, self._of_group(t, 0, stop)
+        whole = stop == self.total and (by_expert or self.dealt or self.experts is None)
+        of: Expr = Same(t) if whole else stands_for if by_expert or self.dealt else self._of_member(stands_for)
+        tensor, fields = self.tensors[t], {}
+        if by_expert and self.experts is not None:
+            of, fields = self.experts.claim(of), self.experts.weights(tensor)
+        self.sums[t] = _add_up(self.new, tensor, op, k, of, self.sums.get(t), term, **fields)
         if whole:
             self.whole[t] = self.sums[t]
 
     def _reduce(self) -> None:
-        """Sum what waits over the replicas, by one collective, and accumulate it where microbatches are dealt."""
+        """Sum what waits over the replicas that have it, each kind by one collective."""
         waiting, self.reduced = self.reduced, []
+        own = self.experts.ops if self.experts is not None else frozenset[int]()
+        for by_expert, ring in ((False, Ring("data", self.ranks, 2)), (True, Ring("expert_data", self.groups, 2))):
+            some = [each for each in waiting if (each[1].id in own) == by_expert]
+            if some:
+                self._sum_over(some, ring)
+
+    def _sum_over(self, waiting: list[tuple[Tensor, Op, int]], ring: Ring) -> None:
+        """Sum tensors over the ranks of a ring, and accumulate the sums where microbatches are dealt."""
         op, k = waiting[-1][1:]
         terms = [self.current[t.id] if self.dealt else self.sums[t.id] for t, _, _ in waiting]
         sums = []
         for (t, _, _), term in zip(waiting, terms, strict=True):
-            first = self.first(k)
-            part = Microbatch(Same(t.id), first, first + self.ranks, self.total)
+            part: Expr = self._of_group(t.id, self.first(k), self.first(k) + self.groups)
             stands_for = part if self.dealt and self.n > 1 else Same(t.id)
             name = f"{t.name}.reduced.mb{k}" if self.dealt else f"{t.name}.reduced"
-            sums.append(self.new.tensor(t, stands_for, name=name, replaces=term))
-        size = sum(t.bytes for t, _, _ in waiting)
+            if ring.axis == "expert_data" and self.experts is not None:
+                fields: dict[str, Any] = self.experts.weights(t)
+                stands_for = self.experts.claim(stands_for)
+            else:
+                fields = {}
+            sums.append(self.new.tensor(t, stands_for, **{**fields, "name": name, "replaces": term}))
+        size = sum(map(self.new.builder.bytes_of, sums))
         name = f"{waiting[0][0].name}.all_reduce.mb{k}"
         fields = {
             "phase": op.phase,
@@ -249,11 +369,10 @@ class _Split:
             "group": name,
             "dtype": waiting[0][0].dtype,
         }
-        ring = Ring("data", self.ranks, 2)
         self.new.glue(name, "collective", terms, sums, bytes=sent(size, ring), ring=ring, **fields)
-        for (t, _, _), total in zip(waiting, sums, strict=True):
+        for (t, of, _), total in zip(waiting, sums, strict=True):
             if self.dealt and self.n > 1:
-                self._accumulate(t.id, op, k, total)
+                self._accumulate(t.id, of, k, total)
             else:
                 self.whole[t.id] = total
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
@@ -339,12 +458,17 @@ def share_of_op(trace: Trace, op: Op, k: int, n: int, rows: NDArray[np.bool_], s
     }
 
 
-def _add_up(new: Rewriter, t: Tensor, after: Op, k: int, stands_for: Expr, total: int | None, term: int) -> int:
-    """Add microbatch k of a tensor to the sum over microbatches 0 … k-1, in place. Returns the id of the new sum."""
+def _add_up(
+    new: Rewriter, t: Tensor, after: Op, k: int, stands_for: Expr, total: int | None, term: int, **changes: Any
+) -> int:
+    """Add microbatch k of a tensor to the sum over microbatches 0 … k-1, in place. Returns the id of the new sum.
+
+    changes: fields in which the sum differs from the tensor.
+    """
     if total is None:
         return term
     name = t.name if isinstance(stands_for, Same) else f"{t.name}.sum{k}"
-    grown = new.tensor(t, stands_for, name=name, replaces=total)
+    grown = new.tensor(t, stands_for, **{**changes, "name": name, "replaces": total})
     new.glue(
         f"{t.name}.sum.add.mb{k}",
         "elementwise",

@@ -2,7 +2,9 @@
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
 `VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
-have it their shapes tell. `queries`: what attention's gradients of keys and values are summed over; nothing has it.
+have it their shapes tell. `experts`: those of a layer, whose weights are one tensor, and the tokens' rows sorted by
+expert (`sim.rewrites.experts`). `queries`: what attention's gradients of keys and values are summed over; nothing has
+it.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
@@ -16,6 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from sim.rewrites.experts import EXPERTS, expert_ops
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
@@ -30,7 +33,7 @@ VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
 """Embedding and head."""
 
 TENSOR, SEQUENCE, QUERIES = "tensor", "sequence", "queries"
-DIMENSIONS = (TENSOR, SEQUENCE)
+DIMENSIONS = (TENSOR, SEQUENCE, EXPERTS)
 
 _COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias)")
 _ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.weight")
@@ -51,6 +54,7 @@ class Dimensions:
     family: per tensor, the weight that it belongs to: itself, its gradient, its state or a copy in another type; "".
     keys: the keys and values of fused attention, of which every token asks all others'.
     terms: their gradients.
+    of_experts: the ops that work on the rows or the weights of each expert alone.
     """
 
     trace: Trace
@@ -59,10 +63,13 @@ class Dimensions:
     family: tuple[str, ...]
     keys: frozenset[int]
     terms: frozenset[int]
+    of_experts: frozenset[int]
 
     def divides(self, op: int, dimension: str) -> bool:
         """Whether an op can be computed in shares along a dimension."""
         it = self.ops[op]
+        if dimension == EXPERTS:
+            return op in self.of_experts or it.kind == "optimizer"
         return _divides(it, operands(it), self.has[dimension], dimension)
 
     def sums(self, op: int) -> bool:
@@ -126,8 +133,9 @@ def _find(trace: Trace) -> Dimensions:
         tokens |= {t for op in attends for t in op.writes if (tensors[t].shape or ())[2:] == (sequence,)}
     keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
     terms = frozenset(t for op in attends if op.phase == "backward" for t in op.writes[1:] if t in tokens)
-    has = {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens), QUERIES: frozenset[int]()}
-    return Dimensions(trace, ops, has, family, keys, terms)
+    of_experts, by_expert = expert_ops(trace, ops, family)
+    has = {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens), EXPERTS: by_expert, QUERIES: frozenset[int]()}
+    return Dimensions(trace, ops, has, family, keys, terms, of_experts)
 
 
 def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
@@ -205,4 +213,14 @@ def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str)
     return False
 
 
-__all__ = ["DIMENSIONS", "QUERIES", "SEQUENCE", "TENSOR", "Dimensions", "dimensions", "is_divided", "operands"]
+__all__ = [
+    "DIMENSIONS",
+    "EXPERTS",
+    "QUERIES",
+    "SEQUENCE",
+    "TENSOR",
+    "Dimensions",
+    "dimensions",
+    "is_divided",
+    "operands",
+]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from sim.errors import TraceError
-from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.batching import batched, split_batch_ops
 from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, split_updates
@@ -27,6 +27,7 @@ def pipeline(
     chunks: int = 1,
     ranks: int = 1,
     dealt: bool = False,
+    experts: int = 1,
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
@@ -36,8 +37,10 @@ def pipeline(
     produced, and received into space that the reading stage takes one unit (forward, backward) before the one that
     needs it (ops `send` and `recv` in one group), so that bytes arrive beside what runs before; later readers there use
     the received copy. An input that several stages read is present on each. A weight of
-    two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; the
-    other half of its gradient is sent back.
+    two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; each
+    of the two sums its part of the gradient over the microbatches, and the other one's sum is sent back, once, as
+    Megatron-LM reduces the embedding's gradients after the last microbatch. With `dealt`, or
+    experts divided among replicas, it is sent per microbatch.
 
     Under `pipedream` each microbatch is a step of its own, see `sim.rewrites.steps`: an update follows its backward,
     and on stage s of S the forward of a later one runs on weights that are S - 1 - s updates old, which are kept for
@@ -50,7 +53,7 @@ def pipeline(
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     chunks: parts of the model per device: of S devices, part q runs on device q mod S; where the schedule folds the
         model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
-    ranks, dealt: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
+    ranks, dealt, experts: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
     a number of microbatches that the schedule has no order for, replicas under `pipedream`, or an update that needs the
@@ -74,10 +77,12 @@ def pipeline(
             raise TraceError("pipeline: pipedream updates after each microbatch of one pipeline; nearest: dp 1")
         split, which, versions = consecutive_steps(trace, micro_batches, _behind(trace, base_part, stages))
     else:
-        split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True)
+        device = [device_of(q, stages, schedule) for q in base_part]
+        once = [] if dealt or experts > 1 else _sums_over_devices(trace, device)
+        split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True, experts=experts, once=once)
         versions = []
     part = [base_part[op] for op, _ in which]
-    later = _weight_gradients(trace) if schedule in DIVIDED else frozenset()
+    later = weight_gradients(trace) if schedule in DIVIDED else frozenset()
     units = _units(split, which, part, later, schedule == "pipedream")
     order = _order(split, units, [[unit for unit in own if unit in units] for own in orders])
     device = [device_of(q, stages, schedule) for q in range(parts)]
@@ -117,7 +122,24 @@ def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
     return split_updates(trace, part_of)
 
 
-def _weight_gradients(trace: Trace) -> frozenset[int]:
+def _sums_over_devices(trace: Trace, device: Sequence[int]) -> list[int]:
+    """The ops of backward that only add up gradients of a weight, which several devices compute a part of.
+
+    Such an op is the same for each microbatch and for the sums of all of them, as it may be split by `batch_sum`.
+    """
+    c, role, producer, rows = trace.op_columns, trace.tensor_columns.role, trace.producer, batched(trace)
+    found = []
+    for op, ways in c.splits.items():
+        reads = trace.reads(op)
+        adds = "batch_sum" in ways and all(
+            role[t] == ROLE_CODE["gradient"] and producer[t] >= 0 and not rows[t] for t in reads
+        )
+        if adds and c.phase[op] == PHASE_CODE["backward"] and len({device[int(producer[t])] for t in reads}) > 1:
+            found.append(op)
+    return found
+
+
+def weight_gradients(trace: Trace) -> frozenset[int]:
     """The backward ops that no other op of backward waits for, but for sums of what they produce."""
     gradient, c = ROLE_CODE["gradient"], trace.op_columns
     role = trace.tensor_columns.role

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from sim.rewrites.experts import EXPERTS, is_of_weight, row_span
 from sim.rewrites.holding import carry_releases
+from sim.rewrites.rewriter import slice_of
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
-from sim.trace.origin import Expr, Origin, Same
+from sim.trace.origin import Along, Expr, Microbatch, Origin, Same
+from sim.trace.tensor import Tensor
 
 
 def all_ranks(trace: Trace) -> Trace:
@@ -17,7 +20,7 @@ def all_ranks(trace: Trace) -> Trace:
 
     A collective becomes groups with a member per rank that it joins. This trace has as many times more ops; it shows
     what a layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is
-    returned where it stands for itself alone.
+    returned where it stands for itself alone. Ranks that divide experts have as many rows as these are routed.
 
     trace: of one rank.
     """
@@ -35,7 +38,8 @@ def all_ranks(trace: Trace) -> Trace:
             "zeros": t.zeros,
             "saved_for": t.saved_for,
         }
-        ids.append([builder.tensor(f"{t.name}@{r}", t.bytes, t.role, **fields) for r in range(ranks)])
+        sizes = [_of_experts(trace, origin.tensors[t.id], t, t.bytes, r) for r in range(ranks)]
+        ids.append([builder.tensor(f"{t.name}@{r}", sizes[r], t.role, **fields) for r in range(ranks)])
     for t in tensors:
         if t.replaces is not None:
             for mine, old in zip(ids[t.id], ids[t.replaces], strict=True):
@@ -45,10 +49,11 @@ def all_ranks(trace: Trace) -> Trace:
             builder.copy_op(
                 op,
                 name=f"{op.name}@{r}",
+                flops=_of_experts(trace, origin.ops[op.id], op, op.flops, r),
                 reads=[ids[t][r] for t in op.reads],
                 writes=[ids[t][r] for t in op.writes],
                 device=op.device * ranks + r,
-                group=_group(op, r, origin.tensor),
+                group=_group(op, r, origin),
                 ring=None,
                 releases=(),
             )
@@ -65,13 +70,31 @@ def all_ranks(trace: Trace) -> Trace:
     return new if not trace.op_columns.releases else carry_releases(trace, new, _copies(trace, ranks))
 
 
-def _group(op: Op, rank: int, tensor: int) -> str:
+def _group(op: Op, rank: int, origin: Origin) -> str:
     """The group of an op's copy for a rank: the ranks that its collective joins, or the rank alone."""
     if not op.group:
         return ""
     if op.ring is None:
         return f"{op.group}@{rank}"
-    return f"{op.group}@{rank // tensor}" if op.ring.axis == "tensor" else f"{op.group}@{rank % tensor}"
+    replica, own = divmod(rank, origin.tensor)
+    group, member = divmod(replica, origin.experts)
+    joined = {"tensor": str(replica), "data": str(own), "expert": f"{group}.{own}", "expert_data": f"{member}.{own}"}
+    return f"{op.group}@{joined[op.ring.axis]}"
+
+
+def _of_experts(trace: Trace, expr: Expr, of: Tensor | Op, amount: int, rank: int) -> int:
+    """Bytes or FLOPs of a rank where those of the first are known: in proportion to the rows of its experts."""
+    origin = trace.origin
+    assert origin is not None
+    member = rank // origin.tensor % origin.experts
+    by_rows = isinstance(expr, Along) and expr.dimension == EXPERTS and isinstance(expr.of, Microbatch)
+    if not member or not by_rows:
+        return amount
+    if isinstance(of, Tensor) and (of.dtype == "int32" or is_of_weight(of.name)):
+        return amount  # as large for each expert: how many rows it has; its weights
+    (_, first, total), (start, stop, _) = (row_span(trace, of.layer, r, r + 1, origin.experts) for r in (0, member))
+    whole = -(-amount * total // max(first, 1))
+    return slice_of(whole, start, stop, total)
 
 
 def _of_rank(origin: Origin, expr: Expr, rank: int) -> Expr:

@@ -154,6 +154,8 @@ def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trac
 
     Raises TraceError if an op has no such alternative.
     """
+    if not choice:
+        return trace
     c = trace.op_columns
     flops, touched, duration = c.flops.copy(), c.bytes.copy(), c.duration.copy()
     workspace, alternatives = c.workspace.copy(), dict(c.alternatives)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from sim.rewrites.holding import carry_releases
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
-from sim.trace.origin import Expr, Glue, Origin, Same
+from sim.trace.origin import Expr, Glue, Origin, Same, first_same
 from sim.trace.tensor import Tensor
 
 GLUE = Glue()
@@ -69,9 +71,16 @@ class Rewriter:
 
     def all_tensors(self) -> list[int]:
         """Add every tensor of the old trace unchanged. Returns the new ids by old id."""
-        new = list(range(len(self._tensors), len(self._tensors) + len(self.trace.tensors)))
-        for old in self.trace.tensors:
-            self.tensor(old, replaces=None if old.replaces is None else new[old.replaces])
+        columns = self.trace.tensor_columns
+        new = list(range(len(self._tensors), len(self._tensors) + len(columns.name)))
+        self._tensors += first_same(len(new))
+        numbers = {key: getattr(columns, key).astype(np.int64) for key in ("bytes", "role", "layer")}
+        self.builder.extend_tensors(columns.name, columns.dtype, numbers)
+        for old in np.flatnonzero(columns.replaces >= 0).tolist():
+            self.builder.take_over(new[old], new[columns.replaces[old]])
+        for key in ("shape", "zeros", "saved_for"):
+            for old, value in sorted(getattr(columns, key).items()):
+                self.builder.note(key, new[old], value)
         return new
 
     def build(
@@ -84,16 +93,17 @@ class Rewriter:
         dealt: bool = False,
         tensor: int = 1,
         steps: bool = False,
+        experts: int = 1,
     ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
         steps: whether these are steps on parts of its batch, see `Origin`.
-        ranks, dealt, tensor: which of the symmetric ranks it is one of, see `Origin`.
+        ranks, dealt, tensor, experts: which of the symmetric ranks it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor, steps)
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor, steps, experts)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 

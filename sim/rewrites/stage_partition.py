@@ -31,11 +31,13 @@ class LayerCost:
     time: of forward and backward of a microbatch, ns.
     sent: bytes of a microbatch that its forward hands to the next layer.
     weights: bytes.
+    forward: of `time`, that of forward.
     """
 
     time: int
     sent: int
     weights: int = 0
+    forward: int = 0
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import DIMENSIONS, QUERIES, SEQUENCE, TENSOR, dimensions, operands
+from sim.rewrites.experts import EXPERTS, row_span
 from sim.rewrites.fuse import STREAMED
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
@@ -257,11 +258,13 @@ class _Check:
 
     def of_all_ranks(self, op: int, claims: Iterable[Expr]) -> list[Expr]:
         """The claims of all symmetric ranks, given those of this one. op: the collective among them, -1 at the end."""
-        ranks = {"data": self.origin.ranks, "tensor": self.origin.tensor}
-        ring = self.trace.op_columns.ring.get(op)
+        origin = self.origin
+        ranks = {"data": origin.ranks, "tensor": origin.tensor}
+        if ring := self.trace.op_columns.ring.get(op):
+            ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
-            have = f"{ranks[ring.axis]} {'replicas' if ring.axis == 'data' else 'ranks'}"
+            have = f"{ranks[ring.axis]} {'ranks' if ring.axis == 'tensor' else 'replicas'}"
             self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {have}")
         every = list(claims)
         for axis in (ring.axis,) if ring is not None else ranks:
@@ -283,6 +286,9 @@ class _Check:
         if isinstance(expr, Along):
             whole, exact = self.size(expr.of)
             has = self.has(expr.dimension, expr.of)
+            if has and expr.dimension == EXPERTS and self.has_rows(expr.of):
+                layer = int(self.base.tensor_columns.layer[leaves(expr)[0].id])
+                return slice_of(whole, *row_span(self.base, layer, expr.first, expr.stop, expr.count)), exact
             return (slice_of(whole, expr.first, expr.stop, expr.count) if has else whole), exact
         if isinstance(expr, Packed):
             return sum(self.size(part)[0] for part in expr.parts), False
@@ -414,7 +420,7 @@ class _Check:
         if rows >= 0 and Rowwise(Same(rows, leaf.iteration)) not in have:
             self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")
         width = expr.stop - expr.first
-        if (width, expr.count) != (1, self.origin.tensor):  # else each rank does as much
+        if expr.dimension == EXPERTS or (width, expr.count) != (1, self.origin.tensor):  # else each rank does as much
             share = share * width / expr.count
         results = self.results(op, expr.of, self.closure(inner, glue=False, adds=False), claims, share)
         shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
@@ -473,8 +479,7 @@ class _Check:
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
             enclosing = enclosing.of
-        if self.origin.ranks > 1 and self.origin.of_rank(self.origin.ops[op], 1) != self.origin.ops[op]:
-            share = share * self.origin.ranks  # each replica does as much
+        share = share * self.times_done(self.origin.ops[op])
         done = Same(leaf.id, leaf.iteration)
         self.done[done] = self.done.get(done, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
@@ -497,6 +502,14 @@ class _Check:
             if wanted not in have:
                 self.report_read(op, wanted, claims)
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
+
+    def times_done(self, expr: Expr) -> int:
+        """How many of the symmetric replicas do as much on other parts of the batch or of the weights."""
+        origin, times = self.origin, 1
+        for axis, ranks in (("expert", origin.experts), ("expert_data", origin.ranks // origin.experts)):
+            if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:
+                times *= ranks
+        return times
 
     def is_alike(self, op: int, leaf: Same) -> bool:
         """Whether an op has the kind and phase of a base op; in one kernel with others, of one like it.
@@ -600,7 +613,13 @@ class _Check:
         if isinstance(claim, Along):
             if isinstance(claim.of, Rowwise):  # found by shares
                 return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
-            return glue and self.has(claim.dimension, claim.of) and self.covers(claim.of, have, glue=glue, adds=adds)
+            if not (glue and self.has(claim.dimension, claim.of)):
+                return False
+            like = (claim.dimension, claim.first, claim.stop, claim.count)
+            inner = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
+            if inner and self.covers(claim.of, self.closure(inner, glue=glue, adds=adds), glue=glue, adds=adds):
+                return True  # the share of a sum is the sum of the shares
+            return self.covers(claim.of, have, glue=glue, adds=adds)
         return False
 
     def has_rows(self, expr: Expr) -> bool:

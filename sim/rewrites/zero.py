@@ -28,7 +28,7 @@ from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import Trace
 from sim.trace.layers import layer_runs
 from sim.trace.op import PHASE_CODE, Op, Ring
-from sim.trace.origin import Glue, Part, Same
+from sim.trace.origin import Glue, Part, Same, has_experts
 from sim.trace.tensor import ROLE_CODE
 
 LEVELS = (0, 1, 2, 3)
@@ -36,14 +36,16 @@ BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
 
-def shard(trace: Trace, ranks: int, level: int) -> Trace:
+def shard(trace: Trace, ranks: int, level: int, reshard: bool = True) -> Trace:
     """Keep and update 1 / ranks of the training state on each replica.
 
     trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
     ranks: replicas.
     level: one of `LEVELS`; at 0 the trace itself is returned.
+    reshard: whether level 3 frees gathered weights after forward, and gathers them again for backward. Else they stay
+        until a backward of their layer, as with FSDP2's `reshard_after_forward=False`, and are sent once less.
     """
-    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level).build()
+    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard).build()
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Gather:
 
     whole: the gathered ones by id.
     unread: those of which it only reads casts.
+    kept: weights that an earlier run has gathered, and which.
     """
 
     first: int
@@ -59,26 +62,33 @@ class _Gather:
     weights: list[int]
     unread: list[int]
     whole: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, _Gather] = field(default_factory=dict)
 
 
 def _among_replicas(op: Op) -> bool:
-    return op.ring is not None and op.ring.axis == "data"
+    return op.ring is not None and op.ring.axis in ("data", "expert_data")
 
 
 class _Sharding:
     """The trace as it is rewritten.
 
+    experts: the tensors and ops of which each replica has a share of the experts; they are divided among the `groups`
+        replicas that have the same.
     parts: of which tensors there is only a part.
     ids: the new tensor, or the part, by old id.
     whole: of an updated weight the gathered one, by old id.
     held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
-    def __init__(self, trace: Trace, ranks: int, level: int) -> None:
-        self.trace, self.ranks, self.level = trace, ranks, level
-        self.new = Rewriter(trace, {"zero": level})
+    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool = True) -> None:
+        self.trace, self.ranks, self.level, self.reshard = trace, ranks, level, reshard
+        self.new = Rewriter(trace, {"zero": level} if reshard else {"zero": level, "reshard": False})
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
         origin = trace.origin.ops if trace.origin else ()
+        groups = ranks // (trace.origin.experts if trace.origin else 1)
+        self.among = {"data": ranks, "expert_data": groups}
+        every = (trace.origin.tensors, trace.origin.ops) if trace.origin else ((), ())
+        self.of_experts, self.ops_of_experts = ({i for i, e in enumerate(some) if has_experts(e)} for some in every)
         self.glue = {op for op, expr in enumerate(origin) if isinstance(expr, Glue)}
         self.parts = self._sharded()
         self.ids: list[int] = []
@@ -91,7 +101,7 @@ class _Sharding:
         found = {
             t
             for t in range(len(self.tensors))
-            if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT))
+            if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT)) and self._count(t) > 1
         }
         for op in self.ops:
             if _among_replicas(op) or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
@@ -99,12 +109,22 @@ class _Sharding:
         return found
 
     def _updates(self, op: Op) -> bool:
-        return op.phase == "update" and op.id not in self.glue
+        ranks = self.among[self._axis(op.id, self.ops_of_experts)]
+        return op.phase == "update" and op.id not in self.glue and ranks > 1
+
+    def _axis(self, which: int, of_experts: set[int]) -> str:
+        """Along which axis a tensor or an op is divided."""
+        return "expert_data" if which in of_experts else "data"
+
+    def _count(self, t: int) -> int:
+        """Among how many replicas a tensor is divided."""
+        return self.among[self._axis(t, self.of_experts)]
 
     def build(self) -> Trace:
         for t in self.tensors:
             if t.id in self.parts:
-                part, size = Part(Same(t.id), 0, 1, self.ranks), slice_of(t.bytes, 0, 1, self.ranks)
+                ranks = self._count(t.id)
+                part, size = Part(Same(t.id), 0, 1, ranks), slice_of(t.bytes, 0, 1, ranks)
                 shape = t.shape if t.shape == () else None
                 self.ids.append(self.new.tensor(t, part, name=f"{t.name}.shard", bytes=size, shape=shape))
             else:
@@ -117,6 +137,8 @@ class _Sharding:
             for gather in starts.get(op.id, ()):
                 self._gather(gather, op)
             of = gathers.get(op.id)
+            if of and of.first == op.id:
+                of.whole |= {t: earlier.whole[t] for t, earlier in of.kept.items()}
             self._add(op, of)
             if of and of.last == op.id:
                 self.held += [(of.whole[t], self.new.op_count - 1) for t in of.unread]
@@ -136,15 +158,16 @@ class _Sharding:
             name = op.name.replace("all_reduce", "reduce_scatter")
             self.new.op(op, name=name, group=name, reads=reads, writes=writes, ring=ring, bytes=sent(size, ring))
         elif self._updates(op):
+            ranks = self.among[self._axis(op.id, self.ops_of_experts)]
             self.new.op(
                 op,
-                Part(Same(op.id), 0, 1, self.ranks),
+                Part(Same(op.id), 0, 1, ranks),
                 reads=reads,
                 writes=writes,
-                flops=slice_of(op.flops, 0, 1, self.ranks),
-                bytes=None if op.bytes is None else slice_of(op.bytes, 0, 1, self.ranks),
-                workspace=-(-op.workspace // self.ranks),
-                duration=None if op.duration is None else -(-op.duration // self.ranks),
+                flops=slice_of(op.flops, 0, 1, ranks),
+                bytes=None if op.bytes is None else slice_of(op.bytes, 0, 1, ranks),
+                workspace=-(-op.workspace // ranks),
+                duration=None if op.duration is None else -(-op.duration // ranks),
             )
             fresh = [t for t in op.writes if self.tensors[t].role == "weight"] if self.level < 3 else []
             if fresh:
@@ -165,9 +188,16 @@ class _Sharding:
         )
 
     def _all_gather(self, name: str, reads: list[int], writes: list[int], of: list[int], at: Op) -> None:
-        ring, size = Ring("data", self.ranks, 1), sum(self.tensors[t].bytes for t in of)
-        fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": self.tensors[of[0]].dtype}
-        self.new.glue(name, "collective", reads, writes, bytes=sent(size, ring), ring=ring, group=name, **fields)
+        """Gather tensors from the replicas that have parts of them, each kind by one collective."""
+        for axis, ranks in self.among.items():
+            some = [i for i, t in enumerate(of) if self._axis(t, self.of_experts) == axis]
+            if not some:
+                continue
+            ring, size = Ring(axis, ranks, 1), sum(self.tensors[of[i]].bytes for i in some)
+            fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": self.tensors[of[0]].dtype}
+            own = name if axis == "data" else f"{name}.experts"
+            fields |= {"bytes": sent(size, ring), "ring": ring, "group": own}
+            self.new.glue(own, "collective", [reads[i] for i in some], [writes[i] for i in some], **fields)
 
     # ---- level 3 -----------------------------------------------------------------------------
 
@@ -180,15 +210,24 @@ class _Sharding:
         phase, producer = self.trace.op_columns.phase, self.trace.producer
         casts = {t: op.reads for op in self.ops if self._casts(op) for t in op.writes}
         before: dict[int, list[_Gather]] = {}  # per device, in order
+        held: dict[int, dict[int, _Gather]] = {}  # per device, gathered weights that were not freed
         for run in layer_runs(self.trace, [op.id for op in self.ops if phase[op.id] != UPDATE]):
             operands = dict.fromkeys(t for op in run for t in self.trace.reads(op))
             read = [t for t in operands if t in self.parts and producer[t] < 0]
             of_casts = dict.fromkeys(w for t in operands for w in casts.get(t, ()) if phase[run[0]] == BACKWARD)
             unread = [t for t in of_casts if t not in operands]
             if read or unread:
-                gather = _Gather(run[0], run[-1], [*read, *unread], unread)
+                device, weights = self.ops[run[0]].device, [*read, *unread]
+                there = held.setdefault(device, {})
+                gather = _Gather(run[0], run[-1], [t for t in weights if t not in there], unread)
+                gather.kept.update({t: there[t] for t in weights if t in there})
                 of_op.update(dict.fromkeys(run, gather))
-                before.setdefault(self.ops[run[0]].device, []).append(gather)
+                if gather.weights:
+                    before.setdefault(device, []).append(gather)
+                if not self.reshard:
+                    there |= dict.fromkeys(gather.weights, gather)
+                    for t in weights if phase[run[0]] == BACKWARD else ():
+                        del there[t]
         for gathers in before.values():
             for k, gather in enumerate(gathers):  # one ahead
                 starts.setdefault(gathers[max(k - 1, 0)].first, []).append(gather)

@@ -198,15 +198,17 @@ class _Shelves:
 class Below:
     """The tiers behind the fast ones, as an online part sees them: the tensors it sent there, coldest first.
 
-    Tell it of every change; in each answer call `begin`, then `send` for each tensor that is to be offloaded.
+    Tell it of every change of what is `mine`; in each answer call `begin`, then `send` for each tensor that is to be
+    offloaded.
 
     chain: the tiers, the host first.
+    mine: what has ever been sent.
     """
 
     def __init__(self, chain: Sequence[str], size: Sequence[int]) -> None:
         self.chain = tuple(chain)
         self._size = size
-        self._mine: set[int] = set()
+        self.mine: set[int] = set()
         self._order: dict[str, dict[int, None]] = {tier: {} for tier in chain}
         self._sent: dict[str, set[int]] = {tier: set() for tier in chain}  # not arrived yet
         self._chosen: dict[str, set[int]] = {tier: set() for tier in chain}  # of this answer: they leave that tier
@@ -214,7 +216,7 @@ class Below:
     def notice(self, change: Change) -> None:
         """Keep the order: the tensor that arrived last, or left a fast tier last, is warmest."""
         what, tensor, tier, _ = change
-        if tensor not in self._mine:
+        if tensor not in self.mine:
             return
         if tier in self._order:
             if what != "read":
@@ -243,7 +245,7 @@ class Below:
         for tier in self.chain:
             if tier in there:
                 return [Move(tensor, tier)]  # nothing is copied
-        self._mine.add(tensor)
+        self.mine.add(tensor)
         return self._down(tensor, 0, memory)
 
     def _down(self, tensor: int, first: int, memory: Memory) -> list[Action] | None:

@@ -189,16 +189,18 @@ def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]
     """
     c = index.trace.op_columns
     ends: dict[int, NDArray[np.int64]] = {}
+    forward: dict[int, NDArray[np.int64]] = {}
     for device in range(index.trace.devices):
         ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
-    forward = np.flatnonzero(c.phase == FORWARD)
+        forward[device] = np.flatnonzero((c.device == device) & (c.phase == FORWARD))
     held: dict[int, int] = {}
     trained = _trained(index)
     for region in regions:
-        later = ends[index.device[region.forward[0]]]
+        device = index.device[region.forward[0]]
+        later, own = ends[device], forward[device]
         after = later[np.searchsorted(later, region.forward[-1]) :]
         stop = int(after[0]) if len(after) else len(index.reads)
-        last = int(forward[np.searchsorted(forward, stop) - 1])
+        last = int(own[np.searchsorted(own, stop) - 1])
         for op in region.forward:
             if _casts_weights(index, op) and trained[index.reads[op]].all():
                 held.update(dict.fromkeys(index.writes[op], last))

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from sim.plan import Problem
 from sim.solvers.spans import may_swap, spans
+from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
 
 Load = NDArray[np.int64]
 """Bytes resident during each op."""
 
 SWAPPED = (ROLE_CODE["activation"], ROLE_CODE["temporary"])
+STATE = (ROLE_CODE["weight"], ROLE_CODE["gradient"], ROLE_CODE["optimizer_state"])
 
 
 class Variable(NamedTuple):
@@ -24,7 +26,8 @@ class Variable(NamedTuple):
 
     bytes: its size.
     out_ns, in_ns: the time of a copy in each direction, alone.
-    accesses: positions on the curve of the ops that produce and read it, in order.
+    accesses: positions on the curve of the ops that produce, read and overwrite it, in order; of what exists from the
+        start also the first op.
     """
 
     bytes: int
@@ -64,8 +67,11 @@ class Curve:
     variables: Mapping[int, Variable]
 
 
-def curve_of(problem: Problem, device: int, host: str) -> Curve:
-    """The curve of one device, with everything resident from its production to its last use, workspaces included."""
+def curve_of(problem: Problem, device: int, host: str, *, with_state: bool = False) -> Curve:
+    """The curve of one device, with everything resident from its production to its last use, workspaces included.
+
+    with_state: whether weights, gradients and optimizer states may leave, too, until something overwrites them.
+    """
     trace, cost, home = problem.trace, problem.cost, problem.platform.home(device).name
     c = trace.op_columns
     ops = tuple(np.flatnonzero(c.device == device).tolist())
@@ -80,8 +86,27 @@ def curve_of(problem: Problem, device: int, host: str) -> Curve:
     position = {op: i for i, op in enumerate(ops)}
     variables = {}
     for t in range(len(trace.tensors)):
+        accesses: tuple[int, ...] = ()
         if may_swap(trace, t, SWAPPED) and int(trace.producer[t]) in position:
             accesses = tuple(position[op] for op in (int(trace.producer[t]), *trace.readers(t)))
+        elif with_state:
+            accesses = _accesses_of_state(trace, t, position)
+        if accesses:
             copies = cost.move_ns(t, home, host), cost.move_ns(t, host, home)
             variables[t] = Variable(int(size[t]), *copies, accesses)
     return Curve(ops, end - np.array(took, np.int64), end, load, variables)
+
+
+def _accesses_of_state(trace: Trace, tensor: int, position: Mapping[int, int]) -> tuple[int, ...]:
+    """The accesses of a weight, a gradient or a state, () where it stays: outputs, and what others use or accumulate.
+
+    position: of the device's ops on its curve.
+    """
+    c, t = trace.op_columns, trace.tensor_columns
+    made, over = int(trace.producer[tensor]), int(trace.replaced_by[tensor])
+    ops = {op for op in (made, *trace.readers(tensor), int(trace.producer[over]) if over >= 0 else -1) if op >= 0}
+    if t.role[tensor] not in STATE or not t.bytes[tensor] or tensor in trace.outputs or not ops:
+        return ()
+    if t.replaces[tensor] >= 0 or any(op not in position or op in c.engine or op in c.group for op in ops):
+        return ()
+    return tuple(sorted({*(position[op] for op in ops), *((0,) if made < 0 else ())}))

@@ -146,6 +146,11 @@ def body(problem: Problem, policy: str) -> int:
     return count
 
 
+def beyond(ops: int, most: int) -> str:
+    """Why a policy that can only plan op by op refuses so many ops; "" if it does not."""
+    return f"plans op by op for {most} ops at most (max_ops); there are {ops}" if ops > most else ""
+
+
 def counts_all(index: TraceIndex, ops: int) -> bool:
     """Whether nodes of one op each count memory as the engine does, among the first so many ops.
 

@@ -169,10 +169,12 @@ def schedule_of(
     droppable, group = index.droppable, index.trace.op_columns.group
     kept: list[tuple[int, int]] = []
     drops: list[list[int]] = []
+    all_reads, all_writes, releases = index.reads, index.writes, index.releases
     for op, anchor in reversed(steps):
-        reads, writes = index.reads[op], index.writes[op]
-        for t in index.releases.get(op, ()) if anchor < 0 else ():
-            wanted[t] = True
+        reads, writes = all_reads[op], all_writes[op]
+        if anchor < 0 and op in releases:
+            for t in releases[op]:
+                wanted[t] = True
         may_skip = prune and anchor >= 0 and op not in group
         if may_skip and all(coming[t] == PRODUCED or not wanted[t] for t in writes):
             continue
@@ -184,21 +186,29 @@ def schedule_of(
             coming[t], wanted[t] = READ, True
     kept.reverse()
     drops.reverse()
-    late: dict[int, list[int]] = {}
-    for (op, anchor), dropped in zip(kept, drops, strict=True):
-        for t in [t for t in dropped if hold and hold.get(t, -1) >= max(op + 1, anchor)]:
-            dropped.remove(t)
-            late.setdefault(hold[t], []).append(t)  # type: ignore[index]
-        if anchor < 0:
-            dropped += late.pop(op, ())
+    if hold:
+        _put_off(kept, drops, hold)
     return Schedule(index, kept, drops, hold)
+
+
+def _put_off(steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], hold: Mapping[int, int]) -> None:
+    """Have what is held dropped after the op until whose end it is."""
+    late: dict[int, list[int]] = {}
+    for (op, anchor), dropped in zip(steps, drops, strict=True):
+        if dropped:
+            for t in [t for t in dropped if hold.get(t, -1) >= max(op + 1, anchor)]:
+                dropped.remove(t)
+                late.setdefault(hold[t], []).append(t)
+        if late and anchor < 0:
+            dropped += late.pop(op, ())
 
 
 def _possible(index: TraceIndex, reruns: Reruns) -> dict[int, list[int]]:
     """Leave out ops that have not run yet, and ops that read a lost value that has not been recomputed."""
     values = OverwriteTracker(index)
     possible: dict[int, list[int]] = {}
-    for op in range(len(index.reads)):
+    # no other op loses a value or brings one back
+    for op in sorted({op for op in reruns if 0 <= op < len(index.reads)} | index.overwriting):
         for earlier in reruns.get(op, ()):
             if earlier < op and values.can_run(earlier):
                 values.run(earlier)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.liveness import freeable
 
 
@@ -16,21 +17,28 @@ class Span(NamedTuple):
 
 
 def spans(trace: Trace, device: int) -> dict[int, Span]:
-    """Per tensor with bytes that an op of the device is the first to use, when it is resident.
+    """Per tensor with bytes that an op of the device is the first to use, when it is resident; not to be changed.
 
     What has no producer is resident from the start; it and the outputs stay to the end. A tensor that is overwritten
     in place ends before the op that overwrites it.
     """
-    dies, end, found = freeable(trace), len(trace.ops) - 1, {}
+    return kept(trace, "spans", device, lambda: _spans(trace, device))
+
+
+def _spans(trace: Trace, device: int) -> dict[int, Span]:
+    dies, end, found = freeable(trace).tolist(), len(trace.ops) - 1, dict[int, Span]()
+    producer, released, replaced_by = (
+        column.tolist() for column in (trace.producer, trace.released, trace.replaced_by)
+    )
+    device_of = trace.op_columns.device.tolist()
     for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
-        users, produced = trace.readers(t), int(trace.producer[t])
+        users, produced = trace.readers(t), producer[t]
         first = produced if produced >= 0 else (users[0] if users else -1)
-        if not size or first < 0 or trace.op_columns.device[first] != device:
+        if not size or first < 0 or device_of[first] != device:
             continue
-        last = max((*users, first, int(trace.released[t]))) if dies[t] else end
-        over = trace.replaced_by[t]
-        if over >= 0:
-            last = int(trace.producer[over]) - 1
+        last = max((*users, first, released[t])) if dies[t] else end
+        if replaced_by[t] >= 0:
+            last = producer[replaced_by[t]] - 1
         found[t] = Span(first if produced >= 0 else 0, last)
     return found
 

@@ -1,11 +1,11 @@
 """Runs cells: a plain record in, a plain record out; what cells share is computed once.
 
 A task has `id`, `workload` (a file of a trace, or the arguments of `transformer`), `profile`, `figures` (what is
-changed in it), `policy`, `parameters`, `budget` (None, bytes, or text such as "62.5%" of the unconstrained peak),
-`seed`, `iterations`, `recompute_limit` (as `simulate` takes it), `bound` (whether the row says how near the run is to
-the least time that any plan of a class takes), `folder` (for the timeline, or None),
-`time_limit_s` (enforced by the executor, see `pool`), and `sums`: hashes of profile, workload and policy from the time
-when the cell got its identity.
+changed in it), `parallel` (the keys of a layout that are not its defaults, or None), `policy`, `parameters`, `budget`
+(None, bytes, or text such as "62.5%" of the unconstrained peak), `seed`, `iterations`, `recompute_limit` (as `simulate`
+takes it), `bound` (whether the row says how near the run is to the least time that any plan of a class takes), `folder`
+(for the timeline, or None), `time_limit_s` (enforced by the executor, see `pool`), and `sums`: hashes of profile,
+workload and policy from the time when the cell got its identity.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sim.errors import (
     Deadlock,
     IllegalPlan,
     Infeasible,
+    LayoutError,
     OutOfMemory,
     PolicyError,
     PolicyFailed,
@@ -38,13 +39,13 @@ from sim.errors import (
 )
 from sim.experiment import reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
-from sim.hardware.profile import load_profile
 from sim.least_time import LowerBound, lower_bound
 from sim.limits import CELL_SECONDS, limited
 from sim.log import EventLog
 from sim.policies import load
 from sim.policies.base import Policy
 from sim.sweeps.identity import policy_identity
+from sim.sweeps.job import build, divided, layout_of, platform_of, undivided
 from sim.sweeps.kept import Kept
 from sim.sweeps.plans import remembering
 from sim.sweeps.timeline import write_cell
@@ -68,6 +69,7 @@ class Bench:
 
     def __init__(self) -> None:
         self._traces = Kept(KEPT_OPS)
+        self._divided = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
         self._references = Kept(KEPT_OPS)
         self._freedoms = Kept(KEPT_PLATFORMS)
@@ -102,7 +104,7 @@ class Bench:
             floor = getattr(error, "floor_bytes", None)
             row = {**_refusal("infeasible", False, error), "refusal": refusal_kind(error)}
             return {**row, **known, "floor_bytes": floor, "holders": holders}, {}
-        except (PolicyError, WorkloadError) as error:
+        except (LayoutError, PolicyError, WorkloadError) as error:
             return {**_refusal("not_applicable", None, error), **known}, {}
         except PolicyFailed as error:  # a fault of a policy is one cell's, not the sweep's
             row = _refusal("failed", None, error.__cause__ or error)
@@ -113,15 +115,19 @@ class Bench:
             return {**_refusal("failed", None, error), **known}, {"traceback": traceback.format_exc()}
 
     def _figures(self, task: Task, known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        workload, figures = task["workload"], task["figures"]
-        trace_key = tuple(sorted(workload.items()))
-        platform_key = (task["profile"], tuple(sorted(figures.items())))
+        workload, figures = undivided(task), task["figures"]
+        trace_key: tuple[Any, ...] = tuple(sorted(workload.items()))
+        platform_key: tuple[Any, ...] = (task["profile"], tuple(sorted(figures.items())))
         policy = load(task["policy"], **task["parameters"])
         known["fidelity"] = policy.fidelity
         if policy_identity(policy) != task["sums"]["policy"]:
             raise TiersimError(f"{task['policy']}: the policy was changed while the program ran; restart the program")
         platform = self._platforms.get(platform_key, lambda: _platform(task))
         trace = self._traces.get(trace_key, lambda: _trace(workload, task["sums"]["workload"]), _ops)
+        if task.get("parallel"):
+            whole, layout = trace, (str(layout_of(task)), task["workload"].get("stack"))
+            trace_key, platform_key = (trace_key, layout, platform_key), (platform_key, layout)
+            trace, platform = self._divided.get(trace_key, lambda: divided(task, whole), lambda made: _ops(made[0]))
         kept, peak, refusal = self._references.get(
             (trace_key, platform_key), lambda: _reference(trace, platform), lambda made: _ops(trace) if made[0] else 1
         )
@@ -196,7 +202,7 @@ def _refusal(status: str, fits: bool | None, error: BaseException) -> dict[str, 
 
 
 def _platform(task: Task) -> Platform:
-    found = load_profile(task["profile"], overrides=task["figures"] or None)
+    found = platform_of(task)
     if found.content_hash != task["sums"]["profile"]:
         raise TiersimError(f"{task['profile']}: the profile was changed while the sweep ran; repeat the sweep")
     return found
@@ -205,18 +211,15 @@ def _platform(task: Task) -> Platform:
 def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
     path = workload.get("trace")
     if path is not None:
-        from sim.trace.io import load as load_trace
-
         if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sum_:
             raise TiersimError(f"{path}: the trace was changed while the sweep ran; repeat the sweep")
-        return load_trace(path)
-    from workloads.steps import config_identity, training_step
+        return build(workload)
+    from workloads.steps import config_identity
 
-    arguments = dict(workload)
-    config = arguments.pop("model")
+    config = workload["model"]
     if config_sum(config_identity(config)) != sum_:
         raise TiersimError(f"{config}: the model was changed while the sweep ran; repeat the sweep")
-    return training_step(config, **arguments)
+    return build(workload)
 
 
 def config_sum(config: Any) -> str:

@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, near
-from sim.foreign_text import printable
+from sim.foreign_text import printable, styled
 from sim.sweeps.frame import flat_rows, write_csv, write_parquet
 from sim.sweeps.index import query
 from sim.sweeps.store import Store
 from sim.sweeps.study import load_study
 from sim.sweeps.sweep import OnProgress, Progress, run_sweep
 
-SHOWN = ("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "above_bound", "error")
+SHOWN = (
+    *("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "above_bound"),
+    *("stands_for", "fullest_bytes", "bubble", "binding_device", "error"),
+)
+SEVERAL = ("stands_for", "fullest_bytes", "bubble", "binding_device")
+"""Columns of rows on several devices."""
 WIDEST = 60
 EVERY_S = 0.1
 
@@ -90,14 +95,17 @@ def _bar(last: list[Progress]) -> Iterator[OnProgress]:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
+    console = Console(file=styled(sys.stderr))
     shown = 0.0
     columns = (
         TextColumn("{task.completed:.0f} of {task.total:.0f} cells"),
         BarColumn(),
         TextColumn("{task.description}"),
     )
-    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True, auto_refresh=False) as bar:
+    plain = not console.is_terminal
+    # what others print meanwhile goes past it: the console's style is for the bar
+    with Bar(*columns, console=console, disable=plain, transient=True, auto_refresh=False, redirect_stdout=False,
+             redirect_stderr=False) as bar:  # fmt: skip
         task = bar.add_task("")
 
         def tell(progress: Progress) -> None:
@@ -209,7 +217,9 @@ def _columns(store: Store, rows: list[dict[str, Any]]) -> list[str]:
     """Axes on which the cells differ, and the most important figures."""
     labels = dict.fromkeys(name for cell in store.cells for name in cell["labels"])
     differ = [name for name in labels if len({str(row.get(name)) for row in rows}) > 1]
-    return list(dict.fromkeys(["cell", *differ, *(name for name in SHOWN if name in rows[0])]))
+    several = any((row.get("stands_for") or 1) > 1 for row in rows)
+    shown = [name for name in SHOWN if rows and name in rows[0] and (several or name not in SEVERAL)]
+    return list(dict.fromkeys(["cell", *differ, *shown]))
 
 
 def _table(rows: list[dict[str, Any]], names: list[str]) -> str:

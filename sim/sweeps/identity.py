@@ -24,7 +24,7 @@ from sim.sweeps.probes import engine_results, solver_results
 
 PACKAGES = ("sim", "workloads")
 ENGINE = (
-    *("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.asked", "sim.sweeps.kept"),
+    *("sim.sweeps.cell", "sim.sweeps.plans", "sim.sweeps.asked", "sim.sweeps.job", "sim.sweeps.kept"),
     *("sim.experiment", "sim.analysis.summary"),
 )
 """The modules that turn a trace, a platform and a policy into figures; `sim.sweeps.cell` runs a cell."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
+from sim.foreign import read_file
 from sim.report.files import write_aside
 from sim.sweeps.frame import flat_rows
 from sim.sweeps.store import FORMAT, Store, StoreError
@@ -55,11 +56,11 @@ def connect(store: Store) -> sqlite3.Connection:
     stamp = _stamp(store)
     connection = sqlite3.connect(":memory:")
     try:
-        image = path.read_bytes()
-        if sum_path.read_bytes() == _sum(stamp, image):
+        image = read_file(path)
+        if read_file(sum_path) == _sum(stamp, image):
             connection.deserialize(image)
             return connection
-    except (OSError, sqlite3.Error):  # missing or unreadable
+    except (OSError, TiersimError, sqlite3.Error):  # missing, unreadable, or no file at all
         connection.close()
         connection = sqlite3.connect(":memory:")
     try:

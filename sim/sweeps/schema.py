@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from decimal import Decimal
+from itertools import product
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictBool, StrictStr
 
 from sim.errors import ProfileError, TiersimError, UnitError, near
+from sim.layout import Layout, to_layout, with_devices
 from sim.policies.base import Policy
 from sim.units import format_bytes, format_time, parse_bytes, parse_time
 
@@ -19,6 +22,10 @@ COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
 LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; a shorter one would test only the machine
 MOST_POLICIES = 10_000
 """The most policies that the lists of one entry are crossed to: each is made and checked."""
+MOST_LAYOUTS = 1_000
+"""The most layouts that the lists of one table are crossed to."""
+LAYOUT_KEYS = (*(field.name for field in fields(Layout)), "devices")
+"""What a table of `parallel` may contain, and what filters may name of it."""
 DERIVED = ("tokens",)
 """What filters may name besides the axes; `tokens` is batch times sequence."""
 
@@ -140,10 +147,35 @@ def _figure(value: Any) -> str:
     raise ValueError(f"value {value!r}: expected a figure as a profile writes it, such as '300 GB/s'")
 
 
+def _layouts(value: Any) -> list[Layout]:
+    """The layouts of one entry: a table of a layout's keys, or `devices` for its replicas; its lists are crossed.
+
+    A list of numbers in `layers` is one value; several are written in two brackets.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"value {value!r}: expected a table such as {{ pp = 4, micro_batches = 8 }}")
+    if misspelt := [key for key in value if key not in LAYOUT_KEYS]:
+        raise Several([f"there is no key {key!r}{near(str(key), LAYOUT_KEYS)}" for key in misspelt])
+    axes = {key: each if isinstance(each, list) else [each] for key, each in value.items()}
+    if axes.get("layers") and not any(isinstance(each, (list, str)) for each in axes["layers"]):
+        axes["layers"] = [axes["layers"]]
+    if (number := prod(map(len, axes.values()))) > MOST_LAYOUTS:
+        raise ValueError(f"its lists cross to {number:,} layouts; an entry has {MOST_LAYOUTS:,} at most")
+    found: list[Layout] = []
+    problems: dict[str, None] = {}
+    for values in product(*axes.values()):
+        table = dict(zip(axes, values, strict=True))
+        try:
+            found.append(to_layout(with_devices(table)))
+        except TiersimError as error:
+            problems[f"value {', '.join(f'{key} {each}' for key, each in table.items())}: {error}"] = None
+    if problems or not found:
+        raise Several(list(problems) or [f"value {value!r}: expected at least one value of each key"])
+    return found
+
+
 def _policies(value: Any) -> list[Chosen]:
     """The policies of one entry: a name, or a table whose lists are crossed."""
-    from itertools import product
-
     from sim.policies import load
 
     if isinstance(value, str):
@@ -257,6 +289,7 @@ class StudyFile(BaseModel):
     routing_skew: Annotated[list[Annotated[float, PlainValidator(_skew)]], Listed] = [0.0]
     profile: Annotated[list[Annotated[str, PlainValidator(_profile)]], Listed]
     figures: dict[str, Annotated[list[Annotated[str, PlainValidator(_figure)]], Listed]] = {}
+    parallel: Annotated[list[Annotated[list[Layout], PlainValidator(_layouts)]], Listed] | None = None
     policy: Annotated[list[Annotated[list[Chosen], PlainValidator(_policies)]], Listed]
     budget: Annotated[list[Annotated[Any, PlainValidator(_budget)]], Listed] = [None]
     seed: Seeds = [0]

@@ -27,9 +27,10 @@ from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import ProfileError, TiersimError, near, nearest
 from sim.foreign import read_file
 from sim.hardware.profile import load_profile
+from sim.layout import Layout
 from sim.sweeps.cell import config_sum
 from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
-from sim.sweeps.schema import COMPARISON, DERIVED, WORKLOAD_AXES, Chosen, Several, StudyFile, budget_text
+from sim.sweeps.schema import COMPARISON, DERIVED, LAYOUT_KEYS, WORKLOAD_AXES, Chosen, Several, StudyFile, budget_text
 from sim.toml_text import parse_toml
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _complaints(source: str, raw: Mapping[str, Any], errors: list[ErrorDetails])
             where = where.replace("[0]", "", 1)  # one value stands for a list of one
         kind = error["type"]
         if kind == "extra_forbidden":
-            lines[f"{source}: {where}: there is no such key{near(key, valid)}"] = None
+            lines[f"{source}: {where or repr(key)}: there is no such key{near(key, valid)}"] = None
         elif kind == "missing" and key in misspelt:
             continue
         elif kind == "value_error":
@@ -165,6 +166,8 @@ def _across(raw: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{key}: goes with model, not with trace" for key in WORKLOAD_AXES if key in raw)
         paths = [path for path in _list(raw["trace"]) if isinstance(path, str)]
         yield from (f"trace: value {path!r}: no such file" for path in paths if path and not Path(path).is_file())
+    if "parallel" in raw and any(each != 1 for each in _list(raw.get("micro_batches"))):
+        yield "micro_batches: with parallel it goes into its tables: parallel = { pp = 4, micro_batches = 8 }"
     figures = raw.get("figures")
     profiles = [name for name in _list(raw.get("profile")) if isinstance(name, str) and _loads(name)]
     for path, values in figures.items() if isinstance(figures, Mapping) else ():
@@ -201,7 +204,8 @@ def _filter_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
     parameters = {f"policy.{key}" for entry in entries if isinstance(entry, Mapping) for key in entry if key != "name"}
     axes = ("trace",) if "trace" in raw else ("model", *WORKLOAD_AXES, *DERIVED)
     changed = figures if isinstance(figures, Mapping) else ()
-    rest = ("policy", "budget", "seed", "iterations", "recompute_limit", *sorted(parameters))
+    layout = ("parallel", *(f"parallel.{key}" for key in LAYOUT_KEYS)) if "parallel" in raw else ()
+    rest = (*layout, "policy", "budget", "seed", "iterations", "recompute_limit", *sorted(parameters))
     return (*axes, "profile", *changed, *rest)
 
 
@@ -223,8 +227,10 @@ class _Expansion:
         identities = {chosen.label: policy_identity(chosen.policy) for chosen in policies}
         platforms = self._platforms(figures)
         found: dict[str, Cell] = {}
-        for workload, workload_sum, shown in self._workloads():
-            group = digest(workload)
+        layouts: list[Layout | None] = [layout for entry in file.parallel or () for layout in entry]
+        for (workload, workload_sum, shown), layout in product(self._workloads(), layouts or [None]):
+            parallel = None if layout is None else layout.said()
+            group = digest([workload, parallel] if parallel else workload)
             for profile, (i, changed) in product(file.profile, enumerate(figures)):
                 platform_sum = platforms[profile, i]
                 repeats: list[int | None] = [*file.iterations] if file.iterations else [None]
@@ -235,6 +241,7 @@ class _Expansion:
                         **shown,
                         "profile": profile,
                         **changed,
+                        **({} if layout is None else {"parallel": str(layout)}),
                         "policy": chosen.label,
                         "budget": budget_text(budget),
                         "seed": seed,
@@ -242,14 +249,11 @@ class _Expansion:
                         **({} if asked_limit is None else {"recompute_limit": asked_limit}),
                     }
                     limit = RECOMPUTE_LIMIT if asked_limit is None else asked_limit or None
-                    known = {**workload, **labels}
+                    known = {**workload, **labels, **_layout_values(layout)}
                     if not self._wanted(known, chosen):
                         continue
-                    content = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
-                    if chosen.policy.recomputes and limit != RECOMPUTE_LIMIT:  # else it changes no result
-                        content.append({"recompute_limit": limit})
-                    if file.bound:
-                        content.append("bound")
+                    shared = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
+                    content = [*shared, *self._more(chosen, limit, parallel)]
                     timeline = self._has_timeline(known, chosen)
                     id = digest([engine_version(), *content, timeline])
                     task = {
@@ -257,6 +261,7 @@ class _Expansion:
                         "workload": workload,
                         "profile": profile,
                         "figures": changed,
+                        "parallel": parallel,
                         "policy": chosen.name,
                         "parameters": dict(chosen.parameters),
                         "budget": budget,
@@ -277,11 +282,21 @@ class _Expansion:
             raise StudyError([f"{self.study.source}: no cell is left: skip and only take out all of them"])
         return list(found.values())
 
+    def _more(self, chosen: Chosen, limit: float | None, parallel: dict[str, Any] | None) -> Iterator[Any]:
+        """What else identifies a cell, as far as it can change a result."""
+        if chosen.policy.recomputes and limit != RECOMPUTE_LIMIT:
+            yield {"recompute_limit": limit}
+        if parallel:
+            yield {"parallel": parallel}
+        if self.file.bound:
+            yield "bound"
+
     def _check_number(self) -> None:
         """Raise StudyError, before any cell is built, if the axes cross to more cells than the study allows."""
         file = self.file
         axes: dict[str, list[Any]] = {"profile": file.profile, "budget": file.budget, "seed": file.seed, **file.figures}
         axes |= {"policy": [chosen for entry in file.policy for chosen in entry]}
+        axes["parallel"] = [layout for entry in file.parallel or () for layout in entry] or [None]
         for key in ("trace",) if file.trace is not None else ("model", *WORKLOAD_AXES):
             axes[key] = getattr(file, key) or [None]
         axes |= {key: getattr(file, key) or [None] for key in ("iterations", "recompute_limit")}
@@ -338,6 +353,11 @@ class _Expansion:
     def _has_timeline(self, labels: Mapping[str, Any], chosen: Chosen) -> bool:
         asked = self.file.timeline
         return asked if isinstance(asked, bool) else any(_matches(each, labels, chosen) for each in asked)
+
+
+def _layout_values(layout: Layout | None) -> dict[str, Any]:
+    """What filters may name of a layout: `parallel.pp` and the like."""
+    return {} if layout is None else {f"parallel.{key}": getattr(layout, key) for key in LAYOUT_KEYS}
 
 
 def _matches(condition: Mapping[str, Any], labels: Mapping[str, Any], chosen: Chosen) -> bool:

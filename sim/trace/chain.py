@@ -33,6 +33,9 @@ __all__ = [
 
 Ints = NDArray[np.int64]
 
+RECOMPUTED = "recomputed"
+"""Key of a captured trace's metadata: how many of its ops are recomputations of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -103,8 +106,19 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
     least: the smallest number of stages to accept.
 
     Raises TraceError if there are fewer than `least` stages, naming the op that reads across, or if backward ops do not
-    come in the reverse order of the stages.
+    come in the reverse order of the stages. It says so where the step was captured under checkpoints of its own.
     """
+    try:
+        return _chain(trace, op_ns, least)
+    except TraceError as error:
+        if not (count := trace.meta.get(RECOMPUTED)):
+            raise
+        raise TraceError(
+            f"{error}; the step already recomputes {count} ops under checkpoints of its own: capture it without them"
+        ) from error
+
+
+def _chain(trace: Trace, op_ns: Sequence[int] | Ints, least: int) -> Chain:
     cuts, live_at = _cuts(trace)
     ops = forward_ops(trace)
     if len(cuts) + 1 < least:

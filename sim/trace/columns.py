@@ -156,8 +156,8 @@ class Graph:
 
     def readers(self, tensor: int) -> tuple[int, ...]:
         """Ids of the ops that read a tensor, in program order."""
-        start, ids = self._readers
-        return tuple(ids[start[tensor] : start[tensor + 1]].tolist())
+        start, ids = self._reader_lists
+        return tuple(ids[start[tensor] : start[tensor + 1]])
 
     def op_id(self, op: int | str) -> int:
         """The id of an op given by id or by name. Raises TraceError if there is none."""
@@ -259,6 +259,12 @@ class Graph:
         tensor, reader = np.divmod(pairs, len(c.name) + 1)
         counts = np.bincount(tensor, minlength=len(self.tensor_columns.name))
         return np.concatenate(([0], np.cumsum(counts))), reader.astype(np.int32)
+
+    @cached_property
+    def _reader_lists(self) -> tuple[list[int], list[int]]:
+        """The same as lists, since planners ask for the readers of one tensor after the other."""
+        start, ids = self._readers
+        return start.tolist(), ids.tolist()
 
     @cached_property
     def _op_ids(self) -> dict[str, int]:

@@ -50,6 +50,12 @@ class TraceIndex:
         self.freeable: list[bool] = freeable(trace).tolist()
 
     @cached_property
+    def overwriting(self) -> set[int]:
+        """Ops that overwrite a value in place, or produce one that is overwritten."""
+        made = {self.producer[t] for t in self.overwritten}
+        return {op for op in made if op >= 0} | {op for op in self.overwritten_at if op < len(self.reads)}
+
+    @cached_property
     def received(self) -> set[int]:
         """Ops that can never be recomputed: members of a group that is not a collective (sends and receives)."""
         kind = self.trace.op_columns.kind

@@ -64,7 +64,7 @@ _HEADER = {
 }
 _ORIGIN = {
     "base": _TEXT,
-    **dict.fromkeys(("iterations", "ranks", "tensor"), (int, 1, 2**31 - 1)),
+    **dict.fromkeys(("iterations", "ranks", "tensor", "experts"), (int, 1, 2**31 - 1)),
     **dict.fromkeys(("dealt", "steps"), (bool, 0, 1)),
 }
 _TENSOR = {
@@ -137,6 +137,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
             head["origin"] |= {"ranks": origin.ranks, "dealt": origin.dealt}
         if origin.tensor > 1:
             head["origin"]["tensor"] = origin.tensor
+        if origin.experts > 1:
+            head["origin"]["experts"] = origin.experts
         if origin.steps:
             head["origin"]["steps"] = True
     yield dump(head).encode() + b"\n"
@@ -493,7 +495,10 @@ class _Reader:
                 raise TraceError(f"origin: an iteration is not below {iterations}")
         ranks, dealt, tensor = origin.get("ranks", 1), origin.get("dealt", False), origin.get("tensor", 1)
         exprs = tuple(self.tensor_exprs), tuple(self.op_exprs)
-        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, origin.get("steps", False))
+        steps, experts = origin.get("steps", False), origin.get("experts", 1)
+        if ranks % experts:
+            raise TraceError(f"origin: {ranks} ranks are no multiple of {experts} that divide the experts")
+        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, steps, experts)
 
 
 # ---- single values -----------------------------------------------------------------------------

@@ -32,8 +32,9 @@ COMMUNICATION = ("collective", "send", "recv")
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
 
-AXES = ("data", "tensor")
-"""Directions in which symmetric ranks may lie: replicas of the model, parts of its layers."""
+AXES = ("data", "tensor", "expert", "expert_data")
+"""Directions in which symmetric ranks may lie: replicas of the model, parts of its layers; of the replicas, those that
+divide the experts among them, and those that have the same experts."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.
@@ -72,7 +73,7 @@ class Ring(NamedTuple):
 
     axis: one of `AXES`: which ranks.
     ranks: how many, the own one included.
-    passes: 1 for a reduce-scatter or an all-gather, 2 for an all-reduce, which is both.
+    passes: 1 for a reduce-scatter, an all-gather or an all-to-all, 2 for an all-reduce.
     """
 
     axis: str

@@ -132,6 +132,9 @@ class Glue:
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
+KEPT = 50_000
+_same: tuple[Same, ...] = ()
+
 Expr: TypeAlias = Same | Part | Microbatch | Along | Rowwise | Packed | Encoded | Lossy | Fused | Slots | Glue
 
 
@@ -162,6 +165,16 @@ def _of_slots(inner: Expr, outer: Slots) -> Expr:
     if isinstance(inner, Part | Microbatch | Along):
         return replace(inner, of=_of_slots(inner.of, outer))
     return replace(outer, of=inner)
+
+
+def first_same(count: int) -> tuple[Same, ...]:
+    """`Same` of the first ids; those of few are kept, since every rewrite asks for them."""
+    global _same
+    if count > KEPT:
+        return tuple(map(Same, range(count)))
+    if count > len(_same):
+        _same = (*_same, *map(Same, range(len(_same), count)))
+    return _same[:count]
 
 
 def leaves(expr: Expr | None) -> list[Same]:
@@ -205,6 +218,9 @@ class Origin:
     dealt: microbatches are dealt to the replicas in turn instead: replica r has those r further.
     tensor: how many symmetric ranks divide the layers of this replica, of which this is one. Where it has share 0
         along a dimension, rank r has share r.
+    experts: of the replicas, how many next to each other divide the experts of one model. Replica r has share r modulo
+        that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
+        have together (the inner one), of which replica r has that of group r // experts.
     steps: the iterations are consecutive steps on equal parts of the batch of one: of what has rows, iteration k has
         those of part k.
     """
@@ -217,17 +233,21 @@ class Origin:
     dealt: bool = False
     tensor: int = 1
     steps: bool = False
+    experts: int = 1
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
         """The origin of a trace: the one it has, else itself."""
         if trace.origin is not None:
             return trace.origin
-        tensors = tuple(map(Same, range(len(trace.tensors))))
-        return Origin(trace.content_hash, tensors, tuple(map(Same, range(len(trace.ops)))))
+        return Origin(trace.content_hash, first_same(len(trace.tensors)), first_same(len(trace.ops)))
 
     def of_rank(self, expr: Expr, rank: int, axis: str = "data") -> Expr:
-        """What rank `rank` along an axis has where this one, which is rank 0, has `expr`."""
+        """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
+        if axis in ("expert", "expert_data"):
+            return self.of_rank(expr, rank * self.experts if axis == "expert_data" else rank)
+        if axis == "data" and self.experts > 1:
+            return self._of_member(expr, *divmod(rank, self.experts))
         if isinstance(expr, Packed):
             return Packed(tuple(None if part is None else self.of_rank(part, rank, axis) for part in expr.parts))
         if isinstance(expr, Same | Glue | Fused):
@@ -241,6 +261,30 @@ class Origin:
         if not width or expr.stop - expr.first > width:
             return expr  # all ranks have it
         return replace(expr, first=expr.first + rank * width, stop=expr.stop + rank * width)
+
+    def _of_member(self, expr: Expr, group: int, member: int) -> Expr:
+        """What a member of a group of replicas that divide the experts has, see `experts`."""
+        if isinstance(expr, Packed):
+            return Packed(tuple(None if part is None else self._of_member(part, group, member) for part in expr.parts))
+        if isinstance(expr, Same | Glue | Fused):
+            return expr
+        inner = self._of_member(expr.of, group, member)
+        shift = 0
+        if isinstance(expr, Along) and expr.dimension == "experts" and expr.count == self.experts:
+            shift = member
+        elif isinstance(expr, Part):
+            groups = self.ranks // self.experts
+            if expr.count == (groups if has_experts(expr) else self.ranks):
+                shift = group if has_experts(expr) else group * self.experts + member
+        elif isinstance(expr, Microbatch) and _is_shared(expr.of):
+            shift = member
+        elif isinstance(expr, Microbatch):
+            groups = self.ranks // self.experts
+            width = 1 if self.dealt else expr.count // groups
+            shift = group * width if expr.stop - expr.first <= width else 0  # else all groups have it
+        if isinstance(expr, Part | Microbatch | Along) and shift:
+            return replace(expr, of=inner, first=expr.first + shift, stop=expr.stop + shift)
+        return expr if inner == expr.of else replace(expr, of=inner)
 
     def _width(self, expr: Part | Microbatch | Along, axis: str) -> int:
         """By how many shares an expression differs from a rank to the next; 0 where all ranks have the same."""
@@ -278,7 +322,26 @@ class Origin:
             self.dealt or middle.dealt,
             max(self.tensor, middle.tensor),
             self.steps or middle.steps,
+            max(self.experts, middle.experts),
         )
+
+
+def has_experts(expr: Expr) -> bool:
+    """Whether an expression is of a share of the experts."""
+    while not isinstance(expr, Same | Glue | Fused | Packed):
+        if isinstance(expr, Along) and expr.dimension == "experts":
+            return True
+        expr = expr.of
+    return False
+
+
+def _is_shared(expr: Expr) -> bool:
+    """Whether an expression is of microbatches."""
+    while not isinstance(expr, Same | Glue | Fused | Packed):
+        if isinstance(expr, Microbatch):
+            return True
+        expr = expr.of
+    return False
 
 
 # ---- as JSON values ----------------------------------------------------------------------------

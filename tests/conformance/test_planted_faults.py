@@ -258,14 +258,14 @@ def test_an_overwritten_value_that_stays_when_its_op_runs_again_breaks_values(mo
     good(actions, trace)
     take = Outputs.take_space
 
-    def beside(self, work, engine):
+    def beside(self, work, engine, **how):
         """Puts the result of a rerun beside the old value."""
         replaces = self._prepared.replaces
         kept = [replaces[t] for t in trace.writes(work.op)]
         if work.why == "recompute":
             for t in trace.writes(work.op):
                 replaces[t] = -1
-        yield from take(self, work, engine)
+        yield from take(self, work, engine, **how)
         for t, old in zip(trace.writes(work.op), kept, strict=True):
             replaces[t] = old
 

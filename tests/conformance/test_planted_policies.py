@@ -105,6 +105,9 @@ FAULTS = {
         "first = [t for t in range(len(trace.tensors)) if trace.producer[t] < 0 and len(trace.readers(t))]\n"
         "return Plan(trace, [Drop(first[0], before=trace.readers(first[0])[0])] if first else [])",
     ),
+    "names of ops": ("repeats", "return self.away(problem, sum(map(ord, ''.join(problem.trace.op_columns.name[:3]))))"),
+    "the machine's name": ("repeats", "return self.away(problem, len(problem.platform.name))"),
+    "the working directory": ("repeats", "return self.away(problem, len(os.getcwd()))"),
     "an environment variable": ("repeats", "return self.away(problem, len(os.environ.get('PYTHONHASHSEED', '')))"),
     "the number of the process": ("repeats", "return self.away(problem, os.getpid())"),
     "where an object lies in memory": ("repeats", "return self.away(problem, id(object()) // 16 + os.getpid() % 7)"),

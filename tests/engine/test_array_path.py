@@ -371,6 +371,30 @@ def test_of_drops_of_one_tensor_at_one_place_the_first_counts():
         assert_equal(plan, machine)
 
 
+def test_the_run_without_actions_is_made_once_for_all_capacities(monkeypatch):
+    trace, machine = transformer("gpt2", batch=1, sequence=8), load_profile("a100_80_sxm")
+    first = replay(Plan(trace), machine)
+    again = replay(Plan(trace), machine.with_budget(AMPLE))
+    assert again.changes is first.changes
+    assert again.intervals is first.intervals
+    assert again.platform.budget == AMPLE
+    with pytest.raises(ValueError, match="read-only"):
+        first.changes[0, 0] = 1
+    with pytest.raises(Infeasible):
+        replay(Plan(trace), machine.with_budget(home_peak(first) - 1))
+    monkeypatch.setattr(array_path, "KEPT_OPS", 0)
+    assert replay(Plan(trace), machine).changes is not first.changes
+    assert replay(Plan(trace), machine) == first
+
+
+@pytest.mark.parametrize("profile", ["a100_80_sxm", "mt3000_survey", "cloudmatrix384_die"])
+def test_a_budget_changes_no_time(profile):
+    machine = load_profile(profile)
+    limited = machine.with_budget(AMPLE)
+    assert limited.timing_hash == replace(limited, budget=AMPLE).timing_hash
+    assert limited.content_hash != machine.content_hash
+
+
 def test_a_trace_without_ops():
     b = TraceBuilder()
     b.tensor("x", 10, "input")

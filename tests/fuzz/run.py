@@ -6,7 +6,8 @@
     --json FILE   add the counts to a file; those of the same reader are replaced
     READER …      these alone
 
-A fault is printed with the command that repeats it, and the exit status is 1.
+A fault is printed with the command that repeats it, and the exit status is 1. Ctrl-C ends a reader's hunt after the
+case at hand, and what it has found until then counts.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
     faults: list[str] = []
     slowest, most, began = 0.0, 0, time.monotonic()
     old = signal.signal(signal.SIGPROF, _stop)
+    stop: list[int] = []  # Ctrl-C lets a case end, since a reader may make something else of it
+    interrupted = signal.signal(signal.SIGINT, lambda number, _: stop.append(number))
     base = Path(tempfile.mkdtemp(prefix="tiersim-fuzz-"))
     number, peak = first, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         for number in range(first, first + cases):
-            if time.monotonic() - began > seconds:
-                number -= 1
+            if stop or time.monotonic() - began > seconds:
                 break
             folder = base / "case"
             folder.mkdir()
@@ -85,6 +87,7 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, old)
+        signal.signal(signal.SIGINT, interrupted)
         shutil.rmtree(base, ignore_errors=True)
     done = outcomes.total()
     return {"reader": name, "cases": done, "slowest_s": round(slowest, 2), "most_bytes": most,

@@ -20,11 +20,14 @@ FOLDERS = ("run folder", "comparison folder", "sweep folder", "store")
 """Readers that run things: a case takes as long as thirty of the others."""
 
 LONG_AGO = {
-    "comparison folder": (35,),  # asked without a batch
+    "comparison folder": (35, 1361),  # asked without a batch; a row that does not say whether it fits
     "policy": (13, 195),  # layers of a number of 31 digits
     "profile": (10,),
     "quantity": (100_046,),  # a number of thousands of digits after -p
-    "sweep folder": (25, 138),  # counters that are a number; a cell that fits and has no time
+    # counters that are a number; a cell that fits and has no time; one without a policy; half a character in its name
+    "sweep folder": (25, 138, 1392, 8330),
+    "run folder": (505,),  # asked without a sequence
+    "store": (16_041,),  # no row at all
 }
 """By reader the numbers of cases that once ended in a traceback, or in a line of thousands of characters."""
 

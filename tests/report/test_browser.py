@@ -350,6 +350,30 @@ def test_an_interval_says_what_it_is(visit, drawn):
     assert (lines["lane"], lines["from"], lines["to"], lines["bytes"]) == ("h2d0", "host", "hbm0", "16.78 MB")
 
 
+@pytest.mark.parametrize("where", [".area", ".u-over"])
+def test_what_the_box_says_follows_a_zoom_under_a_still_pointer(visit, step, where):
+    page = visit(step)
+    at(page, where, 0.3)
+    before = told(page)
+
+    def matches():
+        """Whether the box says what a new movement of the pointer to the same place says."""
+        now = told(page)
+        at(page, where, 0.31)
+        at(page, where, 0.3)
+        return now == told(page), now
+
+    page.locator(where).focus()
+    after_drawing(page, lambda: [page.keyboard.press("+") for _ in range(4)])
+    same, zoomed = matches()
+    assert same
+    assert zoomed != before
+    after_drawing(page, lambda: page.keyboard.press("Shift+ArrowRight" if where == ".area" else "ArrowRight"))
+    assert matches()[0]
+    after_drawing(page, lambda: page.keyboard.press("0"))
+    assert matches() == (True, before)
+
+
 def test_memory_says_what_each_role_holds(visit, step, step_log):
     page = visit(step)
     at(page, ".u-over", 0.5, row=4)
@@ -489,6 +513,7 @@ def test_a_marker_of_the_picture_tells_its_run(visit, many):
     path, rows = many
     page = visit(path)
     page.get_by_label("Filter the rows").fill("keep_all 1")
+    page.locator(".scatter canvas").first.scroll_into_view_if_needed()
     found = page.evaluate("() => document.querySelector('.scatter canvas').getBoundingClientRect().toJSON()")
     page.wait_for_timeout(50)
     for x in np.linspace(found["x"] + 70, found["x"] + found["width"] - 20, 60):
@@ -503,6 +528,18 @@ def test_a_marker_of_the_picture_tells_its_run(visit, many):
                 assert lines["peak"].endswith("MB") or lines["peak"].endswith("GB")
                 return
     raise AssertionError("no marker was found")
+
+
+def test_runs_of_two_jobs_are_never_in_one_picture(visit, many):
+    path, rows = many
+    page = visit(path)
+    batches = dict.fromkeys(row["batch"] for row in rows if row["fits"])
+    captions = page.locator(".panels figcaption").all_inner_texts()
+    assert captions == [f"batch {batch}" for batch in batches][:12]
+    assert page.locator(".panels canvas").count() == len(captions) > 1
+    page.get_by_label("Filter the rows").fill("keep_all 83")
+    page.wait_for_function("() => document.querySelectorAll('.panels canvas').length === 1")
+    assert page.locator(".panels figcaption").all_inner_texts() == ["batch 83"]
 
 
 # ---- names that mean ill -------------------------------------------------------------------------

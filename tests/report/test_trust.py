@@ -113,6 +113,26 @@ def test_a_policy_that_is_not_the_one_that_was_run_is_not_executed_even_where_as
     assert "SHA-256" in read(tmp_path / "r.html").parts["run"]["caution"][0]
 
 
+@pytest.mark.parametrize("model", ["{out}/evil.py:make", "evil.py:make", "evil:make", "{other}/evil.py:make"])
+@pytest.mark.parametrize("verb", ["report", "comparison", "explain", "export"])
+def test_a_model_that_is_a_function_is_not_executed_wherever_it_lies(verb, model, tmp_path, capsys, monkeypatch):
+    out, mark = tmp_path / "out", tmp_path / "mark"
+    command = ("compare", *JOB, "--policies", "keep_all") if verb == "comparison" else ("run", *JOB)
+    assert tiersim(*command, "-o", out, capsys=capsys)[0] == 0
+    for folder in (out, tmp_path):
+        (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\ndef make(): ...\n")
+    path = out / ("comparison.json" if verb == "comparison" else "summary.json")
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "asked": {**saved["asked"], "model": model.format(out=out, other=tmp_path)}}))
+    monkeypatch.chdir(out)
+    last = {"explain": ("--seconds", "0"), "export": ("--to", "torch")}.get(verb, ("-o", tmp_path / "r.html"))
+    for trust in ((), ("--trust",)):  # its SHA-256 was not recorded
+        code, _, err = tiersim("report" if verb == "comparison" else verb, ".", *last, *trust, capsys=capsys)
+        assert not mark.exists()
+        assert ("SHA-256" if trust else "--trust") in err
+        assert code == (0 if verb in ("report", "comparison") else 2)
+
+
 def test_a_folder_without_a_view_is_one_line(mine, tmp_path, capsys):
     name, mark = mine
     saved(["run", *JOB, "--policy", name], tmp_path / "out", mark, capsys)

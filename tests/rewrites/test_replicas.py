@@ -35,6 +35,8 @@ LAYOUTS = [
     {"dp": 2, "micro_batches": 2, "zero": 1},
     {"dp": 4, "zero": 2},
     {"dp": 2, "micro_batches": 2, "zero": 3},
+    {"dp": 2, "micro_batches": 2, "zero": 3, "reshard": False},
+    {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 3, "reshard": False},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 1},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
     {"dp": 2, "pp": 1, "micro_batches": 4, "zero": 1, "schedule": "dualpipe_v"},
@@ -156,6 +158,30 @@ def test_bytes_that_a_rank_sends(level: int) -> None:
     trace = zero(parameters(64_000, 64), 64, level)
     sent = sum(op.bytes or 0 for op in trace.ops if op.ring is not None)
     assert sent == {0: 2, 1: 2, 2: 2, 3: 3}[level] * 2 * 64_000 * 63 // 64
+
+
+def test_weights_that_stay_after_forward_are_sent_twice_and_not_three_times() -> None:
+    """(d - 1) / d of the parameters for forward and for the gradients; all weights of the layers are there at once."""
+    base, sent, held = step(), {}, {}
+    weights = sum(t.bytes for t in base.tensors if t.role == "weight" and base.producer[t.id] < 0)
+    for reshard in (True, False):
+        trace, _ = lay_out(base, "a100_80_sxm", {"dp": 4, "zero": 3, "reshard": reshard})
+        gathers = [op for op in trace.ops if op.ring is not None and op.name.endswith(".all_gather")]
+        sent[reshard] = sum(op.bytes or 0 for op in gathers)
+        held[reshard] = peaks(trace, line(1, 4))[1][0]
+    assert 0 <= sent[False] - weights * 3 // 4 <= 10  # each collective rounds up
+    assert sent[True] > 1.9 * sent[False]  # backward reads no biases
+    assert held[False] > held[True]
+
+
+def test_weights_that_stay_are_gathered_again_after_a_backward_has_freed_them() -> None:
+    """1F1B on the first of two stages: F0 F1 B0 F2 B1 F3 B2 B3; weights are gathered for F0, F2, F3 and B3 alone."""
+    trace, _ = lay_out(step(), "a100_80_sxm", {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 3, "reshard": False})
+    gathers = [
+        op.name for op in trace.ops if op.device == 0 and op.name.endswith(".all_gather") and op.phase != "update"
+    ]
+    of_layer = [name for name in gathers if name.startswith("h0.")]
+    assert [name.rsplit(".mb", 1)[1].split(".")[0] for name in of_layer] == ["0", "2", "3", "3"]
 
 
 def test_a_ring_of_four_takes_60_ms_for_a_gigabyte() -> None:

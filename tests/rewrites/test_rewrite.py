@@ -25,6 +25,7 @@ from sim.rewrites.rewrite import (
     to_engine,
     unroll,
 )
+from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.values import check_origin, departures, op_values, plain_values
 from sim.trace import Implementation, Trace, TraceBuilder
 from sim.trace.origin import Encoded, Glue, Lossy, Microbatch, Part, Same, leaves
@@ -542,3 +543,20 @@ def test_a_group_that_waits_for_itself_is_refused() -> None:
     b.op("b", "collective", group="g", reads=[y], writes=[z], device=1)
     with pytest.raises(TraceError, match="ops wait for each other"):
         b.build()
+
+
+@few
+@given(trace=traces())
+def test_all_tensors_are_added_as_they_are(trace):
+    new = Rewriter(trace)
+    first = new.tensor(trace.tensors[0], name="before")  # so that ids differ
+    ids = new.all_tensors()
+    for op in trace.ops:
+        new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+    built = new.build(outputs=[ids[t] for t in trace.outputs], carry=[(ids[a], ids[b]) for a, b in trace.carry])
+    assert ids[0] == first + 1
+    for old, copy in zip(trace.tensors, list(built.tensors)[1:], strict=True):
+        replaces = None if old.replaces is None else ids[old.replaces]
+        assert replace(copy, id=old.id, replaces=replaces) == replace(old, replaces=replaces)
+        assert copy.replaces == replaces
+    assert list(built.origin.tensors)[1:] == [Same(t) for t in range(len(trace.tensors))]

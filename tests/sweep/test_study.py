@@ -297,4 +297,5 @@ def test_the_studies_of_the_how_to_are_studies(tmp_path):
         (tmp_path / "study.toml").write_text(block)
         counts.append(len(load_study(tmp_path / "study.toml").cells()))
     # 2 models, 3 rates, 4 policies, 3 budgets; 8 jobs, less (8, 1024) of both and 3 more of bert-base
-    assert counts == [4, (7 + 4) * 3 * 4 * 3]
+    # and 1 + 4 + 1 + 1 layouts of 2 policies
+    assert counts == [4, (7 + 4) * 3 * 4 * 3, 7 * 2]

@@ -32,6 +32,9 @@ MEGATRON = {
     "1T": (128, 25600, 160),
 }
 
+SMALL = (".logsumexp", ".seed", ".offset", ".rstd.out")
+"""Tensors of attention and norms with a few bytes per row or none."""
+
 
 @cache
 def gpt3():
@@ -141,6 +144,33 @@ def test_deepseek_parameters_are_2499_67_gib():
     # the survey's "2,499.67 GB": 671 billion parameters in fp32, counted in GiB
     assert pytest.approx(parse_bytes("2499.67 GiB"), rel=1e-6) == 671 * 10**9 * 4
     assert parse_bytes("2684 GB") == 671 * 10**9 * 4
+
+
+def test_deepseek_activations_are_34_2_tb_for_two_million_tokens_of_four_bytes():
+    # The survey gives no batch: that its Llama line, (2 + 9 L) b s h + b s v in elements, with the shape of
+    # DeepSeek-V3 gives the figure for 2^21 tokens of 4 bytes (512 samples of 4,096, say) is our inference. It is
+    # decimal, where the parameters beside it are binary.
+    layers, h, v, tokens = 61, 7168, 129280, 2**21
+    elements = ((2 + 9 * layers) * h + v) * tokens
+    assert 4 * elements == pytest.approx(34.216e12, rel=1e-4)
+    assert 4 * elements / 2**40 == pytest.approx(31.12, abs=0.01)
+
+
+@pytest.mark.parametrize("stack", ["eager", "fused"])
+def test_a_llama_layer_keeps_more_than_the_nine_bsh_of_the_survey(stack):
+    h, a, kv, ffn, b, s = 8192, 64, 8, 28672, 2, 1024  # Llama 2 70B
+    config = {"model_type": "llama", "hidden_size": h, "num_hidden_layers": 2, "num_attention_heads": a,
+              "num_key_value_heads": kv, "intermediate_size": ffn, "vocab_size": 32000}  # fmt: skip
+    trace = transformer(config, batch=b, sequence=s, precision="bf16", attention="flash", stack=stack)
+    elements = saved(trace, layer=1, part=".") / 2
+    few = sum(t.bytes for t in trace.tensors if t.saved_for and t.layer == 1 and t.name.endswith(SMALL)) / 2
+    # per token: two residuals, what both norms give, queries, keys and values, attention's result, and in the MLP
+    # gate, up and their product; eager norms keep their input in fp32 and once more in 16 bits, the MLP its
+    # activation
+    extra = 0 if stack == "fused" else 2 * (2 + 1 - 1) + ffn / h
+    per_token = 6 + 2 * kv / a + 3 * ffn / h + extra
+    assert elements - few == pytest.approx(b * s * h * per_token, rel=1e-12)
+    assert per_token > 1.8 * 9
 
 
 def test_adam_in_fp32_takes_16_bytes_a_parameter_as_1_1_2():

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip instal
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from sim.errors import WorkloadError  # noqa: E402
+from sim.errors import TraceError, WorkloadError  # noqa: E402
+from sim.trace.chain import chain  # noqa: E402
 from sim.trace.layers import blocks  # noqa: E402
 from workloads.capture import capture  # noqa: E402
 from workloads.capturing.layers import layer_paths  # noqa: E402
@@ -195,13 +196,31 @@ def test_without_a_list_what_is_called_repeatedly_is_a_layer(checkpoints):
     assert len(set(backward)) == 2
 
 
+def test_a_step_that_recomputes_says_so_where_it_is_no_chain():
+    def step(checkpoints):
+        return capture(
+            lambda: Loop(blocks=nn.GRUCell(W, W), checkpoints=checkpoints), torch.zeros(2, W), loss=torch.sum
+        )
+
+    assert "recomputed" not in step(False).meta
+    again = step(True)
+    inside = sum(op.layer >= 0 for op in again.ops if op.phase == "forward")
+    assert again.meta["recomputed"] == inside - 2 * 2  # each call stops when it has what backward needs
+    with pytest.raises(TraceError, match=r"recomputes \d+ ops under checkpoints of its own: capture it without them"):
+        chain(again, [1] * len(again.ops), least=99)
+    with pytest.raises(TraceError, match=r"(?<!without them)$"):
+        chain(step(False), [1] * len(again.ops), least=99)
+
+
 def test_what_is_called_once_or_has_no_weights_is_no_layer():
     trace = capture(lambda: Loop(act=nn.ReLU()), torch.zeros(2, W, requires_grad=True), loss=torch.sum)
     assert trace.meta["layer_names"] == []
     assert capture(Inner, torch.zeros(2, W), loss=torch.sum).meta["layer_names"] == []
 
 
-@pytest.mark.parametrize(("name", "count"), [("vit_b_16", 12), ("densenet121", 7), ("resnet50", 16), ("swin_t", 15)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("vit_b_16", 12), ("densenet121", 7), ("resnet50", 16), ("swin_t", 15), ("inception_v3", 17)]
+)
 def test_torchvisions_models_have_the_layers_of_their_papers(name, count):
     models = pytest.importorskip("torchvision").models
     with torch.device("meta"):

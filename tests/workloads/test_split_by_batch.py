@@ -42,7 +42,7 @@ MACHINE = load_profile("a100_40_pcie")
 
 CASES = [
     (config, options)
-    for config in (GPT2, LLAMA, BERT)
+    for config in (GPT2, LLAMA, BERT, MIXTRAL)
     for options in (
         {},
         {"precision": "amp_bf16"},
@@ -74,7 +74,9 @@ def test_they_take_what_microbatches_built_one_by_one_take(config, options):
     # those make the small constants again for each microbatch, and autocast's copies of weights
     again = {"amp_bf16": 0.1}.get(options.get("precision", ""), 0.02)
     assert reference_run(mine, MACHINE).end == pytest.approx(reference_run(other, MACHINE).end, rel=again)
-    assert peak(mine) == pytest.approx(peak(other), rel=1e-4 if "precision" not in options else 0.02)
+    # autograd adds up the gradients of experts after both products of a node; here it follows the first
+    exact = "precision" not in options and config is not MIXTRAL
+    assert peak(mine) == pytest.approx(peak(other), rel=1e-4 if exact else 0.02)
 
 
 def test_gradients_of_weights_and_the_loss_are_sums_and_the_rest_has_rows():
@@ -108,7 +110,7 @@ def test_the_ways_survive_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "options"), [
-    (MIXTRAL, {}),
+    ({**MIXTRAL, "experts_implementation": "loop"}, {}),
     (GPT2, {"loss": "chunked"}),
     (GPT2, {"micro_batches": 2}),
 ])  # fmt: skip

@@ -11,7 +11,7 @@ Departs: ops that only the CPU's list casts to fp32 (Fourier transforms, some li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -35,16 +35,31 @@ FP32_RESULT = ("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "li
 PROMOTED = ("addcdiv", "addcmul", "atan2", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot")
 """Ops that it computes in the widest type of their operands."""
 
+COUNTS: list[Callable[[str], None]] = []
+"""Who counts the regions: the innermost of the contexts."""
+FOR_CUDA = "_tiersim_for_cuda"
+
 
 @contextmanager
 def cuda_autocast(count: Callable[[str], None]) -> Iterator[None]:
-    """Let `torch.autocast("cuda")` work on fake CPU tensors; `count` is called for each region.
+    """Let `torch.autocast("cuda")` work on fake CPU tensors; `count` is called for each region that is entered.
 
-    The registrations are global while the context lasts, and removed afterwards.
+    The registrations are global while the context lasts, and removed afterwards. Regions may be created in one such
+    context and entered in another inside it.
     """
+    COUNTS.append(count)
+    try:
+        with _patched() if len(COUNTS) == 1 else nullcontext():
+            yield
+    finally:
+        COUNTS.pop()
+
+
+@contextmanager
+def _patched() -> Iterator[None]:
     torch: Any = import_module("torch")
     autocast = torch.amp.autocast_mode.autocast
-    plain = autocast.__init__
+    plain, plain_enter = autocast.__init__, autocast.__enter__
     casts = _Casts(torch)
 
     def init(
@@ -53,16 +68,20 @@ def cuda_autocast(count: Callable[[str], None]) -> Iterator[None]:
         if device_type == "cuda":
             dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
             device_type = "cpu"
-            if enabled:
-                casts.register()
-                count("autocast")
+            setattr(self, FOR_CUDA, enabled)
         plain(self, device_type, dtype, enabled, cache_enabled)
 
-    autocast.__init__ = init
+    def enter(self: Any) -> Any:
+        if getattr(self, FOR_CUDA, False):
+            casts.register()
+            COUNTS[-1]("autocast")
+        return plain_enter(self)
+
+    autocast.__init__, autocast.__enter__ = init, enter
     try:
         yield
     finally:
-        autocast.__init__ = plain
+        autocast.__init__, autocast.__enter__ = plain, plain_enter
         casts.close()
 
 

@@ -19,15 +19,18 @@ class LayerCalls:
 
     root: the module.
     wanted: which parts are layers, as for `workloads.capture.capture`.
+    apart: parts that are models of their own.
     """
 
-    def __init__(self, root: Any, wanted: str | Sequence[str] | None = None) -> None:
+    def __init__(self, root: Any, wanted: str | Sequence[str] | None = None, apart: Sequence[str] = ()) -> None:
         self._root = root
         self._paths = layer_paths(root, wanted)
         self._layer_of: dict[str, str] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._keys: list[tuple[str, int]] = []
         self._count: Counter[str] = Counter()
+        self._seen: set[str] = set()
+        self._unused = set(apart)
         self._current: dict[str, int] = {}
 
     def restart(self) -> None:
@@ -37,13 +40,22 @@ class LayerCalls:
 
     def settle(self) -> None:
         """The step has run: where nothing repeats in the module's tree, layers are what it called repeatedly."""
+        self._unused -= {path.partition(".")[0] for path in self._seen} if self._seen else self._unused
+        if self._unused:
+            self._paths = tuple(path for path in self._paths if self.is_used(path))
+            self._layer_of.clear()
         if not self._paths:
             self._paths = called_repeatedly(self._root, self._count)
             self._layer_of.clear()
         self.restart()
 
+    def is_used(self, path: str) -> bool:
+        """Whether the step calls the model in which a module or parameter is."""
+        return path.partition(".")[0] not in self._unused
+
     def entered(self, path: str) -> None:
         """A module is called."""
+        self._seen.add(path)
         self._current[path] = self._count[path]
         self._count[path] += 1
 

@@ -4,17 +4,24 @@ Tensors and modules that it sends to "cuda" stay where they are, and what it cre
 fake tensors have no data, wherever they are. Synchronisation, statistics of memory, events and ranges of profilers do
 nothing. Gradient scalers that are created now are enabled, as they would be with a GPU.
 
-Departs: `torch.cuda.is_available()` says what it always says, and streams are not answered.
+A script that asks whether there is a GPU is told that there is one, which knows bf16; installed packages that ask are
+told the truth, since they would go on to ask it for more.
+
+Departs: streams are not answered.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
+
+from workloads.capturing.places import is_installed
 
 CUDA = re.compile(r"cuda(:\d+)?")
 NOTE = "tensors sent to or created on a GPU stay fake"
@@ -25,6 +32,10 @@ NOTHING = (
     *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
 )
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
+
+ASKED: dict[str, Any] = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "get_device_name": "GPU"}
+"""What a script is told of its GPU, and an installed package is not."""
+PRESENT = "there is a GPU, which knows bf16"
 
 
 class Event:
@@ -97,12 +108,27 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
             stack.enter_context(
                 patch.object(import_module(".".join(filter(None, ("torch.cuda", inner)))), name, answer)
             )
+        for name, value in ASKED.items():
+            stack.enter_context(patch.object(torch.cuda, name, _told(getattr(torch.cuda, name), value, assumed)))
         common = import_module("torch.cuda.amp.common")
         stack.enter_context(patch.object(common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(patch.object(torch.nn.Module, "to", to))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         stack.enter_context(Mode())
         yield
+
+
+def _told(plain: Callable[..., Any], value: Any, assumed: Callable[[str], None]) -> Callable[..., Any]:
+    """A question whose answer depends on who asks."""
+
+    @wraps(plain)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if is_installed(sys._getframe(1).f_code.co_filename):
+            return plain(*args, **kwargs)
+        assumed(PRESENT)
+        return value
+
+    return answer
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 OWN = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("workloads", "sim"))
 INSTALLED = f"{os.sep}site-packages{os.sep}"
+STANDARD = str(Path(os.__file__).parent) + os.sep
 
 
 def line_of(error_trace: TracebackType | None = None) -> str:
@@ -26,10 +27,15 @@ def line_of(error_trace: TracebackType | None = None) -> str:
     if not others:
         return ""
     inner = others[0]
-    written = next((f for f in others if INSTALLED not in f.filename), inner)
+    written = next((f for f in others if not is_installed(f.filename)), inner)
     if written is inner:
         return _shown(inner)
     return f"{_shown(inner)}, called at {_shown(written)}"
+
+
+def is_installed(file: str) -> bool:
+    """Whether a source file belongs to an installed package or to Python itself."""
+    return INSTALLED in file or file.startswith(("<frozen", STANDARD))
 
 
 def _is_inside(file: str, folders: Iterable[str]) -> bool:

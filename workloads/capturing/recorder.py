@@ -18,6 +18,7 @@ from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
 from workloads.capturing.arithmetic import executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
+from workloads.capturing.making import in_constructor
 from workloads.capturing.places import line_of
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
@@ -35,24 +36,24 @@ OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "ui
 class Recorder:
     """Records a step from `begin` on; before that it only tracks storages.
 
-    root: the module.
+    What the module is, `know_module` says, at the latest before `begin`.
+
     cuda: whether the step stands for one on a GPU.
-    layers: which parts of it are layers; an op belongs to the layer in which its module is.
     """
 
-    def __init__(self, root: Any, *, cuda: bool, layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, *, cuda: bool) -> None:
         self.torch: Any = import_module("torch")
         self.leaves = import_module("torch.utils._pytree").tree_leaves
         self.flops = import_module("torch.utils.flop_counter").flop_registry
         self.fake: Any = import_module("torch._subclasses.fake_tensor")
         self._asks_device = self.torch.ops.prim.device.default
-        self._asks_value = self.torch.ops.aten._local_scalar_dense.default
+        self._ask_value = (self.torch.ops.aten._local_scalar_dense.default, self.torch.ops.aten.item.default)
         self.cuda = cuda
         self.recording = Recording(version=str(self.torch.__version__))
-        self.names = {id(module): name for name, module in root.named_modules()}
-        self.root = root
-        self.calls = LayerCalls(root, layers)
+        self.names: dict[int, str] = {}
+        self.calls = LayerCalls(self.torch.nn.Module())
         self.parameters: dict[int, str] = {}
+        self._sizes: dict[int, tuple[str, int]] = {}  # address of a parameter's storage -> name and elements
         self.active = False
         self.updating = False
         self.in_backward = False
@@ -73,20 +74,28 @@ class Recorder:
         i = self._id(tensor)
         if i is None:
             i = self._follow(tensor, name, role, -1)
+        if role == "input":
+            asked.of_batch(tensor)
         storage = self.recording.storages[i]
         storage.name, storage.role, storage.layer = name, role, self.calls.first(name)
 
-    def know_module(self) -> None:
-        """Name all parameters and buffers of the module; tied ones get their first name."""
-        sizes = {}
-        for name, parameter in self.root.named_parameters():
+    def know_module(self, root: Any, layers: str | Sequence[str] | None = None, apart: Sequence[str] = ()) -> None:
+        """Name all parameters and buffers of the module; tied ones get their first name.
+
+        layers: which parts of it are layers; an op belongs to the layer in which its module is.
+        apart: parts that are models of their own. Those that the step never calls (an average of another's weights)
+            have no layers, and their parameters are not counted.
+        """
+        self.names = {id(module): name for name, module in root.named_modules()}
+        self.calls = LayerCalls(root, layers, apart)
+        self._sizes = {}
+        for name, parameter in root.named_parameters():
             self.parameters[id(parameter)] = name
-            sizes[parameter.untyped_storage()._cdata] = parameter.numel()
+            self._sizes[parameter.untyped_storage()._cdata] = name, parameter.numel()
             self.know(parameter, name, "weight")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
-        self.recording.parameters = sum(sizes.values())
-        for name, buffer in self.root.named_buffers():
+        for name, buffer in root.named_buffers():
             self.know(buffer, name, "weight")
 
     def begin(self) -> None:
@@ -96,6 +105,7 @@ class Recorder:
         self.recording.assumed.clear()
         self.recording.folded = 0
         self.calls.settle()
+        self.recording.parameters = sum(size for name, size in self._sizes.values() if self.calls.is_used(name))
         alive = {i: s for i, s in self.recording.storages.items() if s.freed is None}
         for storage in alive.values():
             storage.made, storage.mutated, storage.saved_for = -1, False, ""
@@ -258,21 +268,28 @@ class Recorder:
             self.fake.DynamicOutputShapeException,
             self.fake.UnsupportedOperatorException,
         ) as error:
-            if func is self._asks_value and not self._stack:
-                value, assumed = asked.answer(args[0])
+            if func in self._ask_value and self._may_answer(args[0]):
+                value, assumed = asked.answer(args[0], inside=bool(self._stack))
                 self.assume(assumed)
                 return value
-            where = f"module {self._module()!r}" if self._module() else "the step"
-            line = f" at {place}" if (place := line_of()) else ""
-            raise WorkloadError(
-                f"op {func} in {where} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
-                "import a trace of a real run"
-            ) from error
-        if not self._stack:
-            asked.note(func._opname, args, out)
+            out, assumed = asked.selected(func._opname, args)
+            if out is None:
+                raise self._refusal(func, error) from error
+            self.assume(assumed)
+        asked.note(func._opname, args, out)
+        if not self._stack and func._opname in asked.BATCHES:
+            asked.of_batch(out)
         if func.namespace not in IGNORED:
             self._record(func, args, kwargs, out)
         return out
+
+    def _refusal(self, func: Any, error: Exception) -> WorkloadError:
+        where = f"module {self._module()!r}" if self._module() else "the step"
+        line = f" at {place}" if (place := line_of()) else ""
+        return WorkloadError(
+            f"op {func} in {where} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
+            "import a trace of a real run"
+        )
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, short = self.torch.Tensor, func._opname
@@ -400,6 +417,12 @@ class Recorder:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 written += value if isinstance(value, (list, tuple)) else [value]
         return [x for x in written if isinstance(x, self.torch.Tensor)]
+
+    def _may_answer(self, tensor: Any) -> bool:
+        """Whether a value that is unknown may be made up: it does not decide on what a module is or computes."""
+        if self._stack:
+            return asked.known_value(tensor) is not None
+        return not in_constructor(self.torch)
 
     # ---- where the step is -------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sim.errors import WorkloadError
 from workloads.capturing.cuda_calls import answered
+from workloads.capturing.making import made_under_fake_tensors
 
 
 def fake_like(torch: Any, value: Any) -> Any:
@@ -70,13 +71,17 @@ def _refuse_compiled(module: Any) -> None:
             )
 
 
+def _refuse_to_compile(_: str) -> None:
+    raise WorkloadError("module: a part of it is compiled with torch.compile; capture the module uncompiled")
+
+
 def _built(torch: Any, mode: Any, build: Any) -> Any:
     try:
         with answered("meta", _unnoted), torch.device("meta"):
             module = build()
     except Exception:
-        with mode, answered("cpu", _unnoted):  # it reads values while it is built
-            module = build()
+        with mode, answered("cpu", _unnoted), made_under_fake_tensors(_refuse_to_compile, all_numbers=True):
+            module = build()  # it reads values
     if not isinstance(module, torch.nn.Module):
         raise WorkloadError(f"module: the function returned {type(module).__name__}, not a torch.nn.Module")
     return module

@@ -56,6 +56,8 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
             return read_chakra(path, max_bytes=max_bytes)
     except ValueError as error:  # a name with a zero byte
         raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
+    if Path(path).exists() and not Path(path).is_file():
+        raise TraceError(f"{path}: is {'a folder' if Path(path).is_dir() else 'not a regular file'}")
     start = read_start(path, START).lstrip()
     if step is not None and start[:1] not in (b"{", b"["):
         raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps")

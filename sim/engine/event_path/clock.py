@@ -6,6 +6,7 @@ A device may be ahead of the event queue as long as no event lies between; `Cloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from heapq import heappush
 from typing import Any
 
 import simpy
@@ -34,6 +35,10 @@ ENDS, COPIES, FOLLOWS, AFTERS, FREES, STARTS, SETTLES = (step << 32 for step in 
 class At(Event):
     """An event `delay` ns from the event queue's time, of a rank; its callbacks run then."""
 
+    _value = None  # as of all of them: a run makes one for most of what happens in it
+    _ok = True
+    _defused = False
+
     def __init__(
         self, env: simpy.Environment, delay: int | float, rank: int, then: Callable[[Event], None] | None = None
     ) -> None:
@@ -41,10 +46,7 @@ class At(Event):
             raise ValueError(f"an event {-delay} ns before now")
         self.env = env
         self.callbacks = [] if then is None else [then]
-        self._value = None
-        self._ok = True
-        self._defused = False
-        env.schedule(self, rank, delay)  # type: ignore[arg-type]
+        heappush(env._queue, (env._now + delay, rank, next(env._eid), self))  # type: ignore[misc]
 
 
 class Wake(Event):

@@ -11,14 +11,15 @@ from sim.engine.event_path.clock import AFTERS, ENDS, FREES, STARTS, Event
 from sim.engine.event_path.parts import Parts
 from sim.engine.event_path.perform import Perform
 from sim.engine.event_path.record import Columns
-from sim.engine.event_path.residency import LEAVING
+from sim.engine.event_path.residency import LEAVING, TELLS
 from sim.engine.event_path.space import PRODUCED, WORKSPACE
 from sim.engine.event_path.waits import Steps, Waits
 from sim.engine.prepare import Plain
 from sim.log import WHY
-from sim.plan import Change
 
 RUN = WHY["run"]
+GENERAL, SHORT = -1, -2
+"""Instead of the end of an op: it has to take the general path; it lacks nothing but space."""
 
 
 class Device:
@@ -64,7 +65,12 @@ class Device:
                 yield from perform.op(op)
                 continue
             end = path.begin(op, entry)
-            if end < 0:
+            if end == SHORT:
+                end = path.make_room(op, entry)
+                if end < 0:
+                    yield from perform.pressed(op)
+                    continue
+            elif end < 0:
                 fetched = path.are_coming(entry)
                 if fetched:
                     yield from self._until_there(entry, op)
@@ -144,12 +150,13 @@ class FastPath:
         self._used, self._capacity = state.space.used, state.space.capacity[self._home]
         self._changes, self._intervals = state.record.changes.rows, state.record.intervals.rows
         self._guests = parts.engines.guests
+        self._lifetimes, self._decisions, self._operands = state.lifetimes, parts.decisions, prepared.operands
         self._uses, self._releases = state.lifetimes.uses, prepared.releases
         self._is_watched, self._tell = state.residency.is_watched, state.residency.tell
         self._name = state.space.names[self._home]
 
     def begin(self, op: int, plain: Plain, *, fetched: bool = False) -> int:
-        """Take space for an op and say when it ends; -1 if it has to take the general path.
+        """Take space for an op and say when it ends; `GENERAL`, or `SHORT` where an online part can be asked for space.
 
         fetched: its reads have been waited for; what was asked to leave meanwhile is read first.
         """
@@ -158,10 +165,12 @@ class FastPath:
         mask = bit if fetched else bit | LEAVING
         for tensor in reads:
             if copies[tensor] & mask != bit:
-                return -1
+                return GENERAL
         total = self._used[home] + out + workspace
-        if total > self._capacity or self._space.waiting or self._guests[self._lane]:
-            return -1
+        if self._space.waiting or self._guests[self._lane]:
+            return GENERAL
+        if total > self._capacity:
+            return SHORT if self._is_watched else GENERAL
         now, changes = self._clock.now, self._changes
         if self._is_watched:
             self._note_reads(reads, now)
@@ -174,12 +183,37 @@ class FastPath:
             self._clock.flush()
         return now + ns
 
+    def make_room(self, op: int, plain: Plain) -> int:
+        """Ask the online part for the space that an op lacks, take it, and say when the op ends.
+
+        `GENERAL` if it has to wait for space: `Perform.pressed` goes on from there.
+        """
+        space, home, lifetimes, decisions = self._space, self._home, self._lifetimes, self._decisions
+        need = plain.out + plain.workspace
+        lifetimes.pin(self._operands[op])
+        self._note_reads(plain.reads, self._clock.now)
+        while not space.fits(home, need):
+            if space.fits_later(home, need) or not decisions.relieve(home, need, self._device, op, "its results"):
+                return GENERAL
+        if space.waiting:
+            return GENERAL
+        lifetimes.unpin(self._operands[op])
+        now, changes = self._clock.now, self._changes
+        for tensor, bytes in plain.writes:
+            changes += (now, home, bytes, tensor, op, PRODUCED)
+        if plain.workspace:
+            changes += (now, home, plain.workspace, -1, op, WORKSPACE)
+        self._used[home] += need
+        if self._clock.wanted and plain.ns:
+            self._clock.flush()
+        return now + plain.ns
+
     def _note_reads(self, reads: tuple[int, ...], now: int) -> None:
         last_read, tell, name = self._residency.last_read, self._tell, self._name
         for tensor in reads:
             last_read[tensor] = now
             if tell is not None:
-                tell(Change("read", tensor, name, now))
+                tell(TELLS(("read", tensor, name, now)))
 
     def are_coming(self, plain: Plain) -> bool:
         """Whether some reads are on their way home, and all others at home to stay.
@@ -216,7 +250,7 @@ class FastPath:
             copies[tensor] |= bit
             produced[tensor] = True
             if tell is not None:
-                tell(Change("came", tensor, self._name, end))
+                tell(TELLS(("came", tensor, self._name, end)))
         if self._waiters:
             for tensor, _ in writes:
                 self._residency.wake_waiters(tensor)

@@ -10,7 +10,7 @@ from sim.engine.event_path.engines import OpEnd
 from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
-from sim.hardware.platform import rank_link
+from sim.hardware.platform import rank_link, shared_link
 from sim.trace.op import Op, Ring
 
 COLLECTIVE_CHUNK = 4 << 20
@@ -81,7 +81,10 @@ class Groups:
         if name not in names:
             raise IllegalPlan(f"op {op.name!r}: {self._platform.name} has no network among ranks; lay it out for them")
         payload = int(self._prepared.trace.touched[member.op])
-        job = GroupJob(self._end, [member], (names.index(name),), payload, COLLECTIVE_CHUNK, ring.passes)
+        route = [names.index(name)]
+        if ring.axis != "tensor" and (shared := shared_link(member.device)) in names:
+            route.append(names.index(shared))
+        job = GroupJob(self._end, [member], tuple(route), payload, COLLECTIVE_CHUNK, ring.passes)
         self._links.submit(job, op.priority, member.device)
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:

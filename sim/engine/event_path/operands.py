@@ -42,8 +42,12 @@ class Restore:
         reach, home = prepared.reach[engine], prepared.home[engine]
         reads = prepared.reads[op]
         if not fetched:
+            copies, in_flight, overwriting = self._copies, residency.in_flight, residency.overwriting
             for tensor in reads:
-                yield from self.fetch(tensor, reach, home, op)
+                held = copies[tensor]
+                is_there = held & reach and not held & LEAVING
+                if overwriting or not (is_there or (not held and tensor not in in_flight)):
+                    yield from self.fetch(tensor, reach, home, op)  # which else has nothing to do
         for tensor in reads:
             while not self._copies[tensor] & reach:
                 if tensor in residency.in_flight:
@@ -125,6 +129,7 @@ class Outputs:
         self._prepared = parts.state.prepared
         self._residency = parts.state.residency
         self._space = parts.state.space
+        self._queues = parts.state.space_queue.queues
         self._lifetimes = parts.state.lifetimes
 
     def overwritable(self, op: int) -> Steps:
@@ -146,13 +151,18 @@ class Outputs:
         """Whether anything but this op pins a tensor: an op on another engine, or of another device."""
         return self._lifetimes.pins[tensor] > (tensor in self._prepared.reads[op])
 
-    def take_space(self, work: Work, engine: int) -> Steps:
-        """Take what an op needs for its results and its workspace, tier by tier, waiting where there is none."""
+    def take_space(self, work: Work, engine: int, *, asked: bool = False) -> Steps:
+        """Take what an op needs for its results and its workspace, tier by tier, waiting where there is none.
+
+        asked: the policy has been asked for it, in the one tier where it is needed.
+        """
         op = work.op
         for tier, blocks in self._wants(work, engine).items():
             has_addresses = self._space.blocks[tier] is not None
             if not has_addresses:
-                yield from self._waits.space(tier, sum(bytes for _, bytes, _ in blocks), op, "its results")
+                total = sum(bytes for _, bytes, _ in blocks)
+                if self._queues[tier] or not self._space.fits(tier, total):
+                    yield from self._waits.space(tier, total, op, "its results", asked=asked)
             for tensor, bytes, offset in blocks:
                 if has_addresses:
                     reason = "its results" if tensor >= 0 else "its workspace"

@@ -65,6 +65,10 @@ class Perform:
             yield from self._execute(work)
             stack.pop()
 
+    def pressed(self, op: int) -> Steps:
+        """Run an op for the first time: it is reached, its operands are pinned, and space has been asked for."""
+        yield from self._execute(Work(op, self._waits.index, "run", True), asked=True)
+
     def _first_end(self, op: int) -> Steps:
         """Wait for the first run of an op that has been handed to another engine and has not ended."""
         result = self._prepared.writes[op][0]
@@ -83,13 +87,18 @@ class Perform:
             state.residency.read(tensor, self._home)
         return Work(op, self._waits.index, why, counted)
 
-    def _execute(self, work: Work) -> Steps:
-        """Take space, then run: here, on another engine, or with the other members of a group."""
+    def _execute(self, work: Work, *, asked: bool = False) -> Steps:
+        """Take space, then run: here, on another engine, or with the other members of a group.
+
+        asked: its operands are pinned, it overwrites nothing, and the policy has been asked for its space.
+        """
         parts, prepared, op = self._parts, self._prepared, work.op
         engine = prepared.engine[op]
-        yield from self._outputs.overwritable(op)
-        self._state.lifetimes.pin(prepared.writes[op])
-        yield from self._outputs.take_space(work, engine)
+        if not asked:
+            if op in prepared.in_place:
+                yield from self._outputs.overwritable(op)
+            self._state.lifetimes.pin(prepared.writes[op])
+        yield from self._outputs.take_space(work, engine, asked=asked)
         if op in prepared.group_of:
             parts.groups.join(work)
         elif engine != self._lane:
@@ -114,9 +123,11 @@ class Perform:
         if work.why == "run" and op in after:
             yield from waits.turn(AFTERS + op)
             yield from self.actions(after[op], op)
-        yield from waits.turn(FREES + op)
+        if not clock.is_next(FREES + op):
+            yield from waits.turn(FREES + op)
         op_end.free(work)
-        yield from waits.turn(STARTS + waits.index)
+        if not clock.is_next(STARTS + waits.index):
+            yield from waits.turn(STARTS + waits.index)
 
     def _compute(self, work: Work) -> Steps:
         """Let the op's time pass: a fixed one, or what the bandwidth that it shares leaves it."""
@@ -130,4 +141,5 @@ class Perform:
             if fixed:
                 clock.flush()
             clock.advance(clock.now + fixed)
-            yield from waits.turn(ENDS + work.op)
+            if not clock.is_next(ENDS + work.op):
+                yield from waits.turn(ENDS + work.op)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 from sim.engine.event_path.clock import COPIES, Clock, Wake
 from sim.engine.event_path.links import Job
 from sim.plan import Change, Move, Online
 
+TELLS: Callable[[tuple[str, int, str, int]], Change] = partial(tuple.__new__, Change)
+"""A change from its fields; without the Python code of its constructor, since there are several per op."""
 LEAVING = 1 << 62
 """Bit of `Residency.copies` of a tensor whose running copy will release its source."""
 
@@ -138,7 +141,7 @@ class Residency:
         self.copies[tensor] |= 1 << tier
         self.produced[tensor] = True
         if self.tell is not None:
-            self.tell(Change("came", tensor, self._tiers[tier], self._clock.now))
+            self.tell(TELLS(("came", tensor, self._tiers[tier], self._clock.now)))
         if tensor in self.waiters:
             self.wake_waiters(tensor)
 
@@ -146,13 +149,13 @@ class Residency:
         """A copy is released, or another value has taken over its storage."""
         self.copies[tensor] &= ~(1 << tier)
         if self.tell is not None:
-            self.tell(Change("went", tensor, self._tiers[tier], self._clock.now))
+            self.tell(TELLS(("went", tensor, self._tiers[tier], self._clock.now)))
 
     def read(self, tensor: int, tier: int) -> None:
         """An op of a device whose home is that tier has been reached and reads it."""
         self.last_read[tensor] = self._clock.now
         if self.tell is not None:
-            self.tell(Change("read", tensor, self._tiers[tier], self._clock.now))
+            self.tell(TELLS(("read", tensor, self._tiers[tier], self._clock.now)))
 
     def held(self, tensor: int) -> int:
         """The tiers with a complete copy, as bits."""

@@ -114,8 +114,13 @@ class Waits:
 
     # ---- space -------------------------------------------------------------------------------
 
-    def space(self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None) -> Steps:
-        """Return once a request fits and no device came before; ask the policy, then wait."""
+    def space(
+        self, tier: int, bytes: int, op: int, reason: str, offset: int | None = None, *, asked: bool = False
+    ) -> Steps:
+        """Return once a request fits and no device came before; ask the policy, then wait.
+
+        asked: the policy has been asked just now.
+        """
         space, queue = self._state.space, self._state.space_queue
         place = -1
         while True:
@@ -125,7 +130,8 @@ class Waits:
                     space.offer(tier)
                 return
             if (
-                not space.fits_later(tier, bytes, offset)
+                not asked
+                and not space.fits_later(tier, bytes, offset)
                 and not space.fits(tier, bytes, offset)
                 and self._decisions.relieve(tier, bytes, self.index, op, reason)
             ):
@@ -135,5 +141,5 @@ class Waits:
             self.request = (tier, bytes, op, reason)
             what = f"{bytes:,} B in {space.names[tier]!r} for {reason}"
             yield from self.stall(request.wake, "space", op, -1, what)
-            self.request = None
+            self.request, asked = None, False
             place = queue.leave(tier, request)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import PolicyError, near
+from sim.errors import PolicyError, near, nearest
 from sim.policies.traits import MANAGED_AS, MANAGES
 from sim.trace.graph import Trace
 from sim.trace.layers import tensor_layers
@@ -42,15 +43,16 @@ def selected(trace: Trace, selector: str) -> Mask:
 
     A term is `layers 0-7 10`, `stages 0-1`, a word of `manages` or `state`, or a pattern such as `*.attn`: a tensor
     meets it if its name or that of the op that produces it matches, or a leading part of either that ends before a dot.
-    The tensors
-    of `rest` and `checkpoints` depend on the other parts; here they are all. Raises PolicyError naming layers that this
-    trace has not, a pattern that nothing matches, and terms that have no tensor in common.
+    The tensors of `rest` and `checkpoints` depend on the other parts; here they are all.
+
+    Raises PolicyError for layers or stages that this trace has not, naming how many it has, a pattern that nothing
+    matches, and terms that have no tensor in common.
     """
     mask = np.ones(len(trace.tensor_columns.name), np.bool_)
     for term in terms(selector):
         met = _term(trace, term)
         if not met.any() and term not in WORDS:
-            raise PolicyError(f"selector {term!r} matches no tensor of this trace{_what_there_is(trace, term)}")
+            raise PolicyError(f"selector {term!r} matches no tensor of this trace{_nearest_pattern(trace, term)}")
         mask &= met
     if not mask.any() and "&" in selector:
         raise PolicyError(f"selector {selector!r} matches no tensor of this trace: its terms have none in common")
@@ -80,6 +82,11 @@ def _amount(number: str) -> tuple[int, str]:
     return len(digits), digits
 
 
+def _value(number: str) -> int:
+    """The value of a number that a trace has, however many zeros it begins with."""
+    return int(number.lstrip("0") or "0")
+
+
 def _term(trace: Trace, term: str) -> Mask:
     if term in (REST, CHECKPOINTS):
         return np.ones(len(trace.tensor_columns.name), np.bool_)
@@ -88,15 +95,33 @@ def _term(trace: Trace, term: str) -> Mask:
     found = LAYERS.fullmatch(term)
     if found is None:
         return _named(trace, term)
-    layers = _numbers(trace, found[1])
-    most = int(layers.max(initial=0))
-    chosen = np.zeros(len(layers), np.bool_)
+    numbers = _numbers(trace, found[1])
+    most = int(numbers.max(initial=-1))
+    chosen = np.zeros(len(numbers), np.bool_)
     for piece in re.findall(RANGE, found[2]):
         low, _, high = piece.partition("-")
-        # what is typed may have thousands of digits
-        first, last = (min(int(end), most + 1) if len(end) < 20 else most + 1 for end in (low, high or low))
-        chosen |= (layers >= first) & (layers <= last)
+        if _amount(high or low) > _amount(str(most)) or most < 0:
+            raise PolicyError(f"selector {term!r}: {_how_many(numbers, found[1])}{_within(low, high, found[1], most)}")
+        chosen |= (numbers >= _value(low)) & (numbers <= _value(high or low))
     return chosen
+
+
+def _how_many(numbers: NDArray[np.int32], what: str) -> str:
+    """How many layers or stages a trace has, for a message."""
+    there = np.unique(numbers[numbers >= 0])
+    if not len(there):
+        return f"this trace has no {what}s"
+    if what == "stage" and len(there) == 1:
+        return "this trace has 1 stage, 0; stages are devices of a pipeline (--pp)"
+    span = f"{there[0]} to {there[-1]}" if len(there) > 1 else str(there[0])
+    return f"this trace has {len(there)} {what}{'s' if len(there) > 1 else ''}, {span}"
+
+
+def _within(low: str, high: str, what: str, most: int) -> str:
+    """The range that ends where the trace does, as a hint; "" where nothing of the range is there."""
+    if most < 0 or _amount(low) > _amount(str(most)):
+        return ""
+    return f" (did you mean '{what}s {low if _value(low) == most else f'{low}-{most}'}'?)"
 
 
 def _numbers(trace: Trace, of: str) -> NDArray[np.int32]:
@@ -127,12 +152,19 @@ def _named(trace: Trace, pattern: str) -> Mask:
     return own | (made & by_op[np.where(made, trace.producer, 0)])
 
 
-def _what_there_is(trace: Trace, term: str) -> str:
-    """What the trace has instead, as the end of a message."""
-    if numbered := LAYERS.fullmatch(term):
-        has = np.unique(_numbers(trace, numbered[1]))
-        has = has[has >= 0]
-        return f": it has {numbered[1]}s {has[0]} to {has[-1]}" if len(has) else f": it has no {numbered[1]}s"
-    stem = term.strip("*")
-    names = sorted({name.partition(".")[2] or name for name in trace.op_columns.name})
-    return near(stem, names) or f"; ops are called {', '.join(map(repr, names[:3]))}, …"
+def _nearest_pattern(trace: Trace, term: str) -> str:
+    """The pattern nearest to one that matches nothing, as the end of a message: each that is offered matches."""
+    names = trace.op_columns.name
+    patterns = {pattern for name in names for pattern in _patterns(name) if term[0] != "*" or pattern[0] == "*"}
+    close = nearest(term, patterns)
+    return near(term, close) if close else f"; ops are called {', '.join(map(repr, sorted(names)[:3]))}, …"
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """Patterns for the leading parts of a name: of `h0.attn.add`, `h0.attn` and, in any layer, `*.attn` are two."""
+    first, *rest = name.split(".")
+    for i in range(len(rest)):
+        inner = ".".join(rest[: i + 1])
+        yield from (f"{first}.{inner}", f"*.{inner}")
+    if not rest:
+        yield f"*{first}"

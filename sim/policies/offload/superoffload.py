@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
@@ -14,6 +14,7 @@ from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.kept import kept
 from sim.rewrites.rewrite import reorder
 from sim.trace.graph import Trace
 
@@ -82,14 +83,23 @@ class SuperOffload(Policy):
         trace = problem.trace
         if not on_cpu:
             return Plan(trace)
-        chosen = [op for group in on_cpu for op in group]
-        fused = fuse_updates(trace, sorted(chosen))
+        chosen = sorted(op for group in on_cpu for op in group)
+        homes = tuple(problem.platform.home(device).name for device in range(trace.devices))
+
+        def make() -> tuple[Plan, Trace]:
+            plan = self._split(trace, chosen, host, homes)
+            return plan, plan.trace
+
+        return kept(trace, ("superoffload", tuple(chosen), self.lag, host, homes), make)
+
+    def _split(self, trace: Trace, chosen: Sequence[int], host: str, homes: Sequence[str]) -> Plan:
+        """The plan where the CPU runs these ops of the optimizer."""
+        fused = fuse_updates(trace, chosen)
         stay = {trace.op_columns.name[op] for op in {*device_updates(trace)} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         split.check_independent("superoffload")
         new = updated_on_host(split)
         moved, at = self._early(new, split)
-        homes = [problem.platform.home(device).name for device in range(fused.devices)]
         return Plan(moved, tuple(_copies(split, new, at, host, homes)))
 
     def _early(self, new: OnHost, split: Split) -> tuple[Trace, Mapping[int, int]]:
@@ -119,7 +129,7 @@ def _by_readiness(trace: Trace) -> list[list[int]]:
     return sorted(tiles(trace, optimizer), key=lambda group: (_complete(trace, frozenset(group)), group))
 
 
-def _copies(split: Split, new: OnHost, at: Mapping[int, int], host: str, homes: list[str]) -> Iterator[Action]:
+def _copies(split: Split, new: OnHost, at: Mapping[int, int], host: str, homes: Sequence[str]) -> Iterator[Action]:
     """Each gradient down when it is complete, each new weight up when it is made."""
     old = split.trace
     for t in split.ready():

@@ -52,7 +52,9 @@ class SwapAll(Policy):
             raise PolicyError(f"swap_all: {platform.name} has no host tier to offload to")
         host = platform.host.name
         prefetch_at, place = _prefetch_points(trace, self.ahead, self.unit == "op"), _places(trace)
-        phase, device = trace.op_columns.phase, trace.op_columns.device
+        phase, device = trace.op_columns.phase.tolist(), trace.op_columns.device.tolist()
+        size, producer = trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
+        homes = [platform.home(each).name for each in range(trace.devices)]
         engine, group = trace.op_columns.engine, trace.op_columns.group
         kept = set(trace.outputs)
         out: list[Action] = []
@@ -60,14 +62,14 @@ class SwapAll(Policy):
         for t in saved_tensors(trace).tolist():
             readers = trace.readers(t)
             needed = next(op for op in readers if phase[op] == BACKWARD)
-            last = max((op for op in readers if op < needed), default=int(trace.producer[t]))
+            last = max([op for op in readers if op < needed], default=producer[t])
             start = prefetch_at[needed]
-            if t in kept or not trace.tensor_columns.bytes[t] or device[last] != device[start]:
+            if t in kept or not size[t] or device[last] != device[start]:
                 continue
             if place[start] <= place[last] + 1 or last in engine or last in group:
                 continue
             out.append(Move(t, host, after=last))
-            back.append((needed, Move(t, platform.home(int(device[needed])).name, before=start)))
+            back.append((needed, Move(t, homes[device[needed]], before=start)))
         # copies in that start together queue in the order in which they are needed
         moves = (*out, *(move for _, move in sorted(back, key=lambda one: one[0])))
         return Plan(trace, cascade(trace, platform, moves, host))

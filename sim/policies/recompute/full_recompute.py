@@ -69,6 +69,6 @@ class FullRecompute(RecomputationPlanner):
         held = held_by(index, reruns, reentrant=self.reentrant)
         trace = hold_longer(problem.trace, held.until)
         hold = {**held.drops, **(cached_casts(index, regions) if self.autocast_cache else {})}
-        return Plan(
-            trace, self.finished(problem, schedule_of(TraceIndex(trace), by_anchor(reruns), hold=hold)).actions()
-        )
+        if trace is not problem.trace:
+            index = TraceIndex(trace)
+        return Plan(trace, self.finished(problem, schedule_of(index, by_anchor(reruns), hold=hold)).actions())

@@ -1,5 +1,7 @@
 // The page of many runs: a table that sorts, markers of time against memory, and a page for each row.
 
+const PANELS = 12; // more pictures than that nobody compares
+
 function tablePage(table, about, colours) {
   const count = table.ids.length;
   const values = table.values;
@@ -36,7 +38,12 @@ function tablePage(table, about, colours) {
     return of.filter((row) => wanted.split(/\s+/).every((word) => texts[row].includes(word)));
   };
 
-  const scatter = new Scatter({
+  const panels = new Map(); // by job: runs of two machines, models, batches or layouts are never in one picture
+  const pictures = el("div", { class: "panels" });
+  const rest = el("p", { class: "hint", role: "status" });
+  const job = (row) => table.facets.map((name) => `${name === "parallel" ? "" : `${words(name)} `}${valueText(values[name][row])}`).join(" · ");
+  const most = (row) => (has("fullest_bytes") && values.fullest_bytes[row] !== null ? values.fullest_bytes[row] : values.peak_bytes[row]);
+  const scatter = () => new Scatter({
     tell: (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
       .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)],
     open: (row) => { location.hash = address(row); },
@@ -85,12 +92,37 @@ function tablePage(table, about, colours) {
     else shownGrid.show(rows);
     const fitting = has("makespan_ns") && has("peak_bytes")
       ? rows.filter((row) => values.makespan_ns[row] !== null && values.peak_bytes[row] !== null && values.fits[row]) : [];
-    scatter.show(fitting.map((row) => {
-      const [colour, shape] = table.policies[String(values.policy[row])];
-      return { x: values.makespan_ns[row], y: values.peak_bytes[row], colour, shape, row, name: fitting.length > NAMED ? "" : label(row),
-        hollow: has("fidelity") && values.fidelity[row] === "reconstruction" };
-    }), { limit: budgetOf(fitting), front: table.verdict.length > 0 });
+    drawPanels(fitting);
   }
+
+  function drawPanels(fitting) {
+    const jobs = new Map(table.facets.length && fitting.length ? [] : [["", []]]);
+    for (const row of fitting) {
+      const name = job(row);
+      if (!jobs.has(name)) jobs.set(name, []);
+      jobs.get(name).push(row);
+    }
+    const drawn = [...jobs].slice(0, PANELS);
+    rest.textContent = jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs have runs; the filter below chooses among them.` : "";
+    for (const [name] of drawn) {
+      if (panels.has(name)) continue;
+      const picture = scatter();
+      panels.set(name, { picture, root: el("figure", {}, name ? el("figcaption", {}, name) : null, picture.holder) });
+    }
+    pictures.classList.toggle("several", drawn.length > 1);
+    pictures.replaceChildren(...drawn.map(([name]) => panels.get(name).root));
+    for (const [name, rows] of drawn) panels.get(name).picture.show(rows.map((row) => point(row, rows.length)), {
+      limit: budgetOf(rows), front: table.verdict.length > 0 || (table.facets.length > 0 && budgetOf(rows) !== null),
+    });
+  }
+
+  function point(row, beside) {
+    const [colour, shape] = table.policies[String(values.policy[row])];
+    return { x: values.makespan_ns[row], y: most(row), colour, shape, row,
+      name: beside > NAMED ? "" : table.facets.length ? String(values.policy[row]) : label(row),
+      hollow: has("fidelity") && values.fidelity[row] === "reconstruction" };
+  }
+
   function budgetOf(rows) {
     const limits = new Set(has("capacity_bytes") ? rows.map((row) => values.capacity_bytes[row]) : []);
     return limits.size === 1 ? [...limits][0] : null;
@@ -119,14 +151,14 @@ function tablePage(table, about, colours) {
       },
     }, markerSign(colour, shape), name)));
 
-  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${table.verdict.length ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, scatter.holder);
+  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${table.verdict.length || table.facets.length ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, pictures, rest);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
     table.notes.length ? el("ul", { class: "notes" }, [
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),
       ...table.notes].map((note) => el("li", {}, note))) : null);
   whenShown(runs, () => {
     refresh();
-    new ResizeObserver(() => scatter.draw()).observe(scatter.holder);
+    new ResizeObserver(() => panels.forEach(({ picture, root }) => root.isConnected && picture.draw())).observe(pictures);
   });
   return [head, verdict || tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
 }

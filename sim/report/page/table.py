@@ -16,6 +16,9 @@ from sim.report.verdict import verdict_lines
 
 Row = Mapping[str, Any]
 
+WITHIN = ("policy", "budget", "seed", "iterations", "recompute_limit")
+"""Axes along which runs stand in one picture; along any other they are of another job."""
+
 
 @dataclass(frozen=True)
 class TableView:
@@ -46,7 +49,7 @@ class TableView:
 
 def table_data(view: TableView) -> dict[str, Any]:
     """The data of the table; runs are separate."""
-    rows = [_flat(row) | _shares(row) for row in view.rows]
+    rows = [{"policy": ""} | _flat(row) | _shares(row) for row in view.rows]  # a damaged row may lack its own
     for row, over in zip(rows, _over_fastest(view.rows, view.labels), strict=True):
         row |= over
     titles, declared = columns(), known()
@@ -54,6 +57,7 @@ def table_data(view: TableView) -> dict[str, Any]:
     names = [name for name in names if name not in ("id", "same") and any(_known(row.get(name)) for row in rows)]
     differ = [name for name in view.labels if len({str(row.get(name)) for row in rows}) > 1]
     axes = ["policy", *(name for name in differ if name != "policy")]
+    facets = [name for name in differ if name not in WITHIN and not name.startswith("policy.")]
     policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
     return {
         "title": view.title,
@@ -69,6 +73,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "values": {name: [row.get(name) for row in rows] for name in names},
         "same": [bool(row.get("same")) for row in rows],
         "shown": [*axes, *(name for name in titles if name in names and (name != "fits" or "status" not in names))],
+        "facets": facets,
         "labels": [name for name in view.labels if name in names],
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
         "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},

@@ -80,10 +80,27 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
     line.hidden = !(share >= 0 && share <= 1);
     line.style.left = `${100 * share}%`;
   };
+  let still = null; // the last event of a pointer that has not left
   view.pointers.push(place);
-  view.drawers.push(() => place(view.cursor));
+  view.drawers.push(() => {
+    if (still && host.isConnected) under(still); // the pointer stays and another time comes under it
+    place(view.cursor);
+  });
   place(null);
   band.hidden = true;
+
+  function under(event) {
+    still = event;
+    const time = timeAt(event.clientX);
+    view.point(time);
+    if (hover) hover(time, event);
+    return time;
+  }
+  function leave(event) {
+    still = null;
+    view.point(null);
+    if (hover) hover(null, event);
+  }
 
   const touches = new Map();
   let from = null; // where a drag of the mouse began
@@ -111,7 +128,10 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
       const before = [...touches.values()];
       const times = [...touches.keys()].map((id) => timeAt(touches.get(id)));
       touches.set(event.pointerId, event.clientX);
-      if (Math.abs(event.clientX - from) > 6 || touches.size > 1) moved = true;
+      if (Math.abs(event.clientX - from) > 6 || touches.size > 1) {
+        moved = true;
+        leave(event); // what a tap has told is no longer there
+      }
       if (touches.size === 1 && moved) {
         const width = host.getBoundingClientRect().width;
         view.pan((before[0] - event.clientX) / width);
@@ -128,9 +148,7 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
       }
       return;
     }
-    const time = timeAt(event.clientX);
-    view.point(time);
-    if (hover) hover(time, event);
+    under(event);
   });
   const release = (event) => {
     if (!touches.has(event.pointerId)) return;
@@ -140,9 +158,7 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
       const [a, b] = [timeAt(from), timeAt(event.clientX)].sort((x, y) => x - y);
       view.set(Math.max(0, a), Math.min(view.full, b));
     } else if (event.type === "pointerup" && !moved) {
-      const time = timeAt(event.clientX);
-      view.point(time);
-      if (hover) hover(time, event);
+      const time = under(event);
       if (click) click(time, event);
     }
     if (!touches.size) from = null;
@@ -150,9 +166,7 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
   host.addEventListener("pointerup", release);
   host.addEventListener("pointercancel", release);
   host.addEventListener("pointerleave", (event) => {
-    if (event.pointerType !== "mouse" || touches.size) return;
-    view.point(null);
-    if (hover) hover(null, event);
+    if (event.pointerType === "mouse" && !touches.size) leave(event);
   });
   host.addEventListener("dblclick", () => view.all());
   host.addEventListener("wheel", (event) => {

@@ -432,8 +432,13 @@ BAD = {
     "full_recompute + swap_all": "has two owners, 'full_recompute' and 'swap_all'",
     "zero_offload + zero_offload": "has two owners, 'zero_offload' and 'zero_offload'",
     "zero_offload + optimizer_in_backward": "both rewrite the trace for it, so name one of them",
-    "layers 20-30: full_recompute": "'layers 20-30' matches no tensor of this trace: it has layers 0 to 11",
-    "*.atn: swap_all": "did you mean",
+    "layers 20-30: full_recompute": "selector 'layers 20-30': this trace has 12 layers, 0 to 11",
+    "layers 0-99: full_recompute": "this trace has 12 layers, 0 to 11 (did you mean 'layers 0-11'?)",
+    "layers 3 12: full_recompute; rest: keep_all": "selector 'layers 3 12': this trace has 12 layers, 0 to 11",
+    "stages 0-1: full_recompute; rest: keep_all": "1 stage, 0; stages are devices of a pipeline (--pp)",
+    "*.atn: swap_all": "(did you mean '*.attn'?)",
+    "attn.add: swap_all": "(did you mean '*.attn.add'",
+    "h0.atn: swap_all": "(did you mean 'h0.attn'?)",
     "layer one: swap_all": "a selector is 'layers 0-7'",
     "weights: full_recompute": "'full_recompute' manages activations; 'weights' names none of that",
     "zero_offload + fullrecompute": "did you mean 'full_recompute'?",
@@ -536,9 +541,7 @@ def test_the_page_says_what_each_part_owns(gpt2):
     assert f" {int(inside.sum()):,} activation" in shown[1]
 
 
-@pytest.mark.parametrize(
-    "text", ["layers 0-4: {}", "layers 0-4: {}; rest: keep_all", "layers 5-99: keep_all; rest: {}"]
-)
+@pytest.mark.parametrize("text", ["layers 0-4: {}", "layers 0-4: {}; rest: keep_all", "layers 5-8: keep_all; rest: {}"])
 @pytest.mark.parametrize("name", ["vdnn(algorithm=m)", "tso"])
 def test_implementations_are_chosen_among_the_parts_own_ops(text, name):
     trace = cnn("googlenet", batch=4, image=64)

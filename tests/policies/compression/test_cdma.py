@@ -70,6 +70,12 @@ def test_a_plan_may_bring_its_codec_and_an_implicit_fetch_remembers_it():
     assert spans(replay(Plan(trip(), [AWAY]), machine())) == [(250, 250), (250, 250)]
 
 
+@pytest.mark.parametrize(("link", "plan"), [(GB // 2, 4 * GB), (4 * GB, GB // 2)])
+def test_of_two_codecs_on_the_way_the_slower_one_sets_the_pace(link, plan):
+    log = replay(Plan(trip(), [replace(AWAY, codec=plan), BACK, Wait("y", before="use")]), coded(link))
+    assert spans(log) == [(2000, 250), (2000, 250)]
+
+
 def test_shared_bandwidth_limits_the_wire_and_the_codec_what_is_left():
     from sim.hardware.platform import Member, Pool
 
@@ -128,6 +134,15 @@ def chain(zeros: float | None, copies: tuple[int, ...] = (300, 600, 200, 500)) -
         b.op(f"f{i}.bwd", "conv", reads=[gradient, made[i]], writes=[new], phase="backward", duration=400, flops=1)
         gradient = new
     return b.build(outputs=[gradient], carry=())
+
+
+def test_what_returns_takes_its_whole_size_on_the_device():
+    trace = chain(0.5, (304, 640, 256, 512))
+    result = simulate(trace, machine(), Cdma(variant="all"))
+    size = {t.name: t.bytes for t in trace.tensors}
+    back = result.memory.query("tier == 'hbm' and cause == 'moved in'")
+    assert set(back.tensor) == {"x0", "x1", "x2", "x3"}
+    assert all(size[tensor] == delta for tensor, delta in zip(back.tensor, back.delta_bytes))
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.25, 0.5, 0.9])

@@ -21,6 +21,7 @@ from sim.policies.compression.cswap import Cswap
 from sim.policies.offload.vdnn import Vdnn
 from sim.rewrites.encoding import Codec, encode
 from sim.search import smallest_budget
+from sim.trace import TraceBuilder
 from tests.policies.compression.test_cdma import chain
 from tests.policies.offload.conftest import GB, machine
 from workloads import cnn
@@ -49,6 +50,28 @@ def test_a_swap_costs_what_the_model_says():
     plain, small = plan.notes["predicted_ns"]["x1"]
     assert (plain, small) == (2 * 6400 - 800, 2 * 3400 - 800 + 2 * 1)
     assert plan.notes["compressed"] == {"x1": "zvc", "x2": "zvc", "x3": "zvc"}
+
+
+def test_two_swaps_beside_one_layer_share_what_it_hides():
+    """Plain copies take 640 ns, codes of 20 + 320 B 340 of the 400 ns of the layer; in backward the next op reads both.
+
+    The second one has the 60 ns that the first one's code leaves.
+    """
+    b = TraceBuilder()
+    x = b.tensor("x", 4, "input", zeros=0.0)
+    left, right = (b.tensor(name, 640, zeros=0.5) for name in ("left", "right"))
+    out, d, e = b.tensor("out", 4), b.tensor("d", 4, "temporary"), b.tensor("e", 4, "temporary")
+    b.op("f0", "conv", reads=[x], writes=[left, right], duration=400, flops=1)
+    b.op("f1", "conv", reads=[left, right], writes=[out], duration=400, flops=1)
+    b.op("loss", "matmul", reads=[out], writes=[b.tensor("value", 0)], duration=0, flops=1)
+    b.op("loss.bwd", "matmul", reads=[out], writes=[d], phase="backward", duration=0, flops=1)
+    b.op("f1.bwd", "conv", reads=[d, left, right], writes=[e], phase="backward", duration=400, flops=1)
+    plan = simulate(b.build(outputs=[e], carry=()), fast(GB), Cswap(variant="all")).plan
+    codec = 2 * 1  # two passes of 640 + 340 B at 1000 B/ns
+    assert plan.notes["predicted_ns"] == {
+        "left": (2 * 640 - 400, 2 * 340 - 340 + codec),
+        "right": (2 * 640 - 60, 2 * 340 - 60 + codec),
+    }
 
 
 @pytest.mark.parametrize(

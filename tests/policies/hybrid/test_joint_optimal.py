@@ -14,7 +14,9 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.platform import Engine
 from sim.least_time import lower_bound
+from sim.limits import SECONDS
 from sim.plan import Move, Recompute
+from sim.policies.hybrid.joint_optimal import JointOptimal
 from sim.policies.hybrid.joint_optimal.copies import Copies
 from sim.trace import TraceBuilder
 from tests.machines import machine
@@ -342,3 +344,8 @@ def test_what_it_does_not_plan_for_is_refused_by_name():
     with pytest.raises(Infeasible, match="no plan of this class fits 2 B; 3 B would do") as refused:
         simulate(trace, machine(2, host=100), "joint_optimal")
     assert refused.value.floor_bytes == 3
+
+
+def test_its_own_limit_of_time_ends_before_that_of_the_law():
+    """A program of nine ops can stay at its first node, which no limit of nodes ends."""
+    assert JointOptimal().time_limit < SECONDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sim.analysis.peak_memory import home_peak
@@ -10,6 +12,8 @@ from sim.conformance.suite import CHECKS, breaks
 from sim.experiment import reference_run
 from sim.layout import lay_out
 from sim.policies import load
+from sim.policies.hybrid import hybrid
+from sim.policies.hybrid.hybrid import drafts, recomputations
 from sim.rewrites.values import departures
 from workloads import transformer
 
@@ -43,3 +47,16 @@ def test_what_plans_for_one_device_says_so(policy, problem):
     _, trace, platform = problem
     run = run_policy(load(policy), trace, platform)
     assert str(run.error).endswith("plans for one device; this trace has 2")
+
+
+def test_where_no_draft_fits_layers_are_recomputed_if_that_does(problem, monkeypatch):
+    _, trace, platform = problem
+    layers = run_policy(load("full_recompute"), trace, platform)
+    assert layers.done, layers.error
+    for module in (hybrid, recomputations):
+        monkeypatch.setattr(module, "replayed", lambda *of: replace(drafts.replayed(*of), lacking=1))
+    run = run_policy(load("hybrid"), trace, platform)
+    assert run.done, run.error
+    assert run.log.end == layers.log.end
+    least = platform.with_budget(int(0.5 * home_peak(layers.log)))
+    assert "no draft fits" in str(run_policy(load("hybrid"), trace, least).error)

@@ -14,13 +14,14 @@ from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.policies import load
 from sim.policies.offload.autoswap.choosing import Absence, candidates, choose
 from sim.solvers.load_curve import Curve, Variable
 from sim.solvers.swap_trips import scheduled
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import facts, machine
 from tests.policies.offload.test_vdnn import Layer, net
-from workloads import cnn
+from workloads import cnn, transformer
 
 
 def curve(load: Sequence[int], *variables: tuple[int, int, tuple[int, ...]], ns: int = 10) -> Curve:
@@ -169,15 +170,73 @@ def test_without_overhead_no_time_is_added_and_within_a_limit_it_is_kept(
 # ---- as published --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "least"), [("resnet-50", 0.2), ("vgg-16", 0.11), ("inception-v4", 0.25)])
-def test_without_overhead_an_eighth_to_a_third_of_the_memory_is_saved(name: str, least: float) -> None:
-    """The abstract: up to 34.2 %, on nets of its time and a card of its generation; the limit asks for twice that."""
-    trace, card = cnn(name, 32, optimizer="sgd", kernels="cudnn"), load_profile("p100")
+def saved(name: str, limit: float = 0.3, machine: dict[str, str] | None = None, **parameters: str) -> float:
+    """The part of the peak that is saved without overhead on 32 images, where the load is to fall to `limit` of it."""
+    trace, card = cnn(name, 32, optimizer="sgd", kernels="cudnn"), load_profile("p100", overrides=machine or {})
     keep = simulate(trace, card, "keep_all").log
-    limit = int(0.3 * home_peak(keep))
-    log = simulate(trace, card, "autoswap", mode="no_overhead", limit=limit, least=0).log
+    asked = int(limit * home_peak(keep))
+    log = simulate(trace, card, "autoswap", mode="no_overhead", limit=asked, **parameters).log
     assert log.end <= 1.001 * keep.end
-    assert least < 1 - home_peak(log) / home_peak(keep) < 0.342
+    assert log.counters["ignored_actions"] == log.counters["implicit_moves"] == 0
+    return 1 - home_peak(log) / home_peak(keep)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("resnet-50", 0.227), ("vgg-16", 0.125), ("inception-v4", 0.287)])
+def test_without_overhead_an_eighth_to_a_third_of_the_memory_is_saved(name: str, expected: float) -> None:
+    """The abstract: up to 34.2 %, on nets of its time and a card of its generation; the limit asks for twice that."""
+    assert saved(name) == pytest.approx(expected, abs=0.005)
+
+
+def test_with_weights_and_gradients_away_vgg_16_saves_almost_twice_as_much() -> None:
+    assert saved("vgg-16", 0.66, score="aoa", variables="all") == pytest.approx(0.226, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ({"engines.gpu.efficiency.conv": "0.5"}, 0.315),
+        ({"links.d2h.rate": "25 GB/s", "links.h2d.rate": "25 GB/s"}, 0.423),
+    ],
+)
+def test_what_is_saved_without_overhead_on_resnet_50_is_what_the_link_carries_during_forward(machine, expected) -> None:
+    assert saved("resnet-50", machine=machine) == pytest.approx(expected, abs=0.005)
+
+
+def test_weights_leave_after_the_first_op_and_are_back_for_what_overwrites_them(run) -> None:
+    b = TraceBuilder()
+    x, w, state = b.tensor("x", 1, "input"), b.tensor("w", 10, "weight"), b.tensor("m", 20, "optimizer_state")
+    y, g, large = b.tensor("y", 1), b.tensor("g", 10, "gradient"), b.tensor("large", 30, "temporary")
+    b.op("first", reads=[x], writes=[b.tensor("z", 0)], duration=10)
+    b.op("f", "matmul", reads=[x, w], writes=[y], duration=10)
+    b.op("b", "matmul", reads=[x, y, w], writes=[g], duration=30, phase="backward")
+    b.op("wait0", reads=[x], writes=[b.tensor("v0", 0)], duration=30, phase="backward")
+    b.op("peak", reads=[x], writes=[large], duration=30, phase="backward")
+    for n in range(6):
+        b.op(f"later{n}", reads=[x], writes=[b.tensor(f"v{n + 1}", 0)], duration=10, phase="backward")
+    new = [b.tensor("w.new", 10, "weight", replaces=w), b.tensor("m.new", 20, "optimizer_state", replaces=state)]
+    b.op("step", "optimizer", reads=[g, w, state], writes=new, duration=10, phase="update")
+    trace = b.build(outputs=new, carry=list(zip(new, (w, state), strict=True)))
+    keep = run(trace, "keep_all")
+    done = run(trace, "autoswap", limit=32, mode="no_overhead", variables="all")
+    assert [(lane, tensor, start) for lane, tensor, start, _ in done.moves] == [
+        ("d2h", "m", 10),
+        ("d2h", "g", 50),
+        ("d2h", "w", 60),
+        ("h2d", "m", 130),
+        ("h2d", "g", 150),
+        ("h2d", "w", 160),
+    ]
+    assert done.time == keep.time
+    assert (keep.peak, done.peak) == (71, 42), "b has begun when m is away, so that x, w, m, y and g are there at once"
+    assert run(trace, "autoswap", limit=32, mode="no_overhead").moves == []
+
+
+def test_beside_a_policy_for_states_it_leaves_them_to_it() -> None:
+    trace = transformer("gpt2", batch=1, sequence=64, precision="mixed_fp16", optimizer="adamw_fused")
+    both = simulate(trace, "v100_16", load("zero_offload + autoswap(variables=all)"), budget="600 MB")
+    plain = simulate(trace, "v100_16", load("zero_offload + autoswap"), budget="600 MB")
+    assert both.log.end == plain.log.end
+    assert both.log.counters["ignored_actions"] == 0
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

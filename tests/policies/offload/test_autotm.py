@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Result, simulate
-from sim.hardware.platform import Platform
+from sim.hardware.platform import Link, Platform, Tier
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, facts, machine
 from tests.policies.offload.test_uvm import step
@@ -212,3 +212,49 @@ def test_on_optane_the_loss_is_that_of_the_abstract_and_each_freedom_helps() -> 
             rest += simulate(trace, "xeon_optane", "uvm", budget=budget).log.end > static.end
     assert 1 - math.prod(slower) ** (-1 / len(slower)) == pytest.approx(0.277, abs=0.07)
     assert rest == len(slower), "what is moved when it is touched loses more"
+
+
+def with_modules(host: int, modules: int) -> Platform:
+    """The machine of the other tests with 130 bytes, a host of so many, and memory behind it at half of its rate."""
+    plain = machine(130)
+    hbm, ddr = plain.tiers
+    tiers = (hbm, replace(ddr, capacity=host), Tier("cxl", modules, modules, GB, kind="cxl"))
+    ways = (("hbm", "cxl"), ("cxl", "hbm"), ("host", "cxl"), ("cxl", "host"))
+    return replace(plain, tiers=tiers, links=(*plain.links, *(Link(f"{a}2{b}", a, b, GB // 2) for a, b in ways)))
+
+
+def nested() -> Trace:
+    """Three results of 40 bytes that are read in the reverse order, after an op that needs the memory of all."""
+    b = TraceBuilder()
+    x = b.tensor("x", 0, "input")
+    kept = [b.tensor(f"y{n}", 40) for n in range(3)]
+    for n in range(3):
+        b.op(f"f{n}", reads=[x], writes=kept[n : n + 1], duration=10)
+    b.op("large", reads=[x], workspace=130, duration=10)
+    for n in reversed(range(3)):
+        b.op(f"b{n}", reads=[kept[n]], writes=[b.tensor(f"o{n}", 0)], duration=10)
+    return b.build(outputs=[], carry=())
+
+
+@pytest.mark.parametrize(
+    ("host", "lanes"),
+    [
+        (120, {"y0": "d2h", "y1": "d2h", "y2": "d2h"}),
+        (90, {"y0": "d2h", "y1": "d2h", "y2": "hbm2cxl"}),
+        (50, {"y0": "d2h", "y1": "hbm2cxl", "y2": "hbm2cxl"}),
+        (10, {"y0": "hbm2cxl", "y1": "hbm2cxl", "y2": "hbm2cxl"}),
+    ],
+)
+def test_what_the_host_has_no_space_for_lies_in_the_memory_behind_it(host: int, lanes: dict[str, str]) -> None:
+    """Those that live longest have the nearer one; copies of 40 bytes hold the device for 40 or for 80 ns."""
+    done = facts(simulate(nested(), with_modules(host, 1000), "autotm", mode="synchronous"))
+    out = {tensor: lane for lane, tensor, _, _ in done.moves if lane in ("d2h", "hbm2cxl")}
+    assert out == lanes
+    assert done.result.plan.notes["status"] == "optimal"
+    far = sum(lane == "hbm2cxl" for lane in lanes.values())
+    assert done.time == done.result.plan.notes["expected_ns"] == 7 * 10 + 2 * (3 * 40 + far * 40)
+
+
+def test_with_no_space_in_either_memory_the_refusal_is_one_line() -> None:
+    with pytest.raises(Infeasible, match="policy 'autotm': no synchronous plan fits"):
+        simulate(nested(), with_modules(10, 10), "autotm", mode="synchronous")

@@ -73,6 +73,24 @@ def test_the_last_dense_tensor_makes_way_for_later_ones_that_compress() -> None:
     assert [one.tensor for one in choose(some[:3], 80, 100)] == [0, 1]
 
 
+def test_what_is_halved_makes_way_for_what_is_sparse() -> None:
+    some = saved((40, 0, "fp16", 30), (40, 10, "csr", 10))
+    assert [one.tensor for one in choose(some, 40, 30)] == [0]
+    assert [one.tensor for one in choose(some, 40, 20)] == [1]
+
+
+def test_what_the_next_op_needs_is_not_offloaded() -> None:
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 4, "input"), b.tensor("y", 40, dtype="fp32"), b.tensor("z", 40, dtype="fp32")
+    b.op("f0", "conv", reads=[x], writes=[y], duration=10)
+    b.op("f1", "conv", reads=[y], writes=[z], duration=10)
+    b.op("f1.bwd", "conv", reads=[z], writes=[b.tensor("d", 4, "temporary")], duration=10, phase="backward")
+    b.op("f0.bwd", "conv", reads=[y], writes=[b.tensor("e", 4, "temporary")], duration=10, phase="backward")
+    done = run(b.build(outputs=(), carry=()), 90, share=0.0)
+    assert done.result.plan.notes["offloaded"] == 1
+    assert set(done.out) == {"y"}
+
+
 def test_fp16_makes_way_for_sparse_after_dense_has_for_both() -> None:
     some = saved((40, 0, "", 40), (40, 10, "fp16", 30), (40, 20, "fp16", 30), (40, 30, "csr", 10))
     assert [one.tensor for one in choose(some, 80, 60)] == [1, 3]

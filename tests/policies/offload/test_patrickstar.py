@@ -9,9 +9,11 @@ from functools import cache
 import pytest
 
 from sim.errors import PolicyError
-from sim.experiment import simulate
+from sim.experiment import Result, simulate
 from sim.hardware.profile import load_profile
 from sim.plan import Move
+from sim.policies.offload import patrickstar
+from sim.policies.offload.patrickstar.chunks import chunks_of
 from sim.policies.offload.patrickstar.measured import non_model
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
@@ -197,10 +199,70 @@ def test_equal_weights_waste_less_than_one_chunk() -> None:
         assert done.plan.notes["padding"] == (count % 2) * SIZE
 
 
-def test_parts_of_weights_that_ranks_gather_are_in_no_chunk() -> None:
-    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
-    layout = {"dp": 2, "zero": 3}
-    assert simulate(trace, "v100_32", "patrickstar", parallel=layout).plan.notes["padding"] == 0
+def dealt(ranks: int, budget: int, rate: str = "235 GB/s", **parameters) -> Result:
+    trace = transformer(TINY, batch=4, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    card = {"devices": str(ranks), "links.nvlink.rate": rate, "links.nvlink.egress": rate}
+    layout, given = {"dp": ranks, "zero": 3}, {"chunk": 20_000, "share": 1.0, **parameters}
+    card = load_profile("a100_80_sxm", overrides=card)
+    return simulate(trace, card, "patrickstar", parallel=layout, budget=budget, **given)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_chunks_are_dealt_to_ranks_and_the_network_carries_what_the_paper_counts(ranks) -> None:
+    done = dealt(ranks, 10**12)
+    trace = done.plan.trace
+    elements = transformer(TINY, batch=4, sequence=32, precision="mixed_fp16").meta["parameters"]
+    moved = done.summary()["moved_bytes"]
+    # an all-gather for forward, one for backward and a reduce-scatter, each of 16 bits
+    assert moved["data@0"] == pytest.approx(6 * (ranks - 1) / ranks * elements, rel=1e-3)
+    assert moved["d2h"] == moved["h2d"] == done.log.counters["implicit_moves"] == 0
+    chunks = chunks_of(trace, done.log.platform, 0, 20_000, {})
+    assert {chunk.ranks for chunk in chunks} == {ranks}
+    weights = {w.id for chunk in chunks for w in chunk.weights}
+    assert {trace.tensor_columns.name[t].rpartition(".")[2] for t in weights} == {"shard"}
+    assert sum(chunk.bytes for chunk in chunks) == pytest.approx(2 * elements / ranks, rel=1e-3)
+    assert done.plan.notes["padding"] == sum(20_000 - chunk.bytes for chunk in chunks)
+    largest = max(w.bytes for chunk in chunks for w in chunk.weights)
+    assert all(20_000 - chunk.bytes < largest for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 2_200_000), (4, 1_300_000)])
+def test_a_rank_copies_its_own_part_and_prefetch_hides_it(ranks, budget) -> None:
+    """The CPU updates most tiles: 16-bit gradients go down and weights come up once, of this rank's part alone."""
+    elements = transformer(TINY, batch=4, sequence=32, precision="mixed_fp16").meta["parameters"]
+    late, early = dealt(ranks, budget), dealt(ranks, budget, prefetch=2)
+    for done in (late, early):
+        moved = done.summary()["moved_bytes"]
+        assert 1.5 * elements / ranks < moved["d2h"] <= 2 * elements / ranks
+        assert moved["h2d"] <= 4 * elements / ranks
+        assert done.summary()["peak_bytes"] <= budget
+    assert early.log.end < late.log.end
+
+
+@pytest.mark.parametrize(
+    ("budget", "rate", "parameters"),
+    [(1_900_000, "200 MB/s", {"chunk": 50_000}), (2_000_000, "50 MB/s", {"chunk": 70_000, "share": 0.8})],
+)
+def test_a_chunk_may_leave_and_return_while_the_network_still_sums_a_gradient_of_it(budget, rate, parameters) -> None:
+    """The device has moved on: where the chunk is evicted and fetched again the gradient is not there yet."""
+    done = dealt(4, budget, rate, **parameters)
+    names = done.plan.trace.tensor_columns.name
+    sums = [a for a in done.plan.actions if isinstance(a, Move) and ".grad." in names[a.tensor] and a.to == "host"]
+    assert sums
+    assert all(a.before is None for a in sums)
+    assert done.log.counters["ignored_actions"] == 0
+
+
+def test_buffers_are_left_for_a_chunk_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+    walk = patrickstar.Walk
+    monkeypatch.setattr(patrickstar, "Walk", lambda *of, **more: rooms.append(of[2]) or walk(*of, **more))
+    one, other = (dealt(4, 2_200_000, chunk=chunk) for chunk in (20_000, 8_000))
+    largest = [max(each.bytes for each in chunks_of(run.plan.trace, run.log.platform, 0, size, {}))
+               for run, size in ((one, 20_000), (other, 8_000))]  # fmt: skip
+    assert one.plan.notes["tiles_on_device"] == other.plan.notes["tiles_on_device"]
+    planned, smaller = rooms[1], rooms[3]  # those after the warm-up
+    assert max(smaller) - max(planned) == 2 * 4 * (largest[0] - largest[1])
 
 
 def test_what_is_wrong_is_named() -> None:

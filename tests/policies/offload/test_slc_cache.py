@@ -110,6 +110,46 @@ def test_folding_makes_space_for_what_is_needed_sooner() -> None:
     assert {tensor for lane, tensor, _, _ in folded.moves if lane == "slc2d"} == {"y2", "y3"}
 
 
+def test_space_is_free_for_what_leaves_at_the_op_that_uses_what_was_there() -> None:
+    b = TraceBuilder()
+    x, held = b.tensor("x", 1, "input"), [b.tensor(f"t{n}", 100) for n in range(3)]
+    b.op("make0", "conv", reads=[x], writes=[held[0]], duration=200)
+    for n in range(2):
+        b.op(f"large{n}", "other", reads=[x], workspace=950, duration=200)
+        b.op(f"turn{n}", "conv", reads=[held[n]], writes=[held[n + 1]], duration=200)
+    b.op("large2", "other", reads=[x], workspace=950, duration=200)
+    b.op("last", "conv", reads=[held[2]], duration=200)
+    done = run(b.build(outputs=(), carry=()), drive(100))
+    assert done.result.plan.notes["written"] == {"slc": 300, "tlc": 0}
+
+
+def test_what_came_first_is_folded_unless_it_is_needed_before_the_newcomer() -> None:
+    b = TraceBuilder()
+    x = b.tensor("x", 1, "input")
+    held = [b.tensor(f"t{n}", size) for n, size in enumerate((50, 60, 40))]
+    for n, t in enumerate(held):
+        b.op(f"make{n}", "conv", reads=[x], writes=[t], duration=100)
+    b.op("large", "other", reads=[x], workspace=1000, duration=200)
+    for n in (0, 2, 1):  # t1 is needed last
+        b.op(f"use{n}", "conv", reads=[held[n]], duration=200)
+    done = run(b.build(outputs=(), carry=()), drive(110), replacement="lru")
+    assert [(lane, tensor) for lane, tensor, _, _ in done.moves if lane == "fold"] == [("fold", "t1")]
+    assert done.result.plan.notes == {"written": {"slc": 150, "tlc": 0}, "folded": 60, "recomputed": 0}
+
+
+def test_what_is_away_itself_recomputes_nothing() -> None:
+    """y1 is made of y0; y0 leaves, so that y1 is read from the drive however slow that is."""
+    b = TraceBuilder()
+    x, kept = b.tensor("x", 1, "input"), [b.tensor(f"y{n}", 50) for n in range(2)]
+    b.op("f0", "conv", reads=[x], writes=kept[:1], duration=100)
+    b.op("f1", "conv", reads=kept[:1], writes=kept[1:], duration=100)
+    b.op("large", "other", reads=[x], workspace=1000, duration=100)
+    b.op("use", "conv", reads=kept, writes=[b.tensor("z", 1)], duration=100)
+    slow = drive(1000, read=GB // 100).with_budget(1010)
+    done = simulate(b.build(outputs=(), carry=()), slow, "slc_cache")
+    assert done.plan.notes["recomputed"] == 1
+
+
 def test_what_returns_later_than_the_horizon_passes_the_region_by() -> None:
     done = run(net([50] * 4), drive(1000), horizon=50)
     written = {lane: {t for other, t, _, _ in done.moves if other == lane} for lane in ("d2slc", "d2tlc")}
@@ -118,7 +158,7 @@ def test_what_returns_later_than_the_horizon_passes_the_region_by() -> None:
 
 
 def test_what_is_recomputed_faster_than_it_is_read_is_dropped() -> None:
-    for read, dropped in ((GB, 0), (GB // 100, 4)):  # 50 ns, or 5000; an op takes 100
+    for read, dropped in ((GB, 0), (GB * 5 // 8, 0), (GB // 100, 4)):  # 50, 80 or 5000 ns; an op takes 100
         done = simulate(net([50] * 4, cheap=100), drive(1000, read=read).with_budget(1010), "slc_cache")
         assert done.plan.notes["recomputed"] == dropped
         assert done.log.counters["implicit_recomputes"] == dropped

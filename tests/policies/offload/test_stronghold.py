@@ -10,9 +10,10 @@ import pytest
 from sim.errors import PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.policies.offload.stronghold.window import Window
 from sim.rewrites.values import departures
 from sim.trace import Trace
-from tests.policies.offload.conftest import machine
+from tests.policies.offload.conftest import GB, machine
 from tests.policies.offload.test_zero_offload import layers
 from workloads.transformer import transformer
 
@@ -102,7 +103,24 @@ def test_little_memory_takes_the_largest_window_that_fits_and_keeps_to_it() -> N
         done = simulate(trace, machine(budget, cpu_rate=INSTANT), "stronghold", resident=True)
         assert done.summary()["peak_bytes"] <= budget
         found.append(done.plan.notes["window"])
-    assert found == [found[0], found[0] + 1, found[0] + 3]
+    # window + 1 layers of 1000 B, gradients of two, and what else there is: less than 100 B
+    assert found == [2, 3, 5]
+
+
+def test_backward_may_ask_for_a_larger_window_than_forward() -> None:
+    """Copies of 5 hide behind layers of 10 in forward; in backward behind two of 2 and then three, of 2 each."""
+    window = Window.__new__(Window)
+    window.__dict__.update(times=[10] * 4 + [2] * 4, copies=[5] * 8, forward=4, weights=[], updates={})
+    assert [window.hides(w) for w in (1, 2, 3, 4)] == [False, False, True, True]
+
+
+def test_a_slower_cpu_asks_for_more_layers_that_are_not_fetched_early() -> None:
+    """Updates of the first layers come last: the next iteration must not fetch them before they have ended."""
+    found = [
+        simulate(layers(10, 5, 10, 100), machine(cpu_rate=rate), "stronghold", resident=True).plan.notes["window"]
+        for rate in (INSTANT, GB, GB // 2, GB // 5, GB // 10)
+    ]
+    assert found == [1, 1, 2, 7, 9]
 
 
 def test_the_search_finds_the_fastest_window() -> None:

@@ -96,9 +96,9 @@ def test_a_host_without_space_is_one_line(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["lru_tiering", *PLANNERS])
 @pytest.mark.parametrize("name", ["xeon_optane", "h100_cxl"])
 def test_on_optane_and_cxl_what_memory_lacks_lies_in_the_slow_tier(policy: str, name: str) -> None:
-    """On `h100_cxl` the host's own memory is taken, and the modules behind it serve; autotm has two tiers."""
+    """On `h100_cxl` the host's own memory is taken, and the modules behind it serve."""
     trace = cnn("alexnet", 64, optimizer="sgd")
-    taken = {"tiers.host.capacity": "1 MB"} if name == "h100_cxl" and policy != "autotm" else {}
+    taken = {"tiers.host.capacity": "1 MB"} if name == "h100_cxl" else {}
     on = load_profile(name, overrides=taken)
     plain = simulate(trace, on, "keep_all", budget=1 << 60).summary()
     budget = int(0.9 * plain["peak_bytes"])

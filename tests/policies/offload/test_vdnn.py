@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,15 +12,18 @@ from hypothesis import strategies as st
 from sim.analysis.peak_memory import home_peak
 from sim.comparison import compare
 from sim.errors import OutOfMemory, PolicyError
-from sim.experiment import reference_run, simulate
+from sim.experiment import problem_for, reference_run, simulate
 from sim.hardware.profile import load_profile
+from sim.log import EventLog
+from sim.plan import Plan
+from sim.policies import load
 from sim.rewrites.values import departures
 from sim.search import smallest_budget
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Implementation
 from tests.policies.offload.conftest import ROOMY, facts, machine
 from tests.strategies import budgets, platforms, traces
-from workloads import cnn
+from workloads import cnn, transformer
 
 Layer = tuple[str, int, int, int]  # kind, bytes of its input, ns forward, ns backward
 
@@ -302,3 +306,18 @@ def test_what_another_device_makes_is_not_sent_beside_a_layer():
     b.op("f2.bwd", "conv", reads=[dc, a], writes=[da], duration=100, phase="backward", device=1)
     trace = b.build(outputs=[da])
     assert simulate(trace, "mt3000_cluster", "vdnn", variant="all").log.complete
+
+
+def test_where_no_op_has_another_implementation_all_is_tried_once():
+    trace, profile = transformer("gpt2", batch=8, sequence=512), load_profile("a100_40_pcie")
+    problem = problem_for(trace, profile.with_budget(int(0.7 * home_peak(reference_run(trace, profile)))))
+    tried: list[Plan] = []
+
+    def evaluate(plan: Plan) -> EventLog:
+        tried.append(plan)
+        return problem.evaluate(plan)
+
+    plan = load("vdnn").plan(replace(problem, evaluate=evaluate))
+    assert [each.notes["variant"] for each in tried] == ["all", "none", "conv"]
+    assert plan is tried[0]
+    assert plan.trace is trace

@@ -9,11 +9,13 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from sim.errors import OutOfMemory
+from sim.errors import IllegalPlan, Infeasible, OutOfMemory, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.hybrid.drafts import Draft, Drafts, Replayed, replayed
+from sim.policies.hybrid.hybrid.recomputations import beside_recomputation
 from sim.policies.offload.swap_all import SwapAll
+from sim.policies.recompute.full_recompute import FullRecompute
 from sim.solvers.outcome import nothing_fits
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -49,16 +51,23 @@ class Hybrid(Policy):
     In a composition the replays show what other parts hold and move, and the search goes on with that; so it does where
     a draft that should fit does not. Where a replay takes longer than the model says, since others use the link, drafts
     that copy nothing are tried, too.
-    Recomputation is lazy: an op is recomputed right before its results are first read, once, from what is
+    An op is recomputed once there. So what recomputation brings back stays to its last read, and in little memory, or
+    beside a slow link, little of that fits. Therefore planners that recompute an op as often as it pays (`twremat`;
+    `rotor`, on chains; `relax_and_fix`'s programs) say what to recompute, for the memory that there is and for more.
+    Wherever that takes less time than what was found, copies of the rest are planned beside it in the same way.
+    Where no draft fits, as happens in pipelines, `full_recompute` is the plan if that fits.
+    Recomputation that is chosen is lazy: an op is recomputed right before its results are first read, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
     recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
 
     Source: our own. The choice between three ways and its relaxation follow Beaumont et al., "Efficient Combination of
         Rematerialization and Offloading for Training DNNs", NeurIPS 2021; windows of link time: Huang et al.,
         "SwapAdvisor", and Peng et al., "Capuchin", both ASPLOS 2020; recomputing the cheap: Korthikanti et al., MLSys
-        2023.
+        2023. What is recomputed more than once: see `twremat`, `rotor` and `relax_and_fix`.
     Bounds: `rounds` programs and one of about 5 columns per op and 6 per window, each with a schedule in O(ops); at
-        most three replays per search, and one search but in compositions or where the fastest draft does not fit.
+        most three replays per search, and one search but in compositions or where the fastest draft does not fit. At
+        most eight plans of other planners with two programs each; of traces of more than 5,000 ops one, and of more
+        than 1,500 none by `rotor`, whose time grows with the cube of the chain.
     Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
         the peak, nothing is left to choose, and nothing fits. Some policies fit into less, or are faster, by freedoms
         that it does not have: `modnn` offloads temporaries of the update, too, and splits the batch; `vdnn` and `modnn`
@@ -68,8 +77,8 @@ class Hybrid(Policy):
 
     rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
-        none where the plan is `swap_all`'s.
-    Raises Infeasible, with the smallest budget of any draft, where none fits.
+        none where the plan is that of `swap_all` or `full_recompute`.
+    Raises Infeasible, with the smallest budget of any draft of its own choice, where nothing of that fits.
     """
 
     recomputes = True
@@ -102,8 +111,12 @@ class Hybrid(Policy):
         if best is None or (best.draft.moved and best.ns > LATE * best.draft.ns):  # the link has more to do
             dropping, _ = self._search(problem, drafts.without_copies())
             best = min((each for each in (best, dropping) if each), key=lambda each: each.ns, default=None)
+        if (more := beside_recomputation(problem, drafts, best.ns if best else None)) is not None:
+            best = more
         if best is None:
             best = replayed(problem, drafts, drafts.least(self.rounds))
+        if not best.fits and (simpler := _of_layers(problem)) is not None:
+            return simpler
         if not best.fits:
             devices = range(problem.trace.devices)
             if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
@@ -126,6 +139,16 @@ class Hybrid(Policy):
                 seen.add(tuple(draft.choice))
                 runs.append(replayed(problem, drafts, draft))
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
+
+
+def _of_layers(problem: Problem) -> Plan | None:
+    """`full_recompute`'s plan if it fits: one recomputation per layer holds less than choices result by result."""
+    try:
+        plan = FullRecompute().plan(problem)
+        problem.evaluate(plan)
+    except (Infeasible, PolicyError, IllegalPlan):
+        return None
+    return plan
 
 
 def _state_beside(problem: Problem, draft: Draft) -> str:

@@ -16,10 +16,10 @@ from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Drop, Move, Plan, Problem, Recompute
 from sim.policies.hybrid.hybrid.candidates import results_of
 from sim.policies.hybrid.hybrid.program import Profile, rounded, shares
-from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results
-from sim.policies.hybrid.hybrid.timeline import Steps, Timeline, steps_of, timeline
+from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results, Saved
+from sim.policies.hybrid.hybrid.timeline import Ints, Steps, Timeline, steps_of, timeline
 from sim.solvers.cascade import cascade
-from sim.solvers.schedule import Schedule, schedule_of
+from sim.solvers.schedule import Reruns, Schedule, schedule_of
 
 SPARED = 3
 """How often what came back late is kept instead."""
@@ -79,6 +79,14 @@ def use_at_ops(log: EventLog, device: int) -> dict[int, int]:
     return dict(zip(log.interval("op")[rows].tolist(), use[found].tolist(), strict=True))
 
 
+def _by_last(results: Results) -> dict[int, list[int]]:
+    """Per op the places in `Results.saved` of what it is the last to read before backward."""
+    found: dict[int, list[int]] = {}
+    for i, s in enumerate(results.saved):
+        found.setdefault(s.last, []).append(i)
+    return found
+
+
 class Drafts:
     """Makes drafts for a problem.
 
@@ -88,7 +96,7 @@ class Drafts:
     def __init__(self, problem: Problem, *, inputs: bool = True) -> None:
         """inputs: whether inputs of the iteration may be offloaded."""
         self.problem = problem
-        self.results: Results = results_of(problem, inputs=inputs)
+        self.results = self._all = results_of(problem, inputs=inputs)
         self.index = self.results.index
         self.devices = range(problem.trace.devices)
         self.capacity = [problem.platform.home(device).capacity for device in self.devices]
@@ -98,15 +106,31 @@ class Drafts:
         self._seen: set[int] = set()  # ops at which replays have shown them
         self._ns = [problem.cost.op_ns(op) for op in range(len(problem.trace.ops))]
         self._doubt: dict[int, float] = {}  # of the last program, how far from whole each choice was
-        self._last: dict[int, list[int]] = {}
-        for i, s in enumerate(self.results.saved):
-            self._last.setdefault(s.last, []).append(i)
+        self._last = _by_last(self.results)
+        self._given: Schedule | None = None  # what is recomputed where, if that is not chosen
 
     def without_copies(self) -> Drafts:
         """The same, and as much learnt, where nothing may be offloaded."""
+        return self._among([replace(s, offloads=False, sends_early=False) for s in self.results.saved])
+
+    def given(self, reruns: Reruns) -> Drafts:
+        """The same, and as much learnt, where these ops are recomputed; what is not is kept or offloaded."""
+        again = {op for ops in reruns.values() for op in ops}
+        read = {t for op in again for t in self.index.reads[op]}
+        stays = [
+            replace(s, recomputes=False, forward_only=False)
+            for s in self.results.saved
+            if s.op not in again and not (s.forward_only and read.isdisjoint(s.tensors))
+        ]
+        other = self._among(stays)
+        other._given = schedule_of(self.index, reruns)
+        return other
+
+    def _among(self, saved: Sequence[Saved]) -> Drafts:
+        """The same, and as much learnt of the others, where there is a choice for these alone."""
         other = copy(self)
-        stays = [replace(s, offloads=False, sends_early=False) for s in self.results.saved]
-        other.results = replace(self.results, saved=stays)
+        other.results = self.results.among(saved)
+        other._last = _by_last(other.results)
         other._late, other._doubt = {}, {}
         return other
 
@@ -115,8 +139,11 @@ class Drafts:
     def draft(self, choice: Sequence[int]) -> Draft:
         """A choice, scheduled and timed."""
         results = self.results
-        settled, reruns = results.settled(choice)
-        schedule = schedule_of(results.index, reruns)
+        if self._given is not None:
+            settled, schedule = choice, self._given
+        else:
+            settled, reruns = results.settled(choice)
+            schedule = schedule_of(results.index, reruns)
         steps = [steps_of(results, settled, schedule, self._ns, device) for device in self.devices]
         for each in steps if self._others else ():
             each.held[:] += [self._others[where] for where in wheres(schedule, each)]
@@ -180,10 +207,12 @@ class Drafts:
             if draft.schedule.steps[at][1] < 0:
                 since.update(dict.fromkeys(self._last.get(op, ()), step))
         base: dict[int, int] = {}
-        for where, bytes in zip(places, held.tolist(), strict=True):
+        ns = dict.fromkeys(places, 0)
+        for where, op, bytes in zip(places, steps.ops, held.tolist(), strict=True):
             base[where] = max(base.get(where, 0), bytes)
+            ns[where] += self._ns[op] if op == where or self._given is not None else 0
         ops = sorted(base)
-        return Profile(ops, [self._ns[op] for op in ops], [base[op] for op in ops], need, self._late)
+        return Profile(ops, [ns[op] for op in ops], [base[op] for op in ops], need, self._late)
 
     def learn(self, run: Replayed) -> bool:
         """Learn from a replay what the model does not know.
@@ -232,7 +261,23 @@ class Drafts:
     # ---- several -----------------------------------------------------------------------------
 
     def search(self, rounds: int) -> list[Draft]:
-        """Drafts as the program chooses, with less room after each miss, and the best of them polished."""
+        """Drafts as the program chooses, and the best of them polished."""
+        found = self.rough(rounds)
+        if not found[-1].excess and found[-1].ns <= found[0].ns:
+            return found
+        best = self.polished(min(found, key=attrgetter("rank")), WORK)
+        found.append(best)
+        if not best.excess and max(2, rounds) < WORK // len(self._ns):
+            # where polishing ends depends on how shares were rounded: a little less room rounds others
+            other = self.by_program(best, [capacity - capacity // 100 for capacity in self.capacity])
+            found += [other, self.polished(other, WORK)]
+        return found
+
+    def rough(self, rounds: int) -> list[Draft]:
+        """Everything kept, everything offloaded, then as the program chooses, with less room after each miss.
+
+        The last is as fast as the first where one of these is.
+        """
         kept = now = self.kept()
         found, seen, fits = [kept, self.away()], set[tuple[int, ...]](), False
         targets, less = list(self.capacity), [0 for _ in self.devices]
@@ -253,14 +298,7 @@ class Drafts:
             if tuple(now.choice) in seen and not now.excess:  # copies take longer than windows show
                 targets = [target - target // 200 * i for target in targets]
             seen.add(tuple(now.choice))
-        found += self.spared(min(found, key=attrgetter("rank")))
-        best = self.polished(min(found, key=attrgetter("rank")), WORK)
-        found.append(best)
-        if not best.excess and i + 1 < WORK // len(self._ns):
-            # where polishing ends depends on how shares were rounded: a little less room rounds others
-            other = self.by_program(best, [capacity - capacity // 100 for capacity in self.capacity])
-            found += [other, self.polished(other, WORK)]
-        return found
+        return found + self.spared(min(found, key=attrgetter("rank")))
 
     def polished(self, draft: Draft, work: int, key: Callable[[Draft], Any] = attrgetter("rank")) -> Draft:
         """A draft that no other way for one result, or for two, improves on; as far as so many steps allow."""
@@ -330,11 +368,7 @@ class Drafts:
                 actions += [Drop(t, after=op) for t in dropped]
             actions += [Move(t, host, after=op) for i in leave.get(at, ()) for t in saved[i].tensors]
             actions += [Move(t, host, after=op, keep=True) for i in early.get(at, ()) for t in saved[i].tensors]
-        again = {t for op, anchor in draft.schedule.steps if anchor >= 0 for t in index.reads[op]}
-        bytes = np.zeros(3, np.int64)
-        for s, what in zip(saved, draft.choice, strict=True):
-            if not s.forward_only or not again.isdisjoint(s.tensors):
-                bytes[what] += s.bytes
+        bytes = self._bytes_by_way(draft)
         notes = {
             "kept_bytes": int(bytes[KEEP]),
             "offloaded_bytes": int(bytes[OFFLOAD]),
@@ -342,6 +376,17 @@ class Drafts:
             "expected_ns": draft.ns,
         }
         return Plan(trace, cascade(trace, platform, actions, host) if host else tuple(actions), notes=notes)
+
+    def _bytes_by_way(self, draft: Draft) -> Ints:
+        """The bytes that a draft keeps, offloads and recomputes."""
+        again = {op for op, anchor in draft.schedule.steps if anchor >= 0}
+        read = {t for op in again for t in self.index.reads[op]}
+        chosen = {s.tensors: way for s, way in zip(self.results.saved, draft.choice, strict=True)}
+        bytes = np.zeros(3, np.int64)
+        for s in self._all.saved:
+            if not s.forward_only or not read.isdisjoint(s.tensors):
+                bytes[RECOMPUTE if s.op in again else chosen.get(s.tensors, KEEP)] += s.bytes
+        return bytes
 
 
 # ---- replays -----------------------------------------------------------------------------------

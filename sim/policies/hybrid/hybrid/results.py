@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import FORWARD
@@ -57,6 +57,11 @@ class Results:
     of: Mapping[int, int]
     outputs: frozenset[int]
     held_until: Sequence[int]
+
+    def among(self, saved: Sequence[Saved]) -> Results:
+        """The same where these, in program order, are all that is chosen for."""
+        by_op = {s.op: i for i, s in enumerate(saved) if s.op >= 0}
+        return replace(self, saved=saved, by_op=by_op, of={t: i for i, s in enumerate(saved) for t in s.tensors})
 
     def ways(self, i: int) -> list[int]:
         """What may be chosen for one of `saved`."""

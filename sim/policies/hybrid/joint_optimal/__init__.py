@@ -45,17 +45,20 @@ class JointOptimal(Policy):
     Bounds: no plan of the class is faster than `makespan_bound_ns`: the program counts memory only when an op begins
         and when it ends, and lets copies be cut into pieces; the engine does neither. Without a host it is Checkmate's
         program, whose optimum a plan always reaches. O(n^2) binaries for n ops, about eight times Checkmate's.
+        Weights and states stay in both classes. So policies that move them, too (`g10`, `sentinel`, `zero_offload`,
+        `weight_streaming`), are of neither, and may be faster than a bound, or fit where it says that nothing does.
     Departs: from no paper.
 
     max_ops: the most ops for that program, update ops not counted, at least 2. A larger trace has the linear program at
         moments, whose bound is about all plans that drop, recompute and copy in whatever way; its shares are rounded,
         and scheduled and improved as `hybrid` does it; the plan of `relax_and_fix` is looked at, too.
     moments: number of moments then.
-    time_limit: seconds of search in all; the plan has no bound where the linear program takes longer.
+    time_limit: seconds of search in all; the plan has no bound where the linear program takes longer. An exact program
+        ends after 10,000 nodes, too, as `checkmate`'s does: `limit` is then "nodes".
     replays: runs of the engine at most, to make the answer into a plan.
     Notes of the plan: `status` is "optimal" only where its makespan is the bound (to one part in a million where times
         have no common unit above a ten-thousandth), else "feasible"; `optimal_among` and `bound_among`: the class;
-        `makespan_bound_ns`, `rerun_ns`; `limit`: "" or "time"; `time_limited`.
+        `makespan_bound_ns`, `rerun_ns`; `limit`: "", "nodes" or "time"; `time_limited`.
     Raises Infeasible where no plan was found that fits, saying so where none of the class does; PolicyError on several
         devices or engines, a host that the device reads in place, or a limit reached before any plan was
         found.
@@ -76,7 +79,7 @@ class JointOptimal(Policy):
 
     max_ops: Annotated[int, Ge(2)] = 60
     moments: Annotated[int, Ge(1)] = 6
-    time_limit: Annotated[float, Gt(0)] = 60.0
+    time_limit: Annotated[float, Gt(0)] = 20.0
     replays: Annotated[int, Ge(1)] = 400
 
     def in_class(self, plan: Plan) -> bool:
@@ -102,8 +105,8 @@ class JointOptimal(Policy):
         if replays.best is None:
             if answer.limit:
                 raise PolicyError(
-                    "policy 'joint_optimal' found no plan before it met its limit of time; raise time_limit, or the "
-                    "budget"
+                    f"policy 'joint_optimal' found no plan before it met its limit of {answer.limit}; raise the budget"
+                    f"{', or time_limit' if answer.limit == 'time' else ''}"
                 )
             least, smallest = tightest(index, nodes)
             proven = exact and answer.status == "infeasible"

@@ -12,6 +12,7 @@ from sim.errors import Infeasible, TiersimError
 from sim.plan import Plan, Problem
 from sim.policies.hybrid.hybrid.drafts import Draft, Drafts
 from sim.policies.hybrid.hybrid.program import rounded
+from sim.policies.hybrid.hybrid.recomputations import beside_recomputation
 from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE
 from sim.policies.recompute.relax_and_fix import RelaxAndFix
 from sim.solvers.moment_bound import NothingFits, Shares, program_of
@@ -53,6 +54,8 @@ def by_moments(
             continue
         if best is None or end < best[0]:
             best = end, plan
+    if not proven and (more := beside_recomputation(problem, drafts, best[0] if best else None)) is not None:
+        best = more.ns, more.plan
     if best is None:
         least = drafts.least(ROUNDS).least_bytes
         raise refused(problem, "joint_optimal", least, proven=proven, smallest=False, plans=WIDE)

@@ -14,7 +14,7 @@ from sim.solvers.nodes import Nodes, NodeValue
 from sim.solvers.schedule import TraceIndex, schedule_of
 
 ATTEMPTS = 4
-NODES = 1_000_000
+NODES = 10_000
 STEP = 50
 """An exact program is searched to so many nodes and, after an answer of which no plan fits, asked again with this part
 of the budget less, so often in all."""

@@ -19,11 +19,13 @@ from sim.policies.hybrid.poet.prices import Prices, once, prices_of
 from sim.solvers.granularity import by_op
 from sim.solvers.located import index_of
 from sim.solvers.milp import Program
-from sim.solvers.nodes import Nodes, body, counts_all
+from sim.solvers.nodes import Nodes, beyond, body, counts_all
 from sim.solvers.outcome import Answer, refused
 from sim.solvers.rounding import tightest
 from sim.solvers.schedule import schedule_of
 from sim.solvers.trip import Trip, host_of
+from sim.trace.chain import before_update
+from sim.trace.graph import Trace
 from sim.units import format_bytes, format_time, parse_time
 
 PLANS = (
@@ -92,6 +94,10 @@ class Poet(Policy):
         """The deadline in ns."""
         return parse_time(self.deadline) if isinstance(self.deadline, str) else self.deadline
 
+    def too_long(self, trace: Trace) -> str:
+        """Where there are more than `max_ops` ops before the update."""
+        return beyond(before_update(trace), self.max_ops)
+
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves."""
         ops, index = body(problem, "poet"), index_of(problem)
@@ -101,8 +107,8 @@ class Poet(Policy):
             if self.ends is not None and serial > self.ends:
                 raise self._late(problem, serial, least_is_known=True)
             return self._planned(problem, Plan(problem.trace), 0, Answer("optimal"), None)
-        if ops > self.max_ops:
-            raise PolicyError(f"policy 'poet' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}")
+        if why := self.too_long(problem.trace):
+            raise PolicyError(f"policy 'poet' {why}")
         exact = counts_all(index, ops)
         nodes = by_op(problem, index, "poet", apart=True)
         if self.restore_by == "copy":

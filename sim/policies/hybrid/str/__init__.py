@@ -19,10 +19,12 @@ from sim.policies.hybrid.str.windows import Windows
 from sim.solvers.granularity import by_op
 from sim.solvers.located import index_of
 from sim.solvers.milp import Program
-from sim.solvers.nodes import body
+from sim.solvers.nodes import beyond, body
 from sim.solvers.outcome import refused
 from sim.solvers.rounding import tightest
 from sim.solvers.schedule import schedule_of
+from sim.trace.chain import before_update
+from sim.trace.graph import Trace
 
 ATTEMPTS = 6
 STEP = 25
@@ -74,13 +76,18 @@ class Str(Policy):
     max_ops: Annotated[int, Ge(2)] = 60
     time_limit: Annotated[float, Gt(0)] = 60.0
 
+    def too_long(self, trace: Trace) -> str:
+        """Where there are more than `max_ops` ops before the update."""
+        return beyond(before_update(trace), self.max_ops)
+
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves; notes: `rerun_ns`, `limit`, `time_limited`."""
-        ops, index = body(problem, "str"), index_of(problem)
+        body(problem, "str")  # on one device and one engine
+        index = index_of(problem)
         if schedule_of(index, {}).peak() <= problem.budget:
             return Plan(problem.trace, notes={"rerun_ns": 0, "limit": "", "time_limited": False})
-        if ops > self.max_ops:
-            raise PolicyError(f"policy 'str' plans op by op for {self.max_ops} ops at most (max_ops); there are {ops}")
+        if why := self.too_long(problem.trace):
+            raise PolicyError(f"policy 'str' {why}")
         nodes = by_op(problem, index, "str", apart=True)
         host = problem.platform.host.name if problem.platform.host else ""
         trips = copy_times(problem, nodes, host)

@@ -17,8 +17,9 @@ from sim.policies.hybrid.xengine.actions import plan_of
 from sim.policies.hybrid.xengine.beside import all_on, fastest_beside
 from sim.policies.hybrid.xengine.engines import choices_of, on_engines
 from sim.policies.hybrid.xengine.program import Answer, Placement, Scene
-from sim.solvers.nodes import nodes_of
+from sim.solvers.nodes import beyond, nodes_of
 from sim.solvers.schedule import TraceIndex
+from sim.trace.graph import Trace
 from sim.units import format_bytes
 
 ATTEMPTS = 4
@@ -124,21 +125,22 @@ class Xengine(Policy):
         starts = [all_on(scene.choices, m) for m in scene.choices.memories]
         return {"engines beside each other": fastest_beside(problem, scene, starts)}
 
+    def too_long(self, trace: Trace) -> str:
+        """Where there are more than `max_ops` ops."""
+        return beyond(len(trace.op_columns.name), self.max_ops)
+
     def _scene(self, problem: Problem) -> Scene:
         """What there is to plan. Raises PolicyError where this policy cannot."""
         trace = problem.trace
         if trace.devices > 1:
             raise PolicyError(f"policy 'xengine' plans for one device; this trace has {trace.devices}")
-        count = len(trace.op_columns.name)
-        if count > self.max_ops:
-            raise PolicyError(
-                f"policy 'xengine' plans op by op for {self.max_ops} ops at most (max_ops); there are {count}"
-            )
+        if why := self.too_long(trace):
+            raise PolicyError(f"policy 'xengine' {why}")
         choices = choices_of(problem)
         able = on_engines(trace, choices, [engines[0] for engines in choices.able])
         runnable = replace(problem, trace=able, cost=problem.cost.over(able, problem.platform))
-        index = TraceIndex(trace)
-        return Scene.of(index, nodes_of(runnable, index, [[op] for op in range(count)], apart=True), choices)
+        index, ops = TraceIndex(trace), range(len(trace.op_columns.name))
+        return Scene.of(index, nodes_of(runnable, index, [[op] for op in ops], apart=True), choices)
 
     def _solved(self, program: Placement, ends: float) -> Answer:
         return program.solve(node_limit=self.node_limit, time_limit=max(ends - time.monotonic(), 0.01))

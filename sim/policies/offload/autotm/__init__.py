@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 from sim.errors import OutOfMemory, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.offload.autotm.lifetimes import lives_of
+from sim.policies.offload.autotm.lifetimes import Lives, lives_of
 from sim.policies.offload.autotm.moves import Moves
 from sim.policies.offload.autotm.program import Program
 from sim.solvers.outcome import nothing_fits
@@ -45,7 +45,9 @@ class AutoTm(Policy):
     Departs: a copy runs beside one of the `window` ops behind a use or ahead of the next, not any. An op has one
         implementation. Sizes are bytes, not pages of 4 KiB. Tensors that memory is large enough for throughout their
         life are in the fast tier, and decided before. What fits only without holes between blocks is solved again with
-        less memory, of the whole device and not of the op. What other engines or groups use stays.
+        less memory, of the whole device and not of the op. Where the slow tier is too small, as DRAM in front of CXL,
+        the program is solved once more with the tier behind it: each tensor has one of the two, fixed before, those
+        that live longest the nearer one. What other engines or groups use stays.
         Slower than `swap_all` where copies take longer than an op, since the device waits for each: as published,
         whose slow tier is read at a third of DRAM's rate.
 
@@ -83,27 +85,17 @@ class AutoTm(Policy):
             raise PolicyError(f"autotm: {platform.name} has no host tier to move to")
         if trace.devices > 1:
             raise PolicyError(f"policy 'autotm' plans one device; the trace has {trace.devices}")
-        lives = lives_of(problem, platform.host.name)
-        if not lives.lives:
-            return Plan(trace, notes=_notes("optimal", sum(lives.took), sum(lives.took)))
-        if len(trace.ops) > self.max_ops:
-            raise PolicyError(f"policy 'autotm' plans {self.max_ops} ops at most (max_ops); there are {len(trace.ops)}")
-        room = problem.budget
-        for part in SHRINK:
-            status, values, bound = Program(lives, room, self.mode, self.window).solve(
-                time_limit=self.time_limit, node_limit=NODES
-            )
-            if values is None:
-                break
-            moves = Moves(problem, lives, values, platform.host.name)
-            limit = "" if status == "optimal" else "time"
-            notes = _notes(status, moves.expected_ns, min(round(bound), moves.expected_ns), limit)
-            plan = Plan(trace, moves.actions, place=moves.place, notes=notes)
-            try:
-                problem.evaluate(plan)
-            except OutOfMemory:
-                room -= max(room // part, 1)
-            else:
+        chain = platform.cascade(platform.host.name)
+        for tiers in (chain[:1], chain) if len(chain) > 1 else (chain,):
+            lives = lives_of(problem, tiers)
+            if not lives.lives:
+                return Plan(trace, notes=_notes("optimal", sum(lives.took), sum(lives.took)))
+            if len(trace.ops) > self.max_ops:
+                raise PolicyError(
+                    f"policy 'autotm' plans {self.max_ops} ops at most (max_ops); there are {len(trace.ops)}"
+                )
+            status, plan = self._solved(problem, lives)
+            if plan is not None:
                 return plan
         if status == "unknown":
             raise PolicyError("policy 'autotm' found no plan before it met its limit; raise time_limit, or the budget")
@@ -113,6 +105,29 @@ class AutoTm(Policy):
             return plain
         what = f"policy 'autotm': no {self.mode} plan fits {format_bytes(problem.budget)}"
         raise nothing_fits(problem, what, None)
+
+    def _solved(self, problem: Problem, lives: Lives) -> tuple[str, Plan | None]:
+        """The program's status, and a plan that fits; None where there is none."""
+        room = problem.budget
+        for part in SHRINK:
+            status, values, bound = Program(lives, room, self.mode, self.window).solve(
+                time_limit=self.time_limit, node_limit=NODES
+            )
+            if values is None:
+                break
+            moves = Moves(problem, lives, values)
+            limit = "" if status == "optimal" else "time"
+            notes = _notes(status, moves.expected_ns, min(round(bound), moves.expected_ns), limit)
+            plan = Plan(problem.trace, moves.actions, place=moves.place, notes=notes)
+            try:
+                problem.evaluate(plan)
+            except OutOfMemory as short:
+                if {short.tier, *short.full} & {life.slow for life in lives.lives}:
+                    break  # with less memory on the device even more would go there
+                room -= max(room // part, 1)
+            else:
+                return status, plan
+        return status, None
 
 
 def _notes(status: str, expected: int, bound: int, limit: str = "") -> dict[str, Any]:

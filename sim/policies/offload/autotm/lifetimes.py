@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.plan import Problem
-from sim.solvers.spans import spans
+from sim.solvers.cascade import resident_bytes
+from sim.solvers.spans import Span, spans
 from sim.trace.graph import Trace
 
 
@@ -25,6 +26,7 @@ class Gap(NamedTuple):
 class Life:
     """A tensor that the program decides about.
 
+    slow: the slow tier where it is when it is not in the fast one.
     uses: what uses it, in order: an op by id; -1 for the start of the iteration, the number of ops for its end.
     out_ns, in_ns: the time of its copies to the slow tier and back.
     slow_ns: per use what the op takes longer with the tensor in the slow tier, 0 for start and end; None where an op
@@ -36,6 +38,7 @@ class Life:
 
     tensor: int
     bytes: int
+    slow: str
     uses: Sequence[int]
     out_ns: int
     in_ns: int
@@ -68,13 +71,16 @@ class Lives:
     beside: frozenset[int]
 
 
-def lives_of(problem: Problem, slow: str) -> Lives:
-    """The lifetimes of device 0. What is never resident while memory is exceeded stays in the fast tier."""
+def lives_of(problem: Problem, chain: Sequence[str]) -> Lives:
+    """The lifetimes of device 0. What is never resident while memory is exceeded stays in the fast tier.
+
+    chain: the slow tiers, nearest first. Each tensor has one of them (`_tiers`).
+    """
     trace, cost, platform = problem.trace, problem.cost, problem.platform
     home, size, count = problem.home, trace.tensor_columns.bytes, len(trace.ops)
-    reaches = slow in platform.main_engine(0).reaches
+    reached = platform.main_engine(0).reaches
     took = [0 if op in trace.op_columns.engine else cost.op_ns(op) for op in range(count)]
-    latency = platform.tier(slow).latency if reaches else 0
+    latency = max((platform.tier(slow).latency for slow in chain if slow in reached), default=0)
     resident = spans(trace, 0)
     load = trace.op_columns.workspace.astype(np.int64)
     for t, span in resident.items():
@@ -82,8 +88,10 @@ def lives_of(problem: Problem, slow: str) -> Lives:
     over = np.concatenate(([0], np.cumsum(load > problem.budget)))
     decided = _decided(trace, {t for t, span in resident.items() if over[span.last + 1] > over[span.first]})
     outputs, starts = set(trace.outputs), {_last_value(trace, first): first for _, first in trace.carry}
+    slow_of = _tiers(problem, chain, decided, starts, resident)
     lives = []
     for t in sorted(decided, key=lambda t: (int(trace.producer[t]), t)):
+        slow = slow_of[t]
         ops = [op for op in (int(trace.producer[t]), *trace.readers(t)) if op >= 0]
         over_by = int(trace.replaced_by[t])
         until = int(trace.producer[over_by]) if over_by >= 0 else -1
@@ -92,7 +100,7 @@ def lives_of(problem: Problem, slow: str) -> Lives:
         touching = {int(trace.producer[t]), *trace.readers(t)}
         slow_ns = (
             [max(cost.op_ns(op, {t: slow}) - took[op] - latency, 0) if op in touching else 0 for op in ops]
-            if reaches
+            if slow in reached
             else None
         )
         begins, ends = int(trace.producer[t] < 0), int(over_by < 0 and t in outputs)
@@ -101,6 +109,7 @@ def lives_of(problem: Problem, slow: str) -> Lives:
             Life(
                 t,
                 int(size[t]),
+                slow,
                 uses,
                 cost.move_ns(t, home, slow),
                 cost.move_ns(t, slow, home),
@@ -119,6 +128,37 @@ def lives_of(problem: Problem, slow: str) -> Lives:
     first = sum(int(size[t]) for t in fixed if trace.producer[t] < 0)
     last = sum(int(size[t]) for t in fixed if t in outputs)
     return Lives(lives, load.tolist(), (first, last), took, latency, beside)
+
+
+def _tiers(
+    problem: Problem,
+    chain: Sequence[str],
+    decided: Collection[int],
+    starts: Mapping[int, int],
+    resident: Mapping[int, Span],
+) -> dict[int, str]:
+    """Per tensor its slow tier: those that live longest have the nearest one, as far as all of them fit there at once.
+
+    What overwrites another in place, and what the next iteration takes over, has the tier of what it was.
+    starts: of the last values of what is carried, what they are in the next iteration.
+    """
+    trace, platform = problem.trace, problem.platform
+    root: dict[int, int] = {}
+    for t in sorted(decided, key=lambda t: (int(trace.producer[t]), t)):
+        over = int(trace.tensor_columns.replaces[t])
+        root[t] = root.get(over, t) if over >= 0 else root.get(starts.get(t, t), t)
+    size: dict[int, int] = {}
+    lived: dict[int, int] = {}
+    for t, first in root.items():
+        size[first] = max(size.get(first, 0), int(trace.tensor_columns.bytes[t]))
+        lived[first] = lived.get(first, 0) + resident[t].last - resident[t].first
+    spare = [platform.tier(name).capacity - resident_bytes(trace, platform, name) for name in chain]
+    found: dict[int, str] = {}
+    for first in sorted(size, key=lambda first: (-lived[first], first)):
+        level = next((level for level, left in enumerate(spare) if size[first] <= left), len(chain) - 1)
+        spare[level] -= size[first]
+        found[first] = chain[level]
+    return {t: found[first] for t, first in root.items()}
 
 
 def _last_value(trace: Trace, tensor: int) -> int:

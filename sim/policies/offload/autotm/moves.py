@@ -16,8 +16,8 @@ class Moves:
     expected_ns: the time of all ops and copies, as the program counts it.
     """
 
-    def __init__(self, problem: Problem, lives: Lives, answer: Mapping[int, Columns], slow: str) -> None:
-        self._home, self._slow, self._last = problem.home, slow, len(lives.took) - 1
+    def __init__(self, problem: Problem, lives: Lives, answer: Mapping[int, Columns]) -> None:
+        self._home, self._last = problem.home, len(lives.took) - 1
         # where several have one anchor: what leaves, what the device waits for, what runs beside its op
         self._out: list[Action] = []
         self._back: list[Action] = []
@@ -29,10 +29,10 @@ class Moves:
         for life in lives.lives:
             mine = answer[life.tensor]
             if not mine.fast[0]:
-                self.place[life.tensor] = slow
+                self.place[life.tensor] = life.slow
             for use, fast in zip(life.uses, mine.fast, strict=True):
                 if not fast and 0 <= use <= self._last:
-                    used.setdefault(use, {})[life.tensor] = slow
+                    used.setdefault(use, {})[life.tensor] = life.slow
             for i in range(len(life.gaps)):
                 self._gap(life, mine, i)
         self.actions = (*self._out, *self._back, *self._later)
@@ -48,13 +48,13 @@ class Moves:
             self._out.append(Drop(t, self._home, before=first, after=behind))
         if mine.out[i]:
             self._out += [
-                Move(t, self._slow, before=first, after=behind),
+                Move(t, life.slow, before=first, after=behind),
                 Wait(t, before=first, after=behind),
             ]
             self._copies += life.out_ns
         for op, taken in mine.out_at[i].items():
             if taken:
-                self._later += [Move(t, self._slow, before=op), Wait(t, after=op)]
+                self._later += [Move(t, life.slow, before=op), Wait(t, after=op)]
                 self._beside[op] = self._beside.get(op, 0) + life.out_ns
         for op, taken in mine.back_at[i].items():
             if taken:

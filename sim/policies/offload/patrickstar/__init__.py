@@ -40,19 +40,25 @@ class PatrickStar(Policy):
     device is farthest ahead (Belady's MIN), counting on into the next iteration. The first iteration measures: chunks
     may use only `warm_up_share`, and the least recently used one is evicted. As many tiles of the optimizer (the
     parameters of one layer) as fit beside the peak of the rest are updated on the device, where their states stay;
-    the CPU updates the others in order, after their gradients have come down.
+    the CPU updates the others in order, after their gradients have come down. In a run of several ranks that share the
+    weights (`zero=3`) a group of chunks, one per rank, is dealt: each rank's chunk has its part of the group's weights,
+    is used by the all-gather that brings the others' parts, and receives its part of the gradients from their
+    reduce-scatter; then twice as many chunks as ranks are left free.
     Source: Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management", IEEE TPDS
         34(1), 2023, arXiv:2108.05818, and its repository (PatrickStar 0.4.6). `prefetch` and `share=0.9` are those of
         Gemini in Colossal-AI.
     Bounds: no policy that fetches on access evicts fewer equal chunks. Model state of a parameter in 16 bits with
         Adam: 14 bytes where its update does not read the 16-bit weight, which its gradient then replaces; 16
-        otherwise. Padding of chunks: less than one chunk per list; it is counted in `padding` of the plan's notes,
-        and takes no memory here. Plans in O(ops x chunks).
+        otherwise. On p ranks each has 1/p of that, and sends 6 (p - 1) / p bytes per parameter and step. Padding of
+        chunks: less than one chunk per list; it is counted in `padding` of the plan's notes, and takes no memory here.
+        Plans in O(ops x chunks).
     Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight that its
         update will read, so that such a weight is evicted without a copy. Gradients of the CPU's tiles do not return
-        to the device. One device's chunks are its own: nothing is dealt to several ranks, and the parts of weights that
-        `zero=3` gathers are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the
-        paper samples.
+        to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, and an all-gather
+        brings a layer's weights, one layer ahead, instead of a group of chunks on access: as many bytes in collectives
+        of other sizes. What a reduce-scatter gives the CPU leaves when that ends, and what the device updates returns
+        when the update reads it. Whole weights whose state alone is dealt (`zero` 1 and 2), which the paper has not,
+        are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the paper samples.
 
     chunk: bytes of weights in a chunk, an int or text such as "128 MB" (64 Mi elements in 16 bits).
     share: part of the device's memory that is counted on after the first iteration.
@@ -110,7 +116,8 @@ class PatrickStar(Policy):
             room = [int(self.warm_up_share * budget)] * len(names)
             if problem.history:
                 states = sum(_states(trace, tile) for tile in kept if trace.op_columns.device[tile[0]] == device)
-                most = int(self.share * budget) - states - 2 * max(chunk.bytes for chunk in chunks)
+                ranks = max(chunk.ranks for chunk in chunks)
+                most = int(self.share * budget) - states - 2 * ranks * max(chunk.bytes for chunk in chunks)
                 used = [rest.get(name, 0) for name in (*names, "")]
                 room = [most - max(used[k : k + 2]) for k in range(len(names))]
             walk = Walk(whole, chunks, room, home, host, belady=bool(problem.history))

@@ -22,6 +22,8 @@ class Weight:
     kept: whether the host keeps it while the device has a copy: its update there reads it, or nothing updates it.
     new: its value after an update on the device, -1 for none.
     gradient: its gradient, -1 for none. produced: by which op. update: the op of the CPU that reads that, -1 for none.
+    scattered: whether a collective makes the gradient, which may end long after the device has passed it: moves of the
+        gradient are anchored at that end.
     """
 
     id: int
@@ -33,6 +35,7 @@ class Weight:
     gradient: int = -1
     produced: int = -1
     update: int = -1
+    scattered: bool = False
 
 
 @dataclass
@@ -40,12 +43,14 @@ class Chunk:
     """Weights that are fetched and evicted together.
 
     present: its tensors on the device. accesses: the ops that need it there, in order. used: the last of them so far.
+    ranks: to how many its weights are dealt.
     """
 
     weights: list[Weight] = field(default_factory=list)
     present: dict[int, Weight] = field(default_factory=dict)
     accesses: list[int] = field(default_factory=list)
     used: int = -1
+    ranks: int = 1
 
     @property
     def bytes(self) -> int:
@@ -63,20 +68,24 @@ def chunks_of(
 ) -> list[Chunk]:
     """A device's weights in chunks of at most `limit` bytes (a larger one alone), in the order of their first use.
 
+    Of a weight that is dealt to several ranks it is the device's part, whose use is the all-gather.
     gradients: per weight its gradient, and the CPU's op that reads that or -1.
     """
     c, found = trace.op_columns, list[Weight]()
-    for t, readers in streamed(trace, platform):
+    for t, readers in streamed(trace, platform, gathered=True):
         if int(c.device[readers[0]]) != device:
             continue
         new = int(trace.replaced_by[t])
+        if new >= 0 and int(trace.producer[new]) in c.group:
+            continue  # a whole weight, which ranks that keep parts of its state write
         here = new >= 0 and int(trace.producer[new]) not in c.engine
         reads = sorted({*readers, *([int(trace.producer[new])] if here else [])})
         gradient, update = gradients.get(t, (-1, -1))
         produced = int(trace.producer[gradient]) if gradient >= 0 else -1
         kept = not here and not (new < 0 and update >= 0)
         size = int(trace.tensor_columns.bytes[t])
-        found.append(Weight(t, size, reads, here, kept, new if here else -1, gradient, produced, update))
+        end = new if here else -1
+        found.append(Weight(t, size, reads, here, kept, end, gradient, produced, update, produced in c.group))
     chunks: list[Chunk] = []
     for weight in sorted(found, key=lambda w: (w.reads[0], w.id)):
         if not chunks or chunks[-1].bytes + weight.bytes > limit:
@@ -84,7 +93,9 @@ def chunks_of(
         chunks[-1].weights.append(weight)
     for chunk in chunks:
         produced_at = (w.produced for w in chunk.weights if w.produced >= 0)
-        chunk.accesses = sorted({*(op for w in chunk.weights for op in w.reads), *produced_at})
+        used_at = {op for w in chunk.weights for op in w.reads}
+        chunk.ranks = max(c.ring[op].ranks if op in c.ring else 1 for op in used_at)
+        chunk.accesses = sorted({*used_at, *produced_at})
     return chunks
 
 
@@ -143,8 +154,12 @@ class Walk:
             else:
                 chosen = min(others, key=lambda i: (self.chunks[i].used, i))
             for t, weight in self.chunks[chosen].present.items():
-                clean = weight.kept and t == weight.id
-                yield Drop(t, self.home, before=op) if clean else Move(t, self.host, before=op)
+                if weight.kept and t == weight.id:
+                    yield Drop(t, self.home, before=op)
+                elif weight.scattered and t == weight.gradient:
+                    yield Move(t, self.host, after=weight.produced)
+                else:
+                    yield Move(t, self.host, before=op)
             self.chunks[chosen].present = {}
             self._leave(chosen)
 
@@ -155,7 +170,7 @@ class Walk:
             if weight.reads[-1] >= use and weight.id not in chunk.present:
                 chunk.present[weight.id] = weight
                 yield Move(weight.id, self.home, keep=weight.kept, before=op)
-            returns = weight.on_device and 0 <= weight.produced < op <= weight.reads[-1]
+            returns = weight.on_device and 0 <= weight.produced < op <= weight.reads[-1] and not weight.scattered
             if returns and weight.gradient not in chunk.present:
                 chunk.present[weight.gradient] = weight
                 yield Move(weight.gradient, self.home, before=op)
@@ -165,7 +180,9 @@ class Walk:
         """After an op: weights that no op of the device needs any more make way, for their gradients too."""
         chunk = self.chunks[i]
         for weight in chunk.weights:
-            if weight.produced == op:
+            if weight.produced == op and weight.scattered and weight.update >= 0:
+                yield Move(weight.gradient, self.host, after=op)
+            elif weight.produced == op:
                 chunk.present[weight.gradient] = weight
             if weight.reads[-1] == op and weight.id in chunk.present:
                 del chunk.present[weight.id]

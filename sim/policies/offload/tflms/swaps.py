@@ -61,12 +61,15 @@ class Swapper:
         for inputs in self._inputs:
             self.level.append(1 + max((self.level[op] for op in inputs), default=-1))
         self.levels = max(self.level, default=0) + 1
-        self._candidates = [t for t in range(len(trace.tensors)) if self._may_leave(t)]
+        candidates = [t for t in range(len(trace.tensors)) if self._may_leave(t)]
+        self._distance = {t: self._furthest(t) for t in candidates}
 
     def swaps(self, settings: Settings) -> Swaps:
         """The results that leave."""
         found = {}
-        for t in self._candidates:
+        for t, distance in self._distance.items():
+            if distance <= settings.swapout_threshold:
+                continue  # no reader is far
             stays = self._stays(t, settings)
             if len(stays) > 1:
                 found[t] = stays
@@ -94,6 +97,11 @@ class Swapper:
     def _may_leave(self, tensor: int) -> bool:
         shape = self._trace.tensor_columns.shape.get(tensor)
         return (shape is None or len(shape) > 1) and may_swap(self._trace, tensor, SWAPPED)
+
+    def _furthest(self, tensor: int) -> int:
+        """How many levels the last reader of a result is behind its producer."""
+        levels = [self.level[op] for op in self._trace.readers(tensor)]
+        return max(levels, default=0) - self.level[int(self._trace.producer[tensor])]
 
     def _stays(self, tensor: int, settings: Settings) -> list[Stay]:
         source = int(self._trace.producer[tensor])

@@ -15,6 +15,7 @@ from sim.policies.base import Beside, Fidelity, Policy, by_parameter, own_name
 from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller, overflow
 from sim.policies.offload.vdnn.layers import Layers
 from sim.solvers.cascade import cascade
+from sim.trace.kept import kept
 from sim.trace.op import KINDS
 
 
@@ -90,7 +91,8 @@ class Vdnn(Policy):
     def _static(self, problem: Problem, variant: str, chosen: Mapping[int, str]) -> Plan:
         platform, host = problem.platform, self._host(problem)
         trace = choose(problem.trace, chosen)
-        layers = Layers(trace, self.heavy, self.classifier)
+        key = self.heavy, self.classifier
+        layers = kept(trace, "vdnn_layers", key, lambda: Layers(trace, *key))
         actions: list[Action] = []
         sent = layers.sent(variant)
         for n, tensors in sent.items():
@@ -135,6 +137,8 @@ class Vdnn(Policy):
         floor = self._static(problem, "all", least)
         slowest = problem.evaluate(floor)
         for variant in ("none", "conv", "all"):
+            if variant == "all" and fastest == least:
+                return floor  # the very same
             plan = self._static(problem, variant, fastest)
             log = _fits(problem, plan)
             if log is not None:

@@ -55,11 +55,12 @@ class Checkmate(RecomputationPlanner):
         is repeated with the exact costs.
         SciPy cannot set HiGHS's number of threads; so far the same problem has given the same plan.
 
-    method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan.
+    method: "milp" is exact; "rounding" is fast, and may find nothing where there is a plan. None: "milp" up to
+        `max_ops`, beyond that "rounding".
     granularity: "op", or "stage": the ops of a stage of the chain (of a layer where the trace is not a chain) are
         recomputed together, and their inputs and results are taken to be resident meanwhile; an op that can't be
         recomputed, such as one that updates running statistics in place, is left out. None: "op" up to `max_ops`,
-        beyond that "stage" for rounding, an error for the exact method.
+        beyond that "stage" for rounding, an error for the exact method where it was asked for.
     max_ops: the most nodes to plan for, update ops not counted, at least 2.
     node_limit: nodes of the search tree, of each search.
     time_limit: seconds of search in all.
@@ -87,7 +88,7 @@ class Checkmate(RecomputationPlanner):
     )
     unseen = by_parameter(node_limit="graphs this small are solved at the root; see its own tests")
 
-    method: Literal["milp", "rounding"] = "milp"
+    method: Literal["milp", "rounding"] | None = None
     granularity: Annotated[str, OneOf(GRANULARITIES)] | None = field(default=None, metadata=formerly("grain"))
     max_ops: Annotated[int, Ge(2)] = 100
     node_limit: Annotated[int, Ge(1)] = 10_000
@@ -104,11 +105,12 @@ class Checkmate(RecomputationPlanner):
         if plain.peak() <= problem.budget:
             return planned(problem, plain, status="optimal", bound=0)
         nodes, exact = self._nodes(problem, index)
-        budgets = BUDGETS if self.method == "rounding" else 1
+        method = self.method or ("milp" if body(problem, "checkmate") <= self.max_ops else "rounding")
+        budgets = BUDGETS if method == "rounding" else 1
         search, bound = by_rounding(
             problem, index, nodes, lambda schedule: self.finished(problem, schedule), budgets=budgets
         )
-        if self.method == "milp":
+        if method == "milp":
             phase = problem.trace.op_columns.phase
             search.look(segmented(nodes, [phase[part[0]] == FORWARD for part in nodes.members]))
         known, least, smallest = search.best, search.best, False
@@ -117,10 +119,10 @@ class Checkmate(RecomputationPlanner):
             if least.peak() <= problem.budget:
                 known = self.finished(problem, least)
         impossible = exact and bound is None
-        if known is not None and (self.method == "rounding" or rerun_ns(problem, known) == bound):
+        if known is not None and (method == "rounding" or rerun_ns(problem, known) == bound):
             status = "optimal" if exact and rerun_ns(problem, known) == bound else "feasible"
             return planned(problem, known, status=status, bound=bound if exact else None)
-        if self.method == "rounding" or impossible:
+        if method == "rounding" or impossible:
             raise refused(problem, "checkmate", least, proven=impossible, smallest=smallest)
         search.best = known
         schedule, answer = self._search(problem, index, nodes, search, exact)

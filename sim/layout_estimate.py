@@ -1,0 +1,165 @@
+"""How long a layout takes and what its fullest device holds, roughly, without dividing the trace.
+
+The ops' times on one device are divided among replicas, ranks and microbatches (a launch is not), the parts of the
+model by `parts_of`, and the units of a schedule are put one after the other in its own order: so bubbles, stages of
+unequal times, and microbatches in flight are those of the schedule. Bytes of collectives go at the links' rates, beside
+nothing. What stands here orders layouts; it proves nothing about any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.hardware.cost import op_times
+from sim.hardware.platform import Platform
+from sim.layout import Layout, part_of_layer
+from sim.rewrites.pipeline import parts_of, weight_gradients
+from sim.rewrites.schedules import DIVIDED, device_of, unit_orders
+from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.op import PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
+
+Times = NDArray[np.float64]
+PHASES = ("forward", "backward", "weight", "update")
+ROUNDS = 4
+"""Microbatches per stage after which each further one takes as long as the slowest device."""
+SURE = 0.85
+"""The part of a capacity below which an estimate of memory is taken to fit it."""
+AGAIN = 4 / 3
+"""Times of an iteration that runs forward once more."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Nanoseconds of an iteration; bytes of the fullest device: those of the state, and with all activations kept."""
+
+    time_ns: float
+    state_bytes: int
+    kept_bytes: int
+
+    def rank(self, capacity: int) -> tuple[int, float]:
+        """What layouts are ordered by: those that keep everything, or recompute, in a capacity come first."""
+        if self.kept_bytes <= capacity:
+            return 0, self.time_ns
+        return int(self.state_bytes > capacity), AGAIN * self.time_ns
+
+    def spare(self, capacity: int) -> tuple[float, float]:
+        """What layouts are ordered by where memory is what matters: those that surely keep everything come first."""
+        return max(self.kept_bytes, SURE * capacity), self.time_ns
+
+
+class Estimator:
+    """Estimates of many layouts of one trace on one node's devices."""
+
+    def __init__(self, trace: Trace, node: Platform) -> None:
+        self.trace, self.node = trace, node
+        self.total = op_times(trace, node).total.astype(float)
+        launch = node.engines[node.engine_for(0, "")].launch
+        self.fixed = np.minimum(float(launch), self.total)
+        self.later = weight_gradients(trace)
+        self.parts: dict[tuple[int, bool], tuple[Times, Times, Times, Times]] = {}
+
+    def of(self, layout: Layout) -> Estimate:
+        """The estimate of a layout whose parts have equal numbers of layers."""
+        fixed, shared, saved, state = self._by_part(layout)
+        ranks, n = layout.tp * layout.cp * layout.dp, layout.micro_batches
+        unit = fixed + shared / (ranks * n)  # (parts, phases)
+        unit[:, PHASES.index("update")] = (fixed + shared / layout.tp)[:, PHASES.index("update")]
+        held = saved / (ranks * n)
+        time, most = _scheduled(layout, unit, held)
+        device = [device_of(q, layout.pp, layout.schedule) for q in range(layout.parts)]
+        kept = np.zeros(layout.pp)
+        np.add.at(kept, device, state / layout.tp / (layout.dp if layout.zero else 1))
+        return Estimate(time + self._exchanged(layout), int(kept.max()), int((kept + most).max()))
+
+    def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times]:
+        """Per part and phase fixed and shared times of the whole batch; per part bytes saved and bytes of state."""
+        divided = layout.schedule in DIVIDED
+        key = layout.parts, divided
+        if key not in self.parts:
+            trace, c = self.trace, self.trace.op_columns
+            part = np.array(parts_of(trace, part_of_layer(trace, layout)))
+            phase = np.select(
+                [c.phase == PHASE_CODE["forward"], c.phase == PHASE_CODE["update"]], [0, PHASES.index("update")], 1
+            )
+            if divided:
+                phase[list(self.later)] = PHASES.index("weight")
+            fixed, shared = np.zeros((layout.parts, 4)), np.zeros((layout.parts, 4))
+            np.add.at(fixed, (part, phase), self.fixed)
+            np.add.at(shared, (part, phase), self.total - self.fixed)
+            self.parts[key] = fixed, shared, *self._bytes(part, layout.parts)
+        return self.parts[key]
+
+    def _bytes(self, part: NDArray[np.int64], parts: int) -> tuple[Times, Times]:
+        """Per part the activations that backward reads, and the training state with gradients."""
+        trace, columns, phase = self.trace, self.trace.tensor_columns, self.trace.op_columns.phase
+        saved, state = np.zeros(parts), np.zeros(parts)
+        for t, (size, role) in enumerate(zip(columns.bytes.tolist(), columns.role.tolist(), strict=True)):
+            made, readers = int(trace.producer[t]), trace.readers(t)
+            if made < 0 and role in PERSISTENT and len(readers):
+                state[part[readers[0]]] += size
+            elif role == ROLE_CODE["gradient"] and any(phase[op] == PHASE_CODE["update"] for op in readers):
+                state[part[made]] += size
+            elif made < 0 or phase[made] != PHASE_CODE["forward"] or columns.replaces[t] >= 0:
+                continue
+            elif any(phase[op] == PHASE_CODE["backward"] for op in readers):
+                saved[part[made]] += size
+        return saved, state
+
+    def _exchanged(self, layout: Layout) -> float:
+        """Nanoseconds of collectives: of tensor or context parallelism in each layer, and of gradients and weights."""
+        trace, node, n = self.trace, self.node, layout.micro_batches
+        two = node.devices > 1
+        route = node.route(node.home(0).name, node.home(1).name) if two else ()
+        inside = max((node.links[i].rate for i in route), default=1)
+        outside = node.networks[0].rate if node.networks else inside
+        initial = (trace.producer < 0) & (trace.tensor_columns.role == ROLE_CODE["weight"])
+        weights = int(trace.tensor_columns.bytes[initial].sum())
+        tokens, layers = int(trace.meta.get("tokens", 1)) / layout.dp, max(int(trace.meta.get("layers", 1)), 1)
+        width = float(weights / (24 * layers)) ** 0.5  # 12 h^2 weights of 2 bytes per layer
+        ranks = layout.tp * layout.cp
+        between = 8 * (ranks - 1) / ranks * tokens * 2 * width * layers / layout.pp / inside
+        steps = 8 * (ranks - 1) * layers / layout.pp * n * sum(node.links[i].fixed for i in route)
+        passes = 3 * n if layout.zero == 3 else n + 1 if layout.zero == 2 else 2
+        replicas = layout.dp * layout.cp
+        ring = inside if layout.devices <= node.devices else outside
+        gradients = passes * (replicas - 1) / replicas * weights / (layout.tp * layout.pp) / ring
+        return float(1e9 * (between + gradients) + steps)
+
+
+def _scheduled(layout: Layout, unit: Times, held: Times) -> tuple[float, Times]:
+    """When the last unit ends, in ns, and the most bytes of saved activations on each device.
+
+    unit: nanoseconds per part and phase, of a microbatch (of an update once). held: bytes per part and microbatch.
+    """
+    stages, n = layout.pp, layout.micro_batches
+    few = n if layout.schedule in ("gpipe", "naive") else min(n, -(-max(ROUNDS * stages, 2) // stages) * stages)
+    orders = unit_orders(layout.schedule, stages, layout.chunks, few)
+    last, divided = layout.parts - 1, layout.schedule in DIVIDED
+    ended: dict[tuple[int, str, int], float] = {}
+    clock, in_flight, most, at = np.zeros(stages), np.zeros(stages), np.zeros(stages), [0] * stages
+    while any(at[s] < len(orders[s]) for s in range(stages)):
+        for s, order in enumerate(orders):
+            while at[s] < len(order):
+                q, phase, k = order[at[s]]
+                needs = {"forward": (q - 1, phase, k), "backward": (q + 1, phase, k), "weight": (q, "backward", k)}
+                need = needs.get(phase)
+                if phase == "backward" and q == last:
+                    need = (q, "forward", k)
+                if need and need[0] >= 0 and need not in ended:
+                    break
+                begin = max(clock[s], ended.get(need, 0.0) if need else 0.0)
+                clock[s] = ended[q, phase, k] = begin + unit[q, PHASES.index(phase)]
+                in_flight[s] += {"forward": held[q], "weight" if divided else "backward": -held[q]}.get(phase, 0.0)
+                most[s] = max(most[s], in_flight[s])
+                at[s] += 1
+    device = [device_of(q, stages, layout.schedule) for q in range(layout.parts)]
+    each = np.zeros(stages)
+    np.add.at(each, device, unit[:, :3].sum(axis=1))
+    return float(clock.max() + (n - few) * each.max()), most
+
+
+__all__ = ["Estimate", "Estimator"]

@@ -1,0 +1,69 @@
+"""The fast path against the general one where memory is short: equal logs, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim import load_profile
+from sim.analysis.peak_memory import home_peak
+from sim.engine.event_path.device import FastPath
+from sim.engine.replay import replay
+from sim.errors import TiersimError
+from sim.experiment import problem_for, reference_run
+from sim.log import EventLog
+from sim.plan import Plan
+from sim.policies import load
+from workloads import transformer, w1
+
+MACHINE = load_profile("a100_40_pcie")
+TRACES = {"w1": w1(6), "gpt2": transformer("gpt2", batch=2, sequence=64, precision="amp_bf16")}
+POLICIES = ("dtr", "dtr(heuristic=dtr_eq)", "dtr(deallocation=banish)", "lru_tiering", "uvm", "mimose")
+
+
+def outcome(plan: Plan, budget: int, fast: bool) -> tuple[str, EventLog | None]:
+    try:
+        return "done", replay(plan, MACHINE.with_budget(budget), fast=fast)
+    except TiersimError as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "log", None)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_pressure_both_write_one_log(policy, trace):
+    peak = home_peak(reference_run(TRACES[trace], MACHINE))
+    for share in (0.95, 0.7, 0.5):
+        budget = int(share * peak)
+        try:
+            plan = load(policy).plan(problem_for(TRACES[trace], MACHINE.with_budget(budget)))
+        except TiersimError:
+            continue
+        assert outcome(plan, budget, True) == outcome(plan, budget, False)
+
+
+def run_of(policy: str) -> EventLog:
+    budget = int(0.6 * home_peak(reference_run(TRACES["w1"], MACHINE)))
+    plan = load(policy).plan(problem_for(TRACES["w1"], MACHINE.with_budget(budget)))
+    return replay(plan, MACHINE.with_budget(budget))
+
+
+def test_what_is_dropped_at_once_makes_room_without_the_general_path(monkeypatch):
+    made, make_room = [], FastPath.make_room
+
+    def noted(end: int) -> int:
+        made.append(end)
+        return end
+
+    monkeypatch.setattr(FastPath, "make_room", lambda *given: noted(make_room(*given)))
+    calls = run_of("dtr").counters["pressure_calls"]
+    assert sum(end >= 0 for end in made) > calls / 4
+
+
+@pytest.mark.parametrize("policy", ["lru_tiering", "dtr(heuristic=lru)"])
+def test_reads_that_nobody_is_told_of_are_found(policy, monkeypatch):
+    right = run_of(policy)
+    monkeypatch.setattr(FastPath, "_note_reads", lambda *given: None)
+    try:
+        wrong = run_of(policy)
+    except TiersimError:
+        return
+    assert wrong != right

@@ -1,0 +1,112 @@
+"""A function of a Python file or module that describes a training step, or holds one: found, and called."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib import import_module
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+from sim.errors import TiersimError, WorkloadError, near
+
+NAME = "captured_reference"
+
+
+@contextmanager
+def opened(reference: str) -> Iterator[Callable[[], Callable[..., Any]]]:
+    """A function that loads the reference's file and returns the function that it names; each call loads it.
+
+    While the context lasts it is as in `python file.py`: the file's folder is searched for modules, and there are no
+    arguments. What it prints goes to standard error. What it imports is imported at once, before it is loaded, so that
+    it stays as it is whatever the file is loaded under.
+
+    reference: "file.py:function" or "module:function"; the current folder is searched for modules, too.
+
+    Raises WorkloadError naming what is missing.
+    """
+    where, _, function = reference.partition(":")
+    if not where or not function:
+        raise WorkloadError(f"{reference!r}: expected 'module:function'")
+    before = list(sys.path), list(sys.argv), sys.modules.get(NAME)
+    sys.path[:0] = [str(Path(where).resolve().parent) if where.endswith(".py") else os.getcwd()]
+    sys.argv[:] = [where]
+    try:
+        with redirect_stdout(sys.stderr):
+            with _refused(reference, where):
+                spec = _found(where)
+                _import_ahead(spec.origin)
+            yield lambda: _load(spec, reference, function)
+    finally:
+        sys.path[:], sys.argv[:] = before[:2]
+        sys.modules.pop(NAME, None)
+        if before[2] is not None:
+            sys.modules[NAME] = before[2]
+
+
+def called(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]) -> Any:
+    """What a reference's function returns at these sizes.
+
+    Raises WorkloadError for a size that it does not take.
+    """
+    parameters = signature(function).parameters
+    for size in sizes:
+        if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
+            raise WorkloadError(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
+    return function(**sizes)
+
+
+@contextmanager
+def _refused(reference: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except TiersimError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"{reference!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _found(where: str) -> Any:
+    util = import_module("importlib.util")
+    if where.endswith(".py"):
+        if os.path.exists(where) and not os.path.isfile(where):
+            raise OSError("it is not a regular file")
+        return util.spec_from_file_location(NAME, where)
+    spec = util.find_spec(where)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {where!r}")
+    return spec if spec.origin is None else util.spec_from_file_location(NAME, spec.origin)
+
+
+def _import_ahead(file: str | None) -> None:
+    """Import what a file imports, anywhere in it. What fails, fails when the file is run."""
+    if file is None or not file.endswith(".py") or not os.path.isfile(file):
+        return
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                with suppress(Exception):
+                    import_module(name.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            with suppress(Exception):
+                module = import_module(node.module)
+                for name in node.names:
+                    getattr(module, name.name, None)  # of a package that imports its parts when they are asked for
+
+
+def _load(spec: Any, reference: str, name: str) -> Callable[..., Any]:
+    where = reference.partition(":")[0]
+    with _refused(reference, where):
+        source = import_module("importlib.util").module_from_spec(spec)
+        sys.modules[spec.name] = source  # dataclasses look for their module there
+        spec.loader.exec_module(source)
+    function: Callable[..., Any] | None = getattr(source, name, None)
+    if function is None or not callable(function):
+        hint = near(name, (each for each in vars(source) if each[0] != "_"))
+        raise WorkloadError(f"{reference!r}: no function {name!r}{hint}")
+    return function
