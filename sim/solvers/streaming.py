@@ -152,3 +152,18 @@ def buckets(
         if i + 1 == len(ready) or sum(int(size[t]) for t in waiting) >= bucket:
             yield waiting, op
             waiting = []
+
+
+def parts_up(trace: Trace, updates: Collection[int], homes: Sequence[str]) -> Iterator[Action]:
+    """The copies of what updates on the host make for a collective, each from its update to the collective's end.
+
+    updates: ops of the host's processor. homes: the memory of each device.
+    """
+    c = trace.op_columns
+    for update in sorted(updates):
+        for t in trace.writes(update):
+            gathers = [op for op in trace.readers(t) if op in c.group]
+            if gathers:
+                home = homes[int(c.device[gathers[0]])]
+                yield Move(t, home, keep=True, after=update)
+                yield Drop(t, home, after=gathers[-1])

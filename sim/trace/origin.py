@@ -250,7 +250,9 @@ class Origin:
             return self._of_member(expr, *divmod(rank, self.experts))
         if isinstance(expr, Packed):
             return Packed(tuple(None if part is None else self.of_rank(part, rank, axis) for part in expr.parts))
-        if isinstance(expr, Same | Glue | Fused):
+        if isinstance(expr, Fused):
+            return Fused(tuple(self.of_rank(part, rank, axis) for part in expr.parts))
+        if isinstance(expr, Same | Glue):
             return expr
         inner = self.of_rank(expr.of, rank, axis)
         if inner != expr.of:
@@ -266,7 +268,9 @@ class Origin:
         """What a member of a group of replicas that divide the experts has, see `experts`."""
         if isinstance(expr, Packed):
             return Packed(tuple(None if part is None else self._of_member(part, group, member) for part in expr.parts))
-        if isinstance(expr, Same | Glue | Fused):
+        if isinstance(expr, Fused):
+            return Fused(tuple(self._of_member(part, group, member) for part in expr.parts))
+        if isinstance(expr, Same | Glue):
             return expr
         inner = self._of_member(expr.of, group, member)
         shift = 0

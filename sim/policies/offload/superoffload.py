@@ -16,6 +16,8 @@ from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.rewrites.kept import kept
 from sim.rewrites.rewrite import reorder
+from sim.rewrites.weight_parts import with_weight_parts
+from sim.solvers.streaming import parts_up
 from sim.trace.graph import Trace
 
 
@@ -94,13 +96,14 @@ class SuperOffload(Policy):
 
     def _split(self, trace: Trace, chosen: Sequence[int], host: str, homes: Sequence[str]) -> Plan:
         """The plan where the CPU runs these ops of the optimizer."""
-        fused = fuse_updates(trace, chosen)
+        fused = fuse_updates(with_weight_parts(trace, chosen), chosen)
         stay = {trace.op_columns.name[op] for op in {*device_updates(trace)} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         split.check_independent("superoffload")
         new = updated_on_host(split)
         moved, at = self._early(new, split)
-        return Plan(moved, tuple(_copies(split, new, at, host, homes)))
+        up = parts_up(moved, [at[new.ops[op]] for op in split.updates], homes)
+        return Plan(moved, (*_copies(split, new, at, host, homes), *up))
 
     def _early(self, new: OnHost, split: Split) -> tuple[Trace, Mapping[int, int]]:
         """The CPU's updates between the ops of backward; per op of the trace before, its new id."""

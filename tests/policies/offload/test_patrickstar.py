@@ -171,6 +171,19 @@ def test_part_of_the_states_on_the_device_is_faster_than_none() -> None:
     assert ends[0] > ends[1] > ends[2]
 
 
+@pytest.mark.parametrize("chunk", [20_000, 60_000, 150_000])
+def test_a_chunk_of_which_the_device_updates_a_part_is_fetched_whole(chunk) -> None:
+    """That part begins on the device; what the CPU updates of the same chunk is fetched when an op first reads it."""
+    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    card = load_profile("a100_40_pcie")
+    rest = max(non_model(simulate(trace, card, "zero_offload").log).values())
+    done = simulate(trace, card, "patrickstar", budget=rest + 11 * trace.meta["parameters"], chunk=chunk, share=1.0)
+    chunks = chunks_of(done.plan.trace, card, 0, chunk, {})
+    assert 0 < done.plan.notes["tiles_on_device"] < TINY["n_layer"] + 1
+    assert any({w.on_device for w in each.weights} == {True, False} for each in chunks)
+    assert done.log.counters["implicit_moves"] == 0
+
+
 def test_prefetch_hides_copies_and_adds_none() -> None:
     trace = reads_of((0, 1, 2, 3, 4))
     slow = replace(trace.op_columns, duration=trace.op_columns.duration + 2000)

@@ -18,6 +18,8 @@ from sim.policies.offload.patrickstar.chunks import Walk, chunks_of
 from sim.policies.offload.patrickstar.measured import non_model
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.weight_parts import with_weight_parts
+from sim.solvers.streaming import parts_up
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -97,7 +99,7 @@ class PatrickStar(Policy):
         kept = self._kept(trace, budgets, rest) if problem.history else []
         stay = {op for tile in kept for op in tile}
         updates = [op for op in updates if op not in stay]
-        fused = fuse_updates(trace, updates) if updates else trace
+        fused = fuse_updates(with_weight_parts(trace, updates), updates) if updates else trace
         own = {trace.op_columns.name[op] for op in stay}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in own])
         new = updated_on_host(split, in_place=True) if split.updates else None
@@ -124,6 +126,8 @@ class PatrickStar(Policy):
             actions += walk.actions(self.prefetch)
         if new:
             actions += _rest(split, new, host, actions)
+            homes = [platform.home(device).name for device in budgets]
+            actions += parts_up(whole, [new.ops[op] for op in split.updates], homes)
         place |= _states_placed(whole, platform, host)
         return Plan(whole, tuple(actions), place=place, notes={"padding": padding, "tiles_on_device": len(kept)})
 

@@ -129,7 +129,7 @@ class Walk:
             for i in needed:
                 if i not in self.resident:
                     yield from self._make_room(op, self.chunks[i].bytes, needed)
-                    yield from self._fetch(i, op, op)
+                yield from self._fetch(i, op, op)  # of one that begins here only what the device updates is there
                 self.chunks[i].used = op
             yield from self._make_room(op, 0, needed)
             ahead = dict.fromkeys(i for later in order[k + 1 : k + 1 + 8 * prefetch] for i in by_op[later])
@@ -195,8 +195,9 @@ class Walk:
             self._leave(i)
 
     def _admit(self, i: int) -> None:
-        self.resident[i] = self.chunks[i]
-        self.held += self.chunks[i].bytes
+        if i not in self.resident:
+            self.resident[i] = self.chunks[i]
+            self.held += self.chunks[i].bytes
 
     def _leave(self, i: int) -> None:
         del self.resident[i]

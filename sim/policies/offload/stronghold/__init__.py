@@ -15,7 +15,8 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.stronghold.window import Window, as_gradients_arrive
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host, with_resident
-from sim.solvers.streaming import stream_weights
+from sim.rewrites.weight_parts import with_weight_parts
+from sim.solvers.streaming import parts_up, stream_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Stronghold(Policy):
         """The plan for the window that is given or chosen."""
         platform, trace = problem.platform, problem.trace
         host = updating_host(platform, "stronghold", "to keep layers in")
-        fused = fuse_updates(trace, device_updates(trace))
+        updates = device_updates(trace)
+        fused = fuse_updates(with_weight_parts(trace, updates), updates)
         split = Split(fused)
         new = updated_on_host(split, in_place=True)
         early, arrived = as_gradients_arrive(new.trace, [new.tensors[t] for t in split.ready()], problem, host)
@@ -117,4 +119,5 @@ def _planned(problem: Problem, windows: Window, window: int, stays: bool) -> Pla
             if made >= 0 and made not in windows.updates:
                 last = max([made, *(r for r in whole.readers(t) if r not in windows.updates)])
                 actions.append(Move(t, host, after=last))
+    actions += parts_up(whole, windows.updates, [platform.home(d).name for d in range(whole.devices)])
     return Plan(whole, (*streamed, *actions), place=place, notes={"window": window})

@@ -52,6 +52,9 @@ def as_gradients_arrive(
     order = sorted(updates, key=lambda op: (ready[op], op))
     for before, after in pairwise(order):
         waits[after].add(before)
+    for op in range(len(c.name)):  # what gathers new weights from ranks follows the update that makes its part
+        if op in c.group and (own_parts := {int(trace.producer[t]) for t in trace.reads(op)} & updates):
+            waits[op] = own_parts | must_precede(trace, op)
     placed = list(as_early(len(c.name), waits))
     return reorder(trace, placed), {new: ready[op] for new, op in enumerate(placed) if op in ready}
 

@@ -17,7 +17,8 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_infinity.update import Update
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host
-from sim.solvers.streaming import idle, stream_weights
+from sim.rewrites.weight_parts import with_weight_parts
+from sim.solvers.streaming import idle, parts_up, stream_weights
 from sim.units import to_bytes
 
 
@@ -77,7 +78,7 @@ class ZeroInfinity(Policy):
         platform, trace = problem.platform, problem.trace
         host, drive = self._tiers(platform)
         updates = device_updates(trace)
-        split = Split(fuse_updates(trace, updates)) if updates else None
+        split = Split(fuse_updates(with_weight_parts(trace, updates), updates)) if updates else None
         new = updated_on_host(split, in_place=self.weights != "device") if split else None
         whole = new.trace if new else trace
         far = {"device": "", "host": host, "nvme": drive, "auto": drive or host}[self.weights]
@@ -91,6 +92,7 @@ class ZeroInfinity(Policy):
             update = Update(split, new, platform, host, states, place)
             update.check_fits()
             actions += update.gradients_out(to_bytes(self.bucket))
+            actions += parts_up(whole, update.tile, [platform.home(d).name for d in range(whole.devices)])
             actions += update.streams(self.tiles)
             actions += update.weights_back()
             place = {**place, **update.place, **dict.fromkeys(idle(whole, "optimizer_state"), states or host)}

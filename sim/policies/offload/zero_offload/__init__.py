@@ -14,7 +14,8 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.cut import cheapest_cut
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
-from sim.solvers.streaming import buckets, idle
+from sim.rewrites.weight_parts import with_weight_parts
+from sim.solvers.streaming import buckets, idle, parts_up
 from sim.units import to_bytes
 
 
@@ -29,7 +30,8 @@ class ZeroOffload(Policy):
     bucket is full. When all have arrived the updates run; the new weights of a tile are copied to the device while the
     next tile is updated. The device's old copy is released when the new one is about to arrive.
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
-        arXiv:2101.06840, for one device; on several, each device sends what its own update ops read.
+        arXiv:2101.06840. On d devices that share states (`zero` 1 to 3; its own runs have 2) each sends its part of the
+        gradients down and its part of the new weights up, 2M / d each, and the network gathers the weights.
     Bounds: with 16-bit weights and gradients of M elements 2M bytes go down and 2M up, the least for
         any split that keeps optimizer states on the CPU. Time = forward + backward + last bucket + the longer of
         updates and copies up (+ one tile). Model state on the device: weights and one bucket.
@@ -87,7 +89,7 @@ class ZeroOffload(Policy):
         chosen = cheapest_cut(trace) if self.partition == "cut" else updates
         if not chosen:
             return Plan(trace)
-        fused = fuse_updates(trace, chosen)
+        fused = fuse_updates(with_weight_parts(trace, chosen), chosen)
         stay = {trace.op_columns.name[op] for op in {*updates} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         if self.delayed:
@@ -97,6 +99,7 @@ class ZeroOffload(Policy):
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         if self.weights == "device":
             actions += _weights_up(split, new, host, homes, self.delayed)
+        actions += parts_up(new.trace, [new.ops[op] for op in split.updates], homes)
         place = dict.fromkeys(idle(new.trace, "optimizer_state"), host)
         if self.weights == "host":
             place.update({new.tensors[t]: host for t in split.weights})
