@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import marshal
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from copy import deepcopy
+from itertools import accumulate, islice
 from random import Random
 from typing import Any
 
@@ -37,16 +40,24 @@ def odd(rng: Random) -> Document:
     return deepcopy(rng.choice(rng.choice((WORDS, NUMBERS, OTHERS))))
 
 
-def places(document: Document) -> list[Place]:
-    """Every (container, key) of a document."""
-    found: list[Place] = []
-    stack = [document] if isinstance(document, (dict, list)) else []
-    while stack:
-        here = stack.pop()
-        values = here.values() if isinstance(here, dict) else here
-        found += [(here, key) for key in (here if isinstance(here, dict) else range(len(here)))]
-        stack += [value for value in values if isinstance(value, (dict, list))]
-    return found
+class Places(Sequence[Place]):
+    """Every (container, key) of a document, made when it is asked for: a case asks for two of thousands."""
+
+    def __init__(self, document: Document) -> None:
+        self._containers: list[Any] = [document] if isinstance(document, (dict, list)) else []
+        for here in self._containers:  # which grows meanwhile
+            values = here.values() if isinstance(here, dict) else here
+            self._containers += [value for value in values if isinstance(value, (dict, list))]
+        self._ends = list(accumulate(map(len, self._containers)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Place:
+        which = bisect_right(self._ends, index)
+        here = self._containers[which]
+        offset = index - (self._ends[which - 1] if which else 0)
+        return here, next(islice(here, offset, None)) if isinstance(here, dict) else offset
 
 
 def mutated(rng: Random, document: Document) -> Document:
@@ -55,7 +66,7 @@ def mutated(rng: Random, document: Document) -> Document:
     if rng.random() < 0.02:
         return odd(rng)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        spots = places(changed)
+        spots = Places(changed)
         if not spots:
             break
         holder, key = rng.choice(spots)
@@ -80,7 +91,7 @@ def mutated(rng: Random, document: Document) -> Document:
 
 def nested(rng: Random, document: Document) -> Document:
     """The document with one value nested thousands of times, as text: no writer of JSON goes that deep."""
-    spots = places(document)
+    spots = Places(document)
     if spots:
         holder, key = rng.choice(spots)
         depth = rng.choice((300, 3000, 100_000))
