@@ -116,7 +116,10 @@ def test_the_search_finds_pages_of_a_folder(site):
     with playwright.sync_playwright() as driver:
         page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
-        page.fill("input.md-search__input", "belady")
+        page.focus("input.md-search__input")
+        ready = page.locator(".md-search-result__meta", has_text="Type to start searching")
+        ready.wait_for(state="attached")  # what is typed before the index is there is not searched for
+        page.locator("input.md-search__input").press_sequentially("belady")  # it listens to keys
         hit = page.locator(".md-search-result__link").first
         hit.wait_for()
         assert urlsplit(hit.get_attribute("href")).scheme == "file"

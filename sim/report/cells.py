@@ -177,8 +177,9 @@ def cancelled_lines(summary: Row) -> list[str]:
     moves = "1 move" if called_back == 1 else f"{called_back:,} moves"
     without = counters.get("moves_without_space")
     of_them = f", {without:,} of them for lack of space at their destination" if without else ""
-    amount = format_bytes(counters["cancelled_bytes"])
-    return [f"{moves} ({amount}) cancelled before the copy started{of_them}: their tensors stayed where they were"]
+    known = counters.get("cancelled_bytes")  # a folder that was tampered with may lack it
+    amount = "" if known is None else f" ({format_bytes(known)})"
+    return [f"{moves}{amount} cancelled before the copy started{of_them}: their tensors stayed where they were"]
 
 
 APPROXIMATE_SHOWN = 3
