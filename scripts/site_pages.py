@@ -119,7 +119,10 @@ def _policy(record: dict[str, Any]) -> str:
     if path and Path(path).is_relative_to(ROOT):
         code = Path(path).read_text(encoding="utf-8")
         inside = "\n".join(f"    {line}".rstrip() for line in _fence("python", code).splitlines())
-        parts += ["## Source { data-search-exclude }", f'??? abstract "{Path(path).relative_to(ROOT).as_posix()}"\n\n{inside}']
+        parts += [
+            "## Source { data-search-exclude }",
+            f'??? abstract "{Path(path).relative_to(ROOT).as_posix()}"\n\n{inside}',
+        ]
     return "\n\n".join(parts)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +31,9 @@ ASLEEP, BUSY = 3, 20
 
 IDLE = 0.05
 """The share of the time below which a policy hardly uses a processor."""
+
+BEHIND_S = 1.0
+"""By how much the kernel's own limit comes after the timers, which a policy can clear."""
 
 AGAIN_S = 0.5
 """Between two interruptions: one that falls into a callback of the garbage collector is lost there."""
@@ -79,14 +85,17 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
 
     began, used_before = time.monotonic(), time.process_time()
     here = _interrupted.__wrapped__.__code__  # type: ignore[attr-defined]
-    old = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    old = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU)}
     timers = {
         timer: signal.setitimer(timer, limit, AGAIN_S)
         for timer, limit in ((signal.ITIMER_PROF, seconds), (signal.ITIMER_REAL, ASLEEP * seconds))
     }
+    allowed = resource.getrlimit(resource.RLIMIT_CPU)
+    _allow(used_before + seconds + BEHIND_S)
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_CPU, allowed)
         for timer in timers:
             signal.setitimer(timer, 0)
         for number, handler in old.items():
@@ -94,6 +103,16 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
         for timer, (left, interval) in timers.items():
             if left:  # whoever had set it still waits for it
                 signal.setitimer(timer, left, interval)
+
+
+def _allow(seconds: float) -> None:
+    """Have the kernel send SIGXCPU after so much processor time of this process, and each second from then on.
+
+    A limit of the user's that comes sooner stays.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    sooner = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_CPU, (min(math.ceil(seconds), *sooner, sys.maxsize), hard))
 
 
 def counted(actions: Iterable[T], ops: int) -> tuple[T, ...]:

@@ -18,6 +18,7 @@ def parse_toml(text: str, *, parse_float: Callable[[str], Any] = float) -> dict[
 
     Raises ValueError, one line that says what is wrong and where, without the file's name.
     """
+    text = text.removeprefix("\ufeff")  # as Windows' editors begin a file
     if DEEP.search(text):
         raise ValueError("not TOML: nested too deeply")
     try:

@@ -102,6 +102,7 @@ LONG = (
     "policies/offload/test_g10.py::test_bert_beyond_the_memory_of_its_machine[4 GiB]",
     "solvers/test_ordering.py",
     "solvers/test_rounding.py",
+    "conformance/test_isolation.py",
     "conformance/test_planted_policies.py::test_a_planted_fault",
     "fuzz/test_fuzz.py::test_more",
     "test_documents.py::test_a_notebook_runs",

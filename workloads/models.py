@@ -7,6 +7,7 @@ its source and its published size.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -219,7 +220,7 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
             raise WorkloadError(f"{path}: is not a regular file")
         if path.stat().st_size > LARGEST_FILE:
             raise WorkloadError(f"{path}: has more than {LARGEST_FILE:,} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_each_once)
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
@@ -232,6 +233,15 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
         raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
     name = path.parent.name if path.name == "config.json" else path.stem
     return values, name or path.stem, str(path)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a key that it has twice: which value counts differs among readers."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {shown(key)} stands there twice")
+    return found
 
 
 def config_file(config: str | Path) -> Path | None:

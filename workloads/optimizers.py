@@ -95,9 +95,16 @@ class Step:
 
     def by_layer(self, what: str, run: Callable[[str, list[Slot]], None]) -> None:
         """One op for the parameters of each layer, and one for those outside layers."""
-        for layer in dict.fromkeys(slot.layer for slot in self.slots):
+        for layer, slots in self._of_layers().items():
             name = "rest" if layer < 0 else f"h{layer}"
-            run(f"optimizer.{name}.{what}", [slot for slot in self.slots if slot.layer == layer])
+            run(f"optimizer.{name}.{what}", slots)
+
+    def _of_layers(self) -> dict[int, list[Slot]]:
+        """The parameters of each layer, -1 for those outside layers."""
+        found: dict[int, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(slot.layer, []).append(slot)
+        return found
 
     def temporary(self, slot: Slot, what: str) -> int:
         """A temporary of the same size and type as a parameter's state."""
@@ -201,14 +208,14 @@ class Step:
         """
         if self.precision.gradient != self.precision.state:
             self.by_layer("cast", self._cast)
-        last = {slot.layer: slot for slot in self.slots}
+        layers = self._of_layers()
         for slot in self.slots:
             states = tuple(slot.state)
             reads = [slot.gradient, slot.update, *slot.state.values(), *_held(slot)]
             op = update(slot, list(dict.fromkeys(reads)), [*self.update_states(slot, states), *self.new_weight(slot)])
-            if slot is last[slot.layer]:
+            if slot is layers[slot.layer][-1]:
                 own = _gradients(slot)
-                for t in (t for s in self.slots if s.layer == slot.layer for t in _gradients(s)):
+                for t in (t for s in layers[slot.layer] for t in _gradients(s)):
                     if t not in own:
                         self.builder.release(t, op)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sim.cache import cache_folder
 from sim.errors import TiersimError, WorkloadError
 from sim.trace.graph import Trace
 from sim.trace.io import load, save
@@ -162,10 +163,7 @@ def _clean(newest: Path) -> None:
 
 def captures() -> Path:
     """The folder of captures."""
-    if given := os.environ.get("TIERSIM_CACHE"):
-        return Path(given) / "captures"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tiersim" / "captures"
+    return cache_folder("captures")
 
 
 def _hash(facts: Any) -> str:

@@ -257,7 +257,16 @@ EXAMPLES = Option("examples", Annotated[int, typer.Option(help="random examples 
 PER_EXAMPLE = TIME_LIMIT._replace(default=SECONDS)
 
 
-@takes(EXAMPLES, PER_EXAMPLE, PARAM, SEED, JSON)
+FAILING = Option(
+    "out",
+    Annotated[
+        str | None, typer.Option("-o", "--out", help="folder for failing examples; default: the folder of caches")
+    ],
+    None,
+)
+
+
+@takes(EXAMPLES, PER_EXAMPLE, PARAM, SEED, FAILING, JSON)
 def check(
     policy: Annotated[str, typer.Argument(help=WRITTEN)],
     **options: Any,
@@ -267,6 +276,7 @@ def check(
     from sim.outputs import to_json
 
     how = {"examples": options["examples"], "seed": options["seed"], "time_limit_s": options["time_limit"]}
+    how["folder"] = options["out"]
     report, text = checked(policy, parameters(options["param"]), **how)
     print(to_json(report) if options["json"] else text)
     if not report["passed"]:

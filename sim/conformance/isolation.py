@@ -4,44 +4,102 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from sim.conformance.memory import check_outcome
 from sim.conformance.suite import Broken, Report, check_policy, sentence
 from sim.errors import PolicyError, PolicyFailed, TiersimError
-from sim.limits import SECONDS
+from sim.limits import BUSY, SECONDS
 from sim.policies import load
+
+START_S = 60.0
+"""Seconds that a process may need besides its examples: it starts another one, and imports."""
+
+SILENT = object()
+"""Instead of an answer: the process said nothing for too long."""
+
+BEAT = ""
+"""The line that says that the check goes on."""
 
 
 def checked(
-    name: str, parameters: Mapping[str, Any], *, examples: int, seed: int, time_limit_s: float = SECONDS
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    examples: int,
+    seed: int,
+    time_limit_s: float = SECONDS,
+    folder: str | None = None,
 ) -> tuple[dict[str, Any], str]:
     """The report on a policy, as JSON values and as text.
 
-    If the process ends without a report, law 6 is broken. Raises PolicyError or PolicyFailed as `load` does.
+    If the process ends without a report, law 6 is broken, and so it is if nothing is heard of it for so long that no
+    example can still be running: a policy can keep its own process from stopping it. Raises PolicyError or
+    PolicyFailed as `load` does.
     """
     job = {"name": name, "parameters": dict(parameters), "examples": examples, "seed": seed}
-    job |= {"time_limit_s": time_limit_s}
+    job |= {"time_limit_s": time_limit_s, "folder": folder}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "sim.conformance.isolation"]
-    done = subprocess.run(
-        command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        answer = None
+    silence_s = BUSY * time_limit_s + START_S if time_limit_s else None
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            answer = _answer(process, json.dumps(job), silence_s)
+        finally:
+            _end(process)
     if isinstance(answer, dict) and "error" in answer:
         raise {"PolicyError": PolicyError}.get(answer["error"], PolicyFailed)(answer["text"])
-    if done.returncode or not isinstance(answer, dict):
-        text = f"the process that checks it ends without a report (exit status {done.returncode})"
+    if not isinstance(answer, dict):
+        text = f"the process that checks it ends without a report (exit status {process.returncode})"
+        if answer is SILENT:
+            text = f"nothing was heard of it for {silence_s:g} s, and it could not be stopped from within"
         broken = Broken("outcome", sentence(check_outcome), 1, text)
         report = Report(name, seed, examples=0, skipped=0, refused=0, broken=(broken,))
         return report.as_dict(), report.as_text()
     return answer["record"], answer["text"]
+
+
+def _answer(process: subprocess.Popen[str], job: str, silence_s: float | None) -> Any:
+    """What the process answers to a job; None if it ends without an answer, `SILENT` if it says nothing for so long."""
+    said: queue.Queue[str | None] = queue.Queue()
+
+    def listen() -> None:
+        for line in process.stdout or ():
+            said.put(line)
+        said.put(None)
+
+    threading.Thread(target=listen, daemon=True).start()
+    if process.stdin is not None:
+        try:
+            process.stdin.write(job)
+            process.stdin.close()
+        except BrokenPipeError:  # it has ended, which is seen below
+            process.stdin = None
+    last = None
+    try:
+        while (line := said.get(timeout=silence_s)) is not None:
+            last = line if line.strip() != BEAT else last
+    except queue.Empty:
+        return SILENT
+    process.wait()
+    try:
+        return json.loads(last or "") if not process.returncode else None
+    except ValueError:
+        return None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process, if it still runs, and those that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -52,7 +110,7 @@ def main() -> None:
     answer: dict[str, Any]
     try:
         policy = load(job["name"], **job.pop("parameters"))
-        report = check_policy(policy, **job)
+        report = check_policy(policy, **job, beat=lambda: print(BEAT, file=out, flush=True))
         answer = {"record": report.as_dict(), "text": report.as_text()}
     except TiersimError as error:
         answer = {"error": type(error).__name__, "text": str(error)}

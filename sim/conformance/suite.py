@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
+from sim.cache import cache_folder
 from sim.conformance.across_processes import Ended, differences
 from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
@@ -195,9 +197,10 @@ def check_policy(
     examples: int = 50,
     seed: int = 0,
     name: str = "",
-    folder: str | os.PathLike[str] = ".",
+    folder: str | os.PathLike[str] | None = None,
     across_processes: bool = True,
     time_limit_s: float | None = SECONDS,
+    beat: Callable[[], None] = lambda: None,
 ) -> Report:
     """Check that a policy keeps every law on random examples; the same arguments give the same report.
 
@@ -205,9 +208,10 @@ def check_policy(
     seed: that of the examples and of the policy.
     name: the name of the policy, best as `sim.policies.load` knows it, so that the commands in the report work and a
         second process can load it for law 7.
-    folder: where a failing example is written, as a trace and a profile.
+    folder: where a failing example is written, as a trace and a profile; None for the folder of caches.
     across_processes: whether law 7 uses that process.
     time_limit_s: processor time that the policy may take for an example, None for no limit.
+    beat: called before each example, so that who waits for the report sees that the check goes on.
 
     Raises PolicyError if `examples` is below 1.
     """
@@ -230,6 +234,7 @@ def check_policy(
     def look(example: Example) -> None:
         faults: dict[str, tuple[Example, str]] = {}
         for case in example.with_more_memory():
+            beat()
             with limited(time_limit_s):
                 run = run_policy(policy, case.trace, case.platform, seed=seed)
                 exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
@@ -251,8 +256,8 @@ def check_policy(
         return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=(ended,))
     found = []
     for law, cases in broken.items():
-        smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed) or cases[0]
-        files, command = _write(smallest, policy, name, law, seed, Path(folder))
+        smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
+        files, command = _write(smallest, policy, name, law, seed, folder)
         found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
     found += [Broken("repeats", sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
     return Report(
@@ -282,7 +287,12 @@ def breaks(check: Callable[[Replayed], None], run: Replayed) -> str:
 
 
 def _smallest(
-    drawn: st.SearchStrategy[Example], check: Callable[[Replayed], None], policy: Policy, count: int, first: int
+    drawn: st.SearchStrategy[Example],
+    check: Callable[[Replayed], None],
+    policy: Policy,
+    count: int,
+    first: int,
+    beat: Callable[[], None],
 ) -> tuple[Example, str] | None:
     """Repeat the examples until the law is broken, then shrink that one. None if none breaks it this time."""
     found: list[tuple[Example, str]] = []
@@ -302,6 +312,7 @@ def _smallest(
     def until_broken(example: Example) -> None:
         if next(tries) > count + SHRINKS:
             raise TooLong("small enough")
+        beat()
         with limited(SECONDS):
             for case, run in tried(policy, example, seed=first):
                 text = breaks(check, run)
@@ -315,10 +326,14 @@ def _smallest(
 
 
 def _write(
-    example: Example, policy: Policy, name: str, law: str, seed: int, folder: Path
+    example: Example, policy: Policy, name: str, law: str, seed: int, given: str | os.PathLike[str] | None
 ) -> tuple[tuple[str, ...], str]:
     """The example as files, and the command that replays it."""
     stem = f"tiersim-check-{re.sub(r'[^A-Za-z0-9_.-]+', '_', Path(name).name)}-{law}"
+    if given is None:  # one folder for the policies of all folders: another of this name has other files
+        stem += f"-{hashlib.sha256(f'{Path(name).absolute()} {parameters_of(policy)}'.encode()).hexdigest()[:8]}"
+    folder = cache_folder("checks") if given is None else Path(given)
+    folder.mkdir(parents=True, exist_ok=True)
     trace, profile = folder / f"{stem}.jsonl", folder / f"{stem}.toml"
     save(example.trace, trace)
     profile.write_text(toml_of(example.machine), encoding="utf-8")

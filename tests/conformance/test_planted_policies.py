@@ -10,7 +10,7 @@ from sim.conformance import CHECKS, check_policy
 from sim.policies import load
 
 HEAD = '''
-import itertools, os, random, sys, time
+import itertools, os, random, signal, sys, time
 from dataclasses import dataclass
 from typing import ClassVar
 from sim.errors import Infeasible
@@ -99,6 +99,10 @@ FAULTS = {
     "endless recursion": ("outcome", "return self.plan(problem)"),
     "a plan that never comes": ("outcome", "while True: pass"),
     "a plan that waits for something else": ("outcome", "time.sleep(10**6)"),
+    "a plan that never comes, without timers": (
+        "outcome",
+        "for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):\n    signal.setitimer(timer, 0)\nwhile True:\n    pass",
+    ),
     "actions without end": ("outcome", "return Plan(trace, (Drop(0, after=0) for _ in itertools.count()))"),
     "a drop of what cannot be recomputed": (
         "outcome",
@@ -140,7 +144,7 @@ TRAITS = {
         "    rewrites = True\n",
     ),
 }
-STOPPED = ("a plan that never comes", "a plan that waits for something else")
+STOPPED = ("a plan that never comes", "a plan that never comes, without timers", "a plan that waits for something else")
 LONGEST = ("endless recursion", "what it saw before")
 """Those whose check takes more than twenty seconds; a failing example is made smaller for that long."""
 

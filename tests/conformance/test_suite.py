@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -59,6 +60,7 @@ class Liar(Policy):
 @pytest.fixture
 def liar(tmp_path: Path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIERSIM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "liar.py").write_text(LIAR)
     return "liar.py:Liar"
 
@@ -74,7 +76,7 @@ def test_a_policy_that_keeps_the_laws_passes():
     assert text.count("ok    Law") >= 8
 
 
-def test_a_broken_law_comes_with_the_smallest_example_and_the_command_that_runs_it(liar):
+def test_a_broken_law_comes_with_the_smallest_example_and_the_command_that_runs_it(liar, tmp_path):
     report = check_policy(load(liar, times=2), examples=30, name=liar)
     assert not report.passed
     assert [entry.law for entry in report.broken] == ["ops"]
@@ -82,7 +84,9 @@ def test_a_broken_law_comes_with_the_smallest_example_and_the_command_that_runs_
     assert "the policy does not say that it moves" in entry.text
     assert "FAIL  Law 3" in report.as_text()
     trace_file, profile_file = entry.files
-    assert trace_file == "tiersim-check-liar.py_Liar-ops.jsonl"
+    assert Path(trace_file).parent == tmp_path / "cache" / "checks"
+    assert re.fullmatch(r"tiersim-check-liar\.py_Liar-ops-[0-9a-f]{8}\.jsonl", Path(trace_file).name)
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"cache", "liar.py"}
     trace = load_trace(trace_file)
     assert len(trace.ops) <= 3
     words = shlex.split(entry.command)
@@ -91,7 +95,7 @@ def test_a_broken_law_comes_with_the_smallest_example_and_the_command_that_runs_
     budget = words[words.index("--budget") + 1]
     result = simulate(trace, load_profile(words[words.index("--profile") + 1]), liar, budget=budget, times=2)
     assert (result.log.interval("why") == 2).any()
-    assert load_profile(f"./{profile_file}").name
+    assert load_profile(profile_file).name
 
 
 def test_the_same_seed_gives_the_same_report_and_another_one_other_examples(liar):

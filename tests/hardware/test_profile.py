@@ -261,6 +261,12 @@ def test_overrides_do_not_stay(small):
     assert load_profile(small).tier("hbm").bandwidth == 10**9
 
 
+def test_a_file_may_begin_as_editors_of_windows_begin_it(small):
+    same = small.with_name("marked.toml")
+    same.write_text(small.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert load_profile(same).tier("hbm") == load_profile(small).tier("hbm")
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -232,7 +232,13 @@ def test_an_unknown_name_is_told_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("{", "line 1"), ("[1]", "needs a JSON object, has list"), ("\x00", "not valid JSON")]
+    ("text", "what"),
+    [
+        ("{", "line 1"),
+        ('{"a": 1, "b": 2, "b": 3}', "key 'b' stands there twice"),
+        ("[1]", "needs a JSON object, has list"),
+        ("\x00", "not valid JSON"),
+    ],
 )
 def test_a_malformed_file_is_named(tmp_path, text, what):
     file = tmp_path / "bad.json"
@@ -240,6 +246,15 @@ def test_a_malformed_file_is_named(tmp_path, text, what):
     with pytest.raises(WorkloadError, match=what) as error:
         read_config(file)
     assert "bad.json" in str(error.value)
+
+
+def test_a_file_may_begin_as_editors_of_windows_begin_it(tmp_path):
+    file = tmp_path / "marked.json"
+    file.write_text(
+        '{"model_type": "gpt2", "n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 9, "n_positions": 8}',
+        encoding="utf-8-sig",
+    )
+    assert read_config(file).layers == 3
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
