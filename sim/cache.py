@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again, or that are looked at once: outside the user's own folders."""
+"""Where files are kept that nobody asked for by name, such as captures: outside the user's own folders."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
 MAY_IMPORT = {
     "sim.errors": set(),
     "sim.foreign_text": set(),
+    "sim.cache": set(),
     "sim.toml_text": set(),
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
     "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log"},
-    "workloads": WORDS | {"sim.rewrites"},
+    "workloads": WORDS | {"sim.cache", "sim.rewrites"},
     "hardware_profiles": set(),
 }
 """What each part may import of the others; what is not named here (experiment, cli, …) ties parts together."""
