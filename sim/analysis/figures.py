@@ -100,6 +100,8 @@ def misfit(row: Mapping[str, Any]) -> str | None:
         else:
             is_table = isinstance(value, Mapping)
             is_of = (key not in own or is_table == (own[key] is dict)) and _is_of(declared[key].unit, value)
+            if is_table and key in own and key not in _with_gaps():
+                is_of &= None not in value.values()
         if not is_of:
             return key
     return None
@@ -114,6 +116,15 @@ def _own() -> Mapping[str, type | None]:
         key: dict if get_origin(kind) is dict else None if type(None) in get_args(kind) else kind
         for key, kind in kinds.items()
     }
+
+
+@cache
+def _with_gaps() -> frozenset[str]:
+    """The figures of `Summary` that may lack a part, such as the overlap of a link on which nothing moved."""
+    hints = get_type_hints(Summary)
+    return frozenset(
+        key for key, kind in hints.items() if get_origin(kind) is dict and type(None) in get_args(get_args(kind)[1])
+    )
 
 
 def _is_of(unit: Unit, value: Any) -> bool:

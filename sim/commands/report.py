@@ -123,7 +123,9 @@ def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
     from sim.errors import TiersimError
 
     for i, row in enumerate(rows if isinstance(rows, list) else [None]):
-        is_row = isinstance(row, dict) and isinstance(row.get("policy"), str) and row.get("fits") in (True, False, None)
+        is_row = (
+            isinstance(row, dict) and isinstance(row.get("policy"), str) and row.get("fits", "") in (True, False, None)
+        )
         if not is_row:
             raise TiersimError(f"{path}: rows[{i}]: not a row of a comparison")
         if (key := misfit(row)) is not None:

@@ -44,10 +44,12 @@ class Places(Sequence[Place]):
     """Every (container, key) of a document, made when it is asked for: a case asks for two of thousands."""
 
     def __init__(self, document: Document) -> None:
-        self._containers: list[Any] = [document] if isinstance(document, (dict, list)) else []
-        for here in self._containers:  # which grows meanwhile
+        self._containers: list[Any] = []
+        stack = [document] if isinstance(document, (dict, list)) else []
+        while stack:
+            self._containers.append(here := stack.pop())
             values = here.values() if isinstance(here, dict) else here
-            self._containers += [value for value in values if isinstance(value, (dict, list))]
+            stack += [value for value in values if isinstance(value, (dict, list))]
         self._ends = list(accumulate(map(len, self._containers)))
 
     def __len__(self) -> int:
