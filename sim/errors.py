@@ -212,6 +212,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("context", "seq-len", "seqlen", "context-length", "max-length"), ("seq",)),
     **dict.fromkeys(("bs", "batchsize"), ("batch",)),
     **dict.fromkeys(("machine", "device", "gpu", "hardware"), ("profile",)),
+    **dict.fromkeys(("gpus", "num-gpus", "n-gpus", "ngpus", "nproc-per-node", "world-size"), ("devices",)),
     **dict.fromkeys(("memory", "capacity"), ("budget",)),
     **dict.fromkeys(("dtype", "amp"), ("precision",)),
 }

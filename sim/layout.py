@@ -352,8 +352,8 @@ def _positive(key: str, value: object) -> None:
 def _check_devices(machine: Platform, layout: Layout) -> None:
     """Raise LayoutError where a machine has fewer devices and no network, or no link from each to the next."""
     devices = layout.devices
+    key = next((key for key in ("dp", "tp", "cp") if getattr(layout, key) > 1), "pp")
     if machine.devices < devices and not machine.networks:
-        key = "dp" if layout.dp > 1 else "tp" if layout.tp > 1 else "cp" if layout.cp > 1 else "pp"
         raise LayoutError(
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"
@@ -361,6 +361,8 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
     for device in range(1, min(devices, machine.devices)):
         if not machine.route(machine.home(device - 1).name, machine.home(device).name):
             raise LayoutError(f"pp: {machine.name} has no link from one device to the next; nearest: 1")
+    if key != "pp" and min(devices, machine.devices) > 1 and not machine.has_peers:
+        raise LayoutError(f"{key}: {machine.name} has no link from one device to the next; nearest: 1")
 
 
 __all__ = ["Layout", "lay_out", "to_layout", "with_devices"]

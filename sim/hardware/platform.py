@@ -334,6 +334,12 @@ class Platform:
                 return tuple(chain)
             chain.append(max(candidates, key=lambda tier: tier.bandwidth).name)
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether a link goes from one device straight to the next."""
+        device = {tier.name: tier.device for tier in self.tiers}
+        return any((device[link.source], device[link.target]) == (0, 1) for link in self.links)
+
     # ---- routes ------------------------------------------------------------------------------
 
     def route(self, source: str, target: str) -> tuple[int, ...]:

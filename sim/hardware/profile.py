@@ -151,6 +151,9 @@ def _set_one(raw: dict[str, Any], path: list[str], value: Any) -> str:
 
     group, rest = path[0], path[1:]
     if group not in keys(ProfileFile):
+        inside = [f"{table}.{'.'.join(path)}" for table in _GROUPS if group in raw.get(table, ())]
+        if inside:
+            return f"there is no key {group!r} (did you mean {inside[0]!r}?)"
         return f"there is no key {group!r}{near(group, keys(ProfileFile))}"
     if group not in PARTS:
         if rest:

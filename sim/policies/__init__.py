@@ -222,6 +222,8 @@ def _from_file(name: str) -> type[Policy]:
     path_text, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     path = Path(path_text)
     if path.suffix != ".py" or not os.path.isfile(path):
+        if path_text in names() and "=" in class_name:
+            raise PolicyError(f"policy {name!r}: parameters go in parentheses: '{path_text}({class_name})'")
         raise PolicyError(f"policy {name!r}: no Python file {path_text!r}")
     key = _module_name(path)
     module = sys.modules.get(key)
