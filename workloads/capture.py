@@ -28,10 +28,10 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from sim.errors import TiersimError, WorkloadError, near
 from sim.trace.chain import RECOMPUTED
@@ -85,6 +85,7 @@ def capture(
     kernels: str = "cuda",
     rounding: int = 1,
     layers: str | Sequence[str] | None = None,
+    observer: Observer | None = None,
 ) -> Trace:
     """Capture one training iteration of `module` in its steady state.
 
@@ -107,6 +108,7 @@ def capture(
     rounding: sizes are rounded up to multiples of this many bytes; PyTorch's CUDA allocator rounds to 512.
     layers: which parts of the module are its layers: names of classes (`EncoderBlock`) or paths (`encoder.layers.*`),
         or patterns of these; by default what repeats (see `workloads.capturing.layers`).
+    observer: observes the captured iteration, too (`tiersim validate` has PyTorch's memory tracker do so).
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
     (per layer the path of its module; per call, if there are several), `torch` (version), `folded` (views), `on_host`
@@ -123,6 +125,8 @@ def capture(
     padded = has_padding(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
+        if observer is not None:
+            observer.prepare(model)
         with mode, answered("cpu", _unnoted):
             args, kwargs = _arguments(fake_like(torch, inputs))
             target_arguments, _ = _arguments(fake_like(torch, targets))
@@ -135,8 +139,7 @@ def capture(
             result = model(*args, **kwargs)
             scalar = _loss(torch, result, target_arguments, loss)
             del result
-            with recorder.backward():
-                scalar.backward()
+            scalar.backward()
         if tuned is not None:
             tuned.step()
             tuned.zero_grad(set_to_none=True)
@@ -151,7 +154,8 @@ def capture(
         for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
                 recorder.know(tensor, f"{label}{i}", "input")
-        recording = _recorded(recorder, [] if tuned is None else [tuned], [warm] * warm_up, iteration)
+        optimizers = [] if tuned is None else [tuned]
+        recording = _recorded(recorder, optimizers, [warm] * warm_up, _observed(observer, model, optimizers, iteration))
     facts = {"micro_batches": micro_batches, "samples": samples, "tokens": tokens}
     return _trace_of(recording, name or type(model).__name__, kernels, rounding, facts)
 
@@ -166,6 +170,7 @@ def capture_script(
     kernels: str = "cuda",
     rounding: int = 1,
     layers: str | Sequence[str] | None = None,
+    observer: Observer | None = None,
 ) -> Trace:
     """Capture a step as a training script holds it: a function without arguments that takes everything from around it.
 
@@ -191,12 +196,37 @@ def capture_script(
         modules, optimizers = held_by(step)
         model = joined(modules, optimizers)
         made_fake(mode, model)
+        if observer is not None:
+            observer.prepare(model)
         recorder.know_module(model, layers, apart=[] if model in modules.values() else list(modules))
         built = dict(recorder.recording.assumed)
-        recording = _recorded(recorder, optimizers, [step] * warm_up, step)
+        recording = _recorded(recorder, optimizers, [step] * warm_up, _observed(observer, model, optimizers, step))
         recording.assumed = {**built, **recording.assumed}
     facts = {"micro_batches": 1, "samples": samples, "tokens": tokens}
     return _trace_of(recording, name or type(model).__name__, kernels, rounding, facts)
+
+
+class Observer(Protocol):
+    """Observes the captured iteration beside the recorder."""
+
+    def prepare(self, model: Any) -> None:
+        """Change the model, which has fake parameters, before its first iteration."""
+
+    def around(self, model: Any, optimizers: Sequence[Any]) -> AbstractContextManager[Any]:
+        """A context in which the captured iteration runs."""
+
+
+def _observed(
+    observer: Observer | None, model: Any, optimizers: Sequence[Any], iteration: Callable[[], Any]
+) -> Callable[[], Any]:
+    if observer is None:
+        return iteration
+
+    def run() -> None:
+        with observer.around(model, optimizers):
+            iteration()
+
+    return run
 
 
 class Described(Exception):

@@ -17,6 +17,7 @@ from sim.analysis.peak_memory import (
     memory_over_time,
     peak_bytes,
     peak_memory,
+    peaks_by_phase,
     roles_over_time,
 )
 from sim.analysis.residence import residence
@@ -50,6 +51,7 @@ __all__ = [
     "pareto_front",
     "peak_bytes",
     "peak_memory",
+    "peaks_by_phase",
     "residence",
     "roles_over_time",
     "stages",

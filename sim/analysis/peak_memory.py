@@ -142,6 +142,19 @@ def peak_memory(log: EventLog, tier: str | None = None, *, largest: int = 10) ->
     )
 
 
+def peaks_by_phase(log: EventLog, tier: str | None = None, *, unit: int = 1) -> dict[str, int]:
+    """The most bytes in a tier within each phase, by default in the home tier of device 0.
+
+    unit: every tensor is rounded up to a multiple of so many bytes, as an allocator does.
+
+    Raises ProfileError on an unknown tier.
+    """
+    part, rows = _tier_rows(log, tier)
+    delta = log.change("delta")[rows]
+    rounded = np.sign(delta) * (-(-np.abs(delta) // unit) * unit)
+    return _by_phase(log, part, log.change("time")[rows], rounded, np.cumsum(rounded))
+
+
 def memory_over_time(log: EventLog, tier: str | None = None) -> tuple[Ints, Ints]:
     """Times (ns) of all changes of a tier and the bytes in use after each. Shapes (changes,) both."""
     _, rows = _tier_rows(log, tier)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sim.commands.declaring import Option, takes
-from sim.commands.options import ATTENTION, BATCH, JSON, MODEL, SEQ, platform_of, say
+from sim.commands.options import ATTENTION, JSON, MODEL, platform_of, say
 
 
 def calibrate(
@@ -23,8 +23,14 @@ def calibrate(
 
 @takes(
     MODEL,
-    BATCH._replace(default=4),
-    SEQ._replace(default=128),
+    Option(
+        "batch",
+        Annotated[int | None, typer.Option(help="samples per step; default: the first at which the peaks differ")],
+        None,
+    ),
+    Option(
+        "seq", Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample; default: 128")], None
+    ),
     Option("precision", Annotated[str, typer.Option(help="{validated}")], "fp32"),
     ATTENTION,
     Option("device", Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")], None),
@@ -33,7 +39,11 @@ def calibrate(
     JSON,
 )
 def validate(**options: Any) -> None:
-    """Run a real training step here under several policies and print it next to the simulated one (extra `torch`)."""
+    """Run a real training step here under several policies and print it next to the simulated one (extra `torch`).
+
+    A GPT-2 or a Llama is run. Any other config.json, and a function, are captured: what is printed is then the peak of
+    PyTorch's own memory tracker under fake tensors.
+    """
     from dataclasses import asdict
 
     from sim.measure.validate import HEADER, as_table
@@ -44,4 +54,10 @@ def validate(**options: Any) -> None:
     model, sequence, profile, json = (options.pop(key) for key in ("model", "seq", "profile", "json"))
     machine = platform_of(profile, None) if profile else None
     rows = compare_with_real(model, sequence=sequence, profile=machine, progress=say, **options)
-    print(to_json([asdict(row) for row in rows]) if json else aligned([HEADER, *as_table(rows)]))
+    if json:
+        print(to_json([asdict(row) for row in rows]))
+        return
+    print(aligned([HEADER, *as_table(rows)]))
+    batch = next((row.batch for row in rows if row.batch), None)
+    if batch and options["batch"] is None:
+        print(f"\nbatch {batch}: --batch gives another")

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sim.analysis.peak_memory import peaks_by_phase
 from sim.errors import OutOfMemory, TiersimError
 from sim.experiment import simulate, unlimited
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.measure import choose_device, require_torch
 from sim.measure.calibrate import calibrate
-from sim.measure.validate import POLICIES, Row, config_of, roomy, rounded_peak, validate
+from sim.measure.validate import POLICIES, Row, config_of, roomy, validate
 from workloads.transformer import transformer
 
 SECONDS = 570.0
@@ -92,7 +93,7 @@ def budget_rows(case: Case, platform: Platform, device: str) -> list[Fit]:
     peaks = {name: simulated_peak(case, name) for name in ("none", "checkpoint")}
     limit = sum(peaks.values()) // 2
     steps = Steps(config, case.batch, case.sequence, case.precision, "sdpa", dropout, device)
-    steps.peak("checkpoint")  # creates the optimizer's state, and determines `steps.beside`
+    steps.peaks("checkpoint")  # creates the optimizer's state, and determines `steps.beside`
     rows = []
     for name in peaks:
         policy, parameters = POLICIES[name]
@@ -109,7 +110,7 @@ def simulated_peak(case: Case, policy: str) -> int:
     config = config_of(case.model, case.sequence)
     trace = transformer(config, batch=case.batch, sequence=case.sequence, precision=case.precision)
     name, parameters = POLICIES[policy]
-    return rounded_peak(simulate(trace, roomy(10**10, 10**10), name, **parameters).log, 512)
+    return max(peaks_by_phase(simulate(trace, roomy(10**10, 10**10), name, **parameters).log, unit=512).values())
 
 
 def run(

@@ -92,11 +92,11 @@ class Steps:
         wanted = self.precision == "amp_bf16"
         return torch.autocast(self.device.type, torch.bfloat16) if wanted else nullcontext()
 
-    def peak(self, policy: str) -> int:
-        """The peak bytes on the device during an iteration in the steady state."""
+    def peaks(self, policy: str) -> dict[str, int]:
+        """The peak bytes on the device during each phase of an iteration in the steady state."""
         for _ in range(WARM_UP):
             self.step(policy)
-        return self._cuda_peak(policy) if self.is_cuda else self._storages_peak(policy)
+        return self._cuda_peaks(policy) if self.is_cuda else self._storages_peaks(policy)
 
     def times(self, policies: Sequence[str], repeats: int) -> dict[str, int]:
         """Median nanoseconds of an iteration under each policy; they alternate so that drift affects all equally."""
@@ -115,18 +115,27 @@ class Steps:
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         return [*self.model.parameters(), *(v for v in state if v.numel() > 1), self.ids, self.labels]
 
-    def _cuda_peak(self, policy: str) -> int:
+    def _cuda_peaks(self, policy: str) -> dict[str, int]:
         gc.collect()
         self.synchronize()
         known = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in self._held()}
         rounded = sum(-(-size // UNIT) * UNIT for size in known.values())
         self.beside = int(torch.cuda.memory_allocated(self.device)) - rounded
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.step(policy)
-        self.synchronize()
-        return int(torch.cuda.max_memory_allocated(self.device)) - self.beside
+        peaks: dict[str, int] = {}
+        phases: list[str] = []
 
-    def _storages_peak(self, policy: str) -> int:
+        def enter(phase: str) -> None:
+            if phases:
+                peaks[phases[-1]] = int(torch.cuda.max_memory_allocated(self.device)) - self.beside
+            phases.append(phase)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+        self.step(policy, enter)
+        enter("")
+        self.synchronize()
+        return peaks
+
+    def _storages_peaks(self, policy: str) -> dict[str, int]:
         gc.collect()
         storages = StorageTracker(self.device.type)
         storages.hold(self._held())
@@ -136,7 +145,7 @@ class Steps:
 
         with storages:
             self.step(policy, enter)
-        return storages.peak
+        return dict(storages.highest)
 
     def fits(self, policy: str, limit: int) -> bool:
         """Whether a step runs on a CUDA device if PyTorch may use `limit` bytes of it."""

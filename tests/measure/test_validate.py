@@ -67,6 +67,95 @@ def test_what_means_nothing_on_a_cpu_is_said_not_measured(rows):
 
 
 @needs_torch
+def test_forward_and_backward_have_peaks_of_their_own(rows):
+    for row in rows:
+        if row.measured_phases is not None:
+            assert set(row.measured_phases) == set(row.simulated_phases) == {"forward", "backward", "update"}
+            assert max(row.measured_phases.values()) == row.measured_bytes
+            assert all(abs(row.phase_error(phase)) <= 0.02 for phase in row.measured_phases), row.policy
+    plain, checkpointed = rows[:2]
+    assert checkpointed.measured_phases["forward"] < plain.measured_phases["forward"]
+
+
+# ---- models that are captured --------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+model = nn.Sequential(*blocks).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+def step({parameters}):
+    loss = model(torch.randn({batch}, 32, device="cuda")).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+"""
+TRACKED = ("none", "checkpoint", "selective checkpoint")
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(parameters, batch):
+        (tmp_path / "train.py").write_text(SCRIPT.format(parameters=parameters, batch=batch), encoding="utf-8")
+        return f"{tmp_path / 'train.py'}:step"
+
+    return write
+
+
+@needs_torch
+def test_a_script_has_the_peaks_of_pytorchs_tracker_in_each_phase(script):
+    rows = validate(script("batch=8", "batch"), batch=700, policies=TRACKED)
+    assert rows[0].measured_phases == rows[0].simulated_phases
+    for row in rows:
+        # an op that recomputes reads all that it saved at once: the gradient of a bias comes after it, not before
+        assert row.simulated_phases == pytest.approx(row.measured_phases, rel=2e-4), row.policy
+        assert row.measured_ns is None
+    assert len({row.measured_bytes for row in rows}) == 3
+    assert [row.note for row in rows] == ["", *["under the checkpoints of torch"] * 2]
+
+
+@needs_torch
+def test_a_batch_is_chosen_at_which_the_peaks_differ(script):
+    said = []
+    rows = validate(script("batch=8", "batch"), policies=("none", "checkpoint"), progress=said.append)
+    none, checkpointed = rows
+    assert none.batch == checkpointed.batch > module.BATCHES[0]
+    assert none.measured_bytes > (1 + module.APART) * checkpointed.measured_bytes
+    before = module.BATCHES[module.BATCHES.index(none.batch) - 1]
+    smaller = validate(script("batch=8", "batch"), batch=before, policies=("none", "checkpoint"))
+    assert smaller[0].measured_bytes <= (1 + module.APART) * smaller[1].measured_bytes
+
+
+@needs_torch
+def test_a_function_without_a_batch_has_its_own(script):
+    (row,) = validate(script("", "512"), policies=("none",))
+    assert row.batch is None
+    assert row.measured_phases == row.simulated_phases
+
+
+@needs_torch
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_a_config_of_another_family_is_tracked_under_its_librarys_checkpoints():
+    config = {
+        "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32,
+        "num_key_value_heads": 1, "vocab_size": 100, "num_hidden_layers": 3,
+    }  # fmt: skip
+    none, checkpointed, offloaded = validate(
+        config, batch=8, sequence=64, policies=("none", "checkpoint", "save_on_cpu")
+    )
+    assert none.measured_phases == none.simulated_phases
+    # the library's checkpoints hold the positions of the tokens, 8 bytes each
+    for phase, real in checkpointed.measured_phases.items():
+        assert 0 <= real - checkpointed.simulated_phases[phase] <= 8 * 64, phase
+    assert "Qwen3ForCausalLM" in checkpointed.note
+    assert none.measured_bytes > 1.01 * checkpointed.measured_bytes
+    assert offloaded.measured_bytes is None
+
+
+@needs_torch
 def test_a_ledger_counts_each_storage_once_and_until_it_goes():
     import torch
 
@@ -92,7 +181,8 @@ def test_a_ledger_counts_each_storage_once_and_until_it_goes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": "bert-base"}, "neither a GPT-2 nor a Llama"),
+        ({"model": "train.py:step", "device": "cpu"}, "a captured model runs on none"),
+        ({"model": "train.py:step", "precision": "bf16"}, "precision: .* is a function"),
         ({"policies": ("nome",)}, "did you mean 'none'"),
         ({"device": "cuda:x"}, "neither"),
         ({"precision": "fp8"}, "fp8"),
@@ -115,7 +205,8 @@ def test_without_pytorch_the_error_says_how_to_get_it(monkeypatch):
 def test_table_shows_errors_and_leaves_gaps():
     rows = [Row("none", "keep_all", 2**20, 2**20, 10**6, 1_100_000), Row("x", "y", None, None, None, None, "why")]
     first, second = as_table(rows)
-    assert first == ("none", "1.00", "1.00", "+0.00%", "1.00", "1.10", "+10.0%", "")
-    assert second == ("x", "–", "–", "–", "–", "–", "–", "why")
+    phases = ("–",) * 6
+    assert first == ("none", *phases, "1.00", "1.00", "+0.00%", "1.00", "1.10", "+10.0%", "")
+    assert second == ("x", *phases, *("–",) * 6, "why")
     assert len(HEADER) == len(first)
     assert set(module.POLICIES) == {"none", "checkpoint", "selective checkpoint", "save_on_cpu"}

@@ -10,9 +10,11 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
@@ -149,17 +151,23 @@ class Recorder:
                 optimizers.register_optimizer_step_post_hook(self._end_update),
             ):
                 stack.callback(handle.remove)
+            autograd = self.torch.autograd
+            stack.enter_context(patch.object(autograd, "backward", self._backward(autograd.backward)))
             stack.enter_context(_dispatch_mode(self._dispatched))
             yield
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Ops in this context belong to the backward pass, including the one that creates the first gradient."""
-        self.in_backward = True
-        try:
-            yield
-        finally:
-            self.in_backward = False
+    def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """PyTorch's backward pass, whose ops include the one that creates the first gradient."""
+
+        @wraps(run)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.in_backward = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.in_backward = False
+
+        return backward
 
     def _enter(self, module: Any, args: Any) -> None:
         path, node = self.names.get(id(module), type(module).__name__), self._node()

@@ -17,6 +17,10 @@ from sim.errors import TiersimError, WorkloadError, near
 NAME = "captured_reference"
 
 
+class Unsized(WorkloadError):
+    """A function has no parameter for a size."""
+
+
 @contextmanager
 def opened(reference: str) -> Iterator[Callable[[], Callable[..., Any]]]:
     """A function that loads the reference's file and returns the function that it names; each call loads it.
@@ -51,13 +55,13 @@ def opened(reference: str) -> Iterator[Callable[[], Callable[..., Any]]]:
 def called(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]) -> Any:
     """What a reference's function returns at these sizes.
 
-    Raises WorkloadError for a size that it does not take.
+    Raises Unsized for a size that it does not take.
     """
     parameters = signature(function).parameters
     for size in sizes:
         if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
             takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
-            raise WorkloadError(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
+            raise Unsized(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
     return function(**sizes)
 
 

@@ -1,0 +1,168 @@
+"""Peaks of a captured step under PyTorch's own memory tracker, as it is and under checkpoints.
+
+The tracker (`torch.distributed._tools.mem_tracker.MemTracker`) observes the same fake step as the capture, and shares
+no code with it beyond the kernels that are chosen: it keeps its own account of storages, its own hooks, and it knows
+what lives before the step from Python's list of objects.
+"""
+
+# mypy: allow-subclassing-any, allow-untyped-calls
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._tools import mem_tracker
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sim.measure.gpt2 import EXPENSIVE as PRODUCTS
+
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "enable_gradient_checkpointing": {},
+    "set_grad_checkpointing": {},
+}
+"""The methods by which transformers, diffusers and timm switch their checkpoints on, and their arguments."""
+
+EXPENSIVE = (*PRODUCTS, "convolution", "_grouped_mm")
+"""ATen ops whose results selective checkpoints keep."""
+
+POLICIES = ("none", "checkpoint", "selective checkpoint")
+"""The mechanisms of `sim.measure.validate.POLICIES` that need no second memory."""
+
+
+class Tracked:
+    """An observer of a capture: PyTorch's tracker.
+
+    policy: one of `POLICIES`.
+    layers: paths of the modules that are checkpointed where the model has no checkpoints of its own.
+    highest: the most bytes by phase, known after the capture.
+    whose: whose checkpoints they are: the model's class, "torch", or "" for none.
+    """
+
+    def __init__(self, policy: str, layers: Sequence[str] = ()) -> None:
+        self.policy, self.layers = policy, tuple(dict.fromkeys(layers))
+        self.highest: dict[str, int] = {}
+        self.whose = ""
+
+    def prepare(self, model: Any) -> None:
+        """Switch the checkpoints on."""
+        if self.policy == "checkpoint":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of transformers, which renames its method
+                self.whose = with_own_checkpoints(model)
+        if self.policy != "none" and not self.whose:
+            self.whose = "torch"
+            chosen = {} if self.policy == "checkpoint" else {"context_fn": keeping_expensive()}
+            with_checkpoints_round(self.layers, model, **chosen)
+
+    @contextmanager
+    def around(self, model: Any, optimizers: Sequence[Any]) -> Iterator[None]:
+        """Track a step. All that lives before it counts, except counters of steps, which are on a GPU's host."""
+        tracker = _ByPhase()
+        counters = (state.get("step") for tuned in optimizers for state in tuned.state.values())
+        tracker.host = {x.untyped_storage()._cdata for x in counters if isinstance(x, torch.Tensor)}
+        mode = mem_tracker.active_fake_mode()
+        alive = (x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is mode)
+        tracker.track_external(*(x for x in alive if x.layout == torch.strided))
+        tracker.track_external(model, *optimizers)
+        with tracker, patch.object(torch.autograd, "backward", tracker.backward(torch.autograd.backward)):
+            yield
+        self.highest = dict(tracker.highest)
+
+
+class _ByPhase(mem_tracker.MemTracker):
+    """The tracker, with the most bytes of each phase.
+
+    host: storages that are not counted.
+    highest: by phase. What runs after a backward pass outside modules (clipping, averages) counts as update.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: set[int] = set()
+        self.highest: dict[str, int] = {}
+        self.differentiating = self.after_backward = False
+
+    def backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose ops are of the backward pass, those outside autograd included."""
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self.differentiating = self.after_backward = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.differentiating = False
+
+        return observed
+
+    def _update_and_maybe_create_winfos(self, t: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            set()
+            if t.untyped_storage()._cdata in self.host
+            else super()._update_and_maybe_create_winfos(t, *args, **kwargs)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, then note what all storages take."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        held = sum(each[mem_tracker._TOTAL_KEY] for each in self.get_tracker_snapshot("current").values())
+        phase = self._phase()
+        self.highest[phase] = max(self.highest.get(phase, 0), held)
+        return out
+
+    def _phase(self) -> str:
+        if self._in_opt:
+            return "update"
+        if self.differentiating or self._mod_tracker.is_bw:
+            return "backward"
+        if len(self._mod_tracker.parents) > 1:
+            self.after_backward = False
+        return "update" if self.after_backward else "forward"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def with_own_checkpoints(model: Any) -> str:
+    """Switch on the checkpoints that the model's library has, in each outermost part that has them.
+
+    Returns the names of the classes, "" where none has any.
+    """
+    switched: dict[str, str] = {}
+    for path, part in model.named_modules():
+        if any(path == each or path.startswith(f"{each}.") or not each for each in switched):
+            continue
+        for name, arguments in OWN.items():
+            if callable(switch := getattr(part, name, None)):
+                try:
+                    switch(**arguments)
+                except (ValueError, AttributeError, NotImplementedError):  # this model has none
+                    continue
+                switched[path] = type(part).__name__
+                break
+    return " and ".join(dict.fromkeys(switched.values()))
+
+
+def with_checkpoints_round(paths: Sequence[str], model: Any, **chosen: Any) -> None:
+    """Put PyTorch's non-reentrant checkpoint round each of these parts of the model."""
+    for path in paths:
+        module = model.get_submodule(path)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **chosen)
+
+
+def keeping_expensive() -> Callable[[], Any]:
+    """What a checkpoint needs to keep the results of matrix products and fused attention."""
+
+    def choose(_context: Any, op: Any, *_args: Any, **_named: Any) -> CheckpointPolicy:
+        kept = getattr(op, "_opname", "") in EXPENSIVE
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, choose)
