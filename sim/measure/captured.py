@@ -48,7 +48,9 @@ def _of_library(model: Any, axes: Mapping[str, Any]) -> Callable[[Sizes, Any], A
     def observed(sizes: Sizes, observer: Any) -> Any:
         from workloads.hugging_face import default_step
 
-        arguments, _ = default_step(*read_values(model), **axes, **sizes)
+        values, name, where = read_values(model)
+        taken: dict[str, Any] = {**axes, **sizes}
+        arguments, _ = default_step(values, name, where, **taken)
         return capture(**arguments, observer=observer)
 
     return observed
