@@ -50,7 +50,7 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
         away[one] = gone
     due = _just_in_time(start, chosen) if through_time and limit is not None else {}
     trips, earliest = [], 0
-    queue = int(start[-1]) + 1 if len(start) else 0
+    queue = int(start[-1]) if len(start) else 0
     for one in sorted(chosen, key=lambda one: (-one.back, -one.left), reverse=bool(due)):
         time = due.get(one, min(int(start[one.back]), queue) - one.in_ns)
         begin = max(int(np.searchsorted(start, time, side="right")) - 1, earliest)
@@ -61,7 +61,8 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
         begin += int(full[-1]) + 1 if len(full) else 0
         load[begin : one.back] += one.bytes
         queue = int(start[begin])
-        earliest = begin if due else 0
+        if due:
+            earliest = begin
         wait = waits.get(one)
         trips.append(Trip(one.tensor, curve.ops[one.left], None if wait is None else curve.ops[wait], curve.ops[begin]))
     return sorted(trips, key=lambda trip: (trip.leaves, trip.returns, trip.tensor))
@@ -70,7 +71,7 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
 def _just_in_time(start: NDArray[np.int64], chosen: Sequence[Absence]) -> dict[Absence, int]:
     """When each copy in begins so that it ends before its reader and before the copies needed later begin."""
     due: dict[Absence, int] = {}
-    queue = int(start[-1]) + 1 if len(start) else 0
+    queue = int(start[-1]) if len(start) else 0
     for one in sorted(chosen, key=lambda one: (-one.back, -one.left)):
         due[one] = queue = min(int(start[one.back]), queue) - one.in_ns
     return due

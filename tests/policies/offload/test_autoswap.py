@@ -14,10 +14,11 @@ from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.plan import Move, Wait
 from sim.policies import load
 from sim.policies.offload.autoswap.choosing import Absence, candidates, choose
 from sim.solvers.load_curve import Curve, Variable
-from sim.solvers.swap_trips import scheduled
+from sim.solvers.swap_trips import Trip, actions_of, scheduled
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import facts, machine
 from tests.policies.offload.test_vdnn import Layer, net
@@ -136,6 +137,99 @@ def test_within_a_limit_the_device_waits_for_copies_out_and_copies_in_begin_when
     # the device waits until 0 is away, then until 1 is; 2 leaves beside ops 3 and 4, which hold nothing else
     # op 5 holds 4 bytes without them; op 6 none, so that 2 returns beside it; then 4 and 8, so that 1 and 0 come late
     assert tight == [(0, 1, 9), (1, 2, 8), (2, None, 6)]
+
+
+def through_time(load: Sequence[int], limit: int | None, *gone: tuple[int, int, int, int, int]):
+    """The trips by tensor, in order of need, of: bytes, op that uses it last, op that reads it, ns out, ns in."""
+    drawn = curve(load)
+    chosen = [Absence(i, size, left, back, 0, out, back_ns) for i, (size, left, back, out, back_ns) in enumerate(gone)]
+    return {trip.tensor: trip for trip in scheduled(drawn, chosen, limit, through_time=True)}
+
+
+def test_in_order_of_need_each_copy_in_is_as_late_as_those_after_it_allow() -> None:
+    # ops of 10 ns; 1 is needed at 90 and takes 25: from 65, which lies in op 6. 0 is needed at 80, but the link is
+    # taken from 65 on: it takes 15 and begins at 50, with op 5
+    trips = through_time([9] * 10, 100, (4, 0, 8, 1, 15), (4, 1, 9, 1, 25))
+    assert [trips[t].returns for t in (0, 1)] == [5, 6]
+    # one that is needed last of all, by the last op, is back by the beginning of that
+    (only,) = through_time([9] * 10, 100, (4, 0, 9, 1, 20)).values()
+    assert only.returns == 7
+    # without a limit what is needed later has the link first, from the beginning of the op beside which its copy begins
+    drawn = (absence(0, 0, 8, 15), absence(1, 1, 9, 25))
+    for order in (False, True):
+        assert [trip.returns for trip in scheduled(curve([9] * 10), drawn, None, through_time=order)] == [4, 6]
+
+
+def absence(tensor: int, left: int, back: int, in_ns: int) -> Absence:
+    return Absence(tensor, 4, left, back, 0, 1, in_ns)
+
+
+def test_in_order_of_need_the_one_that_is_needed_first_has_the_space() -> None:
+    # the load without both is 6 up to op 5, and 2 from there; within 10 one of 4 fits beside 6, and not both
+    load = [14, 14, 14, 14, 14, 14, 10, 10, 10, 10]
+    early = through_time(load, 10, (4, 0, 6, 1, 30), (4, 1, 9, 1, 30))
+    assert (early[0].returns, early[1].returns) == (3, 6)
+    drawn = [Absence(0, 4, 0, 6, 0, 1, 30), Absence(1, 4, 1, 9, 0, 1, 30)]
+    late = {trip.tensor: trip.returns for trip in scheduled(curve(load), drawn, 10)}
+    assert late == {0: 3, 1: 6}
+
+
+def test_copies_in_begin_in_the_order_of_need_even_where_one_has_to_wait_for_space() -> None:
+    # 0 is due from op 2 on, but beside ops 2 to 4 there is space for 1 alone: 0 begins at 5, and 1, due from 4 on, then
+    load = [12, 12, 15, 15, 15, 12, 12, 12, 12, 12]
+    trips = through_time(load, 12, (4, 0, 7, 1, 50), (2, 1, 8, 1, 35))
+    assert (trips[0].returns, trips[1].returns) == (5, 5)
+    assert through_time([11] * 10, 12, (2, 1, 8, 1, 35))[0].returns == 4
+
+
+def test_a_copy_out_that_ends_in_the_middle_of_an_op_leaves_space_for_the_next_one() -> None:
+    # 0 takes 25 from 10 on, so that it is away at 35, in the middle of op 3; its bytes count up to op 3
+    out = Absence(0, 4, 0, 9, 0, 25, 5)
+    waits = {}
+    for full in range(1, 5):  # the op that exceeds the limit of 8 with it
+        (trip,) = scheduled(curve([9 if op == full else 8 for op in range(10)]), [out], 8)
+        assert trip.leaves == 0
+        waits[full] = trip.wait
+    assert waits == {1: 1, 2: 2, 3: 3, 4: None}
+
+
+def test_what_the_device_waits_for_makes_later_ops_begin_later() -> None:
+    # 0 is away at 35, and op 3 waits for that. 1 leaves after op 2, behind 0: away at 55, when op 5 begins, not op 6
+    load = [8, 8, 8, 11, 13, 8, 8, 8, 6, 8]
+    drawn = [Absence(0, 4, 0, 9, 0, 25, 5), Absence(1, 2, 2, 8, 0, 20, 5)]
+    assert {trip.tensor: trip.wait for trip in scheduled(curve(load), drawn, 8)} == {0: 3, 1: 4}
+
+
+def test_copies_of_no_time_stay_between_the_two_ops() -> None:
+    instant = curve([9] * 5)
+    instant.end[0] = 0
+    instant.start[1:] -= 10
+    instant.end[1:] -= 10
+    (trip,) = scheduled(instant, [Absence(0, 4, 0, 3, 0, 0, 90)], 20)
+    assert (trip.leaves, trip.returns) == (0, 1)
+    # away at 10, when op 2 begins
+    (trip,) = scheduled(instant, [Absence(0, 4, 0, 4, 0, 10, 90)], 20)
+    assert trip.returns == 2
+
+
+def test_a_wait_is_planned_and_precedes_a_copy_in_at_the_same_op() -> None:
+    trips = [Trip(3, leaves=0, wait=2, returns=7), Trip(5, leaves=1, wait=None, returns=2)]
+    assert actions_of(trips, "hbm", "host") == [
+        Move(3, "host", after=0),
+        Wait(3, before=2),
+        Move(5, "host", after=1),
+        Move(3, "hbm", before=7),
+        Move(5, "hbm", before=2),
+    ]
+
+
+def test_two_that_leave_share_the_space_of_ops_beside_which_both_are_still_there() -> None:
+    # both take 20: 1, which is needed first, leaves first and is away at 30, 0 at 50. Without them ops 1 to 4 hold 2;
+    # with 1 ops 1 and 2 hold 6, with both 10: so the device waits before op 1 until 0 is away
+    load = [10, 10, 10, 10, 10, 2, 2, 2, 2, 10]
+    drawn = [Absence(0, 4, 0, 9, 0, 20, 5), Absence(1, 4, 0, 8, 0, 20, 5)]
+    waits = {trip.tensor: trip.wait for trip in scheduled(curve(load), drawn, 7)}
+    assert waits == {0: 1, 1: None}
 
 
 @settings(max_examples=60, deadline=None)
