@@ -162,6 +162,17 @@ def test_where_offloading_pays_is_said(rows):
         assert f"on {better} of {better + lost} machines" in line
 
 
+def test_what_pinning_takes_is_the_bytes_out_at_the_rate_of_the_profile(rows):
+    shown = {line.split("`")[1]: line.split(" | ")[2:] for line in text.pinning_table(rows["own"]).splitlines()[2:]}
+    assert set(shown) & {"save_on_cpu", "uvm", "flashneuron", "gist", "pooled_memory", "superoffload"} == set()
+    for row in rows["own"]:
+        if row["policy"] in shown:
+            _, seconds, iteration, share = (float(cell.split()[0]) for cell in shown[row["policy"]])
+            assert seconds == pytest.approx(row["out"] / 2.76e9, rel=0.06)
+            assert iteration == pytest.approx(row["time_ns"] / 1e9, rel=0.06)
+            assert share == pytest.approx(100 * row["out"] / 2.76 / row["time_ns"], abs=0.6)
+
+
 # ---- measuring ---------------------------------------------------------------------------------------
 
 

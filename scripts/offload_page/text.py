@@ -15,6 +15,8 @@ Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 EQUAL = 0.0005
 """Share of the time by which two runs may differ and count as equally fast."""
+UNPINNED = ("save_on_cpu", "uvm", "flashneuron")
+"""Policies that go by ordinary or managed host memory, or past the host."""
 PLACES = {"transfer": "for copies", "wait": "for copies", "space": "for space", "engine": "for the CPU"}
 
 
@@ -35,6 +37,7 @@ def blocks(rows: Rows) -> dict[str, str]:
         "degrading": degrading(rows["ablation"]),
         "factors": "\n\n".join(factor_table(factor, rows["ablation"]) for factor in named),
         "machines": f"{platforms_said(rows['platforms'])}\n\n{platforms_table(rows['platforms'])}",
+        "pinning": pinning_table(rows["own"]),
         "not measured": ", ".join(f"`{name}`" for name in unmeasured(rows)) or "none",
     }
 
@@ -304,6 +307,22 @@ def why_table(rows: Rows) -> str:
         for name in sorted(slower, key=lambda name: (-slower[name], name))
     ]
     return table(["policy", "its rule, and what that is for", "slower than `swap_all`, at most"], lines, 2)
+
+
+def pinning_table(rows: Sequence[Row]) -> str:
+    """What pinning the memory that leaves the device takes: before training, or again in each iteration."""
+    lines = []
+    for row in sorted(rows, key=lambda row: row["policy"]):
+        job = OWN.get(row["policy"], RESNET)
+        host = load_profile(job.profile).host
+        rate = host.pinning if host else 0
+        if not rate or not row["time_ns"] or not row["out"] or row["policy"] in UNPINNED:
+            continue
+        once = row["out"] / rate
+        lines.append([f"`{row['policy']}`", f"`{job.profile}`", gb(row["out"]), f"{once:.2g} s",
+                      f"{row['time_ns'] / 1e9:.2g} s", percent(once * 1e9 / row["time_ns"])])  # fmt: skip
+    header = ["policy", "machine", "out", "to pin that much", "an iteration", "pinned again in each, at most"]
+    return table(header, lines, 2)
 
 
 def factor_table(factor: str, rows: Sequence[Row]) -> str:

@@ -20,6 +20,7 @@ from sim.analysis.peak_memory import (
     peaks_by_phase,
     roles_over_time,
 )
+from sim.analysis.pinning import pinning_ns
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
@@ -52,6 +53,7 @@ __all__ = [
     "peak_bytes",
     "peak_memory",
     "peaks_by_phase",
+    "pinning_ns",
     "residence",
     "roles_over_time",
     "stages",

@@ -72,6 +72,7 @@ class Tier:
     kind: `hbm`, `ddr`, `nvme`, `pooled`, ….
     device: the device that owns it, -1 for a memory that all devices share.
     allocator: how it allocates memory.
+    pinning: bytes/s at which its pages are locked, once before training; 0 where none have to be, or it is not known.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Tier:
     device: int = -1
     allocator: Allocator = Allocator()
     write_bandwidth: int = 0
+    pinning: int = 0
 
 
 @dataclass(frozen=True, slots=True)

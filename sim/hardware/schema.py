@@ -275,6 +275,7 @@ class TierPart(Sourced):
     write_bandwidth: the rate to which shares refer for results that engines of another tier write there in place, where
         it is not `bandwidth`
     latency: time per access, charged for operands read in place from another tier (default 0)
+    pinning: the rate at which its pages are locked, once before training, where they have to be
     allocator: `"exact"` (default), `"caching"`, `"pool"`, `"planned"`, or a table:
         `{ name = "caching", expandable_segments = true }`
     """
@@ -286,6 +287,7 @@ class TierPart(Sourced):
     bandwidth: Rate
     write_bandwidth: Rate | None = None
     latency: Time | None = None
+    pinning: Rate | None = None
     allocator: Annotated[AllocatorPart, BeforeValidator(_named)] = AllocatorPart(name="exact")
 
 

@@ -40,7 +40,8 @@ class VdnnPp(Vdnn):
         device computes, is a move that waits for space. The CPU takes one tensor after the other, with all its
         threads on each; a tensor in a tier behind the host, one that is overwritten and an input of the trace are not
         compressed. Where backward wants a tensor that is still being compressed, the device waits. Slots fill evenly:
-        zeros are as frequent in each slice. `dyn` makes vDNN's passes.
+        zeros are as frequent in each slice. Compressed buffers come from memory that was pinned before training; the
+        public code pins them, and frees the originals, in each iteration. `dyn` makes vDNN's passes.
 
     zeros: share of zeros in an offloaded tensor where the trace does not state it.
     compress: whether the CPU compresses what was offloaded.

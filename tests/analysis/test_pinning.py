@@ -1,0 +1,49 @@
+"""Pinning: as many bytes as the host held at most, at the rate of the profile, and no part of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sim import load_profile, simulate
+from sim.analysis.pinning import pinning_ns
+from sim.errors import ProfileError
+from tests.policies.offload.conftest import GB, machine
+from tests.policies.offload.test_vdnn import net
+
+LAYERS = net([("conv", 30, 20, 20), ("conv", 50, 20, 20), ("conv", 10, 20, 20)])
+
+
+def pinned(rate: int, policy: str = "swap_all(unit=op)"):
+    """The run on a host whose pages are locked at a rate in bytes/s, and beside it one of ordinary memory."""
+    toy = machine(pageable=GB)
+    tiers = tuple(replace(tier, pinning=rate if tier.name == "host" else 0) for tier in toy.tiers)
+    return simulate(LAYERS, replace(toy, tiers=tiers), policy)
+
+
+def test_what_the_host_held_at_most_is_pinned_once() -> None:
+    done = pinned(GB // 4)
+    held = done.summary()["peak_by_tier"]["host"]
+    assert held > 0
+    assert pinning_ns(done.log) == done.summary()["pinning_ns"] == 4 * held  # a quarter of a byte a nanosecond
+
+
+def test_no_iteration_pays_for_it() -> None:
+    assert pinned(1).log.end == pinned(0).log.end
+
+
+def test_where_nothing_is_offloaded_nothing_is_pinned_and_without_a_rate_it_is_not_known() -> None:
+    assert pinning_ns(pinned(GB, "keep_all").log) == 0
+    assert pinning_ns(pinned(0).log) is None
+
+
+def test_ordinary_memory_is_not_pinned() -> None:
+    assert pinned(GB, "save_on_cpu").summary()["peak_by_tier"]["host_pageable"] > 0
+    assert pinned(GB, "save_on_cpu").summary()["pinning_ns"] == 0
+    assert pinned(GB, "save_on_cpu(pin_memory=True)").summary()["pinning_ns"] > 0
+
+
+def test_a_rate_of_nothing_is_refused() -> None:
+    with pytest.raises(ProfileError, match=r"tiers\.host\.pinning: value '0 B/s': expected more than zero"):
+        load_profile("p100", overrides={"tiers.host.pinning": "0 B/s"})
