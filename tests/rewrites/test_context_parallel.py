@@ -21,7 +21,7 @@ from sim.rewrites.values import departures
 from sim.trace import Trace
 from sim.trace.op import Ring
 from sim.trace.phases import saved_tensors
-from tests.rewrites.test_replicas import line, peaks, reading, rebuilt
+from tests.rewrites.test_replicas import line, named, op_named, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from tests.rewrites.test_tensor_parallel import among
 from workloads import transformer, with_stack
@@ -155,14 +155,6 @@ def test_longer_sequences_fit_where_tokens_are_divided() -> None:
 
 def whats(trace: Trace) -> set[str]:
     return {each.what for each in departures(trace, step())}
-
-
-def named(trace: Trace, name: str) -> int:
-    return next(t.id for t in trace.tensors if t.name == name)
-
-
-def op_named(trace: Trace, name: str) -> int:
-    return next(op.id for op in trace.ops if op.name == name)
 
 
 def test_attention_to_its_own_keys_alone_is_wrong() -> None:

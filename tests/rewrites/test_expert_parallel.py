@@ -28,7 +28,7 @@ from sim.trace.io import save as save_trace
 from sim.trace.op import Op, Ring
 from sim.trace.origin import Along
 from sim.trace.phases import saved_tensors
-from tests.rewrites.test_replicas import GB, line, peaks, reading, rebuilt
+from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
 from workloads import transformer
 
 COMMON = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64}
@@ -283,14 +283,6 @@ def test_more_experts_fit_where_they_are_divided() -> None:
 
 def whats(trace: Trace) -> set[str]:
     return {each.what for each in departures(trace, step())}
-
-
-def named(trace: Trace, name: str) -> int:
-    return next(t.id for t in trace.tensors if t.name == name)
-
-
-def op_named(trace: Trace, name: str) -> int:
-    return next(op.id for op in trace.ops if op.name == name)
 
 
 def claiming(trace: Trace, op: int, expr: object) -> Trace:

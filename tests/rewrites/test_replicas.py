@@ -212,6 +212,14 @@ def rebuilt(trace: Trace, **columns: object) -> Trace:
     )
 
 
+def named(trace: Trace, name: str) -> int:
+    return next(t.id for t in trace.tensors if t.name == name)
+
+
+def op_named(trace: Trace, name: str) -> int:
+    return next(op.id for op in trace.ops if op.name == name)
+
+
 def reading(trace: Trace, op: int, old: int, new: int) -> Trace:
     ids = trace.op_columns.read_ids.copy()
     start, stop = trace.op_columns.read_start[op : op + 2]

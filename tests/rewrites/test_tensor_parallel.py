@@ -19,7 +19,7 @@ from sim.trace import Trace
 from sim.trace.op import Ring
 from sim.trace.origin import Along
 from sim.trace.phases import saved_tensors
-from tests.rewrites.test_replicas import GB, line, peaks, reading, rebuilt
+from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from workloads import transformer, with_stack
 
@@ -169,14 +169,6 @@ def test_work_of_the_ranks_adds_up() -> None:
 
 def whats(trace: Trace) -> set[str]:
     return {each.what for each in departures(trace, step())}
-
-
-def named(trace: Trace, name: str) -> int:
-    return next(t.id for t in trace.tensors if t.name == name)
-
-
-def op_named(trace: Trace, name: str) -> int:
-    return next(op.id for op in trace.ops if op.name == name)
 
 
 def apart(trace: Trace, t: int) -> Trace:
