@@ -93,7 +93,7 @@ def _status() -> int:
         print(f"tiersim: {shortened(_said(error))}", file=sys.stderr)
         code = 2
     except TiersimError as error:
-        for line in str(error).splitlines():
+        for line in "; ".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
             print(f"tiersim: {shortened(line)}", file=sys.stderr)
         code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan, PolicyFailed)) else 2
     except BrokenPipeError:  # whoever read has read enough; nothing is left to be said to them

@@ -381,6 +381,18 @@ def command_line() -> str:
     return shlex.join(["tiersim", *sys.argv[1:]])
 
 
+def command_with(verb: str, asked: Mapping[str, Any]) -> str:
+    """The command line with these options."""
+    import shlex
+
+    words = ["tiersim", verb]
+    for key, value in asked.items():
+        option = {"param": "-p", "set_": "--set"}.get(key, f"--{key.replace('_', '-')}")
+        for each in value if isinstance(value, list) else [value]:
+            words += [option, str(each)]
+    return shlex.join(words)
+
+
 def label(trace: Any) -> str:
     """The model, batch, sequence, precision and attention of a trace, as far as its `meta` names them."""
     meta = trace.meta

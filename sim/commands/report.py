@@ -8,15 +8,14 @@ is made from what was saved of the run and says so. With `--trust` such runs are
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.options import Trusting, files_of, say
+from sim.commands.options import Trusting, command_with, files_of, say
 from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
 from sim.commands.saved import Wanted, files_beside, saved_view
 
@@ -71,7 +70,7 @@ def _run(wanted: Wanted) -> Path:
     saved = read_saved(folder / "summary.json", "asked", "trace")
     asked = saved["asked"]
     policy = str(saved.get("policy") or asked.get("policy"))
-    links, command = files_beside(folder, wanted.target), _command("run", asked)
+    links, command = files_beside(folder, wanted.target), command_with("run", asked)
     trust, options = trust_of(wanted.folder, wanted.trust, saved, "summary.json"), options_of(asked)
     objections, job = checked_job(options, trust, files_of(asked, [policy]))
     if job is None:
@@ -111,7 +110,7 @@ def _comparison(wanted: Wanted) -> Path:
         saved,
         runs,
         platform=job[0] if job else None,
-        command=_command("compare", asked),
+        command=command_with("compare", asked),
         caution=objections + trust.objections(files_of({}, [row["policy"] for row in rows])),
     )
     return write_table_page(view, wanted.target)
@@ -132,13 +131,3 @@ def _rows(rows: Any, path: Path) -> list[dict[str, Any]]:
             raise TiersimError(f"{path}: rows[{i}].{key}: not a value of that figure")
     found: list[dict[str, Any]] = rows
     return found
-
-
-def _command(verb: str, asked: Mapping[str, Any]) -> str:
-    """The command line with these options."""
-    words = ["tiersim", verb]
-    for key, value in asked.items():
-        option = {"param": "-p", "set_": "--set"}.get(key, f"--{key.replace('_', '-')}")
-        for each in value if isinstance(value, list) else [value]:
-            words += [option, str(each)]
-    return shlex.join(words)

@@ -25,6 +25,7 @@ from sim.commands.options import (
     about_run,
     budget_of,
     command_line,
+    command_with,
     job_of,
     label,
     limit_of,
@@ -100,6 +101,17 @@ COMPARED = (
 )
 
 
+def _what_fits(options: Mapping[str, Any]) -> str:
+    """The command that finds what fits where a run does not, "" where its layout cannot be asked for there."""
+    from sim.commands.advise import QUESTION
+
+    if any(options[name] != default for name, default in defaults(LAYOUT).items()):
+        return ""
+    usual = {option.name: option.default for option in QUESTION if option is not SEED and option is not JSON}
+    asked = {name: value for name, value in options.items() if name in usual and value and value != usual[name]}
+    return command_with("advise", asked)
+
+
 @takes(*RUN)
 def run(ctx: typer.Context, **options: Any) -> None:
     """Run one policy and print its figures."""
@@ -123,7 +135,9 @@ def run(ctx: typer.Context, **options: Any) -> None:
     try:
         with limited(options["time_limit"], actions=options["most_actions"]):
             result = simulate(work, platform, policy, **how, **given)
-    except (Infeasible, Deadlock):
+    except (Infeasible, Deadlock) as error:
+        if isinstance(error, Infeasible) and (command := _what_fits(options)):
+            error.add_note(f"what fits: {command}")
         if json:
             (row,) = run_all(work, platform, [(policy, given)], **how).rows
             print(to_json({**row, "policy": policy}))
