@@ -103,11 +103,9 @@ COMPARED = (
 
 def _what_fits(options: Mapping[str, Any]) -> str:
     """The command that finds what fits where a run does not, "" where its layout cannot be asked for there."""
-    from sim.commands.advise import QUESTION
-
     if any(options[name] != default for name, default in defaults(LAYOUT).items()):
         return ""
-    usual = {option.name: option.default for option in QUESTION if option is not SEED and option is not JSON}
+    usual = {option.name: option.default for option in (PROFILE, *WORKLOAD, BUDGET, SET)}
     asked = {name: value for name, value in options.items() if name in usual and value and value != usual[name]}
     return command_with("advise", asked)
 
