@@ -35,6 +35,7 @@ CHANGES = {
     "tiers.bandwidth": ('bandwidth = "1 GB/s"\nlatency', 'bandwidth = "2 GB/s"\nlatency'),
     "tiers.write_bandwidth": ('latency = "0 ns"', 'latency = "0 ns"\nwrite_bandwidth = "0.1 GB/s"'),
     "tiers.latency": ('latency = "0 ns"', 'latency = "3 us"'),
+    "tiers.pinning": ('latency = "0 ns"', 'latency = "0 ns"\npinning = "1 GB/s"'),
     "tiers.allocator": ('allocator = "exact"', 'allocator = "caching"'),
     "engines.home": ('main = false\nhome = "host"', 'main = false\nhome = "drive"'),
     "engines.reaches": ('reaches = ["hbm"]', "reaches = []"),
@@ -200,7 +201,8 @@ def outcome(trace: Trace, platform: Platform, policy: Policy | str) -> tuple:
     columns = [log.interval(name) for name in ("start", "end", "why", "bytes")]
     rows = sorted(zip(*(column.tolist() for column in columns), strict=True))
     summary = summarize(log)
-    return rows, summary.energy_j, tuple(summary.reserved_bytes.values()), log.changes[:, [0, 2]].tolist()
+    told = summary.energy_j, summary.more["pinning_ns"], tuple(summary.reserved_bytes.values())
+    return rows, told, log.changes[:, [0, 2]].tolist()
 
 
 KEYS = [*keys(ProfileFile), *(f"{part}.{key}" for part, model in PARTS.items() for key in keys(model))]
