@@ -20,7 +20,7 @@ from sim.analysis.peak_memory import (
     peaks_by_phase,
     roles_over_time,
 )
-from sim.analysis.pinning import pinning_ns
+from sim.analysis.pinning import Pinning, pinning
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
@@ -36,6 +36,7 @@ __all__ = [
     "LinkTraffic",
     "Overlap",
     "Peak",
+    "Pinning",
     "Reference",
     "Stage",
     "Stalls",
@@ -53,7 +54,7 @@ __all__ = [
     "peak_bytes",
     "peak_memory",
     "peaks_by_phase",
-    "pinning_ns",
+    "pinning",
     "residence",
     "roles_over_time",
     "stages",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sim import load_profile, simulate
-from sim.analysis.pinning import pinning_ns
+from sim.analysis.pinning import Pinning, pinning
 from sim.errors import ProfileError
 from tests.policies.offload.conftest import GB, machine
 from tests.policies.offload.test_vdnn import net
@@ -26,7 +26,8 @@ def test_what_the_host_held_at_most_is_pinned_once() -> None:
     done = pinned(GB // 4)
     held = done.summary()["peak_by_tier"]["host"]
     assert held > 0
-    assert pinning_ns(done.log) == done.summary()["pinning_ns"] == 4 * held  # a quarter of a byte a nanosecond
+    assert pinning(done.log) == Pinning(held, 4 * held)  # a quarter of a byte a nanosecond
+    assert done.summary()["pinning_ns"] == 4 * held
 
 
 def test_no_iteration_pays_for_it() -> None:
@@ -34,8 +35,9 @@ def test_no_iteration_pays_for_it() -> None:
 
 
 def test_where_nothing_is_offloaded_nothing_is_pinned_and_without_a_rate_it_is_not_known() -> None:
-    assert pinning_ns(pinned(GB, "keep_all").log) == 0
-    assert pinning_ns(pinned(0).log) is None
+    assert pinning(pinned(GB, "keep_all").log) == Pinning(0, 0)
+    assert pinning(pinned(0).log) == Pinning(0, None)
+    assert pinned(0).summary()["pinning_ns"] is None
 
 
 def test_ordinary_memory_is_not_pinned() -> None:
