@@ -93,18 +93,20 @@ def advise(
         axes = {**axes, "batch": 1 if batch is None else batch}
     elif batch is not None:
         axes = {**axes, "batch": batch}  # refused, with a word
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tiersim-advice-") as folder:
         rest = {"goal": goal, "seed": seed, "policies": None if policies is None else tuple(policies)}
         asked = question(workload, platform, Path(folder), axes=axes, figures=figures or {}, **rest)
         if budget is not None:
             asked = _limited(asked, budget, fixed)
-        began, over = time.monotonic(), None
+        over = None
         if devices > 1:
             asked, over = with_layout(asked, devices, LAYOUTS * seconds)
             seconds = max(seconds / 2, seconds - (time.monotonic() - began))
+            began = time.monotonic()
         state = state_of(asked.trace, asked.limited)
         search = {"batch": largest_batch, "memory": least_memory}.get(goal, at_one_batch if fixed else fastest_batch)
-        with closing(Trials((1 - ASIDE) * seconds, jobs, on_row)) as trials:
+        with closing(Trials((1 - ASIDE) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
             trials.extend(seconds)
             answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)

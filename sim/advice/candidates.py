@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from sim.advice.state import State
@@ -12,8 +12,9 @@ FIRST = ("hybrid", "full_recompute", "selective_recompute", "swap_all", "tso", "
 """Policies of activations that are tried before others; order changes no answer of a search that ends in time."""
 OFFLOADED = "full_recompute; checkpoints: swap_all"
 """Recompute all but the checkpoints, and copy those to the host: the least memory for activations."""
-BESIDE = ("hybrid", "full_recompute", OFFLOADED, "swap_all")
-"""Policies of activations that are tried beside each policy of state."""
+BESIDE = ("full_recompute", "hybrid", OFFLOADED, "swap_all")
+"""Policies of activations that are tried beside each policy of state, the first of them, which plans at once, before
+all others."""
 STREAMED = "zero_offload(weights=host) + weight_streaming"
 """Two policies of state that share the weights: the host updates them, the device sees one layer's at a time."""
 BELOW = ("zero_offload", "stronghold", "superoffload", STREAMED, "zero_infinity")
@@ -49,14 +50,33 @@ def candidates(state: State) -> tuple[list[str], list[str]]:
     below = sorted((*on_state, *pairs), key=lambda name: order.index(name) if name in order else len(order))
     stacks = {name: [f"{name} + {other}" for other in beside] for name in below}
     preferred = ["keep_all", *(name for name in FIRST if name in plain)]
-    first = [
-        *preferred,
-        *(stack for name in below if name in BELOW for stack in stacks[name] if not stack.endswith("swap_all")),
-    ]
+    first = [*preferred, *(f"{name} + {BESIDE[0]}" for name in below if name in BELOW)]
     rest = [*(stack for name in below for stack in stacks[name]), OFFLOADED, *on_state, *pairs, *plain]
     rest.sort(key=lambda name: bool(UNUSUAL & load(name).needs))
+    if state.exceeds_all:
+        return [], []
     fitting = [name for name in dict.fromkeys((*first, *rest)) if state.left_by(name) <= state.capacity]
-    return [name for name in fitting if name in first], [name for name in fitting if name not in first]
+    # gradients may leave memory one by one as they are applied, so that what leaves them may fit: it is tried last
+    late = {name for name in fitting if state.left_by(name, gradients=True) > state.capacity}
+    soon = [name for name in fitting if name in first and name not in late]
+    return soon, sorted((name for name in fitting if name not in soon), key=late.__contains__)
+
+
+def by_state(names: Sequence[str], speeds: Mapping[str, float]) -> list[str]:
+    """Candidates, those first whose policies of state are the fastest so far.
+
+    speeds: candidate -> its speed, of those that have been run and fit.
+    """
+    top: dict[str, float] = {}
+    for name, speed in speeds.items():
+        base = _base(name)
+        top[base] = max(speed, top.get(base, 0.0))
+    return sorted(names, key=lambda name: -top.get(_base(name), 0.0))
+
+
+def _base(name: str) -> str:
+    """A composition without its last policy."""
+    return name.removesuffix(OFFLOADED).rpartition(" + ")[0]
 
 
 def lean(names: Sequence[str]) -> list[str]:

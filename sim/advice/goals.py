@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sim.advice.candidates import candidates, lean
+from sim.advice.candidates import by_state, candidates, lean
 from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
@@ -45,21 +45,22 @@ def ceiling(asked: Question) -> Ceiling:
 
 
 def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
-    """All candidates, those that are likely to win first.
+    """All candidates, those that are likely to win first, then those whose policies of state have been the fastest.
 
     Where one of them is as fast as with unlimited memory, of the rest only those whose work itself may take less time.
     """
     first, rest = candidates_for(asked)
-    rows = trials.run(asked, first) if first else []
+    rows = trials.run(asked, first)
     if rest and _top(rows) >= ceiling(asked).speed * (1 - EQUAL):
         rest = [name for name in rest if load(name).saves]
-    return rows + trials.run(asked, rest) if rest else rows
+    rest = by_state(rest, {str(row["policy"]): speed(row) for row in rows if fits(row)})
+    return rows + trials.run(asked, rest)
 
 
 def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
     """Powers of two with a few candidates each, then what lies around the best, then all candidates at the best.
 
-    Where none of the few fits one sample, all candidates are run for that, and those that fit, by speed, take their
+    Where none of the few fits one sample, more candidates are run for that, and those that fit, by speed, take their
     place from there on. A batch is left out that could not win even with unlimited memory. Ends where nothing fits, or
     where another doubling would bring less than `FLAT` even with unlimited memory. Last the largest batch that fits.
     """
@@ -72,7 +73,9 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
         if most > _top(rows):
             new = _few(each, trials, most, names)
             if batch == 1 and not any(map(fits, new)):
-                new = trials.run(each, [name for part in candidates_for(each) for name in part])
+                first, rest = candidates_for(each)
+                new = trials.run(each, first)
+                new = new if any(map(fits, new)) else trials.run(each, rest)
                 names = [str(row["policy"]) for row in sorted(filter(fits, new), key=speed, reverse=True)]
             rows += new
             if not any(map(fits, new)):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sim.advice.candidates import lean
 from sim.advice.goals import Ceiling, candidates_for
 from sim.advice.question import Question
 from sim.advice.trials import Row, Trials, best, fits, speed
@@ -125,8 +126,10 @@ def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:
         if len(found) == most or not trials.left_s:
             break
         each = asked.changed(**options)
-        first, rest = candidates_for(each)
-        top = best(trials.run(each, [*first, *rest], change=text))
+        names = [name for part in candidates_for(each) for name in part]
+        few = lean(names)  # what fits is looked for, not what is fastest
+        others = [name for name in names if name not in few]
+        top = best(trials.run(each, few, change=text)) or best(trials.run(each, others, change=text))
         if top is not None:
             found.append(Change(options, text, top))
     return found

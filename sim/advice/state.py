@@ -24,6 +24,7 @@ class State:
 
     tier: name of that memory.
     capacity: its bytes, within the budget.
+    total: bytes of all memories of the machine together, with that one within the budget.
     weights, optimizer_state: bytes of all tensors of that role; they live through the whole iteration.
     gradients: bytes of those that the optimizer reads; how many of them live at once depends on the optimizer.
     resident: what each role keeps in `tier` from the start unless a policy manages the role, by the word that
@@ -32,6 +33,7 @@ class State:
 
     tier: str
     capacity: int
+    total: int
     weights: int
     gradients: int
     optimizer_state: int
@@ -42,10 +44,19 @@ class State:
         """All of it."""
         return self.weights + self.gradients + self.optimizer_state
 
-    def left_by(self, policy: str) -> int:
-        """Bytes of weights and optimizer state that a policy, or a composition, must leave where they begin."""
+    @property
+    def exceeds_all(self) -> bool:
+        """Whether weights and optimizer state alone are more than all memories together, so that no plan fits."""
+        return sum(self.resident.values()) > self.total
+
+    def left_by(self, policy: str, *, gradients: bool = False) -> int:
+        """Bytes of weights and optimizer state that a policy, or a composition, must leave where they begin.
+
+        gradients: with all gradients, which is how much it leaves where none of them is applied before the last exists.
+        """
         moved = set(load(policy).manages)
-        return sum(size for role, size in self.resident.items() if role not in moved)
+        held = {**self.resident, **({"gradients": self.gradients} if gradients else {})}
+        return sum(size for role, size in held.items() if role not in moved)
 
     def text(self) -> str:
         """One line: what there is of each, and whether the memory holds it."""
@@ -54,7 +65,9 @@ class State:
         ]
         held = sum(self.resident.values())
         verdict = ""
-        if held > self.capacity:
+        if self.exceeds_all:
+            verdict = f": weights and optimizer state alone exceed the {format_bytes(self.total)} of all memories"
+        elif held > self.capacity:
             verdict = f": weights and optimizer state alone exceed the {format_bytes(self.capacity)} of {self.tier}"
         elif self.bytes > self.capacity:
             verdict = f": together more than the {format_bytes(self.capacity)} of {self.tier}"
@@ -79,7 +92,8 @@ def state_of(trace: Trace, platform: Platform) -> State:
     updates = np.unique(trace.producer[made]).tolist()  # the ops that update what persists
     read = {t for op in updates for t in trace.reads(op) if columns.role[t] == ROLE_CODE["gradient"]}
     gradients = sum(int(columns.bytes[t]) for t in {_storage(trace, t) for t in read} if mine[t])
-    return State(home.name, home.capacity, resident["weights"], gradients, resident["optimizer_state"], resident)
+    total = sum(tier.capacity for tier in platform.tiers)
+    return State(home.name, home.capacity, total, resident["weights"], gradients, resident["optimizer_state"], resident)
 
 
 def _devices(trace: Trace) -> NDArray[np.int64]:

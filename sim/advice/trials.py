@@ -32,10 +32,13 @@ class Trials:
     seconds: wall-clock time of the search. No run starts after it; one that was started may end later by `SHARE` of it.
     jobs: processes; None for one per processor.
     on_row: called with each new row, how many runs of this round have ended, and how many it has.
+    began: when its time began, as `time.monotonic` says it; None for now.
     """
 
-    def __init__(self, seconds: float, jobs: int | None = None, on_row: OnRow | None = None) -> None:
-        self.began = time.monotonic()
+    def __init__(
+        self, seconds: float, jobs: int | None = None, on_row: OnRow | None = None, began: float | None = None
+    ) -> None:
+        self.began = time.monotonic() if began is None else began
         self.seconds = seconds
         self._pool: Local | None = None
         self._bench = Bench()
@@ -67,7 +70,8 @@ class Trials:
         limit = max(LEAST_S, self.seconds * SHARE)
         cells: dict[str, tuple[Cell, Mapping[str, Any]]] = {}
         for question, policies, tags in asked:
-            found = question.cells(policies, limit_s=limit)
+            names = list(policies)
+            found = question.cells(names, limit_s=limit) if names else []
             cells |= {cell.id: (cell, tags) for cell in found}
             if question.ops <= SMALL:
                 self._small |= {cell.id for cell in found}
