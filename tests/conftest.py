@@ -56,6 +56,7 @@ QUICK = {
 
 LONG = (
     "test_parallel_page.py::test_few_stages_and_microbatches_stand_for_many",
+    "test_advice.py::test_everything_that_may_be_combined",
     "test_questions.py::test_one_command_answers",
     "applying/test_export.py::test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else",
     "applying/test_settings.py::test_each_setting_recomputes_and_moves_where_it_says",
@@ -72,7 +73,12 @@ LONG = (
     ),
     *(
         f"applying/test_torch.py::test_checkpoints_round_layers_hold_what_pytorchs_tracker_shows[{name}"
-        for name in ("gpt2", "llama", "vision", "mlp", "experts", "attention", "dense", "gated")
+        for name in ("gpt2", "llama", "vision", "mlp", "deep", "experts", "attention", "dense", "gated")
+    ),
+    "applying/test_torch.py::test_a_module_runs_as_often_as_checkpoints_are_round_it",
+    *(
+        f"applying/test_torch.py::test_what_is_recomputed_several_times_is_under_checkpoints_inside_one_another[{name}"
+        for name in ("gpt2", "llama", "residual", "deep mlp-revolve-options1")
     ),
     *(
         f"applying/test_torch.py::test_what_was_kept_in_a_layer_is_kept_by_a_selective_checkpoint[{name}"

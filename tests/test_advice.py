@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from sim.advice import advise
-from sim.advice.candidates import candidates, lean
+from sim.advice.candidates import OFFLOADED, by_state, candidates, lean
 from sim.advice.goals import candidates_for
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS
@@ -23,6 +26,7 @@ from sim.search import fits as it_fits
 from tests.test_cli import tiersim
 from workloads import cnn, transformer
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
     "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 211,
 }  # fmt: skip
@@ -184,6 +188,55 @@ def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
     assert advice.skipped
     assert "Of 0 policies and compositions that were run, none fits." in advice.text()
     assert "Nothing fits" not in advice.text()
+
+
+def test_what_all_memories_together_cannot_hold_is_said_at_once_with_a_change_that_fits(config):
+    machine = "mt3000_survey"  # of two memories
+    state = state_of(trace_of(config), load_profile(machine))
+    held = state.weights + state.optimizer_state
+    small = {f"tiers.ddr.{key}": f"{held // 2} B" for key in ("nominal", "capacity")}
+    advice = advise(config, machine, batch=4, budget=held // 2 - 1, figures=small, jobs=1, **AXES)
+    assert advice.best is None
+    assert not [row for row in advice.rows if "change" not in row]  # nothing was run for it
+    text = advice.text()
+    assert "weights and optimizer state alone exceed the" in text
+    assert "whatever is moved or recomputed" in text
+    assert [change.options["optimizer"] for change in advice.changes] == ["adamw_8bit"]
+
+
+def test_policies_of_state_go_on_with_the_fastest():
+    names = ["zero_offload + hybrid", "rotor", "stronghold + hybrid", f"stronghold + {OFFLOADED}"]
+    speeds = {"zero_offload + full_recompute": 2.0, "stronghold + full_recompute": 3.0, "full_recompute": 1.0}
+    assert by_state(names, speeds) == [names[2], names[3], names[0], names[1]]
+
+
+def table_of_advice():
+    """`scripts/make_advice.py`, and the data that it made."""
+    name = "make_advice"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, json.loads(module.DATA.read_text(encoding="utf-8"))
+
+
+def test_what_is_advised_is_within_two_percent_of_an_exhaustive_search():
+    module, data = table_of_advice()
+    text = module.PAGE.read_text(encoding="utf-8")
+    assert module.replaced(text, module.table(data), "exhaustive") == text, "run scripts/make_advice.py"
+    found = module.complete(data)
+    assert found
+    assert {name: module.lag(entry) for name, entry in found.items() if module.lag(entry) > 0.02} == {}
+
+
+def test_everything_that_may_be_combined_is_not_faster(config):
+    module, _ = table_of_advice()
+    budget = int(0.7 * simulate(trace_of(config), "mt3000_survey").summary()["peak_bytes"])
+    advice = advise(config, "mt3000_survey", batch=4, budget=budget, jobs=1, seconds=30, **AXES)
+    asked = Question({"model": config, "batch": 4, **AXES}, "mt3000_survey", budget=budget)
+    some = (*FEW, "rotor", "capuchin", "zero_offload", "superoffload", "weight_streaming", "optimizer_in_backward")
+    rows = Trials(1000, jobs=1).run(asked, module.everything({name: load(name) for name in some}))
+    assert len(rows) > 40
+    assert speed(advice.best) >= 0.98 * speed(best(rows))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

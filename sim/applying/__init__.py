@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,9 +165,10 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
             f"The plan recomputes {len(outside)} ops outside of what is wrapped here ({names[outside[0]]!r} is the "
             "first); their results are kept."
         )
-    again = [op for op, times in meaning.times.items() if times > 1]
+    here = Counter(op for c in choice.checkpoints for each in c.all for region in each.regions for op in region.forward)
+    again = [op for op, sweeps in meaning.sweeps.items() if len(sweeps) > max(1, here[op])]
     if again:
-        found.append(f"The plan recomputes {len(again)} ops more than once; here each is recomputed once.")
+        found.append(f"The plan recomputes {len(again)} ops more often than these checkpoints do.")
     if twice := _updating_twice(meaning, choice):
         found.append(
             f"{twice} batch normalizations run in recomputation, too, and update their running statistics once more; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sim.analysis.peak_memory import home_peak, mean_bytes
 from sim.applying.parts import Module
@@ -13,7 +14,15 @@ from sim.iterations import run_iteration
 from sim.log import EventLog
 from sim.plan import Action, Move, Plan, Recompute, Wait
 from sim.rewrites.rewrite import hold_longer
-from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
+from sim.solvers.checkpoints import (
+    Rerun,
+    by_anchor,
+    cached_casts,
+    cached_results,
+    held_by,
+    outside_of,
+    region_reruns,
+)
 from sim.solvers.regions import Region
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.trace.graph import Trace
@@ -26,15 +35,22 @@ class Checkpoint:
 
     modules: in order.
     keep: forward ops whose results it keeps; it recomputes all others.
+    inside: checkpoints round some of its modules, which are recomputed once more when backward comes to them.
     """
 
     modules: tuple[Module, ...]
     keep: frozenset[int] = frozenset()
+    inside: tuple[Checkpoint, ...] = ()
 
     @property
-    def key(self) -> tuple[tuple[str, ...], frozenset[int]]:
+    def key(self) -> tuple[Any, ...]:
         """What tells it from others of the same trace."""
-        return tuple(module.path for module in self.modules), self.keep
+        return tuple(module.path for module in self.modules), self.keep, tuple(each.key for each in self.inside)
+
+    @property
+    def all(self) -> tuple[Checkpoint, ...]:
+        """Those inside, each before what it is in, and itself."""
+        return (*(deeper for each in self.inside for deeper in each.all), self)
 
     @property
     def regions(self) -> list[Region]:
@@ -101,11 +117,21 @@ def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:
     index = TraceIndex(trace)
     regions = [region for checkpoint in checkpoints for region in checkpoint.regions]
     keep = frozenset(op for checkpoint in checkpoints for op in checkpoint.keep)
-    reruns = region_reruns(index, regions, keep=keep, before="saved")
-    held = held_by(index, reruns)
+    reruns = [rerun for checkpoint in checkpoints for rerun in _reruns(index, checkpoint, keep)]
+    # what enters a checkpoint inside another is recomputed by that one, which lets it go once it is read
+    held = held_by(index, region_reruns(index, regions, keep=keep, before="saved"))
     longer = hold_longer(hold_longer(trace, held.until), cached_results(index, regions, keep, reruns))
     hold = {**held.drops, **cached_casts(index, regions)}
     return Plan(longer, schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold).actions())
+
+
+def _reruns(index: TraceIndex, checkpoint: Checkpoint, keep: frozenset[int]) -> list[Rerun]:
+    """What a checkpoint recomputes, and then those inside it."""
+    own = region_reruns(index, checkpoint.regions, keep=keep, before="saved")
+    inner = [region for each in checkpoint.inside for region in each.regions]
+    if inner:
+        own = [outside_of(index, rerun, inner) for rerun in own]
+    return [*own, *(rerun for each in checkpoint.inside for rerun in _reruns(index, each, keep))]
 
 
 @dataclass(frozen=True)

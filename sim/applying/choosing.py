@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import groupby
 
 from sim.applying.as_pytorch import Checkpoint, Cost, Sent, cost_of, plan_of, run_of
 from sim.applying.meaning import Meaning
@@ -15,6 +16,9 @@ from sim.hardware.platform import Platform
 from sim.log import EventLog
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.phases import BACKWARD, FORWARD
+
+Timed = tuple[Module, tuple[int, ...]]
+"""A module with the sweeps in which it was recomputed."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,13 @@ class Allowed:
 
     selective: keep the results of single ops.
     joined: one checkpoint round several modules.
+    nested: checkpoints inside one another.
     sending: send saved tensors to the host.
     """
 
     selective: bool = True
     joined: bool = True
+    nested: bool = True
     sending: bool = True
 
 
@@ -74,7 +80,8 @@ def candidates(meaning: Meaning, modules: Sequence[Module], allowed: Allowed) ->
     """Checkpoints round the modules in which the run recomputed something, in several ways.
 
     A module of which a part was kept is wrapped with those results kept, or as a whole where the run recomputed at
-    least half of the bytes of what backward needs. Modules of one sweep are wrapped one by one or together.
+    least half of the bytes of what backward needs. Modules of one sweep are wrapped one by one or together, and those
+    that were recomputed several times under as many checkpoints.
     """
     trace = meaning.trace
     ways: list[Callable[[Module], Checkpoint | None]] = [lambda module: _whole(meaning, module)]
@@ -86,6 +93,8 @@ def candidates(meaning: Meaning, modules: Sequence[Module], allowed: Allowed) ->
         found.append(tuple(separate))
         if allowed.joined:
             found.append(tuple(_joined(meaning, trace, separate)))
+    if allowed.nested and any(len(each) > 1 for each in meaning.sweeps.values()):
+        found.append(_nested(meaning, [(module, _sweeps(meaning, module)) for module in modules]))
     return found
 
 
@@ -150,6 +159,40 @@ def _joined(meaning: Meaning, trace: Trace, separate: Iterable[Checkpoint]) -> l
     return found
 
 
+def _nested(meaning: Meaning, run: Sequence[Timed], depth: int = 0) -> tuple[Checkpoint, ...]:
+    """Checkpoints round neighbours that were recomputed in one sweep, and inside them round those of a later one.
+
+    run: modules, each with its sweeps.
+    """
+    found: list[Checkpoint] = []
+    for _, group in groupby((each for each in run if len(each[1]) > depth), key=lambda each: each[1][depth]):
+        for part in _neighbours(meaning.trace, list(group)):
+            modules = tuple(module for module, _ in part)
+            inside = _nested(meaning, part, depth + 1)
+            # two round the same modules recompute them twice for nothing
+            found.append(inside[0] if inside and inside[0].modules == modules else Checkpoint(modules, inside=inside))
+    return tuple(found)
+
+
+def _neighbours(trace: Trace, run: list[Timed]) -> Iterator[list[Timed]]:
+    """Modules of one sweep, divided where one checkpoint can't be round both sides."""
+    part: list[Timed] = []
+    for each in run:
+        both = Checkpoint(tuple(module for module, _ in (*part, each)))
+        if part and not (follows(trace, part[-1][0], each[0]) and _passes_one(trace, both)):
+            yield part
+            part = []
+        part.append(each)
+    yield part
+
+
+def _sweeps(meaning: Meaning, module: Module) -> tuple[int, ...]:
+    """The sweeps in which most of a module's ops were recomputed; none where the run kept most of them."""
+    ops = module.calls[0].forward
+    counts = Counter(meaning.sweeps[op] for op in ops if op in meaning.sweeps)
+    return counts.most_common(1)[0][0] if counts and _whole(meaning, module) else ()
+
+
 def _sweep(meaning: Meaning, module: Module) -> int:
     """The sweep in which most of a module's ops were recomputed."""
     counts = Counter(meaning.recomputed[op] for op in module.calls[0].forward if op in meaning.recomputed)
@@ -181,7 +224,8 @@ def _passes_one(trace: Trace, checkpoint: Checkpoint) -> bool:
         for op in region.forward:
             for t in trace.writes(op):
                 for reader in trace.readers(t):
-                    if trace.op_columns.phase[reader] >= BACKWARD or ends.get(reader) == ends[op]:
+                    own = reader in inside and ends[reader] == ends[op]  # another call of it is another reader
+                    if own or trace.op_columns.phase[reader] >= BACKWARD:
                         continue
                     if ends[op] != last and (reader not in inside or ends[reader] != ends[op] + 1):
                         return False

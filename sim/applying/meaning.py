@@ -33,8 +33,7 @@ class Meaning:
     """What a run did.
 
     trace: what the policy was asked to plan for.
-    recomputed: forward op -> the op of the iteration that ran after the sweep in which it was first recomputed.
-    times: forward op -> how often it was recomputed.
+    sweeps: forward op -> per time that it was recomputed the op of the iteration that ran next.
     moved: forward results that left the device before backward and came back -> the tier that they went to.
     away: role -> bytes of weights, gradients or optimizer state that left the device, or were placed elsewhere.
     elsewhere: names of the engines, other than the device's main one, that ran ops of the iteration.
@@ -43,13 +42,17 @@ class Meaning:
     """
 
     trace: Trace
-    recomputed: Mapping[int, int]
-    times: Mapping[int, int]
+    sweeps: Mapping[int, tuple[int, ...]]
     moved: Mapping[int, str]
     away: Mapping[str, int]
     elsewhere: tuple[str, ...]
     early: bool
     changes: tuple[str, ...]
+
+    @property
+    def recomputed(self) -> Mapping[int, int]:
+        """Forward op -> the op of the iteration that ran after the sweep in which it was first recomputed."""
+        return {op: each[0] for op, each in self.sweeps.items()}
 
 
 def meaning_of(result: Result) -> Meaning:
@@ -62,11 +65,9 @@ def meaning_of(result: Result) -> Meaning:
             f"export: the plan is for {max(trace.devices, log.trace.devices)} devices; only plans for one are exported"
         )
     old_op, old_tensor = _names(log.trace, trace)
-    recomputed, times = _sweeps(log, old_op, trace)
     return Meaning(
         trace,
-        recomputed,
-        times,
+        _sweeps(log, old_op, trace),
         _moved(log, old_tensor, trace),
         _away(log),
         _elsewhere(log),
@@ -92,26 +93,24 @@ def _one(expr: Expr) -> int:
     return found[0].id if len(found) == 1 else -1
 
 
-def _sweeps(log: EventLog, old: list[int], trace: Trace) -> tuple[dict[int, int], dict[int, int]]:
-    """Forward ops that were recomputed: the op of the iteration that came next, and how often."""
+def _sweeps(log: EventLog, old: list[int], trace: Trace) -> dict[int, tuple[int, ...]]:
+    """Per forward op that was recomputed, and per time, the op of the iteration that came next."""
     order = np.lexsort((log.interval("end"), log.interval("start")))
     why, op = log.interval("why")[order].tolist(), log.interval("op")[order].tolist()
     phase = trace.op_columns.phase
     waiting: list[int] = []
-    first: dict[int, int] = {}
-    times: dict[int, int] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for what, new in zip(why, op, strict=True):
         here = old[new] if new >= 0 else -1
         if here < 0:
             continue
         if what == WHY["recompute"] and phase[here] == FORWARD:
-            times[here] = times.get(here, 0) + 1
             waiting.append(here)
         elif what == WHY["run"]:
             for earlier in waiting:
-                first.setdefault(earlier, here)
+                found[earlier] = (*found.get(earlier, ()), here)
             waiting.clear()
-    return first, times
+    return found
 
 
 def _moved(log: EventLog, old: list[int], trace: Trace) -> dict[int, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -340,9 +340,11 @@ def apply(model: nn.Module, plan: Sequence[Mapping[str, Any]] | None = None) -> 
     Raises RuntimeError for a path that is not a module of the model, or one that is wrapped already.
     """
     offload = Offload(model)
+    wrapped = set[str]()
     for entry in PLAN if plan is None else plan:
         paths = entry["modules"]
-        modules = [_module(model, path) for path in paths]
+        modules = [_module(model, path, wrapped) for path in paths]
+        wrapped.update(paths)
         together = Together(modules, paths) if len(modules) > 1 else None
         where = together.where if together else paths[0]
         call: Run = together.run if together else modules[0].forward
@@ -358,12 +360,12 @@ def apply(model: nn.Module, plan: Sequence[Mapping[str, Any]] | None = None) -> 
     return model
 
 
-def _module(model: nn.Module, path: str) -> nn.Module:
+def _module(model: nn.Module, path: str, wrapped: Collection[str]) -> nn.Module:
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
         raise RuntimeError(f"{path}: is not a module of {type(model).__name__}: {error}") from None
-    if "forward" in vars(module):
+    if "forward" in vars(module) and path not in wrapped:
         raise RuntimeError(f"{path}: is wrapped already")
     return module
 
@@ -372,4 +374,4 @@ PLAN: Sequence[Mapping[str, Any]] = ()
 """Per entry: `modules`, paths, called one after the other where there are several; `checkpoint`, whether they are
 recomputed; `save`, what a selective checkpoint keeps: per name of an op how many a call runs, and which of those;
 `send`, what is sent to the host when it is saved: the same with pairs of an op and one of its results, or "all";
-`send_input`: the first argument goes, too."""
+`send_input`: the first argument goes, too. What is wrapped inside another comes before it."""

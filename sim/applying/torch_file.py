@@ -19,7 +19,7 @@ MARK = "PLAN: Sequence[Mapping[str, Any]] = ()\n"
 def entries_of(trace: Trace, checkpoints: Sequence[Checkpoint], sent: Sequence[Sent] = ()) -> list[dict[str, Any]]:
     """What is wrapped, as data: see `PLAN` in the code."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for checkpoint in checkpoints:
+    for checkpoint in (each for outer in checkpoints for each in outer.all):
         paths = tuple(module.path for module in checkpoint.modules)
         found[paths] = {"modules": list(paths), "checkpoint": True}
         if save := saved_by_name(trace, checkpoint):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,28 @@ def region_reruns(
             possible = backward_slice(index, possible, (wanted | passed) - there, there)
         reruns.append(Rerun(region, own[0], anchor, possible))
     return reruns[::-1]
+
+
+def outside_of(index: TraceIndex, rerun: Rerun, inner: Sequence[Region]) -> Rerun:
+    """A rerun of a region with checkpoints inside it: up to what its own backward needs, and what enters those."""
+    deeper = {op for region in inner for op in region.forward}
+    own = set(rerun.region.forward)
+    wanted = set()
+    for op in rerun.region.forward:
+        for t in index.writes[op]:
+            readers = index.trace.readers(t)
+            enters = op not in deeper and any(r in deeper for r in readers)
+            undone = index.released[t] in rerun.region.backward or any(r in rerun.region.backward for r in readers)
+            # between two checkpoints inside, what one hands to the other enters that one
+            handed = any(
+                op not in region.forward
+                and not own.isdisjoint(region.forward)
+                and any(r in region.forward for r in readers)
+                for region in inner
+            )
+            if enters or handed or (undone and op not in deeper):
+                wanted.add(t)
+    return replace(rerun, ops=backward_slice(index, rerun.ops, wanted))
 
 
 def by_anchor(reruns: Iterable[Rerun]) -> dict[int, list[int]]:

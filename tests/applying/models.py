@@ -1,4 +1,4 @@
-"""Small models of twelve kinds with a step each, built from torch.nn: what exported plans are tried on."""
+"""Small models of many kinds with a step each, built from torch.nn: what exported plans are tried on."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ MODELS = {
     ),
     "mixer": (lambda: Stack(nn.Linear(8, 24), [Mixer() for _ in range(2)], nn.Linear(24, 8)), (2, 16, 8)),
     "mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(4)], nn.Linear(32, 8)), (400, 8)),
+    "deep mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(9)], nn.Linear(32, 8)), (400, 8)),
     "shared": (Shared, (2, 12, 8)),
     "recurrent": (Recurrent, (8, 5, 16)),
     **{f"{name} net": NETS[name] for name in ("experts", "attention", "residual", "dense", "gated")},

@@ -119,6 +119,48 @@ def test_layers_of_one_sweep_are_under_one_checkpoint(name, policy, options, mon
     same_values(name, file.apply)
 
 
+NESTED = [
+    ("deep mlp", "revolve", {"slots": 2}),
+    ("deep mlp", "revolve", {"slots": 3}),
+    ("gpt2", "revolve", {"slots": 2}),
+    ("llama", "revolve", {"slots": 2}),
+    ("residual net", "revolve", {"slots": 2}),
+]
+
+
+def depth(entries):
+    """How many checkpoints are round the module that is in most of them."""
+    return max(sum(path in entry["modules"] for entry in entries) for each in entries for path in each["modules"])
+
+
+@pytest.mark.parametrize(("name", "policy", "options"), NESTED)
+def test_what_is_recomputed_several_times_is_under_checkpoints_inside_one_another(name, policy, options, monkeypatch):
+    found = exported(name, policy, **options)
+    file = module_from(found.text)
+    assert depth(file.PLAN) > 1
+    assert tracked(name, file.apply, monkeypatch) == found.cost.peak_bytes
+    same_values(name, file.apply)
+
+
+def test_a_module_runs_as_often_as_checkpoints_are_round_it_and_once_more():
+    file = module_from(exported("deep mlp", "revolve", slots=2).text)
+    model, runs = MODELS["deep mlp"][0](), {}
+    for k, block in enumerate(model.blocks):
+        block[0].register_forward_hook(lambda *_, k=k: runs.update({k: runs.get(k, 0) + 1}))
+    file.apply(model)(models.batch("deep mlp")).backward()
+    round_it = {k: sum(f"blocks.{k}" in entry["modules"] for entry in file.PLAN) for k in runs}
+    assert max(round_it.values()) > 3
+    # a checkpoint that another ends with is not run by that one: its input is all that is wanted there
+    assert all(1 < runs[k] <= 1 + round_it[k] for k in runs)
+    assert runs[0] == 1 + round_it[0]
+
+
+def test_a_result_that_a_later_call_reads_is_not_hidden_in_a_checkpoint_round_two_modules():
+    found = exported("recurrent", "revolve", slots=2)
+    assert all(len(entry["modules"]) == 1 for entry in module_from(found.text).PLAN)
+    same_values("recurrent", module_from(found.text).apply)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OddLayers(Policy):
     """A policy of one's own, written without any solver: recomputes every other layer, op by op."""
