@@ -190,18 +190,17 @@ def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
     assert "Nothing fits" not in advice.text()
 
 
-def test_what_all_memories_together_cannot_hold_is_said_at_once_with_a_change_that_fits(config):
+def test_what_all_memories_together_cannot_hold_is_said_before_anything_runs(config):
     machine = "mt3000_survey"  # of two memories
     state = state_of(trace_of(config), load_profile(machine))
     held = state.weights + state.optimizer_state
     small = {f"tiers.ddr.{key}": f"{held // 2} B" for key in ("nominal", "capacity")}
-    advice = advise(config, machine, batch=4, budget=held // 2 - 1, figures=small, jobs=1, **AXES)
+    advice = advise(config, machine, batch=4, budget=held // 2 - 1, figures=small, jobs=1, seconds=1, **AXES)
     assert advice.best is None
     assert not [row for row in advice.rows if "change" not in row]  # nothing was run for it
     text = advice.text()
     assert "weights and optimizer state alone exceed the" in text
     assert "whatever is moved or recomputed" in text
-    assert [change.options["optimizer"] for change in advice.changes] == ["adamw_8bit"]
 
 
 def test_policies_of_state_go_on_with_the_fastest():

@@ -219,10 +219,10 @@ def _front(advice: Advice) -> Iterator[str]:
 
 def _nothing(advice: Advice) -> Iterator[str]:
     runs = len(advice.rows)
-    if advice.skipped and not advice.changes:
-        yield f"Of {runs} policies and compositions that were run, none fits."
-    elif advice.state.exceeds_all:
+    if advice.state.exceeds_all:
         yield "Nothing fits, whatever is moved or recomputed: the state alone is more than all memories hold."
+    elif advice.skipped and not advice.changes:
+        yield f"Of {runs} policies and compositions that were run, none fits."
     elif runs:
         yield f"Nothing fits: {runs} policies and compositions were run."
     else:
