@@ -120,19 +120,25 @@ def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:
-    """Where nothing fits: the nearest changes of the workload with which it does, those first that alter the least."""
-    found: list[Change] = []
-    for options, text in _ladder(asked.workload):
-        if len(found) == most or not trials.left_s:
-            break
-        each = asked.changed(**options)
-        names = [name for part in candidates_for(each) for name in part]
-        few = lean(names)  # what fits is looked for, not what is fastest
-        others = [name for name in names if name not in few]
-        top = best(trials.run(each, few, change=text)) or best(trials.run(each, others, change=text))
-        if top is not None:
-            found.append(Change(options, text, top))
-    return found
+    """Where nothing fits: the nearest changes of the workload with which it does, those first that alter the least.
+
+    Each is tried with the candidates that are likely to need the least memory, and only if no change makes one of them
+    fit with all others.
+    """
+    for rest in (False, True):
+        found: list[Change] = []
+        for options, text in _ladder(asked.workload):
+            if len(found) == most or not trials.left_s:
+                break
+            each = asked.changed(**options)
+            names = [name for part in candidates_for(each) for name in part]
+            few = lean(names)
+            top = best(trials.run(each, [name for name in names if (name not in few) == rest], change=text))
+            if top is not None:
+                found.append(Change(options, text, top))
+        if found:
+            return found
+    return []
 
 
 def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
