@@ -17,6 +17,7 @@ from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 from sim.rewrites.values import approximate
 from sim.trace.graph import Trace
+from sim.trace.provenance import assumption_notes, workload_notes
 
 Links = tuple[tuple[str, str], ...]
 
@@ -136,7 +137,13 @@ def run_notes(result: Run) -> tuple[str, ...]:
 def comparison_view(comparison: Compared, *, command: str = "") -> TableView:
     """A comparison as a page shows it, with a view of each run that fits."""
     runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
-    record = {"workload": comparison.trace.meta, "rows": comparison.rows, "left_out": comparison.left_out}
+    assumptions = workload_notes(comparison.trace)
+    record = {
+        "workload": comparison.trace.meta,
+        "assumptions": assumptions,
+        "rows": comparison.rows,
+        "left_out": comparison.left_out,
+    }
     bounds = (*comparison.bounds, *comparison.idle_parts)
     return saved_table(record, runs, platform=comparison.platform, command=command, bounds=bounds)
 
@@ -171,6 +178,7 @@ def saved_table(
         facts=() if platform else list(facts),
         runs=runs,
         notes=[
+            *record.get("assumptions", assumption_notes(meta)),
             *bounds,
             *bound_lines(record.get("bound", ""), record["rows"]),
             *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),

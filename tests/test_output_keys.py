@@ -132,5 +132,16 @@ def test_models_and_traces(capsys, tmp_path):
     words = ("trace", "build", "--model", "gpt2", "--batch", "1", "--seq", "16", "-o", path)
     assert tuple(answer(*words, capsys=capsys)) == ("path", "hash")
     assert tuple(answer("trace", "show", path, capsys=capsys)) == (
-        *("ops", "tensors", "devices", "flops", "ops_by_phase", "ops_by_kind", "bytes_by_role", "hash", "meta"),
+        *(
+            "ops",
+            "tensors",
+            "devices",
+            "flops",
+            "ops_by_phase",
+            "ops_by_kind",
+            "bytes_by_role",
+            "hash",
+            "meta",
+            "lacks",
+        ),
     )

@@ -8,6 +8,7 @@ from sim.hardware.cost import peak_dtype
 from sim.hardware.platform import Platform
 from sim.report.error_bars import error_lines
 from sim.trace.graph import Trace
+from sim.trace.provenance import workload_notes
 from sim.units import format_bytes, parse_bytes
 
 INCLUDES = "ops, recomputed ops, codecs, stalls, and at the end the transfers that restore everything"
@@ -62,6 +63,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
         lines.append(f"{count} notes on how this machine was described: --notes")
     else:
         lines += platform.notes
+    lines += workload_notes(footer.trace) if footer.trace is not None else ()
     lines += footer.notes
     if footer.command:
         lines.append(f"reproduce: {footer.command}")

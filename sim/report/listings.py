@@ -281,10 +281,36 @@ def trace_page(trace: Trace, as_json: bool = False) -> str:
         "hash": trace.content_hash,
         "meta": dict(trace.meta),
     }
+    lacking = _lacking(trace)
     if as_json:
-        return _json(record)
+        return _json({**record, "lacks": lacking})
     rows = [(key, str(value)) for key, value in record.items() if not isinstance(value, dict)]
     rows += [(f"ops {phase}", str(count)) for phase, count in by_phase.items()]
     rows += [(f"bytes {role}", format_bytes(size)) for role, size in by_role.items()]
     rows += [(str(key), str(value)) for key, value in trace.meta.items()]
+    rows += [
+        (f"no {each['what']}", each["effect"] + (f": {', '.join(each['policies'])}" if each["policies"] else ""))
+        for each in lacking
+    ]
     return aligned(rows, header=False)
+
+
+def _lacking(trace: Trace) -> list[dict[str, Any]]:
+    """What a trace lacks, each with its effect and the policies that it concerns."""
+    from sim.policies import load, names
+    from sim.trace.provenance import lacks
+
+    found = lacks(trace)
+    policies = {name: load(name) for name in names()} if found else {}
+    return [
+        {
+            "what": lack.what,
+            "effect": lack.effect,
+            "policies": [
+                name
+                for name, policy in policies.items()
+                if lack.needs in policy.needs or set(policy.manages) & set(lack.manages)
+            ],
+        }
+        for lack in found
+    ]
