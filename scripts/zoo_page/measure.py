@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 from scripts.zoo_page.cases import Case
 from sim import simulate
@@ -121,15 +120,15 @@ def tracked(step: dict[str, Any], change: Callable[[Any], None] | None = None, c
     change: what is done to the module first.
     counted: gets the FLOPs of PyTorch's counter, of a step before.
     """
+    from sim.measure.tracked import PhaseTracker
+
     torch = import_module("torch")
-    trackers = import_module("torch.distributed._tools.mem_tracker")
     counters = import_module("torch.utils.flop_counter")
-    exact = mock.patch.object(trackers._WeakRefInfo, "_calculate_mem_consumed", lambda s: s.size * s.element_size)
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     model = fake_module(torch, mode, step["module"], None)[0]
     if change is not None:
         change(model)
-    with exact, _as_captured(mode):
+    with _as_captured(mode):
         given = fake_like(torch, step["inputs"])
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         targets = fake_like(torch, step.get("targets", ()))
@@ -151,13 +150,12 @@ def tracked(step: dict[str, Any], change: Callable[[Any], None] | None = None, c
                 run()
             counted.append(counter.get_total_flops())
             model.zero_grad(set_to_none=True)
-        tracker = trackers.MemTracker()
+        tracker = PhaseTracker()
         leaves = [x for x in (*args, *kwargs.values(), *targets) if isinstance(x, torch.Tensor)]
         tracker.track_external(model, *leaves)
-        with tracker:
+        with tracker.tracking():
             run()
-    peaks = tracker.get_tracker_snapshot("peak").values()
-    return sum(each[trackers._TOTAL_KEY] for each in peaks)
+    return max(tracker.highest.values())
 
 
 def _gradients_of_convolution(

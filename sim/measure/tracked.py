@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._tools import mem_tracker
+from torch.distributed._tools import mem_tracker, mod_tracker
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sim.measure.gpt2 import EXPENSIVE as PRODUCTS
@@ -66,19 +66,19 @@ class Tracked:
     @contextmanager
     def around(self, model: Any, optimizers: Sequence[Any]) -> Iterator[None]:
         """Track a step. All that lives before it counts, except counters of steps, which are on a GPU's host."""
-        tracker = _ByPhase()
+        tracker = PhaseTracker()
         counters = (state.get("step") for tuned in optimizers for state in tuned.state.values())
         tracker.host = {x.untyped_storage()._cdata for x in counters if isinstance(x, torch.Tensor)}
         mode = mem_tracker.active_fake_mode()
         alive = (x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is mode)
         tracker.track_external(*(x for x in alive if x.layout == torch.strided))
         tracker.track_external(model, *optimizers)
-        with tracker, patch.object(torch.autograd, "backward", tracker.backward(torch.autograd.backward)):
+        with tracker.tracking():
             yield
         self.highest = dict(tracker.highest)
 
 
-class _ByPhase(mem_tracker.MemTracker):
+class PhaseTracker(mem_tracker.MemTracker):
     """The tracker, with the most bytes of each phase.
 
     host: storages that are not counted.
@@ -91,7 +91,20 @@ class _ByPhase(mem_tracker.MemTracker):
         self.highest: dict[str, int] = {}
         self.differentiating = self.after_backward = False
 
-    def backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Track what runs in this context.
+
+        The tracker's hooks on the inputs of a module (PyTorch 2.13, `ModTracker`) wait for the gradients of all of
+        them, and hold those that have arrived meanwhile: one by one, all that flow past a network's embedding of time.
+        They only tell in which module backward is, which a peak does not depend on, and are left out.
+        """
+        backward = self._backward(torch.autograd.backward)
+        without_hooks = patch.object(mod_tracker, "register_multi_grad_hook", lambda *_, **__: None)
+        with without_hooks, patch.object(torch.autograd, "backward", backward), self:
+            yield
+
+    def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose ops are of the backward pass, those outside autograd included."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +122,9 @@ class _ByPhase(mem_tracker.MemTracker):
             if t.untyped_storage()._cdata in self.host
             else super()._update_and_maybe_create_winfos(t, *args, **kwargs)
         )
+
+    def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> Any:
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)  # it refuses frozen weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, then note what all storages take."""

@@ -11,7 +11,11 @@ torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip instal
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from sim import simulate  # noqa: E402
+from sim.analysis.peak_memory import peaks_by_phase  # noqa: E402
 from sim.errors import TraceError, WorkloadError  # noqa: E402
+from sim.measure.tracked import Tracked  # noqa: E402
+from sim.measure.validate import roomy  # noqa: E402
 from sim.trace.chain import chain  # noqa: E402
 from sim.trace.layers import blocks  # noqa: E402
 from workloads.capture import capture  # noqa: E402
@@ -225,3 +229,112 @@ def test_torchvisions_models_have_the_layers_of_their_papers(name, count):
     models = pytest.importorskip("torchvision").models
     with torch.device("meta"):
         assert len(layer_paths(getattr(models, name)())) == count
+
+
+# ---- stages of a class of their own, and what a library wraps ------------------------------------
+
+
+class Stage(nn.Sequential):
+    """As in torchvision's RegNet: it only runs its blocks in turn."""
+
+
+class Normed(nn.Sequential):
+    """As torchvision's convolution with norm and activation: a block that happens to be a sequence."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(W, W), nn.LayerNorm(W), nn.ReLU())
+
+
+def test_a_class_for_a_sequence_of_like_blocks_is_not_a_layer():
+    trunk = nn.Sequential(Stage(Inner(), Inner(), Inner()), Stage(Inner()))
+    assert layer_paths(net(trunk=lambda: trunk)()) == ("trunk.0.0", "trunk.0.1", "trunk.0.2", "trunk.1.0")
+
+
+def test_a_block_that_is_a_sequence_stays_a_layer():
+    assert layer_paths(net(features=lambda: nn.Sequential(Normed(), Normed(), Normed()))()) == tuple(
+        f"features.{i}" for i in range(3)
+    )
+
+
+def test_how_a_weight_is_computed_is_no_layer():
+    conv = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(W, W, 3))
+    assert layer_paths(net(embed=lambda: conv, blocks=lambda: nn.ModuleList(Inner() for _ in range(2)))()) == (
+        "blocks.0",
+        "blocks.1",
+    )
+
+
+class Mixed(nn.Module):
+    """A stage of diffusers' kind: of its two parts the library's checkpoints are put round the first."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.residual = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.attention = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.gradient_checkpointing = False
+
+    def forward(self, x, time):
+        if self.gradient_checkpointing:
+            x = self._gradient_checkpointing_func(self.residual, x + time)
+        else:
+            x = self.residual(x + time)
+        return self.attention(x)
+
+
+class Stages(nn.Module):
+    _supports_gradient_checkpointing = True
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.time = nn.Linear(1, width)
+        self.stages = nn.ModuleList(Mixed(width) for _ in range(3))
+
+    def forward(self, x, t):
+        time = self.time(t)
+        for stage in self.stages:
+            x = stage(x, time)
+        return x.square().mean()
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func=None):
+        function = gradient_checkpointing_func or partial(checkpoint, use_reentrant=False)
+        for stage in self.stages:
+            stage.gradient_checkpointing, stage._gradient_checkpointing_func = True, function
+
+    def disable_gradient_checkpointing(self):
+        for stage in self.stages:
+            stage.gradient_checkpointing = False
+
+
+def given():
+    return torch.randn(64, 32), torch.randn(64, 1)
+
+
+def test_layers_are_what_the_library_puts_its_checkpoints_round():
+    trace = capture(Stages, given)
+    assert trace.meta["layer_names"] == [f"stages.{i}.residual" for i in range(3)]
+    tracker = Tracked("checkpoint")
+    capture(Stages, given, observer=tracker)
+    assert tracker.whose == "Stages"
+    log = simulate(trace, roomy(10**9, 10**9), "full_recompute").log
+    assert max(peaks_by_phase(log).values()) == pytest.approx(max(tracker.highest.values()), rel=1e-3)
+    whole = capture(Stages, given, layers="Mixed")  # the stages, as it was: it would save more than the library does
+    log = simulate(whole, roomy(10**9, 10**9), "full_recompute").log
+    assert max(peaks_by_phase(log).values()) != pytest.approx(max(tracker.highest.values()), rel=0.02)
+
+
+def test_a_model_whose_checkpoints_are_on_is_left_so():
+    model = Stages()
+    model.enable_gradient_checkpointing()
+    trace = capture(model, given)
+    assert trace.meta["recomputed"] > 0
+    assert trace.meta["layer_names"] == [f"stages.{i}" for i in range(3)]
+
+
+def test_asking_a_library_leaves_its_checkpoints_off():
+    assert "recomputed" not in capture(Stages, given).meta
+
+
+def test_a_gradient_that_waits_for_another_is_not_held_by_the_tracker():
+    tracker = Tracked("none")
+    trace = capture(Stages, given, observer=tracker)
+    assert peaks_by_phase(simulate(trace, roomy(10**9, 10**9)).log) == tracker.highest

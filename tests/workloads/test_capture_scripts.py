@@ -25,7 +25,7 @@ FUNCTIONS = {
     "adversarial": ("step", 76800, 15, 2),
     "convnext": ("main", 3377730, 4, 2),
     "dense_network": ("step", 6964106, 7, 2),
-    "diffusion": ("main", 774531, 9, 2),
+    "diffusion": ("main", 774531, 10, 2),
     "digits": ("main", 1199882, 0, 2),
     "efficientnet": ("step", 4020358, 16, 2),
     "image_classification": ("main", 11186772, 8, 1),
@@ -36,7 +36,7 @@ FUNCTIONS = {
     "recurrent": ("main", 99060, 0, 0),
     "segmentation": ("main", 41995850, 21, 1),
     "small_gpt": ("step", 169792, 3, 2),
-    "speech_recognition": ("main", 104624, 10, 2),
+    "speech_recognition": ("main", 104624, 9, 2),
     "summarisation": ("build", 196864, 4, 0.0305),  # Adafactor's rows and columns
     "text_classification": ("main", 136323, 2, 2),
     "vision_transformer": ("main", 114698, 3, 2),

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workloads.capturing.layers import called_repeatedly, layer_paths
+from workloads.capturing.layers import called_repeatedly, layer_paths, outermost
+from workloads.capturing.wrapped import WrappedParts
 
 
 class LayerCalls:
@@ -25,6 +26,7 @@ class LayerCalls:
     def __init__(self, root: Any, wanted: str | Sequence[str] | None = None, apart: Sequence[str] = ()) -> None:
         self._root = root
         self._paths = layer_paths(root, wanted)
+        self._wrapped = WrappedParts(root) if wanted is None else None
         self._layer_of: dict[str, str] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._keys: list[tuple[str, int]] = []
@@ -39,7 +41,10 @@ class LayerCalls:
         self._current.clear()
 
     def settle(self) -> None:
-        """The step has run: where nothing repeats in the module's tree, layers are what it called repeatedly."""
+        """The step has run: layers are what its library wraps, if it says so; without any, repeated calls are."""
+        if self._wrapped is not None and (wrapped := self._wrapped.found()):
+            self._paths = outermost(wrapped)
+            self._layer_of.clear()
         self._unused -= {path.partition(".")[0] for path in self._seen} if self._seen else self._unused
         if self._unused:
             self._paths = tuple(path for path in self._paths if self.is_used(path))

@@ -1,12 +1,14 @@
 """Which parts of a module are its layers: what repeats.
 
 - As asked for: classes, or paths, by name or by pattern.
+- What a model of diffusers puts its checkpoints round (see `workloads.capturing.wrapped`).
 - As the model says itself: Hugging Face's `_no_split_modules` and the `_repeated_blocks` of diffusers, as far as they
   stand in a list.
 - Else what repeats, of the parts that have parts themselves: what stands in a list or a sequence, the outermost of it;
-  in a sequence its class has to occur twice. Beside them, simple parts of lists are layers, too. A module that has
-  three parts of one class as its attributes is a list (networks of inception modules; an encoder and a decoder are not
-  one), and so is one with two where there is no list.
+  in a sequence its class has to occur twice. A class of the model's own for a sequence of like blocks is one, too.
+  Beside them, simple parts of lists are layers, too. A module that has three parts of one class as its attributes is a
+  list (networks of inception modules; an encoder and a decoder are not one), and so is one with two where there is no
+  list.
 - A module of simple parts only (a sequence of convolutions) has a layer for each of its numbered parts.
 - Where the tree shows nothing, the outermost parts that a step calls repeatedly are layers (a recurrent cell).
 """
@@ -32,11 +34,11 @@ def layer_paths(root: Any, wanted: str | Sequence[str] | None = None) -> tuple[s
     Raises WorkloadError where something wanted is not a part of the module, naming the nearest that is.
     """
     if wanted is not None:
-        return _outermost(_asked_for(root, [wanted] if isinstance(wanted, str) else list(wanted)))
+        return outermost(_asked_for(root, [wanted] if isinstance(wanted, str) else list(wanted)))
     listed = {path: part for path, part, _ in _listed(root, "") if _has_parts(part)}
     names = {str(name) for part in root.modules() for key in SAYS for name in getattr(part, key, None) or ()}
     said = [path for path, part in listed.items() if type(part).__name__ in names]
-    found = _outermost(said or _repeated(root))
+    found = outermost(said or _repeated(root))
     if found:
         return found
     return tuple(dict.fromkeys(prefix for path, _ in root.named_modules() if (prefix := numbered(path))))
@@ -52,7 +54,7 @@ def called_repeatedly(root: Any, calls: Mapping[str, int]) -> tuple[str, ...]:
         for path, part in root.named_modules()
         if path and calls.get(path, 0) > 1 and next(part.parameters(), None) is not None
     ]
-    return _outermost(paths)
+    return outermost(paths)
 
 
 def numbered(path: str) -> str:
@@ -79,7 +81,8 @@ def _fits(module: tuple[str, str], name: str) -> bool:
     return any(fnmatchcase(each, name) for each in module)
 
 
-def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+def outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Those paths that are no part of another, which comes before them."""
     kept: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")
@@ -102,34 +105,44 @@ def _repeated(root: Any) -> list[str]:
 
 def _twins(root: Any, listed: set[str], least: int) -> list[str]:
     """All parts that have parts of the first module, outside lists, that has so many of one class."""
-    containers = _containers()
+    nn = import_module("torch.nn")
     for path, module in root.named_modules():
         steps = path.split(".")
-        if type(module) in containers or any(".".join(steps[:i]) in listed for i in range(1, len(steps) + 1)):
+        if _is_container(nn, module) or any(".".join(steps[:i]) in listed for i in range(1, len(steps) + 1)):
             continue
-        children = [(name, part) for name, part in module.named_children() if type(part) not in containers]
+        children = [(name, part) for name, part in module.named_children() if not _is_container(nn, part)]
         parts = [(name, part) for name, part in children if _has_parts(part)]
         if any(n >= least for n in Counter(type(part) for _, part in parts).values()):
             return [f"{path}.{name}" if path else name for name, _ in parts]
     return []
 
 
-def _containers() -> tuple[type, ...]:
-    nn = import_module("torch.nn")
-    return nn.Sequential, nn.ModuleList, nn.ModuleDict
+def _is_container(nn: Any, module: Any) -> bool:
+    return type(module) in (nn.ModuleList, nn.ModuleDict) or _is_sequence(nn, module)
 
 
 def _listed(module: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
     """Parts in lists and sequences: path, part, and whether that is a list. Simple ones count in lists alone."""
     nn = import_module("torch.nn")
-    sequence = type(module) is nn.Sequential
+    sequence = _is_sequence(nn, module)
     in_list = type(module) in (nn.ModuleList, nn.ModuleDict)
     for name, part in module.named_children():
+        if name == "parametrizations":  # how a weight is computed
+            continue
         inner = f"{path}.{name}" if path else name
-        nested = type(part) in (nn.ModuleList, nn.ModuleDict) or (type(part) is nn.Sequential and not in_list)
+        nested = type(part) in (nn.ModuleList, nn.ModuleDict) or (_is_sequence(nn, part) and not in_list)
         if not nested and (sequence or in_list) and (_has_parts(part) or type(module) is nn.ModuleList):
             yield inner, part, in_list
         yield from _listed(part, inner)
+
+
+def _is_sequence(nn: Any, module: Any) -> bool:
+    """Whether a module only runs its parts in turn: a sequence, or a class for a stage of like blocks (RegNet's)."""
+    if type(module) is nn.Sequential or not isinstance(module, nn.Sequential):
+        return type(module) is nn.Sequential
+    parts = list(module.children())
+    alike = len({type(part) for part in parts}) == 1 and _has_parts(parts[0])
+    return alike and type(module).forward is nn.Sequential.forward
 
 
 def _has_parts(module: Any) -> bool:
