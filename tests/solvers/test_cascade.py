@@ -17,10 +17,10 @@ from sim.experiment import simulate
 from sim.hardware.platform import Link, Platform, Tier
 from sim.hardware.profile import load_profile
 from sim.pages import comparison_view, run_notes, run_view
-from sim.plan import Move, Plan
+from sim.plan import Move, Plan, Wait
 from sim.report.page.run import run_data
 from sim.report.table import comparison_text, summary_text
-from sim.solvers.cascade import cascade
+from sim.solvers.cascade import cascade, resident_bytes
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.strategies import traces
@@ -120,6 +120,143 @@ def test_what_the_host_s_own_engine_keeps_there_is_not_counted_twice() -> None:
     actions = (Move(x, "host", after=1), Move(x, "hbm", before=3))
     assert cascade(b.build(), tiers(1000, 249), actions, "host")[0] == Move(x, "nvme", after=1)
     assert cascade(b.build(), tiers(1000, 250), actions, "host") == actions
+
+
+def planned(trace: Trace, host: int, drive: int = ROOMY, policy: str = "swap_all(unit=op, ahead=1)") -> list[str]:
+    """What a policy plans with a host of so many bytes, in order: tensor, tier, and the op before or after it."""
+    actions = simulate(trace, tiers(10_000, host, drive), policy).plan.actions
+    name, op = trace.tensor_columns.name, trace.op_columns.name
+    return [
+        f"{name[trace.tensor_id(a.tensor)]} {a.to} "
+        + (f"after {op[trace.op_id(a.after)]}" if a.before is None else f"before {op[trace.op_id(a.before)]}")
+        for a in actions
+        if isinstance(a, Move)
+    ]
+
+
+def test_what_goes_on_leaves_when_its_space_is_wanted_and_what_is_needed_next_rises_when_space_is_left() -> None:
+    found = planned(stack(6), 200)
+    down = [text for text in found if " hbm " not in text]
+    assert [text.rsplit(" ", 2)[0] for text in down] == ["x1 host", "x2 host", "x1 nvme", "x3 host", "x2 nvme",
+                                                         "x4 host", "x2 host", "x1 host"]  # fmt: skip
+    at = {text.rsplit(" ", 2)[0]: text.split(" ", 2)[2] for text in reversed(found)}
+    # each goes on at the anchor of the newcomer for which it makes way, ahead of it
+    assert found.index(next(t for t in found if t.startswith("x1 nvme"))) + 1 == found.index(
+        next(t for t in found if t.startswith("x3 host"))
+    )
+    # and rises where a tensor leaves the host, right behind that
+    for rises, leaves in (("x2 host", "x4 hbm"), ("x1 host", "x3 hbm")):
+        places = [i for i, text in enumerate(found) if text.startswith(rises)]
+        fetch = next(i for i, text in enumerate(found) if text.startswith(leaves))
+        assert places[-1] == fetch + 1
+        assert found[fetch].split(" ", 2)[2] == found[places[-1]].split(" ", 2)[2]
+    assert at["x1 hbm"] != at["x2 hbm"]
+
+
+def test_what_rises_is_on_the_host_before_the_device_asks_for_it() -> None:
+    # the drive is slow: x2 and x1 take 500 ns each over it, and rise beside the ops before those that read them
+    slow = tiers(10_000, 200)
+    slow = replace(slow, links=(*slow.links[:2], *(replace(link, rate=GB // 5) for link in slow.links[2:])))
+    result = simulate(stack(6), slow, "swap_all", unit="op", ahead=1)
+    assert sum(result.summary()["stall_ns"].values()) == 0
+    rows = result.events.query("why == 'move'")
+    starts = {(row.lane, row.tensor): row.start_ns for row in rows.itertuples()}
+    for tensor in ("x1", "x2"):
+        assert starts["n2h", tensor] + 500 <= starts["h2d", tensor]
+
+
+def test_it_rises_only_into_space_that_is_left_and_no_further_than_fits() -> None:
+    b = TraceBuilder()
+    large, small, first = b.tensor("large", 150), b.tensor("small", 60), b.tensor("first", 60)
+    made = [b.tensor(f"y{n}", 1) for n in range(6)]
+    b.op("a", writes=[large, made[0]], duration=10)
+    b.op("b", reads=[made[0]], writes=[small, made[1]], duration=10)
+    b.op("c", reads=[made[1]], writes=[first, made[2]], duration=10)
+    b.op("d", reads=[made[2], first], writes=[made[3]], phase="backward", duration=10)
+    b.op("e", reads=[made[3], small], writes=[made[4]], phase="backward", duration=10)
+    b.op("f", reads=[made[4], large], writes=[made[5]], phase="backward", duration=10)
+    out = [Move(t, "host", after=op) for t, op in ((large, 0), (small, 1), (first, 2))]
+    back = [Move(t, "hbm", before=op) for t, op in ((first, 3), (small, 4), (large, 5))]
+
+    def steps(host: int) -> list[tuple[str, str]]:
+        plan = cascade(b.build(), tiers(1000, host), [*out, *back], "host")
+        return [(("large", "small", "first")[a.tensor], a.to) for a in plan if isinstance(a, Move)]
+
+    # 149: `large` never fits, and stays behind; 150: it makes way for `small`, and rises when both others have left
+    assert steps(149) == [("large", "nvme"), ("small", "host"), ("first", "host"), ("first", "hbm"), ("small", "hbm"),
+                          ("large", "hbm")]  # fmt: skip
+    assert steps(150) == [("large", "host"), ("large", "nvme"), ("small", "host"), ("first", "host"), ("first", "hbm"),
+                          ("small", "hbm"), ("large", "host"), ("large", "hbm")]  # fmt: skip
+    # 209: with `small` there is no space for it; 210: both fit until `first` comes
+    assert steps(209)[:3] == steps(150)[:3]
+    assert steps(210) == [("large", "host"), ("small", "host"), ("large", "nvme"), ("first", "host"), ("first", "hbm"),
+                          ("large", "host"), ("small", "hbm"), ("large", "hbm")]  # fmt: skip
+    # 269 is a byte less than all three take
+    assert ("large", "nvme") in steps(269)
+    assert steps(270) == [("large", "host"), ("small", "host"), ("first", "host"), ("first", "hbm"), ("small", "hbm"),
+                          ("large", "hbm")]  # fmt: skip
+
+
+def steps_of(host: int, drive: int, *actions: Move | Wait) -> list[str]:
+    """The plan for tensors x, y and z of 100 bytes that six ops in a row use."""
+    b = TraceBuilder()
+    x, y, z = (b.tensor(name, 100) for name in "xyz")
+    made = [b.tensor(f"m{n}", 1) for n in range(6)]
+    b.op("0", writes=[x, y, z, made[0]], duration=10)
+    for n in range(1, 6):
+        b.op(str(n), reads=[made[n - 1], x, y, z], writes=[made[n]], duration=10)
+    trace = b.build()
+    plan = cascade(trace, tiers(1000, host, drive), actions, "host")
+    names = [trace.tensor_columns.name[trace.tensor_id(a.tensor)] for a in plan]
+    return [f"{name} {a.to if isinstance(a, Move) else 'wait'}" for name, a in zip(names, plan, strict=True)]
+
+
+def test_what_is_no_move_stays_where_it_was() -> None:
+    found = steps_of(100, ROOMY, Move("x", "host", after=0), Wait("x", before=1), Move("y", "host", after=1),
+                     Move("y", "hbm", before=3), Move("x", "hbm", before=4))  # fmt: skip
+    assert found == ["x host", "x wait", "x nvme", "y host", "y hbm", "x host", "x hbm"]
+
+
+def test_what_has_not_started_when_it_is_displaced_goes_straight_on() -> None:
+    found = steps_of(100, ROOMY, Move("x", "host", after=0), Move("y", "host", after=0), Move("y", "hbm", before=3),
+                     Move("x", "hbm", before=4))  # fmt: skip
+    assert found == ["x nvme", "y host", "y hbm", "x host", "x hbm"]
+
+
+def test_what_fits_nowhere_is_left_as_it_was() -> None:
+    # x, needed last, goes on; then the drive is full, so that y cannot make way for z
+    found = steps_of(100, 100, Move("x", "host", after=0), Move("y", "host", after=1), Move("z", "host", after=2),
+                     Move("z", "hbm", before=3), Move("y", "hbm", before=4), Move("x", "hbm", before=5))  # fmt: skip
+    assert found[:4] == ["x host", "x nvme", "y host", "z host"]
+
+
+def test_what_counts_is_when_it_is_needed_next_not_at_last() -> None:
+    found = steps_of(100, ROOMY, Move("x", "host", after=0), Move("y", "host", after=1), Move("x", "hbm", before=2),
+                     Move("x", "host", after=3), Move("y", "hbm", before=4), Move("x", "hbm", before=5))  # fmt: skip
+    assert found[:2] == ["x host", "y nvme"]  # x is needed before y, and again after it
+
+
+def test_one_that_is_sent_again_while_it_is_there_takes_its_space_once() -> None:
+    found = steps_of(100, ROOMY, Move("x", "host", after=0), Move("x", "host", after=1), Move("y", "host", after=2),
+                     Move("x", "hbm", before=3), Move("y", "hbm", before=4))  # fmt: skip
+    assert found[:3] == ["x host", "x host", "y nvme"]
+
+
+def test_the_most_that_the_host_s_own_ops_keep_there_at_once() -> None:
+    b = TraceBuilder()
+    state, gradient = b.tensor("state", 100, "optimizer_state"), b.tensor("g", 7)
+    new = b.tensor("state.new", 100, "optimizer_state", replaces=state)
+    scaled, other = b.tensor("scaled", 30), b.tensor("other", 20)
+    b.op("f", writes=[gradient], duration=10)
+    b.op("scale", reads=[gradient], writes=[scaled], phase="update", engine="cpu")
+    b.op("adam", "optimizer", reads=[state, scaled], writes=[new], phase="update", engine="cpu")
+    b.op("next", reads=[gradient], writes=[other], phase="update", engine="cpu")
+    b.op("last", reads=[other], writes=[b.tensor("end", 5)], phase="update", engine="cpu")
+    # state and what replaces it count once, from the start to the end; `scaled` is gone when `other` is produced
+    trace = b.build(outputs=[new])
+    assert resident_bytes(trace, tiers(1000, 1000), "host") == 100 + 30
+    assert resident_bytes(trace, tiers(1000, 1000), "hbm") == 7
+    assert resident_bytes(trace, tiers(1000, 1000), "nvme") == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
