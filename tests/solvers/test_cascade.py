@@ -252,7 +252,7 @@ def test_the_most_that_the_host_s_own_ops_keep_there_at_once() -> None:
     b.op("adam", "optimizer", reads=[state, scaled], writes=[new], phase="update", engine="cpu")
     b.op("next", reads=[gradient], writes=[other], phase="update", engine="cpu")
     b.op("last", reads=[other], writes=[b.tensor("end", 5)], phase="update", engine="cpu")
-    # state and what replaces it count once, from the start to the end; `scaled` is gone when `other` is produced
+    # state and what replaces it count once, from the start to the end; `scaled` is freed when `other` is produced
     trace = b.build(outputs=[new])
     assert resident_bytes(trace, tiers(1000, 1000), "host") == 100 + 30
     assert resident_bytes(trace, tiers(1000, 1000), "hbm") == 7

@@ -7,6 +7,10 @@ import sys
 import pytest
 
 from sim.cli import main
+from sim.errors import PolicyError
+from sim.experiment import simulate
+from sim.policies import family, names, policy_class
+from tests.policies.test_offload_family import job
 
 JOB = ("--model", "gpt2", "--batch", "1", "--seq", "64")
 LINES = {
@@ -32,6 +36,15 @@ LINES = {
     "--profile a100_80_gds --policy flashneuron --set tiers.nvme.capacity=0B": (
         "a100_80_gds.toml: tiers.nvme.capacity: value '0B': expected more than zero"
     ),
+    "--profile a100_80_sxm --policy zero_infinity --set tiers.nvme.capacity=0B": (
+        "a100_80_sxm.toml: tiers.nvme.capacity: value '0B': expected more than zero"
+    ),
+    "--profile p100 --policy swap_all --set tiers.host.pinning=0B/s": (
+        "p100.toml: tiers.host.pinning: value '0B/s': expected more than zero"
+    ),
+    "--profile v100_16 --policy stronghold --set tiers.host.capacity=1MB": (
+        "the start needs 154,389,504 B in 'host' for 'wte.weight'"
+    ),
     "--profile a100_40_pcie --policy cdma --set links.d2h.codec=0B/s": (
         "a100_40_pcie.toml: links.d2h.codec: value '0B/s': expected more than zero"
     ),
@@ -54,3 +67,13 @@ def test_what_a_machine_lacks_is_one_line(words, capsys, monkeypatch):
     assert LINES[words] in said
     assert said.startswith("tiersim: ")
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", [n for n in names() if family(n) == "offload" and "host" in policy_class(n).needs])
+def test_a_machine_without_a_host_is_one_line_for_every_policy_that_needs_one(name):
+    experts = "experts" in policy_class(name).needs
+    trace = job(name) if experts or "inference" in policy_class(name).needs else job()
+    with pytest.raises(PolicyError) as refused:
+        simulate(trace, "sunway_sw26010pro", name)
+    assert str(refused.value).startswith(f"{name}: sunway_sw26010pro has no ")
+    assert "\n" not in str(refused.value)
