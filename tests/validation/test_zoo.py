@@ -59,3 +59,34 @@ def test_the_zoo_is_large_and_ten_of_it_are_captured_at_every_change():
         "timm",
         "diffusers",
     }
+
+
+def test_what_the_page_says_of_delta_and_dtr_is_what_was_measured():
+    for model in ("llama", "t5"):
+        runs = [run for run in make_zoo.load()["evictions"] if run["model"] == model]
+        dtr, plain, no_link, by_cost, ahead = runs
+        assert dtr["slowdown"] < plain["slowdown"] < ahead["slowdown"]
+        assert plain["moved"] == no_link["moved"] == 0
+        assert plain["slowdown"] == no_link["slowdown"]
+        assert by_cost["slowdown"] == pytest.approx(dtr["slowdown"], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_experiment_with_delta_is_repeatable():
+    pytest.importorskip("transformers")
+    from scripts.zoo_page.evictions import measure
+
+    assert measure() == make_zoo.load()["evictions"]
+
+
+@pytest.mark.slow
+def test_parameters_are_those_that_the_library_builds():
+    pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    named = [name for name, case in CASES.items() if case.library == "transformers"]
+    assert len({name.partition(",")[0] for name in named}) >= 33
+    for name in named:
+        step, _ = CASES[name].build()
+        with torch.device("meta"):
+            built = sum(parameter.numel() for parameter in step["module"]().parameters())
+        assert ROWS[name]["parameters"] == built, name
