@@ -60,6 +60,20 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read(about.st_size)  # a limit of gigabytes would be taken from memory at once
 
 
+def part_of(folder: Path, *names: str) -> Path:
+    """The path of a part of a folder of results, by the names that lead to it; it need not exist.
+
+    Raises TiersimError if one of them is a symbolic link: it may lead to files that are none of the results, to be read
+    or written there. The folder itself may be one; its user named it.
+    """
+    path = folder
+    for name in names:
+        path = path / name
+        if path.is_symlink():
+            raise TiersimError(f"{path}: is a link; a part of a folder of results must not be one")
+    return path
+
+
 def parse_json(data: bytes) -> Any:
     """A document of JSON as this program writes it. Raises ValueError for anything else, such as NaN or 1e999."""
     try:

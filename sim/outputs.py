@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import IO, Any
 from sim.comparison import Comparison
 from sim.errors import TiersimError
 from sim.experiment import Result
+from sim.foreign import part_of
 from sim.report.files import write_aside
 
 LARGE_TIMELINE = 200_000
@@ -27,16 +29,17 @@ def check_folder(path: str | os.PathLike[str], kind: str) -> Path:
     path: the folder.
     kind: kind of results, a key of `MARKS`.
 
-    Raises OSError where it cannot be written, TiersimError where it holds results of another kind.
+    Raises OSError where it cannot be written, TiersimError where it holds results of another kind, or a link for them.
     """
     folder = Path(path)
-    present = next((name for name, mark in MARKS.items() if (folder / mark).exists()), kind)
+    present = next((name for name, mark in MARKS.items() if part_of(folder, mark).exists()), kind)
     if present != kind:
         raise TiersimError(f"{folder}: holds a {present} ({MARKS[present]!r}); choose another folder for a {kind}")
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / f".writable-{os.getpid()}"
-    probe.touch()
+    part_of(folder, "views")
+    probe = folder / f".writable-{secrets.token_hex(8)}"
+    probe.touch(exist_ok=False)
     probe.unlink()
     with suppress(OSError):  # another run may be writing there already
         for each in missing:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from sim.errors import TiersimError
 from sim.experiment import Result
-from sim.foreign import MOST_BYTES, parse_json, read_file
+from sim.foreign import MOST_BYTES, parse_json, part_of, read_file
 from sim.pages import run_view
 from sim.report.files import write_aside
 from sim.report.page import SavedView
@@ -33,8 +33,8 @@ PARTS = {
 
 
 def row_view(folder: Path, row: int) -> Path:
-    """The file with the view of one row of a comparison."""
-    return folder / "views" / f"{row:03d}.json.gz"
+    """The file with the view of one row of a comparison. Raises TiersimError where a link leads to it."""
+    return part_of(folder, "views", f"{row:03d}.json.gz")
 
 
 def write_view(result: Result, path: Path, *, title: str = "") -> Path:

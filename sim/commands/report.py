@@ -62,6 +62,7 @@ def report(
 
 
 def _run(wanted: Wanted) -> Path:
+    from sim.foreign import part_of
     from sim.pages import run_view
     from sim.report.page import write_run_page
     from sim.views import NAME
@@ -74,7 +75,7 @@ def _run(wanted: Wanted) -> Path:
     trust, options = trust_of(wanted.folder, wanted.trust, saved, "summary.json"), options_of(asked)
     objections, job = checked_job(options, trust, files_of(asked, [policy]))
     if job is None:
-        view = saved_view(folder / NAME, saved, objections, links=links, command=command)
+        view = saved_view(part_of(folder, NAME), saved, objections, links=links, command=command)
         return write_run_page(view, wanted.target)
     platform, trace = job
     result = repeat(options, trace, platform, policy, saved, folder)

@@ -149,9 +149,10 @@ class _Runs:
         return run_view(result, title=title, links=self._links(id))
 
     def _view(self, id: str) -> Path:
+        from sim.foreign import part_of
         from sim.views import NAME
 
-        return self.store.cell_folder(id) / NAME
+        return part_of(self.store.cell_folder(id), NAME)
 
     def _links(self, id: str) -> Links:
         return self.links.get(id, ())

@@ -90,9 +90,11 @@ def check_figures(figures: Mapping[str, Any], saved: Mapping[str, Any], where: s
 
 
 def files_beside(folder: Path, target: Path, only: str = "timeline*") -> Links:
-    """Files kept in a folder, and their addresses as seen from the page."""
+    """Files kept in a folder, and their addresses as seen from the page. Raises TiersimError for a link."""
+    from sim.foreign import part_of
+
     found = []
     for path in sorted(folder.glob(only)):
-        where = os.path.relpath(path, target.parent)
+        where = os.path.relpath(part_of(folder, path.name), target.parent)
         found.append((path.name, quote(Path(where).as_posix())))
     return tuple(found)

@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import IO, Any
 
 from sim.analysis.figures import misfit
 from sim.errors import Caution, TiersimError
-from sim.foreign import parse_json, read_file, read_sums
+from sim.foreign import parse_json, part_of, read_file, read_sums
 from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
@@ -40,6 +41,7 @@ KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
 ANSWERS = ("ok", "infeasible", "not_applicable")
 MOST_SEGMENT = 8 << 30  # bytes of a segment that are read at most: some four million cells
 KEPT = "all cells finished before are kept; continue with --resume"
+NUMBERED = re.compile("[0-9]{1,18}")  # the stem of a segment that `Writer` made
 SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure up to these
 
 
@@ -90,7 +92,8 @@ def read_about(path: Path) -> About:
 class Store:
     """The finished cells in a folder, read-only; `Writer` adds cells. Raises StoreError if it holds no sweep.
 
-    Where `study.json` is damaged, the cells are those of the segments, and a Caution says so.
+    Where `study.json` is damaged, the cells are those of the segments, and a Caution says so. Raises TiersimError where
+    a part of the folder is a link.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -98,7 +101,7 @@ class Store:
         self.damaged = 0
         self._damage = ""
         self._after_damage: set[str] = set()
-        study = self.folder / "study.json"
+        study = part_of(self.folder, "study.json")
         if not study.is_file():
             raise StoreError(f"{self.folder}: no sweep's results are here (there is no study.json)")
         try:
@@ -123,12 +126,13 @@ class Store:
 
     def cell_folder(self, id: str) -> Path:
         """The folder of a cell's timeline, if it has one."""
-        return self.folder / "cells" / id[:16]
+        return part_of(self.folder, "cells", id[:16])
 
     @property
     def segments(self) -> list[Path]:
         """The segments, oldest first."""
-        return sorted((self.folder / "segments").glob("*.jsonl"))
+        folder = part_of(self.folder, "segments")
+        return sorted(part_of(folder, path.name) for path in folder.glob("*.jsonl"))
 
     def records(self) -> dict[str, dict[str, Any]]:
         """The last answer of each cell that has one, by id, those of earlier studies included.
@@ -245,7 +249,7 @@ class Writer:
     """Adds finished cells to a folder, as its only writer; use it in a `with` statement.
 
     Raises StoreError if another sweep writes there, if the folder holds results and `resume` is false, or if it holds
-    other files; OSError if it cannot be written.
+    other files; TiersimError if a part of it is a link; OSError if it cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resume: bool = False) -> None:
@@ -258,6 +262,8 @@ class Writer:
 
     def __enter__(self) -> Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("study.json", "segments", "cells", "lock"):
+            part_of(self.folder, name)
         foreign = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in OWN)
         foreign = [name for name in foreign if not name.startswith(".")]
         if foreign and not (self.folder / "study.json").exists():
@@ -335,15 +341,15 @@ class Writer:
 
     def cell_folder(self, id: str) -> Path:
         """The folder for a cell's timeline."""
-        return self.folder.absolute() / "cells" / id[:16]
+        return part_of(self.folder.absolute(), "cells", id[:16])
 
     # ---- the segment -------------------------------------------------------------------------
 
     def _open_segment(self) -> None:
         """Create the next segment; not before there is a cell to write."""
-        folder = self.folder / "segments"
+        folder = part_of(self.folder, "segments")
         folder.mkdir(exist_ok=True)
-        last = max((int(p.stem) for p in folder.glob("*.jsonl") if p.stem.isdigit()), default=0)
+        last = max((int(p.stem) for p in folder.glob("*.jsonl") if NUMBERED.fullmatch(p.stem)), default=0)
         while self._segment < 0:
             last += 1
             self._path = folder / f"{last:05d}.jsonl"
@@ -368,18 +374,12 @@ class Writer:
     def _take_lock(self) -> None:
         import fcntl  # the system releases it when the process ends, however it ends
 
-        path = self.folder / "lock"
-        try:
-            self._lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-        except OSError:
-            if not path.is_file():
-                raise
-            self._lock = open(path, encoding="utf-8")  # noqa: SIM115  # whoever cannot write may find every answer
+        self._lock = _open_lock(part_of(self.folder, "lock"))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.seek(0)
-            who = self._lock.read().strip()
+            who = self._lock.read(200).strip()
             self._lock.close()
             self._lock = None
             raise StoreError(f"{self.folder}: another sweep is writing here{f' ({who})' if who else ''}") from None
@@ -403,6 +403,28 @@ class Writer:
                     lock.truncate(0)
             with contextlib.suppress(OSError):
                 lock.close()
+
+
+def _open_lock(path: Path) -> IO[str]:
+    """Open a folder's lock; whoever cannot write may find every answer, and opens it for reading alone.
+
+    It will be emptied, so it must be no other file: raises StoreError for one with a second name, and for a pipe or
+    device; OSError for a link, and where it can be neither read nor made.
+    """
+    how = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    mode = "a+"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | how, 0o666)
+    except OSError:
+        if not path.is_file():
+            raise
+        mode, handle = "r", os.open(path, os.O_RDONLY | how)
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(handle)
+        what = "has a second name (a hard link)" if stat.S_ISREG(about.st_mode) else "is not a regular file"
+        raise StoreError(f"{path}: {what}, so it is not the lock of a sweep; remove it")
+    return os.fdopen(handle, mode, encoding="utf-8", errors="replace")
 
 
 def _holds(path: Path, content: bytes) -> bool:
