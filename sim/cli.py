@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sim.commands import advise, applying, explain, lists, measure, report, runs, sweeps, traces
 from sim.commands.declaring import Command
@@ -15,7 +16,20 @@ from sim.commands.declaring import Command
 TRACEBACK = "TIERSIM_TRACEBACK"
 """The environment variable that shows where a fault of this program happened."""
 
+
+class _Stoppable(TyperGroup):
+    """The commands; Ctrl-C in one of them is typer's `Abort`, where typer itself would return 130 without a word."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command. Raises Abort on Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
+    cls=_Stoppable,
     add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,

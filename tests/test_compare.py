@@ -217,6 +217,22 @@ def test_ctrl_c_shows_and_saves_the_rows_so_far(jobs, job, tmp_path):
     assert err == f"tiersim: stopped: {len(rows)} rows so far\n"
 
 
+def test_ctrl_c_in_a_command_says_that_it_stopped(job, tmp_path):
+    path = tmp_path / "waits.py"
+    path.write_text(f"BEGAN = {str(path.with_suffix('.began'))!r}\n{WAITS}")
+    words = [sys.executable, "-m", "sim", "run", *job, "--policy", f"{path}:Waits"]
+    running = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while not path.with_suffix(".began").exists():
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=200)
+    finally:
+        running.kill()
+    assert (running.returncode, out, err) == (130, "", "tiersim: stopped\n")
+
+
 # ---- state that is too large -------------------------------------------------------------------
 
 

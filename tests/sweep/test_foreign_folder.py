@@ -25,7 +25,7 @@ def folder(study, tmp_path):
 
 
 def moved_behind_a_link(path, place):
-    """Move a part of a folder elsewhere and leave a link; returns the place and all that lies there."""
+    """Move a part of a folder elsewhere and leave a link; returns what that place holds."""
     place.parent.mkdir(exist_ok=True)
     if path.exists():
         path.rename(place)
