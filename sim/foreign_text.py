@@ -23,6 +23,10 @@ STYLING = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 FORMULA = re.compile(r"[\s]*[=+\-@]")
 """The beginnings of texts that spreadsheets compute, unless they are numbers."""
 
+INNER_FORMULA = re.compile(r'([;\t\n|])(?=[\s"]*[=+\-@])')
+"""Where such a beginning is inside a text, for a spreadsheet that splits lines there; it does not heed our quotes then,
+since they open in the middle of what it takes for a cell."""
+
 
 def printable(text: str, keep: str = "") -> str:
     """Text with each character that is not shown as itself as an escape, such as `\\x1b`.
@@ -47,10 +51,13 @@ def shortened(line: str, most: int = 1000) -> str:
 
 
 def cell(value: Any) -> Any:
-    """A value for a spreadsheet: text that it would compute begins with an apostrophe, and stays text."""
+    """A value for a spreadsheet: text that it would compute begins with an apostrophe, and stays text.
+
+    So does a part of a text after a semicolon, a tab, a bar or the end of a line.
+    """
     if not isinstance(value, str):
         return value
-    text = printable(value, keep="\n\t")
+    text = INNER_FORMULA.sub(r"\1'", printable(value, keep="\n\t"))
     return f"'{text}" if FORMULA.match(text) and not _is_number(text) else text
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import sim.cli
 from sim.errors import TraceError
-from sim.foreign_text import Stream, cell, printable, styled
+from sim.foreign_text import Stream, cell, csv_text, printable, styled
 from sim.trace import TraceBuilder
 from sim.trace.io import load, save
 
@@ -172,3 +172,16 @@ def test_a_reader_that_has_read_enough_is_no_fault(capsys, monkeypatch):
     monkeypatch.setattr("os.dup2", lambda *_: None)
     assert ran(monkeypatch, "policies") == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|", "\n"])
+@pytest.mark.parametrize("text", ["=1", "x{}=HYPERLINK(1)", "x{0}{0} +1", 'x{}"=1"', "x{0}@a{0}-2"])
+def test_no_part_of_a_line_is_a_formula_for_whoever_splits_it_elsewhere(text, mark):
+    """Reads as a spreadsheet does that splits lines at another mark, which does not heed quotes inside a cell."""
+    whole = csv_text([{"a": "plain", "b": text.format(mark), "c": "plain"}], ["a", "b", "c"])
+    parts = re.split(r"[,\n]" if mark == "\n" else re.escape(mark) + r"|\n", whole)
+    assert not [part for part in parts if part.strip(' "\t')[:1] in tuple("=+-@")]
+
+
+def test_semicolons_and_numbers_stay_as_they_are():
+    assert [cell(text) for text in ("a; b", "-1.5", "a-b; c=d", "a;b;")] == ["a; b", "-1.5", "a-b; c=d", "a;b;"]

@@ -73,9 +73,12 @@ def export(
 
 
 def query(
-    folder: Folder, sql: Annotated[str, typer.Argument(help="SQL over the table `cells`")], json: Json = False
+    folder: Folder,
+    sql: Annotated[str, typer.Argument(help="a SELECT over the table `cells`")],
+    time_limit: Annotated[float, typer.Option(help="seconds that it may take; 0: no limit", min=0)] = 60,
+    json: Json = False,
 ) -> None:
-    """Query the index with SQL; read-only."""
+    """Query the results with SQL; read-only."""
     from sim.sweeps.command import query_results
 
-    print(query_results(folder, sql, as_json=json))
+    print(query_results(folder, sql, time_limit_s=time_limit, as_json=json))

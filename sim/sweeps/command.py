@@ -16,7 +16,7 @@ from typing import Any
 from sim.errors import TiersimError, near
 from sim.foreign_text import printable, styled
 from sim.sweeps.frame import flat_rows, write_csv, write_parquet
-from sim.sweeps.index import query
+from sim.sweeps.index import TIME_LIMIT_S, query
 from sim.sweeps.store import Store
 from sim.sweeps.study import load_study
 from sim.sweeps.sweep import OnProgress, Progress, run_sweep
@@ -203,9 +203,9 @@ def export_results(
     return written if parquet is None else [*written, write_parquet(rows, parquet, timing=timing)]
 
 
-def query_results(folder: str, sql: str, *, as_json: bool = False) -> str:
+def query_results(folder: str, sql: str, *, time_limit_s: float = TIME_LIMIT_S, as_json: bool = False) -> str:
     """`tiersim results query DIR SQL`: rows of a SELECT on the table `cells`."""
-    found = query(Store(folder), sql)
+    found = query(Store(folder), sql, time_limit_s=time_limit_s)
     rows = [
         {str(k): v for k, v in row.items()}
         for row in found.astype(object).where(found.notna(), None).to_dict("records")

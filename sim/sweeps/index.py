@@ -1,97 +1,92 @@
-"""An index of a sweep's files in SQLite: derived from them, and used only while it agrees with them.
+"""SQL over a sweep: a table in memory, made from the segments for each query.
 
-The segments hold the results, each line with its checksum. The index is built from them on request, and rebuilt
-whenever they, or the index itself, have changed by a single byte.
+Nothing that is derived from the segments is kept beside them. Whoever hands on a folder could change what was derived
+together with its checksum; the segments have to be read to check it, and a table of 10,000 cells takes a second.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
-from contextlib import closing, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
-from sim.foreign import read_file
-from sim.report.files import write_aside
 from sim.sweeps.frame import flat_rows
-from sim.sweeps.store import FORMAT, Store, StoreError
+from sim.sweeps.store import Store, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
 
+READS = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+"""What a query may do; all else (ATTACH, VACUUM, PRAGMA, CREATE, …) could write a file or change a setting."""
+
+TIME_LIMIT_S = 60.0
+STEPS = 10_000  # of SQLite's machine between two looks at the clock: well under a millisecond
+
 
 class QueryError(TiersimError):
-    """A query that SQLite refuses."""
+    """A query that SQLite refuses, that does not read only, or that takes too long."""
 
 
-def query(store: Store, sql: str) -> pd.DataFrame:
+def query(store: Store, sql: str, *, time_limit_s: float = TIME_LIMIT_S) -> pd.DataFrame:
     """Rows of a query on the table `cells`, one row per cell; columns are those of the frame, with timing.
 
-    Names with a dot need quotes: `"stall_ns.transfer"`. Access is read-only. Raises QueryError.
+    Names with a dot need quotes: `"stall_ns.transfer"`. A query only reads: it changes and creates nothing.
+
+    time_limit_s: how long it may take, the reading of the cells not included; 0 for no limit.
+
+    Raises QueryError; StoreError if a damaged segment leaves an answer in doubt.
     """
     import pandas as pd
 
     with closing(connect(store)) as connection:
-        connection.execute("PRAGMA query_only = ON")
-        try:
-            cursor = connection.execute(sql)
-            if cursor.description is None:
-                raise QueryError("query: expected a SELECT")
-            return pd.DataFrame(cursor.fetchall(), columns=[column[0] for column in cursor.description])
-        except (sqlite3.Error, sqlite3.Warning) as error:
+        names, rows = _answer(connection, sql, time_limit_s)
+    return pd.DataFrame(rows, columns=names)
+
+
+def _answer(connection: sqlite3.Connection, sql: str, time_limit_s: float) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The names of the columns, and the rows. Raises QueryError, and KeyboardInterrupt on Ctrl-C."""
+    began, denied = time.monotonic(), False
+
+    def is_over() -> bool:
+        return 0 < time_limit_s < time.monotonic() - began
+
+    def allow(action: int, *_: str | None) -> int:
+        nonlocal denied
+        denied = denied or action not in READS
+        return sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY
+
+    connection.execute("PRAGMA temp_store = MEMORY")  # a large sort makes no file either
+    connection.set_authorizer(allow)
+    connection.set_progress_handler(is_over, STEPS)
+    try:
+        cursor = connection.execute(sql)
+        if cursor.description is None:
+            raise QueryError("query: expected a SELECT")
+        return [column[0] for column in cursor.description], cursor.fetchall()
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        if denied:
+            raise QueryError("query: expected a SELECT: it reads `cells`, and changes or creates nothing") from None
+        if str(error) != "interrupted":
             raise QueryError(f"query: {error}") from None
+        if is_over():
+            raise QueryError(f"query: took longer than {time_limit_s:g} s (--time-limit)") from None
+        raise KeyboardInterrupt from None  # SQLite swallows the one that was raised in `is_over`
 
 
 def connect(store: Store) -> sqlite3.Connection:
-    """A connection to an index in memory that agrees with the files: read from its own file, or rebuilt.
-
-    Its file is used only if it is intact and was built from exactly the present bytes of the results. The bytes that
-    were hashed are the bytes that are queried, so that damage of the disk in between has no effect.
+    """A connection to a database in memory with the table `cells`.
 
     Raises StoreError if a damaged segment leaves an answer in doubt.
     """
-    path, sum_path = store.folder / "index.sqlite", store.folder / "index.sum"
-    stamp = _stamp(store)
     connection = sqlite3.connect(":memory:")
-    try:
-        image = read_file(path)
-        if read_file(sum_path) == _sum(stamp, image):
-            connection.deserialize(image)
-            return connection
-    except (OSError, TiersimError, sqlite3.Error):  # missing, unreadable, or no file at all
-        connection.close()
-        connection = sqlite3.connect(":memory:")
     try:
         _fill(connection, store)
     except (sqlite3.Error, ValueError) as error:  # labels that no table has, which this program does not write
-        raise StoreError(f"{store.folder}: cannot be indexed: {' '.join(str(error).split())}") from None
-    image = connection.serialize()
-    with suppress(OSError):  # a folder that cannot be written: the index is made for this query alone
-        _write(path, image)
-        _write(sum_path, _sum(stamp, image))
+        connection.close()
+        raise StoreError(f"{store.folder}: cannot be queried: {' '.join(str(error).split())}") from None
     return connection
-
-
-def _write(path: Path, content: bytes) -> None:
-    def write(file: IO[bytes]) -> None:
-        file.write(content)
-
-    write_aside(path, write)
-
-
-def _stamp(store: Store) -> bytes:
-    """A hash of the files' names and of every byte."""
-    whole = hashlib.sha256(b"%d" % FORMAT)
-    for file in (store.folder / "study.json", *store.segments):
-        whole.update(b"%s %s" % (file.name.encode(), hashlib.sha256(file.read_bytes()).digest()))
-    return whole.digest()
-
-
-def _sum(stamp: bytes, image: bytes) -> bytes:
-    """The text of an index's checksum file: hashes of the index and of the files from which it was built."""
-    return hashlib.sha256(stamp + image).hexdigest().encode() + b"\n"
 
 
 def _fill(connection: sqlite3.Connection, store: Store) -> None:

@@ -3,7 +3,6 @@
     study.json            the cells of the study run last, in order
     segments/00001.jsonl  finished cells as the driver wrote them: CRC-32, a space, a JSON record
     cells/ID/             timeline and summary, of cells for which one was asked
-    index.sqlite, .sum    built from these on request, with its checksum; may be deleted at any time
     lock                  held by the sweep that writes
 
 A segment belongs to one run of the driver. The driver alone writes, whatever executor runs the cells: file systems of
@@ -35,7 +34,9 @@ from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
 FORMAT = 1
-OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sum", "index.sqlite-wal", "index.sqlite-shm"}
+OWN = {"study.json", "segments", "cells", "lock", "index.sqlite", "index.sum"}
+"""What a folder may hold; the last two are of earlier versions, and are not read."""
+
 KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
 """The keys of `study.json`."""
 ANSWERS = ("ok", "infeasible", "not_applicable")

@@ -110,7 +110,6 @@ class Bench:
             "sweep": ["sweep", self.studies[0], "-o", out, "--jobs", "1"],
             "resume": ["sweep", self.studies[1], "-o", out, "--jobs", "1", "--resume"],
             "export": ["results", "export", out, "--csv", str(self.now / "table.csv")],
-            "query": ["results", "query", out, "SELECT policy, SUM(makespan_ns) FROM cells GROUP BY 1"],
             "report": ["report", out, "-o", str(self.now / "page.html")],
             "run": ["run", "--model", model, *JOB, "--policy", "dtr", "-o", str(self.now / "one")],
             "compare": ["compare", "--model", model, *JOB, "--policies", "keep_all,dtr", "-o", str(self.now / "two"),
@@ -121,7 +120,7 @@ class Bench:
         """The folder as it is before the command: for those that read results, with these and with older output."""
         shutil.rmtree(self.now, ignore_errors=True)
         self.now.mkdir()
-        if name in ("resume", "export", "query", "report"):
+        if name in ("resume", "export", "report"):
             shutil.copytree(self.done, self.now / "out")
             (self.now / "table.csv").write_text("older")
             (self.now / "page.html").write_text("older")
@@ -144,7 +143,7 @@ class Bench:
         found = {}
         for path in sorted(self.now.rglob("*")):
             inside = path.relative_to(self.now).as_posix()
-            is_own = inside.startswith(("out/segments", "out/lock", "out/index")) or path.name.startswith(".")
+            is_own = inside.startswith(("out/segments", "out/lock")) or path.name.startswith(".")
             if path.is_file() and not is_own:
                 found[inside] = path.read_bytes()
         with suppress(StoreError), warnings.catch_warnings():
@@ -265,7 +264,8 @@ class Bench:
                 raise Lost("a cell is there twice, or not at all")
 
 
-COMMANDS = ("sweep", "resume", "export", "query", "report", "run", "compare")
+COMMANDS = ("sweep", "resume", "export", "report", "run", "compare")
+"""The commands that write."""
 
 
 def cases(bench: Bench, names: Sequence[str] = COMMANDS) -> Iterator[tuple[str, str, int]]:
