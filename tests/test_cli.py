@@ -63,7 +63,8 @@ def test_run_of_what_does_not_fit_exits_1_with_one_line(capsys):
     assert out == ""
     assert err.count("\n") == 1
     assert "largest holders" in err
-    assert "; what fits: tiersim advise --profile " in err
+    assert "; what fits: tiersim advise --profile mt3000_survey " in err
+    assert " --batch 1 " in err
 
 
 def test_files_are_written_to_the_folder(capsys, tmp_path):

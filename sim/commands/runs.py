@@ -105,7 +105,9 @@ def _what_fits(options: Mapping[str, Any]) -> str:
     """The command that finds what fits where a run does not, "" where its layout cannot be asked for there."""
     if any(options[name] != default for name, default in defaults(LAYOUT).items()):
         return ""
-    usual = {option.name: option.default for option in (PROFILE, *WORKLOAD, BUDGET, SET)}
+    usual: dict[str, Any] = {option.name: option.default for option in (PROFILE, *WORKLOAD, BUDGET, SET)}
+    if options["model"]:  # without a batch `advise` chooses one
+        usual["batch"] = None
     asked = {name: value for name, value in options.items() if name in usual and value and value != usual[name]}
     return command_with("advise", asked)
 
