@@ -49,7 +49,7 @@ class Places(Sequence[Place]):
         while stack:
             self._containers.append(here := stack.pop())
             values = here.values() if isinstance(here, dict) else here
-            stack += [value for value in values if isinstance(value, (dict, list))]
+            stack += [value for value in values if value.__class__ in (dict, list)]
         self._ends = list(accumulate(map(len, self._containers)))
 
     def __len__(self) -> int:
