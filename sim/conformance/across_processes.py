@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from sim.conformance.examples import Example, examples_for, for_each
 from sim.conformance.tried import tried
@@ -134,5 +136,16 @@ def main() -> None:
     out.close()
 
 
+def alone(job: Callable[[], None]) -> NoReturn:
+    """Do all that this process is for, and end it whatever threads a policy has left behind."""
+    try:
+        job()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main()
+    alone(main)

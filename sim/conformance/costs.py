@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 
+import numpy as np
+
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.hardware.cost import op_times
 from sim.plan import Move
@@ -223,16 +225,24 @@ class _Costs:
         as_base = with_columns(self.trace, flops=flops, bytes=touched, duration=duration)
         has = op_times(self.trace, self.run.platform).total
         needs = op_times(as_base, self.run.platform)
+        priced = op_times(with_columns(as_base, duration=np.full(len(ops), -1)), self.run.platform).total
         for op, least in zip(ops, wanted, strict=True):
             if least is None:
                 continue
             needed = int(needs.total[op.id]) if least.total < 0 else least.total
+            if self.elsewhere(op, least):  # a time that was measured on another engine says too little
+                needed = max(needed, int(priced[op.id]))
             spared = self.launch(int(needs.engine[op.id]), least)
             if has[op.id] < needed - spared:
                 raise LawBroken(
                     f"op {op.name!r} takes {has[op.id]} ns; what it stands for takes {needed} ns there"
                     + (f", or {needed - spared} without its launch" if spared else "")
                 )
+
+    def elsewhere(self, op: Op, least: _Cost) -> bool:
+        """Whether a measured op runs on another engine than what it stands for."""
+        leaves_of = [self.base.ops[leaf.id] for leaf in leaves(self.exprs[op.id])]
+        return least.duration >= 0 and any(self.engine(base) != self.engine(op) for base in leaves_of)
 
     def launch(self, engine: int, least: _Cost) -> int:
         """Nanoseconds that an op may save if the policy declares it: the launch overhead in its time.

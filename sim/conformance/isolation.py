@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from sim.conformance.across_processes import alone
 from sim.conformance.memory import check_outcome
 from sim.conformance.suite import Broken, Report, check_policy, sentence
 from sim.errors import PolicyError, PolicyFailed, TiersimError
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    alone(main)

@@ -34,9 +34,9 @@ def check_ops(run: Replayed) -> None:
         if len(works) > runs and not policy.recomputes:
             again = next(work for work in works if work.why not in FIRST)
             raise LawBroken(f"op {name!r} is recomputed at {again.start} ns; the policy declares no recomputation")
-    forced = _forced(run)
+    forced, size = _forced(run), ledger.trace.tensor_columns.bytes
     for copy in ledger.copies:
-        if copy.tensor not in forced and copy.bytes and not policy.moves:
+        if copy.tensor not in forced and not policy.moves and size[copy.tensor]:
             raise LawBroken(
                 f"{ledger.names[copy.tensor]!r} moves to {ledger.tier_names[copy.target]!r} at {copy.start} ns; the "
                 "policy does not say that it moves"

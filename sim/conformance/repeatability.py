@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.errors import PolicyError
+from sim.experiment import problem_for, unlimited
 from sim.log import EventLog
+from sim.plan import Plan
 from sim.policies.base import Policy
 
 
@@ -27,8 +30,16 @@ def check_repeats(run: Replayed) -> None:
             raise LawBroken("the second time it plans other actions")
         if first.trace != second.trace or first.keep_dead != second.keep_dead:
             raise LawBroken("the second time it plans another trace")
+    if run.done:
+        ample = problem_for(run.trace, unlimited(run.platform))
+        if _in_short(run.policy.unlimited(ample)) != _in_short(fresh(run.policy).unlimited(ample)):
+            raise LawBroken("the second time `unlimited` says otherwise")
     if run.log is not None and again.log is not None and run.log != again.log:
         raise LawBroken(f"the second time its log differs: {_difference(run.log, again.log)}")
+
+
+def _in_short(plans: Mapping[str, Plan]) -> dict[str, tuple[object, ...]]:
+    return {name: (plan.trace, tuple(plan.actions), dict(plan.place)) for name, plan in plans.items()}
 
 
 def fresh(policy: Policy) -> Policy:

@@ -93,10 +93,10 @@ def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: i
     plan: Plan | None = None
     try:
         for _ in range(warm_up):
-            plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
+            plan = _computed_anew(policy.plan(problem_for(trace, platform, seed=seed, history=history)), trace)
             history = (*history, run_iteration(trace, plan, platform, history, last=False))
         plan = None
-        plan = policy.plan(problem_for(trace, platform, seed=seed, history=history))
+        plan = _computed_anew(policy.plan(problem_for(trace, platform, seed=seed, history=history)), trace)
         ran = run_iteration(trace, plan, platform, history)
     except TiersimError as error:
         partial = getattr(error, "log", None) if plan is not None else None
@@ -108,8 +108,19 @@ def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: i
     return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history)
 
 
+def _computed_anew(plan: Plan, given: Trace) -> Plan:
+    """The plan on a trace that shares no cached fact, such as its hash, with what a policy made it from."""
+    made = plan.trace
+    if made is given:
+        return plan
+    columns = (made.tensor_columns, made.op_columns)
+    anew = Trace(*columns, outputs=made.outputs, carry=made.carry, meta=made.meta, origin=made.origin)
+    return replace(plan, trace=anew)
+
+
 def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
     """Replay a given plan, as if the policy had made it."""
+    plan = _computed_anew(plan, trace)
     try:
         log = replay(plan, platform)
     except TiersimError as error:

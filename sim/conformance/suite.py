@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.conformance.simple_plans import simple_plans
 from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
@@ -39,6 +40,12 @@ from sim.limits import SECONDS, TooLong, limited
 from sim.policies import parameters_of
 from sim.policies.base import Policy
 from sim.trace.io import save
+
+
+def _is_compared(run: Replayed) -> bool:
+    """Whether some simple plan is of the class that an optimal policy names."""
+    return any(map(run.policy.in_class, simple_plans(run.trace)))
+
 
 CHECKS: Mapping[str, Callable[[Replayed], None]] = {
     "capacity": check_capacity,
@@ -59,7 +66,7 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
 APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
     "outcome": lambda run: True,
     "repeats": lambda run: run.crash is None,
-    "optimal": lambda run: run.done and bool(run.policy.optimal),
+    "optimal": lambda run: run.done and bool(run.policy.optimal) and _is_compared(run),
     "carried": lambda run: run.done and bool(run.trace.carry),
     "online": lambda run: run.done and run.plan is not None and run.plan.online is not None,
     "costs": lambda run: run.done and run.plan is not None and run.plan.trace != run.trace,
@@ -68,6 +75,9 @@ APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
 
 ENOUGH = 15
 """Examples that ran, from which on a declared trait that never showed counts as a fault."""
+
+MOST_SKIPPED = 0.75
+"""The part of the examples that a policy may say it cannot be used for, beyond what it declares to need."""
 
 ELSEWHERE = 5
 """Most examples that a second process repeats."""
@@ -244,6 +254,11 @@ def check_policy(
                         faults.setdefault(law, (case, text))
             if not run.refused:
                 break
+        if isinstance(run.error, PolicyError) and example.ample > example.budget:
+            with limited(time_limit_s):
+                if run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed).done:
+                    text = f"it cannot be used with {example.budget} B, and can with more: that is a refusal for memory"
+                    faults.setdefault("outcome", (example, f"{text}, Infeasible; it says: {run.error}"))
         seen.add(run, ample=case is not example and case.budget == case.ample)
         for law, fault in faults.items():
             broken.setdefault(law, []).append(fault)
@@ -259,6 +274,14 @@ def check_policy(
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, folder)
         found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
+    if policy.optimal and "optimal" not in {*exercised, *broken} and seen.ran >= ENOUGH:
+        text = "it was compared with no plan: `in_class` accepts none of the simple ones, not even to keep everything"
+        found.append(Broken("optimal", sentence(check_optimal), seen.ran, text))
+    if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
+        text = (
+            f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says what it needs"
+        )
+        found.append(Broken("outcome", sentence(check_outcome), seen.skipped, f"{text}: {seen.why_skipped}"))
     found += [Broken("repeats", sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
     return Report(
         policy=name,

@@ -47,9 +47,10 @@ class Exercised:
         if ample:
             return
         self.pressed += 1
+        size = run.plan.trace.tensor_columns.bytes
         shows = {
             "recomputes": bool((run.log.interval("why") == RECOMPUTE).any()),
-            "moves": _moves(run.plan) and any(copy.bytes for copy in run.ledger.copies),
+            "moves": _moves(run.plan) and any(size[copy.tensor] for copy in run.ledger.copies),
             "rewrites": run.plan.trace != run.trace,
         }
         for trait in self.counts:

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from sim.policies.hybrid.hybrid import drafts as drafts_of_hybrid
 from sim.policies.hybrid.hybrid.drafts import Drafts
 from sim.policies.hybrid.hybrid.results import OFFLOAD, RECOMPUTE
 from sim.rewrites.pipeline import pipeline
+from sim.solvers.linear import LinearProgram
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
 from workloads.cnn import cnn
@@ -394,3 +396,20 @@ def test_where_the_host_is_too_small_the_refusal_names_the_host():
     small = load_profile("a100_40_pcie", overrides={"tiers.host.capacity": "3 MB"})
     with pytest.raises(OutOfMemory, match="in 'host'"):  # which holds the states, and not a budget that would do
         simulate(trace, small, "zero_offload + hybrid", budget="30 MB")
+
+
+def test_where_the_solver_finds_nothing_the_choice_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS gives up now and then, with neither an answer nor a proof that there is none."""
+
+    def unsolved(self: LinearProgram, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(x=None, status=4)
+
+    monkeypatch.setattr(LinearProgram, "solve", unsolved)
+    fitted = 0
+    for seed in range(8):
+        trace, rate = random_chain(seed)
+        budget = home_peak(simulate(trace, machine(PLENTY, rate), "keep_all").log) * 9 // 10
+        with contextlib.suppress(Infeasible):
+            assert home_peak(simulate(trace, machine(budget, rate), "hybrid").log) <= budget
+            fitted += 1
+    assert fitted

@@ -184,6 +184,8 @@ class Drafts:
             if places:
                 profile = self._profile(before, device)
                 found = shares(results, places, profile, targets[device], host.capacity if host else 0)
+                if not found:  # it says nothing: as before
+                    choice = [before.choice[i] if i in places else what for i, what in enumerate(choice)]
                 for i, what in rounded(results, found).items():
                     choice[i] = what
                     self._doubt[i] = 1.0 - float(found[i].max())

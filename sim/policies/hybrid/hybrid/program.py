@@ -43,6 +43,8 @@ class Profile:
 def shares(results: Results, places: Sequence[int], profile: Profile, budget: int, host: int) -> Mapping[int, Floats]:
     """Per choice (a place in `Results.saved`) the shares kept, offloaded and recomputed that take the least time.
 
+    None at all where the solver finds no answer, as HiGHS does now and then for numbers of very different size.
+
     places: the device's choices. budget: bytes of the device. host: bytes that offloaded results may take there.
 
     Time is divided into windows of as many ops each. In each a copy in either direction takes as much of the link's
@@ -103,7 +105,10 @@ def shares(results: Results, places: Sequence[int], profile: Profile, budget: in
             rows.row(terms, 0.0, 0.0)
         rows.row([(kept[w], 1.0), *([(kept[w - 1], -1.0)] if w else []), *stays[w]], more[w], more[w])
         rows.row(use, most=(budget - profile.base[start]) * MB)
-    x = np.clip(np.asarray(rows.solve().x, np.float64), 0.0, 1.0)
+    answer = rows.solve()
+    if answer.x is None:
+        return {}
+    x = np.clip(np.asarray(answer.x, np.float64), 0.0, 1.0)
     found = {i: _share(x[off[i]], x[rerun[saved[i].op]] if saved[i].op in rerun else 0.0) for i in places}
     return found | {i: _share(x[off[i]], 1.0 - x[off[i]] - x[column]) for i, column in keep.items()}
 
