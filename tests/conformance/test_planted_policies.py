@@ -146,12 +146,12 @@ FAULTS = {
         "             if op not in ops.group and ops.duration[op] >= 0 and not ops.engine.get(op)}\n"
         "return Plan(with_columns(trace, engine={**ops.engine, **elsewhere}))",
     ),
-    "no room, by its own word": (
+    "no space, by its own word": (
         "outcome",
-        "if len(trace.ops) > 12: raise OutOfMemory('no room', tier=problem.home, need_bytes=1)\n"
+        "if len(trace.ops) > 12: raise OutOfMemory('no space', tier=problem.home, need_bytes=1)\n"
         "return self.away(problem, 1)",
     ),
-    "no room where an allocator rounds": (
+    "no space where an allocator rounds": (
         "outcome",
         "if problem.platform.home(0).allocator.name != 'exact': raise Infeasible('no addresses')\n"
         "return self.away(problem, 1)",
@@ -163,7 +163,7 @@ FAULTS = {
     "a refusal for memory that is called a need": (
         "outcome",
         "whole = reference_run(trace, problem.platform.with_budget(1 << 40))\n"
-        "if max(peak_bytes(whole).values()) > problem.budget: raise PolicyError('needs room')\n"
+        "if max(peak_bytes(whole).values()) > problem.budget: raise PolicyError('needs space')\n"
         "return self.away(problem, 1)",
     ),
     "a class without a plan": ("optimal", "return Plan(trace)"),
