@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -254,11 +254,9 @@ def check_policy(
                         faults.setdefault(law, (case, text))
             if not run.refused:
                 break
-        if isinstance(run.error, PolicyError) and example.ample > example.budget:
-            with limited(time_limit_s):
-                if run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed).done:
-                    text = f"it cannot be used with {example.budget} B, and can with more: that is a refusal for memory"
-                    faults.setdefault("outcome", (example, f"{text}, Infeasible; it says: {run.error}"))
+        with limited(time_limit_s):
+            if text := _called_a_need(policy, example, run, seed):
+                faults.setdefault("outcome", (example, text))
         seen.add(run, ample=case is not example and case.budget == case.ample)
         for law, fault in faults.items():
             broken.setdefault(law, []).append(fault)
@@ -274,14 +272,7 @@ def check_policy(
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, folder)
         found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
-    if policy.optimal and "optimal" not in {*exercised, *broken} and seen.ran >= ENOUGH:
-        text = "it was compared with no plan: `in_class` accepts none of the simple ones, not even to keep everything"
-        found.append(Broken("optimal", sentence(check_optimal), seen.ran, text))
-    if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
-        text = (
-            f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says what it needs"
-        )
-        found.append(Broken("outcome", sentence(check_outcome), seen.skipped, f"{text}: {seen.why_skipped}"))
+    found += _unproven(policy, seen, {*exercised, *broken})
     found += [Broken("repeats", sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
     return Report(
         policy=name,
@@ -296,6 +287,31 @@ def check_policy(
         exercised=tuple(law for law in CHECKS if law in exercised),
         rarely=policy.rarely,
     )
+
+
+def _called_a_need(policy: Policy, example: Example, run: Replayed, seed: int) -> str:
+    """What is wrong with a policy that says it cannot be used, and can with more memory; "" for nothing."""
+    if not isinstance(run.error, PolicyError) or example.ample <= example.budget:
+        return ""
+    if not run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed).done:
+        return ""
+    text = f"it cannot be used with {example.budget} B, and can with more: that is a refusal for memory"
+    return f"{text}, Infeasible; it says: {run.error}"
+
+
+def _unproven(policy: Policy, seen: Exercised, tried: Collection[str]) -> list[Broken]:
+    """Claims that enough examples have not put to the test: an optimum, and laws kept where it can seldom be used.
+
+    tried: the laws that some example put to the test.
+    """
+    found = []
+    if policy.optimal and "optimal" not in tried and seen.ran >= ENOUGH:
+        text = "it was compared with no plan: `in_class` accepts none of the simple ones, not even to keep everything"
+        found.append(Broken("optimal", sentence(check_optimal), seen.ran, text))
+    if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
+        text = f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says for which"
+        found.append(Broken("outcome", sentence(check_outcome), seen.skipped, f"{text}: {seen.why_skipped}"))
+    return found
 
 
 def breaks(check: Callable[[Replayed], None], run: Replayed) -> str:
