@@ -25,12 +25,10 @@ def calibrate(
     MODEL,
     Option(
         "batch",
-        Annotated[int | None, typer.Option(help="samples per step; default: the first at which the peaks differ")],
+        Annotated[int | None, typer.Option(help="samples per iteration")],
         None,
     ),
-    Option(
-        "seq", Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample; default: 128")], None
-    ),
+    Option("seq", Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")], None),
     Option("precision", Annotated[str, typer.Option(help="{validated}")], "fp32"),
     ATTENTION,
     Option("device", Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")], None),
@@ -42,7 +40,8 @@ def validate(**options: Any) -> None:
     """Run a real training step here under several policies and print it next to the simulated one (extra `torch`).
 
     A GPT-2 or a Llama is run. Any other config.json, and a function, are captured: what is printed is then the peak of
-    PyTorch's own memory tracker under fake tensors.
+    PyTorch's own memory tracker under fake tensors. Without --batch it is the first at which the peaks differ, without
+    --seq there are 128 tokens.
     """
     from dataclasses import asdict
 
