@@ -17,6 +17,7 @@ from sim.analysis import (
     memory_over_time,
     peak_bytes,
     peak_memory,
+    peaks_by_phase,
     residence,
     roles_over_time,
 )
@@ -65,6 +66,7 @@ def test_residence_is_where_all_of_a_tensor_is_at_the_end(step):
 
 def test_each_phase_has_a_peak_of_its_own(step):
     assert peak_memory(step).by_phase == {"forward": 350, "backward": 410, "update": 200}
+    assert peaks_by_phase(step) == {"forward": 350, "backward": 410, "update": 200}
 
 
 def test_a_phase_that_only_gives_back_has_the_peak_that_it_began_with():
@@ -76,6 +78,9 @@ def test_a_phase_that_only_gives_back_has_the_peak_that_it_began_with():
     rows = [(0, HBM, 5, t, 0, "made"), (0, HBM, 3, -1, 0, "workspace"), (4, HBM, -3, -1, 0, "workspace")]
     log = log_of(b.build(), machine(), spans, [*rows, (9, HBM, -5, t, 1, "freed")])
     assert peak_memory(log).by_phase == {"forward": 8, "backward": 5}
+    assert peaks_by_phase(log, unit=4) == {"forward": 8 + 4, "backward": 8}  # each tensor in whole units
+    with pytest.raises(ProfileError, match="hbm"):
+        peaks_by_phase(log, "hmb")
 
 
 def test_every_tier_has_a_peak(step):

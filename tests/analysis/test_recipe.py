@@ -19,6 +19,7 @@ from sim.analysis import registry
 from sim.analysis.registry import analyses, analysis
 from sim.errors import TiersimError
 from sim.log import EventLog
+from sim.trace.op import PHASES
 from workloads import uniform_chain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -124,8 +125,9 @@ def fault_of(value, log) -> str:
         return next((fault for each in parts if (fault := fault_of_record(each))), "")
     if isinstance(value, dict):
         platform, tensors = log.platform, set(range(len(log.trace.tensors)))
-        keys = {*(tier.name for tier in platform.tiers), *platform.lanes, *tensors}
-        return "" if value.keys() <= keys else "a mapping goes by tier, lane or tensor; figures are a frozen dataclass"
+        keys = {*(tier.name for tier in platform.tiers), *platform.lanes, *tensors, *PHASES}
+        said = "a mapping goes by tier, lane, tensor or phase; figures are a frozen dataclass"
+        return "" if value.keys() <= keys else said
     return fault_of_record(value)
 
 
