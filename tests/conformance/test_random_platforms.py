@@ -17,7 +17,7 @@ NOT_DRAWN = {
         "another way to write a peak and efficiencies: test_mapping.py",
     ),
     **dict.fromkeys(("engines.power", "links.energy"), "energy changes no time and no byte"),
-    "tiers.pinning": "is paid before training, and changes no time and no byte of an iteration: analysis/test_pinning.py",
+    "tiers.pinning": "is paid before training, and changes nothing in an iteration: analysis/test_pinning.py",
     "op_time": "the law takes the time of an op from `op_times`; the bound's closed form is in hardware/test_bound.py",
     **dict.fromkeys(
         ("networks.per_node", "networks.rate", "networks.fixed"),
