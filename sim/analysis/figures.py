@@ -99,7 +99,7 @@ def misfit(row: Mapping[str, Any]) -> str | None:
             is_of = not (fits and own.get(key) is not None)
         else:
             is_table = isinstance(value, Mapping)
-            is_of = (key not in own or is_table == (own[key] is dict)) and _is_of(declared[key].unit, value)
+            is_of = is_table == (own.get(key) is dict) and _is_of(declared[key].unit, value)
             if is_table and key in own and key not in _with_gaps():
                 is_of &= None not in value.values()
         if not is_of:
