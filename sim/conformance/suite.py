@@ -290,10 +290,15 @@ def check_policy(
 
 
 def _called_a_need(policy: Policy, example: Example, run: Replayed, seed: int) -> str:
-    """What is wrong with a policy that says it cannot be used, and can with more memory; "" for nothing."""
+    """What is wrong with a policy that says it cannot be used, and plans with more memory; "" for nothing.
+
+    Where it then keeps everything it has planned nothing, and may lack what a plan needs.
+    """
     if not isinstance(run.error, PolicyError) or example.ample <= example.budget:
         return ""
-    if not run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed).done:
+    ample = run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed)
+    plan = ample.plan
+    if not ample.done or plan is None or not (plan.actions or plan.online or plan.trace != example.trace):
         return ""
     text = f"it cannot be used with {example.budget} B, and can with more: that is a refusal for memory"
     return f"{text}, Infeasible; it says: {run.error}"
