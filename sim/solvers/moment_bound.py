@@ -24,7 +24,6 @@ from sim.solvers.linear import INF, INFEASIBLE, LinearProgram, Terms
 from sim.solvers.moments import MEGABYTE, MICROSECOND, SLACK, TOLERANCE, Moment, wanted_until
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.solvers.trip import Trip
-from sim.trace.tensor import ROLE_CODE
 
 MARKS = 12
 """Parts of the time before the first moment in which the link's time is counted."""
@@ -261,8 +260,7 @@ class MomentBound:
 
 def movable(index: TraceIndex) -> list[int]:
     """What the bound lets leave for the host: what ops produce, but no weight gradient, output or overwritten value."""
-    gradient = ROLE_CODE["gradient"]
-    return [t for t, droppable in enumerate(index.droppable) if droppable and index.role[t] != gradient]
+    return [t for t, droppable in enumerate(index.droppable) if droppable]
 
 
 def program_of(

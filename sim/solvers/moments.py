@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 from sim.solvers.linear import LinearProgram, Terms
 from sim.solvers.schedule import TraceIndex
-from sim.trace.tensor import ROLE_CODE
-
-GRADIENT = ROLE_CODE["gradient"]
+from sim.trace.index import GRADIENT
 
 MEGABYTE, MICROSECOND = 1e6, 1e3  # keep the factors of the program near 1
 TOLERANCE, SLACK = 1e-6, 1e-3  # of the solver: a part, and ns

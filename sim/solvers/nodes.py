@@ -15,7 +15,6 @@ from sim.errors import PolicyError
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import before_update
-from sim.trace.index import GRADIENT
 from sim.trace.liveness import LiveSet
 
 
@@ -242,7 +241,7 @@ def _values(
         if overwritten_at == at or not (readers or at_first or wanted_outside or end):
             continue
         held = border if leaves else -1
-        if not index.droppable[t] or index.role[t] == GRADIENT:
+        if not index.droppable[t]:
             held = overwritten_at if overwritten_at < count else max((*readers, held))
             held = count if end else held
         held = max((held, *(k if k == overwritten_at else k + 1 for k in at_first)))

@@ -10,7 +10,7 @@ from sim.errors import Infeasible, OutOfMemory
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.solvers.schedule import Schedule
 from sim.trace.chain import before_update
-from sim.trace.index import GRADIENT, TraceIndex
+from sim.trace.index import TraceIndex
 from sim.units import format_bytes
 
 STAGED = (
@@ -33,7 +33,7 @@ def in_stages(plan: Plan, most: int | None = None) -> bool:
     for action in plan.actions:
         if isinstance(action, Drop) and action.tier is None:
             t = trace.tensor_id(action.tensor)
-            if not index.droppable[t] or index.role[t] == GRADIENT:
+            if not index.droppable[t]:
                 return False
         elif isinstance(action, Recompute) and action.before is not None:
             op, anchor = trace.op_id(action.op), trace.op_id(action.before)

@@ -2,10 +2,10 @@
 
 A plan that only drops and recomputes says which ops are recomputed, and before which op of the trace. The drops
 follow: a tensor is dropped after its last read before it is recomputed, and stays resident where nothing
-recomputes it. So every such schedule is legal, and no other plan with the same recomputations that keeps the
-tensors without a producer, and those that the program holds, needs less memory. A legal plan may drop those, too,
-after their last read (`TraceIndex.stays_until`). The published systems do not, nor do these policies, but bounds for
-all plans take it into account.
+recomputes it. So every such schedule is legal, and no other plan with the same recomputations that keeps weight
+gradients, the tensors without a producer, and those that the program holds, needs less memory. A legal plan may drop
+those, too, the tensors without a producer after their last read (`TraceIndex.stays_until`). The published systems do
+not, nor do these policies, but bounds for all plans take it into account.
 """
 
 from __future__ import annotations

@@ -161,8 +161,12 @@ class TraceIndex:
 
     @cached_property
     def droppable(self) -> list[bool]:
-        """Per tensor whether a plan may drop it: nothing overwrites it, and one device alone uses it (`freeable`)."""
+        """Per tensor whether a plan may drop it: nothing overwrites it, and one device alone uses it (`freeable`).
+
+        A weight gradient stays once it is produced, also where its op is recomputed for another of its results.
+        """
         may = freeable(self.trace) & (self.trace.replaced_by < 0)
+        may &= self.trace.tensor_columns.role != GRADIENT
         if self.trace.devices > 1:
             c = self.trace.op_columns
             low = np.full(len(may), np.iinfo(np.int32).max, np.int32)
