@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -44,6 +45,27 @@ ACTIONS, ACTIONS_PER_OP = 10_000, 50
 _most_actions: ContextVar[int | None] = ContextVar("most_actions", default=None)
 
 
+@dataclass
+class _Allowance:
+    """Processor time for the body of a `limited`.
+
+    seconds: how much.
+    more: where the limit is set.
+    began, used_before: the clock, and the processor time of this process, when it began; later by what an allowance
+        inside has taken.
+    users: the user's own limit of processor time.
+    """
+
+    seconds: float
+    more: str
+    began: float
+    used_before: float
+    users: int
+
+
+_allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
+
+
 class TooLong(BaseException):
     """A policy that does not answer; no `Exception`, so that no policy takes it for one of its own."""
 
@@ -53,6 +75,8 @@ def limited(
     seconds: float | None, *, actions: int | None = None, more: str = "--time-limit allows more"
 ) -> Iterator[None]:
     """Raise TooLong where the body takes more processor time than that, or sleeps for `ASLEEP` times as long.
+
+    The time of one inside another does not count for the outer one.
 
     seconds: None or 0 for no limit; nor is there one in a thread other than the main one, which alone can be
         interrupted.
@@ -71,31 +95,49 @@ def limited(
 
 
 @contextmanager
+def limited_again() -> Iterator[None]:
+    """As much time again for the body as the innermost `limited` around it allows; no limit where there is none."""
+    outer = _allowance.get()
+    if outer is None:
+        yield
+    else:
+        with _interrupted(outer.seconds, outer.more):
+            yield
+
+
+@contextmanager
 def _interrupted(seconds: float, more: str) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         if frame is None or frame.f_code is here:
             return  # it is over: what is below must run
         how = f"{seconds:g} s of processor time"
         if number == signal.SIGALRM:
-            passed, used = time.monotonic() - began, time.process_time() - used_before
+            passed, used = time.monotonic() - mine.began, time.process_time() - mine.used_before
             if used > IDLE * passed and passed < BUSY * seconds:
                 return  # others use the processor
             how = f"{passed:.1f} s, most of them asleep"
         raise TooLong(f"no answer after {how}; {more}")
 
+    outer, allowed = _allowance.get(), resource.getrlimit(resource.RLIMIT_CPU)
     began, used_before = time.monotonic(), time.process_time()
+    mine = _Allowance(seconds, more, began, used_before, allowed[0] if outer is None else outer.users)
     here = _interrupted.__wrapped__.__code__  # type: ignore[attr-defined]
     old = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU)}
     timers = {
         timer: signal.setitimer(timer, limit, AGAIN_S)
         for timer, limit in ((signal.ITIMER_PROF, seconds), (signal.ITIMER_REAL, ASLEEP * seconds))
     }
-    allowed = resource.getrlimit(resource.RLIMIT_CPU)
-    _allow(used_before + seconds + BEHIND_S)
+    _allow(mine)
+    inside = _allowance.set(mine)
     try:
         yield
     finally:
+        _allowance.reset(inside)
         resource.setrlimit(resource.RLIMIT_CPU, allowed)
+        if outer is not None:
+            outer.began += time.monotonic() - began
+            outer.used_before += time.process_time() - used_before
+            _allow(outer)
         for timer in timers:
             signal.setitimer(timer, 0)
         for number, handler in old.items():
@@ -105,14 +147,15 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
                 signal.setitimer(timer, left, interval)
 
 
-def _allow(seconds: float) -> None:
-    """Have the kernel send SIGXCPU after so much processor time of this process, and each second from then on.
+def _allow(allowance: _Allowance) -> None:
+    """Have the kernel send SIGXCPU when an allowance has been used for a while, and each second from then on.
 
     A limit of the user's that comes sooner stays.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    sooner = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_CPU, (min(math.ceil(seconds), *sooner, sys.maxsize), hard))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    sooner = [limit for limit in (allowance.users, hard) if limit != resource.RLIM_INFINITY]
+    ends = math.ceil(allowance.used_before + allowance.seconds + BEHIND_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(ends, *sooner, sys.maxsize), hard))
 
 
 def counted(actions: Iterable[T], ops: int) -> tuple[T, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ import pytest
 
 from sim import compare, load_profile, simulate
 from sim.errors import IllegalPlan
-from sim.limits import TooLong, limited
+from sim.limits import TooLong, limited, limited_again
 from sim.plan import Drop, Plan
 from sim.policies.base import Policy
 from workloads import transformer
@@ -98,3 +100,38 @@ def test_timers_and_handlers_are_as_they_were():
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     assert (signal.getsignal(signal.SIGPROF), signal.getsignal(signal.SIGALRM)) == before
+
+
+def busy(seconds):
+    ends = time.process_time() + seconds
+    while time.process_time() < ends:
+        sum(range(100))
+
+
+def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    with limited(0.15):
+        for _ in range(3):
+            with limited_again():
+                busy(0.1)
+        with pytest.raises(TooLong), limited_again():
+            busy(0.3)
+        busy(0.05)
+        with pytest.raises(TooLong):
+            busy(0.3)
+    with limited_again():  # nothing limits it
+        busy(0.01)
+    assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
+def test_the_kernels_limit_is_put_off_by_what_an_inner_one_takes():
+    def left():
+        return resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()
+
+    with limited(100):
+        assert 101 <= left() <= 102
+        busy(1.1)
+        with limited_again():
+            assert 101 <= left() <= 102
+            busy(1.1)
+        assert 99.8 <= left() <= 101

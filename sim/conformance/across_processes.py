@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NoReturn
 
 from sim.conformance.examples import Example, examples_for, for_each
@@ -22,11 +23,15 @@ from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
+TIME_LIMITED = "time limited"
+
 
 def fingerprints(
     policy: Policy, *, examples: int, seed: int, elsewhere: bool = False, time_limit_s: float | None = None
 ) -> list[str]:
     """The result of each example as text: a hash of what happened when, without names, and the kind of a refusal.
+
+    `TIME_LIMITED` stands for whatever a solver finds that meets its limit on the clock.
 
     elsewhere: whether they run in reverse order, with other names of tensors, ops and the machine; the order of the
         results stays the same.
@@ -38,6 +43,8 @@ def fingerprints(
         named = replace(example, trace=renamed(example.trace), called="elsewhere") if elsewhere else example
         with limited(time_limit_s):
             *_, (_, run) = tried(policy, named, seed=seed)
+        if run.met_time_limit:
+            return TIME_LIMITED
         rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
         answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
         return f"{answer} {type(run.error or run.crash).__name__}"
@@ -103,8 +110,9 @@ def differences(
     for job, there in zip(jobs, answers, strict=True):
         policy = load(job["name"], **job["parameters"])  # type: ignore[arg-type]
         here = fingerprints(policy, examples=examples, seed=seed, time_limit_s=time_limit_s)
-        if here != there:
-            at = next((i for i, pair in enumerate(zip(here, there)) if pair[0] != pair[1]), min(len(here), len(there)))
+        pairs = enumerate(zip_longest(here, there))
+        at = next((i for i, pair in pairs if pair[0] != pair[1] and TIME_LIMITED not in pair), None)
+        if at is not None:
             found.append(f"{job['name']}: example {at} gives a different result in a second process")
     return found
 

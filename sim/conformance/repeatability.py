@@ -19,7 +19,7 @@ def check_repeats(run: Replayed) -> None:
     """Law 7: the same policy, trace, platform and seed give the same plan and the same log, byte for byte."""
     if run.changed:
         raise LawBroken(f"the policy changes the {run.changed} that it is given, in place")
-    if isinstance(run.error, PolicyError) or run.crash is not None:
+    if isinstance(run.error, PolicyError) or run.crash is not None or run.met_time_limit:
         return
     again = run_policy(fresh(run.policy), run.trace, run.platform, seed=run.seed)
     if type(again.error) is not type(run.error) or str(again.error) != str(run.error):

@@ -12,7 +12,7 @@ from sim.errors import Infeasible, TiersimError
 from sim.experiment import problem_for
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
-from sim.limits import TooLong
+from sim.limits import TooLong, limited_again
 from sim.log import EventLog
 from sim.plan import Plan, Recompute, Run
 from sim.policies.base import Policy
@@ -56,6 +56,11 @@ class Replayed:
         """Whether it did not fit."""
         return isinstance(self.error, Infeasible)
 
+    @property
+    def met_time_limit(self) -> bool:
+        """Whether its solver says that it met a limit on the clock, so that another run may find another plan."""
+        return bool(self.policy.solver) and self.plan is not None and bool(self.plan.notes.get("time_limited"))
+
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger of the log, which must exist."""
@@ -77,7 +82,8 @@ def run_policy(
 ) -> Replayed:
     """Ask a policy and replay its plan, after as many warm-up iterations as it declares, or as are given."""
     before = _asked(trace, platform)
-    run = _run(policy, trace, platform, seed, policy.warm_up if warm_up is None else warm_up)
+    with limited_again():  # a law that asks the policy once more must not have it answer sooner
+        run = _run(policy, trace, platform, seed, policy.warm_up if warm_up is None else warm_up)
     now = _asked(trace, platform)
     changed = next((what for what, hashed in before.items() if now[what] != hashed), "")
     return replace(run, changed=changed)

@@ -220,8 +220,9 @@ def check_policy(
         second process can load it for law 7.
     folder: where a failing example is written, as a trace and a profile; None for the folder of caches.
     across_processes: whether law 7 uses that process.
-    time_limit_s: processor time that the policy may take for an example, None for no limit.
-    beat: called before each example, so that who waits for the report sees that the check goes on.
+    time_limit_s: processor time that the policy may take to plan an example and run it, None for no limit; each law
+        that asks it once more gives it as much again.
+    beat: called before each run and each law, so that who waits for the report sees that the check goes on.
 
     Raises PolicyError if `examples` is below 1.
     """
@@ -249,6 +250,7 @@ def check_policy(
                 run = run_policy(policy, case.trace, case.platform, seed=seed)
                 exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
                 for law, check in CHECKS.items():
+                    beat()  # each may take as long as a run
                     text = breaks(check, run)
                     if text:
                         faults.setdefault(law, (case, text))

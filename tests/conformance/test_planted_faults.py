@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,6 +25,7 @@ from sim.engine.replay import replay
 from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate
 from sim.hardware.platform import Member, Platform, Pool
+from sim.limits import TooLong, limited
 from sim.log import CAUSE, WHY, EventLog
 from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Recompute, Unpressed, Wait
 from sim.policies.base import MANAGES, Policy
@@ -553,6 +555,45 @@ class Remembers(Honest):
 
 def test_a_plan_that_changes_from_call_to_call_breaks_repeats():
     assert broken(run_policy(Forgetful(), chain(), machine()), CHECKS) == {"repeats"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hurried(Forgetful):
+    solver = "milp"
+
+    met: bool = True
+
+    def plan(self, problem: Problem) -> Plan:
+        return replace(super().plan(problem), notes={"time_limited": self.met})
+
+
+def test_only_a_solver_that_met_its_limit_on_the_clock_may_find_another_plan_next_time():
+    assert broken(run_policy(Hurried(), chain(), machine()), CHECKS) == set()
+    assert broken(run_policy(Hurried(met=False), chain(), machine()), CHECKS) == {"repeats"}
+
+    @dataclass(frozen=True, kw_only=True)
+    class NoSolver(Hurried):
+        solver = ""
+
+    assert broken(run_policy(NoSolver(), chain(), machine()), CHECKS) == {"repeats"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ponders(Honest):
+    """Takes its time to plan, each time."""
+
+    def plan(self, problem: Problem) -> Plan:
+        ends = time.process_time() + 0.15
+        while time.process_time() < ends:
+            sum(range(100))
+        return Plan(problem.trace)
+
+
+def test_each_run_that_a_law_asks_for_has_the_whole_limit_of_time():
+    with limited(0.25):
+        assert broken(run_policy(Ponders(), chain(), machine()), CHECKS) == set()
+    with pytest.raises(TooLong), limited(0.1):
+        run_policy(Ponders(), chain(), machine())
 
 
 def test_an_online_part_with_a_memory_breaks_repeats():

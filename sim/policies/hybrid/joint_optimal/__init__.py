@@ -137,6 +137,8 @@ class JointOptimal(Policy):
             if replays.best is not None or not answer.stages or answer.limit:
                 break
             room -= max(1, problem.budget // STEP)
+        if replays.best is None and answer.limit:  # with less memory: what it would have found nobody knows
+            return replace(proven, status="unknown", limit=answer.limit)
         return proven
 
     def _planned(
