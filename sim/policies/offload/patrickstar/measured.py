@@ -26,6 +26,7 @@ def non_model(log: EventLog) -> dict[str, int]:
         for row in runs.tolist():
             start, end, op = row[0], row[1], row[5]
             if int(device[op]) == d:
-                first, last = np.searchsorted(rows[:, 0], (start, end), side="right")
-                found[names[op]] = max(found.get(names[op], 0), int(level[first : last + 1].max()))
+                first = int(np.searchsorted(rows[:, 0], start, side="right"))
+                last = int(np.searchsorted(rows[:, 0], end, side="left"))  # what begins then is the next op's
+                found[names[op]] = max(found.get(names[op], 0), int(level[first : max(first, last) + 1].max()))
     return found
