@@ -10,7 +10,8 @@ import pytest
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS
 from sim.errors import PolicyError
-from sim.experiment import simulate
+from sim.experiment import Result, simulate
+from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.policies import load
 from sim.trace import Trace, TraceBuilder
@@ -114,6 +115,128 @@ def test_the_iteration_before_predicts_the_same_choice() -> None:
         simulate(trace, machine(), "moe_tiering", slots=2, speculate="previous", iterations=n).log.end for n in (1, 2)
     )
     assert (first, again) == (4 * 301, 4 * 201 + 100)
+
+
+# ---- what is fetched when, by hand ---------------------------------------------------------------
+
+
+def layered(chosen: Sequence[Sequence[int]], experts: int, took: int = 10, gather: int = 0) -> Trace:
+    """Layers whose router chooses some of the experts that all share; `gather`: an op of the first one before all."""
+    b = TraceBuilder()
+    weights = [b.tensor(f"expert{e}.weight", BYTES, "weight") for e in range(experts)]
+    x = b.tensor("x", 1, "input")
+    for i, several in enumerate(chosen):
+        b.op(f"router{i}", "other", reads=[x], layer=i, duration=1)
+        if gather:
+            b.op(f"expert{several[0]}.gather{i}", "other", reads=[x], layer=i, duration=gather)
+        for e in several:
+            y = b.tensor(f"y{i}.{e}", 1, layer=i)
+            b.op(f"expert{e}.f{i}", "matmul", reads=[x, weights[e]], writes=[y], layer=i, duration=took)
+            x = y
+    return b.build(outputs=[x], carry=())
+
+
+def copies(result: Result) -> list[str]:
+    """The experts in the order in which their copies begin."""
+    return [move[1].partition(".")[0] for move in facts(result).moves]
+
+
+def test_what_a_layer_reads_has_the_slots_before_what_the_next_one_may() -> None:
+    trace = layered([[0, 1], [2, 3]], 4, took=200)
+    done = simulate(trace, machine(), "moe_tiering", slots=2, speculate="router", accuracy=1.0)
+    # 0 arrives at 101; when 1 begins, at 301, 0 makes way for 2; when 2 begins, at 502, 1 does for 3
+    moves = [(move[1], *move[2:]) for move in facts(done).moves]
+    begun = {"expert0": 1, "expert1": 101, "expert2": 301, "expert3": 502}
+    assert moves == [(f"{name}.weight", at, at + BYTES) for name, at in begun.items()]
+    assert done.log.end == 902
+
+
+def test_what_is_certain_overtakes_what_was_predicted() -> None:
+    before, now = layered([[0, 1], [4, 5]], 6, took=10), layered([[0, 1], [2, 3]], 6, took=10)
+    steps = simulate((before, now), machine(), "moe_tiering", slots=6, speculate="previous")
+    # 4 is on its way when the router has chosen 2 and 3; 5 waits for them
+    assert copies(steps) == [f"expert{e}" for e in (0, 1, 4, 2, 3, 5)]
+
+
+@pytest.mark.parametrize("parameters", [{}, {"speculate": "router", "accuracy": 0.3}])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_more_experts_are_there_or_on_their_way_than_there_are_slots(slots, parameters) -> None:
+    trace = layered([[e] for e in drawn(8, 60, 0)], 8, took=30)  # copies last longer than three ops
+    done = facts(simulate(trace, machine(), "moe_tiering", slots=slots, **parameters))
+    assert slots * BYTES <= done.peak <= slots * BYTES + 3
+
+
+def test_fetching_begins_with_the_first_op_of_an_expert_even_if_that_reads_no_weight() -> None:
+    trace = layered([[0], [1]], 2, gather=60)
+    done = simulate(trace, machine(), "moe_tiering", slots=1)
+    assert done.log.end == 2 * (1 + BYTES + 10)  # 60 of the copy's 100 ns pass beside that op
+
+
+def step(chosen: Sequence[int], *, update: bool = False, devices: int = 1) -> Trace:
+    """A training step: each layer has four experts of its own, and its router chooses one, in forward and backward."""
+    b = TraceBuilder()
+    x, news = [b.tensor(f"x{d}", 1, "input") for d in range(devices)], []
+    weights = {
+        (i, e): b.tensor(f"h{i}.expert{e}.weight", BYTES, "weight") for i in range(len(chosen)) for e in range(4)
+    }
+    for phase, order in (("forward", range(len(chosen))), ("backward", reversed(range(len(chosen))))):
+        for i in order:
+            d, e = i % devices, chosen[i]
+            name = f"h{i}.expert{e}{'.bwd' if phase == 'backward' else ''}"
+            y = b.tensor(f"{name}.y", 1)
+            b.op(name, "matmul", reads=[x[d], weights[i, e]], writes=[y], phase=phase, layer=i, device=d, duration=10)
+            x[d] = y
+    for i, e in enumerate(chosen) if update else ():
+        news.append(b.tensor(f"h{i}.expert{e}.new", BYTES, "weight", replaces=weights[i, e]))
+        b.op(f"step{i}", "optimizer", reads=[weights[i, e]], writes=[news[-1]], phase="update", layer=i, duration=10)
+    return b.build() if update else b.build(outputs=x, carry=())
+
+
+def predicted(trace: Trace, platform: Platform, **parameters: object) -> dict[str, tuple[str, ...]]:
+    """Per op that begins to read an expert, what is expected of the next layer."""
+    plan = simulate(trace, platform, "moe_tiering", **parameters).plan
+    return {trace.op_columns.name[op]: wanted[2] for op, wanted in plan.online.keywords["wanted"].items()}
+
+
+def test_a_wrong_guess_is_another_expert_of_that_layer_and_backward_is_known() -> None:
+    trace = step([0, 1, 2, 3])
+    every = [predicted(trace, machine(), seed=seed, speculate="router", accuracy=1e-9) for seed in range(20)]
+    for one in every:
+        for i, right in ((1, 1), (2, 2), (3, 3)):
+            (guess,) = one[f"h{i - 1}.expert{right - 1}"]
+            assert guess.startswith(f"h{i}.")
+            assert guess != f"h{i}.expert{right}"
+        back = {f"h{i + 1}.expert{i + 1}.bwd": (f"h{i}.expert{i}",) for i in range(3)}
+        assert {op: names for op, names in one.items() if op.endswith(".bwd")} == {**back, "h0.expert0.bwd": ()}
+        assert one["h3.expert3"] == ("h3.expert3",)  # the first of backward
+    assert len({tuple(one.values()) for one in every}) > 1, "the seed decides"
+    assert predicted(trace, machine(), speculate="router", accuracy=1.0)["h0.expert0"] == ("h1.expert1",)
+
+
+def test_each_device_expects_its_own_next_layer() -> None:
+    card = load_profile("a100_80_sxm", overrides={"devices": "2"})
+    one = predicted(step([0, 1, 2, 3], devices=2), card, speculate="router", accuracy=1.0)
+    assert (one["h0.expert0"], one["h1.expert1"]) == (("h2.expert2",), ("h3.expert3",))
+
+
+def test_an_expert_that_was_updated_leaves_like_any_other() -> None:
+    done = facts(simulate(step([0, 1, 2, 3], update=True), machine(), "moe_tiering", slots=1))
+    assert done.peak <= 2 * BYTES + 10  # one that leaves, and one that arrives
+    assert done.out == {f"h{i}.expert{i}.new": BYTES for i in range(4)}
+
+
+def test_experts_that_do_not_fit_the_host_begin_behind_it() -> None:
+    card = load_profile("mt3000_survey_ssd", overrides={"tiers.ddr.capacity": str(2 * BYTES) + " B"})
+    plan = simulate(step([0, 1, 2, 3]), card, "moe_tiering").plan
+    place = list(plan.place.values())
+    assert [place.count(tier) for tier in card.cascade(card.host.name)] == [2, 14]
+
+
+def test_what_an_iteration_has_left_on_the_device_is_not_fetched_again() -> None:
+    trace = step([0, 1], update=True)
+    first, *_, last = (simulate(trace, machine(), "moe_tiering", iterations=n) for n in (1, 2, 3))
+    assert facts(first).back == {f"h{i}.expert{i}.weight": BYTES for i in range(2)}
+    assert facts(last).back == {}
 
 
 def model(tokens: int = 32, **options: object) -> Trace:

@@ -71,8 +71,9 @@ class Experts(LeastRecent):
         self.below.begin()
         for name in coming:
             if self._slots is not None and name not in here:
+                spared = (target, certain) if name in certain else (target,)  # what is only predicted makes way
                 while taken >= self._slots:
-                    leaves = self._evict(tier, target, memory)
+                    leaves = next((s for keep in spared if (s := self._evict(tier, keep, memory)) is not None), None)
                     if leaves is None:
                         return answer
                     answer += leaves
