@@ -10,6 +10,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
 from sim.hardware.platform import Link, Platform, Tier
 from sim.hardware.profile import load_profile
+from sim.plan import Move
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, machine
@@ -117,6 +118,55 @@ def test_the_device_holds_the_weights_of_a_window(ahead, runs) -> None:
     assert runs * 1000 <= peak <= (runs + 2) * 1000 + 100  # and two gradients: one produced, one leaving
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, 4])
+def test_a_weight_is_fetched_as_its_run_begins_or_that_many_runs_earlier(ahead) -> None:
+    plan = simulate(layers(8, 1000, 2000, 4000), with_drive(), "zero_infinity", ahead=ahead).plan
+    names, ops, first = plan.trace.tensor_columns.name, plan.trace.op_columns.name, {}
+    for action in plan.actions:
+        if isinstance(action, Move) and action.to == "hbm":
+            first.setdefault(names[action.tensor], ops[action.before])
+    assert first == {f"w{k}": f"f{max(k - ahead, 0)}" for k in range(8)}
+
+
+def test_gradients_of_a_bucket_leave_when_it_is_full() -> None:
+    trace = layers(5, 10, 20, 40)
+    done = simulate(trace, with_drive(), "zero_infinity", bucket=20)
+    ends = {row.op: row.end_ns for row in done.events.query("why == 'run'").itertuples()}
+    begun = {tensor: start for lane, tensor, start, _ in copies(done) if lane == "d2h"}
+    # two at a time, one after the other on the link; the last one alone
+    at = {4: "f3.bwd", 3: "f3.bwd", 2: "f1.bwd", 1: "f1.bwd", 0: "f0.bwd"}
+    assert begun == {f"g{k}": ends[op] + 10 * (k in (3, 1)) for k, op in at.items()}
+
+
+def test_a_state_that_nothing_changes_is_read_and_not_written_back() -> None:
+    b = TraceBuilder()
+    x, w, g = b.tensor("x", 1, "input"), b.tensor("w", 10, "weight"), b.tensor("g", 10, "gradient")
+    scale, unread = b.tensor("scale", 40, "optimizer_state"), b.tensor("unread", 70, "optimizer_state")
+    b.op("b", "matmul", reads=[x, w], writes=[g], layer=0, phase="backward", duration=10)
+    new = b.tensor("w.new", 10, "weight", replaces=w)
+    b.op("u", "optimizer", reads=[w, g, scale], writes=[new], layer=0, phase="update", bytes=0)
+    done = simulate(b.build(), with_drive(), "zero_infinity")
+    assert [row[0] for row in copies(done, "scale")] == ["read"]
+    here = done.memory.query("tensor == 'scale'").groupby("tier").delta_bytes.sum().to_dict()
+    assert here == {"nvme": 40, "host": 0}
+    assert done.plan.place[unread] == "nvme"
+
+
+def test_a_tile_is_read_when_the_buffers_of_the_one_before_the_last_are_written() -> None:
+    trace = layers(4, 100, 200, 400)
+    slow = with_drive(write=GB // 10, cpu_rate=100 * GB)
+    for tiles in (0, 1):
+        done = simulate(trace, slow, "zero_infinity", tiles=tiles)
+        written = {k: max(end for lane, _, _, end in copies(done, f"master{k}.new", f"m{k}.new") if lane == "write")
+                   for k in range(4)}  # fmt: skip
+        read = {k: min(start for lane, _, start, _ in copies(done, f"master{k}", f"m{k}") if lane == "read")
+                for k in range(4)}  # fmt: skip
+        later = tiles + 2  # the update that waits for the first tile's buffers; reads run so many tiles ahead of it
+        (update,) = done.events.query(f"op == 'adam{later}' and why == 'run'").start_ns
+        assert written[0] <= update < written[1]
+        assert tiles or written[0] <= read[later] < written[1]
+
+
 def test_on_the_host_nothing_touches_the_drive_and_weights_may_stay_on_the_device() -> None:
     trace = layers(3, 10, 20, 40)
     host = simulate(trace, with_drive(), "zero_infinity", states="host", weights="host").summary()
@@ -163,6 +213,8 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(Infeasible, match=r"the update 'adam0' needs 60 B of pinned memory at once; 'host' has 55 B"):
         simulate(trace, with_drive(host=55), "zero_infinity")
     assert simulate(trace, with_drive(host=60 * 2), "zero_infinity").log.complete
+    with pytest.raises(Infeasible, match="needs 80 B of pinned memory at once; 'host' has 75 B"):  # both weights too
+        simulate(trace, with_drive(host=75), "zero_infinity", states="nvme", weights="host")
 
 
 def test_a_drive_that_writes_slowly_holds_the_reads_back_and_reading_ahead_hides_them() -> None:
