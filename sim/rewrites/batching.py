@@ -317,7 +317,8 @@ class _Split:
         for t in op.writes:
             stands_for = Microbatch(Same(t), 0, self.n, self.total)
             self.sums[t] = self.new.tensor(self.tensors[t], stands_for, name=f"{self.tensors[t].name}.sum")
-            self.reduced.append((self.tensors[t], op, self.n - 1))
+            if t not in self.summed_by_once:
+                self.reduced.append((self.tensors[t], op, self.n - 1))
         reads, writes = ([self.sums[t] for t in ids] for ids in (op.reads, op.writes))
         share = share_of_op(self.trace, op, part.first, part.count, self.rows, part.stop)
         self.new.op(op, part, reads=reads, writes=writes, **share)

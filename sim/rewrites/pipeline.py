@@ -125,16 +125,19 @@ def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
 def _sums_over_devices(trace: Trace, device: Sequence[int]) -> list[int]:
     """The ops of backward that only add up gradients of a weight, which several devices compute a part of.
 
-    Such an op is the same for each microbatch and for the sums of all of them, as it may be split by `batch_sum`.
+    Such an op is the same for each microbatch and for the sums of all of them, as it may be split by `batch_sum`; so is
+    one that only reads what such ops produce (a cast of the gradient).
     """
     c, role, producer, rows = trace.op_columns, trace.tensor_columns.role, trace.producer, batched(trace)
-    found = []
+    found: list[int] = []
     for op, ways in c.splits.items():
         reads = trace.reads(op)
         adds = "batch_sum" in ways and all(
             role[t] == ROLE_CODE["gradient"] and producer[t] >= 0 and not rows[t] for t in reads
         )
-        if adds and c.phase[op] == PHASE_CODE["backward"] and len({device[int(producer[t])] for t in reads}) > 1:
+        follows = adds and all(int(producer[t]) in found for t in reads)
+        several = adds and len({device[int(producer[t])] for t in reads}) > 1
+        if c.phase[op] == PHASE_CODE["backward"] and (several or follows):
             found.append(op)
     return found
 
