@@ -25,7 +25,7 @@ from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
-from sim.rewrites.tensor_parallel import divide_layers
+from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.zero import LEVELS, shard
 from sim.stage_balance import balanced, by_latency
 from sim.trace.graph import Trace
@@ -43,8 +43,8 @@ class Layout:
     tp: ranks among which the layers of each replica are divided, by heads, columns and vocabulary.
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
     ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
-    cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them: context
-        parallelism, which needs fused attention.
+    cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them, or with
+        `tp` the same part of them: context parallelism, which needs fused attention.
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
@@ -94,8 +94,6 @@ class Layout:
             _positive(key, getattr(self, key))
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
-        if self.cp > 1 and self.tp > 1:
-            raise LayoutError("cp: tokens and layers cannot both be divided yet; nearest: cp 1, or tp 1")
         if self.dp % self.ep:
             nearest = nearest_divisor(self.dp, self.ep)
             raise LayoutError(f"ep: {self.ep} ranks of experts do not divide dp {self.dp}; nearest: {nearest}")
@@ -205,7 +203,7 @@ def lay_out(
         machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(node)})
     _check_devices(machine, layout)
     _check_samples(trace, layout)
-    check_division(trace, layout.tp, layout.sequence_parallel)
+    check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
     if layout.layers == BALANCED and layout.pp > 1:
@@ -215,16 +213,14 @@ def lay_out(
         sizes = by_latency(trace, machine, layout.pp, layout.dp, layout.tp * layout.cp, layout.micro_batches)
         layout = replace(layout, layers=sizes)
     table = part_of_layer(trace, layout)
-    divided_by = layout.tp * layout.cp  # one of them is 1
-    trace = divide_layers(trace, divided_by, layout.sequence_parallel, context=layout.cp > 1)
+    trace = divide_layers(divide_tokens(trace, layout.cp), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.ep == 1 else experts_apart(trace)
     dealt = layout.zero > 1 and layout.dp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
-    return shard(divided, layout.dp, layout.zero, layout.reshard), placed(
-        machine, layout.pp, layout.dp, divided_by, layout.ep
-    )
+    axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
+    return shard(divided, layout.dp, layout.zero, layout.reshard), placed(machine, layout.pp, layout.dp, **axes)
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:
@@ -241,8 +237,11 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
 
 
-def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
-    """Raise LayoutError where the layers of a trace do not divide among so many ranks."""
+def check_division(trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1) -> None:
+    """Raise LayoutError where the layers of a trace do not divide among so many ranks.
+
+    cp: ranks among which the tokens are divided before `sequence_parallel` divides them.
+    """
     if tp == 1:
         return
     _check_divisible("tp", trace)
@@ -252,9 +251,10 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool) -> None:
     if most % tp:
         raise LayoutError(f"tp: {tp} does not divide heads and columns ({most}); nearest: {nearest_divisor(most, tp)}")
     sequence = trace.meta.get("sequence")
-    if sequence_parallel and isinstance(sequence, int) and sequence % tp:
-        nearest = nearest_divisor(math.gcd(sequence, most), tp)
-        raise LayoutError(f"tp: {tp} does not divide the sequence of {sequence}; nearest: {nearest}")
+    if sequence_parallel and isinstance(sequence, int) and sequence % cp == 0 and sequence // cp % tp:
+        nearest = nearest_divisor(math.gcd(sequence // cp, most), tp)
+        what = f"sequence of {sequence}" if cp == 1 else f"{sequence // cp} tokens of a rank of cp {cp}"
+        raise LayoutError(f"tp: {tp} does not divide the {what}; nearest: {nearest}")
 
 
 def check_context(trace: Trace, cp: int) -> None:

@@ -3,8 +3,8 @@
     found = search_layouts(trace, "a100_80_sxm", 16, ["keep_all", "full_recompute"])
     print(found.best, found.runner_up)
 
-`layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, or context
-parallelism in its place; stages that divide the layers, in each schedule that has an order for them; replicas that
+`layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, context
+parallelism, or both; stages that divide the layers, in each schedule that has an order for them; replicas that
 divide the samples; ZeRO; microbatches. Two things spare a simulation. The least that a device must hold, its part of
 the training state that no policy moves, proves that a layout cannot fit. An estimate of time and memory (the units of
 the schedule one after the other, bytes of collectives, `sim.layout_estimate`) orders the rest, of which `most` are
@@ -205,7 +205,7 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     for tp, cp in _ranks(trace, devices, per_node):
-        by_tokens = tp > 1 and isinstance(sequence, int) and sequence % tp == 0
+        by_tokens = tp > 1 and isinstance(sequence, int) and sequence % (tp * cp) == 0
         for pp in _divisors(devices // (tp * cp)):
             dp = devices // (tp * cp * pp)
             if (pp > 1 and (not layers or layers % pp)) or samples % dp:
@@ -225,20 +225,19 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
 
 
 def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """Ranks of tensor and of context parallelism that divide a trace, both inside a node, and not both at once."""
+    """Ranks of tensor and of context parallelism that divide a trace, together inside a node."""
     heads = divisible(trace)
     dense = "expert_loads" not in trace.meta and "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
-    yield 1, 1
-    for ranks in _divisors(devices)[1:]:
-        if ranks > per_node or not dense:
-            continue
-        if heads and heads % ranks == 0:
-            yield ranks, 1
+    inside = [ranks for ranks in _divisors(devices) if ranks <= per_node]
+    for cp in inside:
         try:
-            check_context(trace, ranks)
+            check_context(trace, cp)
         except LayoutError:
             continue
-        yield 1, ranks
+        for tp in inside:
+            whole = tp == 1 or (heads and heads % tp == 0)
+            if devices % (tp * cp) == 0 and tp * cp <= per_node and whole and (dense or tp * cp == 1):
+                yield tp, cp
 
 
 def _divisors(number: int) -> list[int]:

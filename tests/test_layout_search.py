@@ -45,7 +45,9 @@ def test_schedules_and_context_parallelism_are_tried_where_they_apply(base: Trac
     found = list(layouts(deep, 2, 8))
     assert {layout.schedule for layout in found} == set(SEARCHED)
     assert {layout.schedule for layout in layouts(deep, 2, 8, ["gpipe", "zb_v"]) if layout.pp > 1} == {"gpipe", "zb_v"}
-    assert {(layout.tp, layout.cp) for layout in layouts(deep, 4, 4)} == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)}
+    assert {(layout.tp, layout.cp) for layout in layouts(deep, 4, 4)} == {
+        (1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)
+    }  # fmt: skip
     for layout in found:
         lay_out(deep, "a100_80_sxm", layout)
     with pytest.raises(LayoutError, match=r"schedules: 'zb_1' is not searched \(did you mean"):

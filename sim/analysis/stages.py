@@ -90,7 +90,7 @@ def _exchanged(log: EventLog, _: Reference | None) -> int:
 
 def _stands_for(log: EventLog, _: Reference | None) -> int:
     origin = log.trace.origin
-    return log.trace.devices * (origin.ranks * origin.tensor if origin is not None else 1)
+    return log.trace.devices * (origin.symmetric if origin is not None else 1)
 
 
 def _fullest(log: EventLog, _: Reference | None) -> int:

@@ -210,7 +210,7 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
         return None, None
     possible = peak * (log.end / 1e9)
     origin = log.trace.origin
-    ranks = origin.ranks * origin.tensor if origin is not None else 1
+    ranks = origin.symmetric if origin is not None else 1
     why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
     ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
     executed = int(log.trace.counted_flops[op[ran]].sum())

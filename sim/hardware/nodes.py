@@ -1,9 +1,10 @@
 """A machine of many nodes as a layout uses it: one device per stage, which stands for its symmetric ranks.
 
-The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, and of these those
-that divide a replica's layers, the devices that are simulated get their share of what a node's devices share: of n
-nodes and s stages on N devices, capacity and rates of a shared part are multiplied by n s / N, so that eight
-offloading cards have an eighth of a host each. Hosts of several nodes count as one memory of their sum.
+The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, of these those of a
+replica, and of these those that divide the layers for the same tokens, the devices that are simulated get their share
+of what a node's devices share: of n nodes and s stages on N devices, capacity and rates of a shared part are multiplied
+by n s / N, so that eight offloading cards have an eighth of a host each. Hosts of several nodes count as one memory of
+their sum.
 
 Two stages exchange data over the links inside a node where their first ranks share one, else over the network. The
 ranks of a stage sum and gather over rings, inside nodes first and then among them (hierarchical): of m bytes among p
@@ -28,17 +29,20 @@ from sim.errors import LayoutError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link, shared_link
 
 
-def placed(platform: Platform, stages: int, ranks: int, tensor: int = 1, experts: int = 1) -> Platform:
+def placed(
+    platform: Platform, stages: int, ranks: int, tensor: int = 1, experts: int = 1, context: int = 1
+) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
-    ranks: replicas. tensor: ranks among which the layers of each are divided. experts: replicas that divide experts.
+    ranks: replicas. tensor, context: ranks among which the layers and the tokens of each are divided. experts: replicas
+        that divide experts.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
-    if ranks * tensor == 1 and stages <= platform.devices:
+    if ranks * tensor * context == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks, tensor, experts).platform()
+    return _Placement(platform, stages, ranks, tensor, experts, context).platform()
 
 
 class _Placement:
@@ -50,10 +54,10 @@ class _Placement:
     inner: the link from device 0 to device 1, None for none. inner_rate: bytes/s of a ring inside a node.
     """
 
-    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int, experts: int) -> None:
+    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int, experts: int, context: int) -> None:
         self.experts = experts
-        self.node, self.stages, self.ranks = node, stages, replicas * tensor
-        self.replicas, self.tensor = replicas, tensor
+        self.node, self.stages, self.ranks = node, stages, replicas * tensor * context
+        self.replicas, self.tensor, self.context = replicas, tensor, context
         total = stages * self.ranks
         self.per_node = min(node.devices, total)
         self.nodes = -(-total // self.per_node)
@@ -183,9 +187,11 @@ class _Placement:
     def _among_ranks(self) -> Iterator[Link]:
         """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
         together = min(self.per_node, self.tensor)  # those that divide layers are next to each other
-        beside = max(min(self.per_node // self.tensor, self.replicas), 1)
+        around = max(min(self.per_node // self.tensor, self.context), 1)
+        beside = max(min(self.per_node // (self.tensor * self.context), self.replicas), 1)
         fastest: dict[int, int] = {}
-        rings = [("tensor", self.tensor, together), ("data", self.replicas, beside)]
+        rings = [("tensor", self.tensor, together), ("context", self.context, around)]
+        rings += [("data", self.replicas, beside)]
         if self.experts > 1:
             near, apart = min(beside, self.experts), max(beside // self.experts, 1)
             rings += [("expert", self.experts, near), ("expert_data", self.replicas // self.experts, apart)]

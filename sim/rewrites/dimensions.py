@@ -2,9 +2,10 @@
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
 `VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
-have it their shapes tell. `experts`: those of a layer, whose weights are one tensor, and the tokens' rows sorted by
-expert (`sim.rewrites.experts`). `queries`: what attention's gradients of keys and values are summed over; nothing has
-it.
+have it their shapes tell; `context` is the same, where ranks of context parallelism divide the tokens (of the part of
+them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
+layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`). `queries`: what
+attention's gradients of keys and values are summed over; nothing has it.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
@@ -32,8 +33,9 @@ ROWS = ("attn.proj", "mlp.proj", "mlp.down")
 VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
 """Embedding and head."""
 
-TENSOR, SEQUENCE, QUERIES = "tensor", "sequence", "queries"
-DIMENSIONS = (TENSOR, SEQUENCE, EXPERTS)
+TENSOR, SEQUENCE, CONTEXT, QUERIES = "tensor", "sequence", "context", "queries"
+DIMENSIONS = (TENSOR, SEQUENCE, CONTEXT, EXPERTS)
+TOKENS = (SEQUENCE, CONTEXT)
 
 _COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias)")
 _ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.weight")
@@ -112,11 +114,8 @@ def _find(trace: Trace) -> Dimensions:
     tensors, ops = list(trace.tensors), tuple(trace.ops)
     weights = weights_of(trace)
     family = tuple(owner(t.name, weights) or "" for t in tensors)
-    batch, sequence = trace.meta.get("batch"), trace.meta.get("sequence")
-    tokens = {
-        t.id for t in tensors if isinstance(batch, int) and isinstance(sequence, int)
-        and not family[t.id] and _has_tokens(t, batch, sequence)
-    }  # fmt: skip
+    tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.shape) >= 0}
+    sequence = own_tokens(trace)
     divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id])}
     by_name = {t.name: t.id for t in tensors}
     for op in ops:
@@ -128,13 +127,17 @@ def _find(trace: Trace) -> Dimensions:
             of = by_name.get(gradient[1]) if gradient and op.phase == "backward" and op.kind == "copy" else None
             if (passes and _has_columns(tensors[t])) or of in divided:
                 divided.add(t)
+        if op.kind == "collective":  # each result is what was read in its place, in another form
+            divided.update(t for source, t in zip(op.reads, op.writes, strict=False) if source in divided)
     attends = [op for op in ops if op.kind == "attention"]
-    if isinstance(sequence, int):
+    if sequence:
         tokens |= {t for op in attends for t in op.writes if (tensors[t].shape or ())[2:] == (sequence,)}
     keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
     terms = frozenset(t for op in attends if op.phase == "backward" for t in op.writes[1:] if t in tokens)
     of_experts, by_expert = expert_ops(trace, ops, family)
-    has = {TENSOR: frozenset(divided), SEQUENCE: frozenset(tokens), EXPERTS: by_expert, QUERIES: frozenset[int]()}
+    of_tokens = frozenset(tokens)
+    has = {TENSOR: frozenset(divided), **dict.fromkeys(TOKENS, of_tokens), EXPERTS: by_expert}
+    has[QUERIES] = frozenset()
     return Dimensions(trace, ops, has, family, keys, terms, of_experts)
 
 
@@ -144,14 +147,25 @@ def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
     return apart if len(apart) == 2 and tokens.issuperset(apart) else op.reads[:1]
 
 
-def _has_tokens(t: Tensor, batch: int, sequence: int) -> bool:
-    """Whether a shape has the tokens where activations have them: (batch, s, …), (batch, heads, s, …), (batch s, …)."""
-    shape = t.shape or ()
+def own_tokens(trace: Trace) -> int:
+    """How many tokens of a sample a rank has, of those that `context` divides; 0 where the trace states no sequence."""
+    sequence, ranks = trace.meta.get("sequence"), trace.meta.get("context_ranks", 1)
+    return sequence // ranks if isinstance(sequence, int) and isinstance(ranks, int) else 0
+
+
+def token_axis(trace: Trace, shape: tuple[int, ...] | None) -> int:
+    """The axis of a shape that has the tokens, where activations have them; -1 for none.
+
+    These are (batch, s, …), (batch, heads, s, …) and (batch s, …).
+    """
+    batch, sequence = trace.meta.get("batch"), own_tokens(trace)
+    if not shape or not isinstance(batch, int) or not sequence:
+        return -1
     if len(shape) == 4:
-        return shape[2] == sequence
+        return 2 if shape[2] == sequence else -1
     if len(shape) in (2, 3) and shape[1] == sequence and shape[0] in (batch, 1):
-        return True
-    return len(shape) == 2 and shape[0] == batch * sequence
+        return 1
+    return 0 if len(shape) == 2 and shape[0] == batch * sequence else -1
 
 
 def _has_columns(t: Tensor) -> bool:
@@ -194,10 +208,10 @@ def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str)
         case "elementwise" | "copy":
             return all(results) and bool(results)
         case "norm":
-            return dimension == SEQUENCE and any(parts[:1]) and (op.phase == "backward" or all(results))
+            return dimension in TOKENS and any(parts[:1]) and (op.phase == "backward" or all(results))
         case "matmul":
             contracted = bool(parts) and all(_factors(parts))
-            if dimension == SEQUENCE and contracted and any(results):
+            if dimension in TOKENS and contracted and any(results):
                 return False  # each token with all others
             return any(parts[:2]) and (contracted or all(results))
         case "embedding":
@@ -214,13 +228,17 @@ def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str)
 
 
 __all__ = [
+    "CONTEXT",
     "DIMENSIONS",
     "EXPERTS",
     "QUERIES",
     "SEQUENCE",
     "TENSOR",
+    "TOKENS",
     "Dimensions",
     "dimensions",
     "is_divided",
     "operands",
+    "own_tokens",
+    "token_axis",
 ]

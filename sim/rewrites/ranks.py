@@ -15,8 +15,8 @@ from sim.trace.tensor import Tensor
 
 
 def all_ranks(trace: Trace) -> Trace:
-    """The same work with all ranks in one trace: of d replicas of t ranks, rank k of replica r of stage s on device
-    (s d + r) t + k.
+    """The same work with all ranks in one trace: of d replicas of c parts of the tokens and t ranks each, rank k of
+    part j of replica r of stage s on device ((s d + r) c + j) t + k.
 
     A collective becomes groups with a member per rank that it joins. This trace has as many times more ops; it shows
     what a layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is
@@ -25,9 +25,9 @@ def all_ranks(trace: Trace) -> Trace:
     trace: of one rank.
     """
     origin = trace.origin
-    if origin is None or origin.ranks * origin.tensor == 1:
+    if origin is None or origin.symmetric == 1:
         return trace
-    ranks, tensors = origin.ranks * origin.tensor, list(trace.tensors)
+    ranks, tensors = origin.symmetric, list(trace.tensors)
     builder = TraceBuilder({**trace.meta, "replicas": origin.ranks})
     ids: list[list[int]] = []
     for t in tensors:
@@ -76,9 +76,16 @@ def _group(op: Op, rank: int, origin: Origin) -> str:
         return ""
     if op.ring is None:
         return f"{op.group}@{rank}"
-    replica, own = divmod(rank, origin.tensor)
+    replica, tokens, own = _position(origin, rank)
     group, member = divmod(replica, origin.experts)
-    joined = {"tensor": str(replica), "data": str(own), "expert": f"{group}.{own}", "expert_data": f"{member}.{own}"}
+    within = f"{tokens}.{own}"  # a replica
+    joined = {
+        "tensor": f"{replica}.{tokens}",
+        "context": f"{replica}.{own}",
+        "data": within,
+        "expert": f"{group}.{within}",
+        "expert_data": f"{member}.{within}",
+    }
     return f"{op.group}@{joined[op.ring.axis]}"
 
 
@@ -86,7 +93,7 @@ def _of_experts(trace: Trace, expr: Expr, of: Tensor | Op, amount: int, rank: in
     """Bytes or FLOPs of a rank where those of the first are known: in proportion to the rows of its experts."""
     origin = trace.origin
     assert origin is not None
-    member = rank // origin.tensor % origin.experts
+    member = _position(origin, rank)[0] % origin.experts
     by_rows = isinstance(expr, Along) and expr.dimension == EXPERTS and isinstance(expr.of, Microbatch)
     if not member or not by_rows:
         return amount
@@ -98,7 +105,14 @@ def _of_experts(trace: Trace, expr: Expr, of: Tensor | Op, amount: int, rank: in
 
 
 def _of_rank(origin: Origin, expr: Expr, rank: int) -> Expr:
-    return origin.of_rank(origin.of_rank(expr, rank // origin.tensor), rank % origin.tensor, "tensor")
+    replica, tokens, own = _position(origin, rank)
+    return origin.of_rank(origin.of_rank(origin.of_rank(expr, replica), tokens, "context"), own, "tensor")
+
+
+def _position(origin: Origin, rank: int) -> tuple[int, int, int]:
+    """The replica of a rank, the part of its tokens, and that of its layers."""
+    part, own = divmod(rank, origin.tensor)
+    return *divmod(part, origin.context), own
 
 
 def _copies(trace: Trace, ranks: int) -> Origin:

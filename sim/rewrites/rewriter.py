@@ -94,16 +94,18 @@ class Rewriter:
         tensor: int = 1,
         steps: bool = False,
         experts: int = 1,
+        context: int = 1,
     ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
         steps: whether these are steps on parts of its batch, see `Origin`.
-        ranks, dealt, tensor, experts: which of the symmetric ranks it is one of, see `Origin`.
+        ranks, dealt, tensor, experts, context: which of the symmetric ranks it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, ranks, dealt, tensor, steps, experts)
+        of_ranks = ranks, dealt, tensor, steps, experts, context
+        origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, *of_ranks)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
 

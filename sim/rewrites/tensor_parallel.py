@@ -14,11 +14,15 @@ The ranks do the same on other parts; the new trace is that of the first and sta
 
 Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", MLSys 2023, sections 4.2 and 4.3.
-`context`: every rank has all weights and its part of the tokens alone; what a token asks of others is fused attention,
-for which keys and values are gathered, in forward and again in backward; a reduce-scatter adds their gradients. This is
-context parallelism as PyTorch does it by default (`_context_parallel`, rotation by all-gather), with causal work dealt
-out evenly; keys and values of s tokens take s / c of the memory between. Per layer and pass a rank sends (c - 1) / c of
-the keys and values. Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
+`divide_tokens`: every rank has all weights and its part of the tokens alone; what a token asks of others is fused
+attention, for which keys and values are gathered, in forward and again in backward; a reduce-scatter adds their
+gradients. This is context parallelism as PyTorch does it by default (`_context_parallel`, rotation by all-gather), with
+causal work dealt out evenly; keys and values of s tokens take s / c of the memory between. Per layer and pass a rank
+sends (c - 1) / c of the keys and values. Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
+
+Both together: a rank that has 1 / c of the tokens has 1 / t of the layers' heads and columns for them, and gathers keys
+and values of its own heads alone, so that what it sends per layer for attention falls by t. With sequence parallelism
+the c-th part of the tokens is divided by t further.
 
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
@@ -35,7 +39,17 @@ from typing import Any
 
 from sim.errors import TraceError
 from sim.rewrites.batching import sent
-from sim.rewrites.dimensions import QUERIES, SEQUENCE, TENSOR, Dimensions, dimensions, is_divided, operands
+from sim.rewrites.dimensions import (
+    CONTEXT,
+    QUERIES,
+    SEQUENCE,
+    TENSOR,
+    Dimensions,
+    dimensions,
+    is_divided,
+    operands,
+    token_axis,
+)
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.slots import split_updates
 from sim.trace.graph import Trace
@@ -48,38 +62,48 @@ ROW_NUMBERS = 3
 """Numbers of four bytes that a row's loss needs of all its columns: maximum, sum of exponentials, the label's entry."""
 
 
-def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False, context: bool = False) -> Trace:
+def divide_tokens(trace: Trace, ranks: int) -> Trace:
+    """The first of so many symmetric ranks, each with all weights and a part of every sample's tokens.
+
+    trace: a trace on one device, of a dense transformer with fused attention, its layers not divided yet.
+    ranks: how many; with 1 the trace itself is returned.
+
+    Raises TraceError for attention in several kernels, which cannot be divided so.
+    """
+    return trace if ranks == 1 else _Division(trace, ranks, CONTEXT).build()
+
+
+def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
-    trace: a trace on one device, of a dense transformer.
+    trace: a trace on one device, of a dense transformer, or a rank's of `divide_tokens`.
     ranks: how many; with 1 the trace itself is returned.
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
-    context: whether all is divided by tokens, and nothing by heads or columns.
-
-    Raises TraceError for attention in several kernels, which `context` cannot divide.
     """
     if ranks == 1:
         return trace
-    if context:
-        return _Division(trace, ranks, True, True).build()
     apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter)))
-    return _Division(apart, ranks, sequence_parallel).build()
+    return _Division(apart, ranks, SEQUENCE if sequence_parallel else "").build()
 
 
 class _Division:
     """The trace as it is rewritten.
 
+    tokens: the dimension along which what is not divided otherwise is divided by tokens, "" for none; `context` where
+        nothing is divided by heads or columns.
     forms: per tensor of the old trace, the new ones that hold it: whole, or this rank's share along a dimension.
     term: of a tensor of which this rank has a term of a sum only, the dimension summed over and the new tensor.
     gathered: what has been gathered for ops of a phase and layer.
     """
 
-    def __init__(self, trace: Trace, ranks: int, sequence_parallel: bool, context: bool = False) -> None:
-        self.trace, self.ranks, self.by_tokens, self.context = trace, ranks, sequence_parallel, context
+    def __init__(self, trace: Trace, ranks: int, tokens: str) -> None:
+        self.trace, self.ranks, self.tokens, self.context = trace, ranks, tokens, tokens == CONTEXT
+        self.axis = CONTEXT if self.context else TENSOR
+        self.mark = f".{CONTEXT}" if self.context else ""  # in names, since both divisions may exchange a tensor
         self.dims: Dimensions = dimensions(trace)
         self.ops, self.tensors = self.dims.ops, list(trace.tensors)
-        about = {"context_ranks": ranks} if context else {"tensor_ranks": ranks, "sequence_parallel": sequence_parallel}
-        self.new = Rewriter(trace, about)
+        about = {"tensor_ranks": ranks, "sequence_parallel": bool(tokens)}
+        self.new = Rewriter(trace, {"context_ranks": ranks} if self.context else about)
         self.forms: list[dict[str, int]] = [{} for _ in self.tensors]
         self.term: dict[int, tuple[str, int]] = {}
         self.gathered: dict[tuple[int, str, int], int] = {}
@@ -98,7 +122,8 @@ class _Division:
         for t in (*trace.outputs, *(t for pair in trace.carry for t in pair)):
             ids[t] = self._held(t) if t not in self.term else self._whole(t, last)
         carry = [(ids[a], ids[b]) for a, b in trace.carry]
-        return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, tensor=self.ranks)
+        tensor, context = (1, self.ranks) if self.context else (self.ranks, 1)
+        return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, tensor=tensor, context=context)
 
     # ---- ops ---------------------------------------------------------------------------------
 
@@ -106,6 +131,9 @@ class _Division:
         dimension, of_terms = self._dimension(op)
         used = operands(op)
         self._sum_gradients(op, used)
+        if op.ring is not None:
+            self._exchange(op, op.ring)
+            return
         if of_terms:
             reads = [self.term[t][1] for t in op.reads]
         else:
@@ -129,6 +157,16 @@ class _Division:
             alternatives=tuple(replace(other, workspace=-(-other.workspace // n)) for other in op.alternatives),
         )
 
+    def _exchange(self, op: Op, ring: Ring) -> None:
+        """A collective among other ranks: of what it reads each result has the form, a share of it or the whole."""
+        reads, writes = [], []
+        for source, t in zip(op.reads, op.writes, strict=True):
+            form = TENSOR if TENSOR in self.forms[source] else WHOLE
+            reads.append(self.forms[source][form] if form == TENSOR else self._whole(source, op))
+            writes.append(self._add_tensor(t, form))
+        size = max(sum(map(self.new.builder.bytes_of, ids)) for ids in (reads, writes))
+        self.new.op(op, reads=reads, writes=writes, bytes=sent(size, ring))
+
     def _dimension(self, op: Op) -> tuple[str, bool]:
         """Along which dimension the op is divided, "" for none, and whether it takes terms of sums over it."""
         dims, used = self.dims, operands(op)
@@ -139,16 +177,16 @@ class _Division:
         terms = {self.term[t][0] if t in self.term else "" for t in used}
         if len(terms) == 1 and "" not in terms and dims.takes_terms(op.id) and self._is_summed_later(op):
             return terms.pop(), True
-        by_tokens = any(t in dims.has[SEQUENCE] if self.context else self._has_own_tokens(t) for t in used)
-        if self.by_tokens and by_tokens and dims.divides(op.id, SEQUENCE):
-            return SEQUENCE, False
+        by_tokens = any(t in dims.has[CONTEXT] if self.context else self._has_own_tokens(t) for t in used)
+        if self.tokens and by_tokens and dims.divides(op.id, self.tokens):
+            return self.tokens, False
         if self.context and self._mixes_tokens(op):
             raise TraceError(f"context parallelism: op {op.name!r} works on all tokens at once; use fused attention")
         return "", False
 
     def _mixes_tokens(self, op: Op) -> bool:
         """Whether it computes something for each token with each other one, outside of fused attention."""
-        tokens = self.dims.has[SEQUENCE]
+        tokens = self.dims.has[CONTEXT]
         of_all = op.kind == "softmax" or (op.kind == "matmul" and all(t in tokens for t in op.reads[:2]))
         return of_all and any(t in tokens for t in op.reads) and any(t in tokens for t in op.writes)
 
@@ -178,7 +216,7 @@ class _Division:
 
     def _add_result(self, t: int, op: Op, dimension: str) -> int:
         """A result of an op that is divided along a dimension: a share of it, a term, or the whole."""
-        if dimension == SEQUENCE and op.kind == "attention" and t in self.dims.terms:
+        if dimension and dimension == self.tokens and op.kind == "attention" and t in self.dims.terms:
             dimension = QUERIES
         elif t in self.dims.has[dimension]:
             return self._add_tensor(t, dimension)
@@ -212,10 +250,8 @@ class _Division:
         """The shape of a share of an activation where it is known."""
         if t.shape is None or self.dims.family[t.id]:
             return None
-        if form == TENSOR:
-            at = 1 if len(t.shape) == 4 else len(t.shape) - 1
-        else:
-            at = 2 if len(t.shape) == 4 else 0 if len(t.shape) == 2 and t.shape[0] > t.shape[1] else 1
+        at = (1 if len(t.shape) == 4 else len(t.shape) - 1) if form == TENSOR else token_axis(self.trace, t.shape)
+        at %= len(t.shape)  # of attention's statistics, the last
         size, rest = divmod(t.shape[at], self.ranks)
         return None if rest else (*t.shape[:at], size, *t.shape[at + 1 :])
 
@@ -223,11 +259,11 @@ class _Division:
 
     def _read(self, t: int, op: Op, dimension: str) -> int:
         """The tensor that an op, divided along a dimension or not at all, reads for `t`."""
-        asks_all = dimension == SEQUENCE and op.kind == "attention" and t in self.dims.keys
+        asks_all = dimension == self.tokens and op.kind == "attention" and t in self.dims.keys
         if dimension and t in self.dims.has[dimension] and not asks_all:
             if dimension in self.forms[t]:
                 return self.forms[t][dimension]
-            if dimension == SEQUENCE and t in self.term and self.term[t][0] in (TENSOR, QUERIES):
+            if dimension == self.tokens and t in self.term and self.term[t][0] in (TENSOR, QUERIES):
                 return self._reduce_scatter(t, op)
         return self._whole(t, op)
 
@@ -244,7 +280,7 @@ class _Division:
         key = (t, op.phase, op.layer)
         if key not in self.gathered:
             (form,) = self.forms[t]
-            tensor, name = self.tensors[t], f"{self.tensors[t].name}.for.{op.name}"
+            tensor, name = self.tensors[t], f"{self.tensors[t].name}{self.mark}.for.{op.name}"
             whole = self.new.tensor(tensor, name=name, role="temporary", replaces=None, saved_for="")
             self.gathered[key] = whole
             self._collective(f"{name}.all_gather", [self.forms[t][form]], [whole], tensor.bytes, 1, t, op, op.layer)
@@ -269,20 +305,20 @@ class _Division:
         terms = [self.term[t][1] for t in tensors]
         wholes = []
         for t, term in zip(tensors, terms, strict=True):
-            name = f"{self.tensors[t].name}.summed"
+            name = f"{self.tensors[t].name}{self.mark}.summed"
             wholes.append(self.new.tensor(self.tensors[t], name=name, replaces=term))
             self.forms[t][WHOLE] = wholes[-1]
             del self.term[t]
         size, first = sum(self.tensors[t].bytes for t in tensors), tensors[0]
-        name = f"{self.tensors[first].name}.tensor.all_reduce"
+        name = f"{self.tensors[first].name}.{self.axis}.all_reduce"
         self._collective(name, terms, wholes, size, 2, first, op)
         return wholes
 
     def _reduce_scatter(self, t: int, op: Op) -> int:
         """This rank's tokens of the sum of terms."""
         term = self.term.pop(t)[1]
-        own = self._add_tensor(t, SEQUENCE, name=f"{self.tensors[t].name}.summed", replaces=None)
-        name = f"{self.tensors[t].name}.reduce_scatter"
+        own = self._add_tensor(t, self.tokens, name=f"{self.tensors[t].name}{self.mark}.summed", replaces=None)
+        name = f"{self.tensors[t].name}{self.mark}.reduce_scatter"
         self._collective(name, [term], [own], self.tensors[t].bytes, 1, t, op)
         return own
 
@@ -318,7 +354,7 @@ class _Division:
         layer: int | None = None,
     ) -> None:
         """A collective on a tensor for an op, in a layer, by default that of the tensor."""
-        ring = Ring(TENSOR, self.ranks, passes)
+        ring = Ring(self.axis, self.ranks, passes)
         fields = self._fields(t, op, self.tensors[t].layer if layer is None else layer)
         self.new.glue(name, "collective", reads, writes, bytes=sent(size, ring), ring=ring, group=name, **fields)
 
@@ -331,4 +367,4 @@ class _Division:
         return {"phase": op.phase, "layer": layer, "device": op.device, "dtype": dtype, "splits": batch}
 
 
-__all__ = ["ROW_NUMBERS", "divide_layers"]
+__all__ = ["ROW_NUMBERS", "divide_layers", "divide_tokens"]

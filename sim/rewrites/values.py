@@ -50,7 +50,7 @@ import numpy as np
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
-from sim.rewrites.dimensions import DIMENSIONS, QUERIES, SEQUENCE, TENSOR, dimensions, operands
+from sim.rewrites.dimensions import DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
 from sim.rewrites.fuse import STREAMED
 from sim.rewrites.rewriter import slice_of
@@ -259,12 +259,12 @@ class _Check:
     def of_all_ranks(self, op: int, claims: Iterable[Expr]) -> list[Expr]:
         """The claims of all symmetric ranks, given those of this one. op: the collective among them, -1 at the end."""
         origin = self.origin
-        ranks = {"data": origin.ranks, "tensor": origin.tensor}
+        ranks = {"data": origin.ranks, "tensor": origin.tensor, "context": origin.context}
         if ring := self.trace.op_columns.ring.get(op):
             ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
-            have = f"{ranks[ring.axis]} {'ranks' if ring.axis == 'tensor' else 'replicas'}"
+            have = f"{ranks[ring.axis]} {'ranks' if ring.axis in ('tensor', 'context') else 'replicas'}"
             self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {have}")
         every = list(claims)
         for axis in (ring.axis,) if ring is not None else ranks:
@@ -406,22 +406,21 @@ class _Check:
         like = (expr.dimension, expr.first, expr.stop, expr.count)
         shares = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
         parts = {of for of in shares if self.has(expr.dimension, of)}
-        attends = expr.dimension == SEQUENCE and dims.ops[leaf.id].kind == "attention"
+        attends = expr.dimension in TOKENS and dims.ops[leaf.id].kind == "attention"
         if attends:  # its keys and values are those of all tokens
             parts = {of for of in parts if not any(x.id in dims.keys for x in leaves(of))}
         used, of_terms = operands(dims.ops[leaf.id]), False
         if expr.dimension not in DIMENSIONS or not dims.divides(leaf.id, expr.dimension):
-            of_terms = dims.takes_terms(leaf.id) and {Same(t, leaf.iteration) for t in used} <= shares - parts
+            of_terms = dims.takes_terms(leaf.id) and {_like(expr.of, t) for t in used} <= shares - parts
             if not of_terms:
                 what = self.base.op_columns.name[leaf.id]
                 self.report("wrong", name, "", f"op {name!r}: {what!r} may not be divided along {expr.dimension!r}")
         inner = shares if of_terms else parts | have
         rows = dims.rowwise(leaf.id) if expr.dimension == TENSOR else -1
-        if rows >= 0 and Rowwise(Same(rows, leaf.iteration)) not in have:
+        if rows >= 0 and Rowwise(_like(expr.of, rows)) not in have:
             self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")
-        width = expr.stop - expr.first
-        if expr.dimension == EXPERTS or (width, expr.count) != (1, self.origin.tensor):  # else each rank does as much
-            share = share * width / expr.count
+        if not self.origin.is_symmetric(expr):  # else each rank does as much
+            share = share * (expr.stop - expr.first) / expr.count
         results = self.results(op, expr.of, self.closure(inner, glue=False, adds=False), claims, share)
         shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
         if of_terms or dims.sums(leaf.id):
@@ -483,7 +482,7 @@ class _Check:
         done = Same(leaf.id, leaf.iteration)
         self.done[done] = self.done.get(done, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
-        shares = {x.of for x in have if isinstance(x, Along)}
+        shares = {_inside(x) for x in have if isinstance(x, Along)}
         used = operands(self.dims.ops[leaf.id]) if shares else ()
         for t in base.reads(leaf.id):
             if t in suffices or (shares and t not in used and Same(t, leaf.iteration) in shares):
@@ -676,6 +675,16 @@ class _Check:
 
     def report(self, what: str, op: str, tensor: str, text: str) -> None:
         self.departures.append(Departure(what, op, tensor, text))
+
+
+def _inside(expr: Expr) -> Expr:
+    """What an expression is a share of, along however many dimensions."""
+    return _inside(expr.of) if isinstance(expr, Along) else expr
+
+
+def _like(expr: Expr, tensor: int) -> Expr:
+    """The share of a tensor that an expression is of an op."""
+    return map_leaves(expr, lambda op: Same(tensor, op.iteration))
 
 
 def _tiles(held: list[tuple[int, int]], first: int, stop: int) -> bool:

@@ -64,7 +64,7 @@ _HEADER = {
 }
 _ORIGIN = {
     "base": _TEXT,
-    **dict.fromkeys(("iterations", "ranks", "tensor", "experts"), (int, 1, 2**31 - 1)),
+    **dict.fromkeys(("iterations", "ranks", "tensor", "experts", "context"), (int, 1, 2**31 - 1)),
     **dict.fromkeys(("dealt", "steps"), (bool, 0, 1)),
 }
 _TENSOR = {
@@ -139,6 +139,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
             head["origin"]["tensor"] = origin.tensor
         if origin.experts > 1:
             head["origin"]["experts"] = origin.experts
+        if origin.context > 1:
+            head["origin"]["context"] = origin.context
         if origin.steps:
             head["origin"]["steps"] = True
     yield dump(head).encode() + b"\n"
@@ -498,7 +500,8 @@ class _Reader:
         steps, experts = origin.get("steps", False), origin.get("experts", 1)
         if ranks % experts:
             raise TraceError(f"origin: {ranks} ranks are no multiple of {experts} that divide the experts")
-        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, steps, experts)
+        context = origin.get("context", 1)
+        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, steps, experts, context)
 
 
 # ---- single values -----------------------------------------------------------------------------

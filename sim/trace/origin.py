@@ -132,6 +132,8 @@ class Glue:
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
+OF_CONTEXT = ("context", "queries")
+"""Dimensions that ranks of context parallelism divide: tokens, and what is summed over those that ask."""
 KEPT = 50_000
 _same: tuple[Same, ...] = ()
 
@@ -218,6 +220,8 @@ class Origin:
     dealt: microbatches are dealt to the replicas in turn instead: replica r has those r further.
     tensor: how many symmetric ranks divide the layers of this replica, of which this is one. Where it has share 0
         along a dimension, rank r has share r.
+    context: how many symmetric ranks divide the tokens of this replica, each of which `tensor` ranks divide further.
+        Where it has share 0 along `context` or `queries`, rank r has share r.
     experts: of the replicas, how many next to each other divide the experts of one model. Replica r has share r modulo
         that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
         have together (the inner one), of which replica r has that of group r // experts.
@@ -234,6 +238,18 @@ class Origin:
     tensor: int = 1
     steps: bool = False
     experts: int = 1
+    context: int = 1
+
+    @property
+    def symmetric(self) -> int:
+        """How many symmetric ranks there are, of which this trace is one."""
+        return self.ranks * self.context * self.tensor
+
+    def is_symmetric(self, expr: Along) -> bool:
+        """Whether a share is that of one of the ranks that divide layers or tokens, each of which has one."""
+        of_context = expr.dimension in OF_CONTEXT and self.context > 1
+        ranks = self.context if of_context else self.tensor
+        return expr.dimension != "experts" and (expr.stop - expr.first, expr.count) == (1, ranks)
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
@@ -292,8 +308,10 @@ class Origin:
 
     def _width(self, expr: Part | Microbatch | Along, axis: str) -> int:
         """By how many shares an expression differs from a rank to the next; 0 where all ranks have the same."""
-        if axis == "tensor":
-            return int(isinstance(expr, Along) and expr.count == self.tensor)
+        if axis in ("tensor", "context"):
+            of_context = isinstance(expr, Along) and expr.dimension in OF_CONTEXT and self.context > 1
+            symmetric = isinstance(expr, Along) and self.is_symmetric(expr)
+            return int(symmetric and of_context == (axis == "context"))
         if isinstance(expr, Part):
             return int(expr.count == self.ranks)  # of others, every replica has the other parts, too
         if not isinstance(expr, Microbatch) or expr.count % self.ranks:
@@ -327,6 +345,7 @@ class Origin:
             max(self.tensor, middle.tensor),
             self.steps or middle.steps,
             max(self.experts, middle.experts),
+            max(self.context, middle.context),
         )
 
 

@@ -16,7 +16,7 @@ from sim.errors import LayoutError
 from sim.layout import lay_out
 from sim.policies import load
 from sim.rewrites.ranks import all_ranks
-from sim.rewrites.tensor_parallel import divide_layers
+from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.values import departures
 from sim.trace import Trace
 from sim.trace.op import Ring
@@ -32,6 +32,8 @@ LAYOUTS = [
     {"cp": 4},
     {"cp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
     {"cp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "tp": 2, "sequence_parallel": True, "dp": 2, "zero": 1},
 ]
 
 
@@ -43,7 +45,7 @@ def step(family: str = "llama", attention: str = "flash") -> Trace:
 
 
 def by_context(trace: Trace, ranks: int) -> Trace:
-    return divide_layers(trace, ranks, context=True)
+    return divide_tokens(trace, ranks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -53,11 +55,11 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     assert {each.what for each in departures(trace, step())} <= {"repeated"}
     every = all_ranks(trace)
     assert {each.what for each in departures(every, step())} == {"repeated"}
-    stages, replicas, ranks = trace.devices, layout.get("dp", 1), layout["cp"]
-    one = peaks(trace, among(stages, replicas, ranks))
-    time, held = peaks(every, line(stages * replicas * ranks))
+    stages, replicas, tokens, tensor = trace.devices, layout.get("dp", 1), layout["cp"], layout.get("tp", 1)
+    one, ranks = peaks(trace, among(stages, replicas, tensor, tokens)), replicas * tokens * tensor
+    time, held = peaks(every, line(stages * ranks))
     assert one[0] == time
-    assert [peak for peak in one[1] for _ in range(replicas * ranks)] == held
+    assert [peak for peak in one[1] for _ in range(ranks)] == held
 
 
 @settings(max_examples=4, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
@@ -65,7 +67,7 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(("amp_bf16", "mixed_bf16", "megatron_bf16")),
     st.sampled_from(("torch", "fused")),
-    st.sampled_from((2, 4)),
+    st.sampled_from(({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 4, "tp": 2, "sequence_parallel": True})),
     st.fixed_dictionaries(
         {
             "dp": st.sampled_from((1, 2)),
@@ -76,10 +78,10 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
         }
     ),
 )
-def test_any_transformer_computes_the_same(family: str, precision: str, loss: str, cp: int, layout: dict) -> None:
+def test_any_transformer_computes_the_same(family: str, precision: str, loss: str, ranks: dict, layout: dict) -> None:
     config = {**FAMILIES[family], "model_type": family}
     base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention="flash")
-    trace, _ = lay_out(base, "a100_80_sxm", {"cp": cp, **layout})
+    trace, _ = lay_out(base, "a100_80_sxm", {**ranks, **layout})
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
@@ -134,6 +136,36 @@ def test_bytes_that_a_layer_sends(ranks: int) -> None:
     assert sent == {"forward": (ranks - 1) * k, "backward": 2 * (ranks - 1) * k}
 
 
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize(("tokens", "heads"), [(2, 2), (4, 2)])
+def test_bytes_that_a_layer_sends_where_both_are_divided(tokens: int, heads: int, by_tokens: bool) -> None:
+    """Keys and values of 1 / t of the heads over the ranks of cp; what tp sends, for 1 / c of the tokens."""
+    trace = divide_layers(by_context(step(), tokens), heads, by_tokens)
+    sent = dict.fromkeys(((axis, phase) for axis in ("context", "tensor") for phase in ("forward", "backward")), 0)
+    for op in trace.ops:
+        if op.ring is not None and op.layer == 0 and op.phase != "update":
+            sent[op.ring.axis, op.phase] += op.bytes or 0
+    k = 4 * BATCH * TOKENS // tokens * KV_WIDTH // heads
+    assert sent["context", "forward"] == (tokens - 1) * k
+    assert sent["context", "backward"] == 2 * (tokens - 1) * k
+    whole = divide_layers(step(), heads, by_tokens)
+    of_tensor = [(op.phase, op.bytes or 0) for op in whole.ops if op.ring is not None and op.layer == 0]
+    for phase in ("forward", "backward"):
+        assert sent["tensor", phase] * tokens == sum(size for its, size in of_tensor if its == phase)
+
+
+def test_saved_bytes_of_a_layer_where_both_are_divided() -> None:
+    """Those of a rank of tp with sequence parallelism, divided by c."""
+    whole, trace = divide_layers(step(), 2, True), divide_layers(by_context(step(), 2), 2, True)
+
+    def saved(of: Trace) -> int:
+        tensors = (of.tensors[t] for t in saved_tensors(of).tolist())
+        return sum(t.bytes for t in tensors if t.layer == 0 and not t.name.endswith((".seed", ".offset")))
+
+    assert saved(trace) * 2 == saved(whole)
+    assert saved(step()) == saved(whole) * 2
+
+
 def test_weight_gradients_are_summed_once() -> None:
     trace = by_context(step(), 4)
     weights = sum(t.bytes for t in trace.tensors if t.role == "weight" and trace.producer[t.id] < 0)
@@ -160,14 +192,27 @@ def whats(trace: Trace) -> set[str]:
 def test_attention_to_its_own_keys_alone_is_wrong() -> None:
     trace = by_context(step(), 2)
     core, own = op_named(trace, "h0.attn.core"), named(trace, "h0.attn.rope.k.add.out")
-    whole = named(trace, "h0.attn.rope.k.add.out.for.h0.attn.core")
+    whole = named(trace, "h0.attn.rope.k.add.out.context.for.h0.attn.core")
     assert whats(trace) == set()
     assert whats(reading(trace, core, whole, own)) == {"wrong"}
 
 
+def test_a_gradient_summed_over_the_heads_ranks_alone_is_wrong() -> None:
+    """With tp and cp, an update that takes what the ranks of one part of the tokens know."""
+    trace = divide_layers(by_context(step(), 2), 2, True)
+    assert whats(trace) == set()
+    columns = trace.op_columns
+    last = max(op for op, ring in columns.ring.items() if ring.axis == "context")
+    alone = replace(columns, ring={op: ring for op, ring in columns.ring.items() if op != last})
+    lonely = Trace(
+        trace.tensor_columns, alone, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+    assert whats(lonely) == {"wrong"}
+
+
 def test_the_values_of_another_layer_are_wrong() -> None:
     trace = by_context(step(), 2)
-    mine, other = named(trace, "h1.attn.v.out.for.h1.attn.core"), named(trace, "h0.attn.v.out.for.h0.attn.core")
+    mine, other = (named(trace, f"h{i}.attn.v.out.context.for.h{i}.attn.core") for i in (1, 0))
     assert "wrong" in whats(reading(trace, op_named(trace, "h1.attn.core"), mine, other))
 
 
@@ -187,7 +232,7 @@ def test_a_gradient_of_keys_from_its_own_queries_alone_is_wrong() -> None:
 def test_a_collective_without_a_member_is_wrong() -> None:
     trace = by_context(step(), 4)
     first = min(trace.op_columns.ring)
-    ring = {**trace.op_columns.ring, first: Ring("tensor", 3, trace.op_columns.ring[first].passes)}
+    ring = {**trace.op_columns.ring, first: Ring("context", 3, trace.op_columns.ring[first].passes)}
     assert whats(rebuilt(trace, ring=ring)) == {"wrong"}
 
 
@@ -199,7 +244,11 @@ def test_a_collective_without_a_member_is_wrong() -> None:
     [
         ({}, {"cp": 3}, "cp: 3 does not divide the sequence of 16; nearest: 2"),
         ({"attention": "eager"}, {"cp": 2}, "cp: scores of all tokens with all others .* try attention 'flash'"),
-        ({}, {"cp": 2, "tp": 2}, "cp: tokens and layers cannot both be divided yet; nearest: cp 1, or tp 1"),
+        (
+            {"sequence": 18},
+            {"cp": 2, "tp": 2, "sequence_parallel": True},
+            "tp: 2 does not divide the 9 tokens of a rank of cp 2; nearest: 1",
+        ),
         ({"lora_rank": 4}, {"cp": 2}, "cp: layers with adapters cannot be divided yet; nearest: 1"),
         ({}, {"cp": 0}, "cp: needs a whole number of at least 1, has 0; nearest: 1"),
     ],

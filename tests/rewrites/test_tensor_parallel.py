@@ -38,10 +38,11 @@ def step(family: str = "gpt2") -> Trace:
     return transformer(config, batch=4, sequence=16, precision="mixed_bf16", loss="fused")
 
 
-def among(stages: int, replicas: int, tensor: int) -> Platform:
-    """`line`, with links for the rings of both axes."""
+def among(stages: int, replicas: int, tensor: int, context: int = 1) -> Platform:
+    """`line`, with links for the rings of all axes."""
     bare = line(stages, replicas)
-    rings = [Link(rank_link("tensor", i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) if tensor > 1]
+    axes = [axis for axis, ranks in (("tensor", tensor), ("context", context)) if ranks > 1]
+    rings = [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) for axis in axes]
     return replace(bare, links=(*bare.links, *rings))
 
 
