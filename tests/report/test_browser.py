@@ -374,6 +374,87 @@ def test_what_the_box_says_follows_a_zoom_under_a_still_pointer(visit, step, whe
     assert matches() == (True, before)
 
 
+def said_under(page, x, y):
+    """What the box says while the pointer rests at a place, and what it says of it to one that has just come."""
+
+    def says():
+        page.wait_for_timeout(100)  # frames after which it is drawn
+        return page.locator(".tip").evaluate("(box) => box.hidden || box.innerText")
+
+    rests = says()
+    page.mouse.move(x + 3, y)
+    page.mouse.move(x, y)
+    return rests, says()
+
+
+@pytest.mark.parametrize("where", [".area", ".u-over"])
+def test_the_box_tells_what_lies_under_a_mouse_that_rests_whatever_changes_the_page(visit, step, where):
+    page = visit(step, size={"width": 1280, "height": 1400})
+    box = page.locator(where).bounding_box()
+    x, y, width = box["x"] + box["width"] * 0.45, box["y"] + 20, box["width"]
+
+    def pressed(locator):
+        locator.focus()
+        page.keyboard.press("Enter")
+
+    def dragged():
+        page.mouse.move(x - width / 5, y)
+        page.mouse.down()
+        page.mouse.move(x, y, steps=4)
+        page.mouse.up()
+
+    def turned(*by, key=None):
+        if key:
+            page.keyboard.down(key)
+        for dx, dy in by:
+            page.mouse.wheel(dx, dy)
+        if key:
+            page.keyboard.up(key)
+
+    acts = {
+        "drag": dragged,
+        "wheel with Ctrl": lambda: turned((0, -60), (0, -60), (0, -60), key="Control"),
+        "wheel sideways": lambda: turned((90, 0)),
+        "double click": lambda: page.mouse.dblclick(x, y),
+        "button": lambda: pressed(page.get_by_label("Zoom in")),
+        "another tier": lambda: pressed(page.get_by_role("button", name="host")),
+        "the tier again": lambda: pressed(page.get_by_role("button", name="hbm0")),
+        "narrower": lambda: page.set_viewport_size({"width": 1000, "height": 1400}),
+        "wider": lambda: page.set_viewport_size({"width": 1280, "height": 1400}),
+        "scrolled": lambda: turned((0, 25)),
+    }
+    told_something = 0
+    for name, act in acts.items():
+        page.mouse.move(x, y)
+        act()
+        rests, comes = said_under(page, x, y)
+        assert rests == comes, name
+        told_something += rests is not True
+    assert told_something > 5
+    page.keyboard.press("Escape")
+    assert page.locator(".tip").is_hidden()
+
+
+def test_a_marker_that_is_no_longer_there_is_not_told(visit, many):
+    page = visit(many[0], size={"width": 1280, "height": 1400})
+    page.get_by_label("Filter the rows").fill("keep_all 83")
+    page.wait_for_function("() => document.querySelectorAll('.panels canvas').length === 1")
+    box = page.locator(".scatter canvas").bounding_box()
+    spots = [(box["x"] + 70 + dx, box["y"] + 15 + dy) for dx in range(0, 1000, 9) for dy in range(0, 300, 9)]
+    for x, y in spots:
+        page.mouse.move(x, y)
+        if page.locator(".tip:not([hidden])").count():
+            break
+    assert page.locator(".tip:not([hidden])").count(), "no marker was found"
+    page.get_by_label("Filter the rows").focus()
+    page.keyboard.type(" 5")
+    assert said_under(page, x, y) == (True, True)
+    page.keyboard.press("Backspace")
+    rests, comes = said_under(page, x, y)
+    assert rests == comes
+    assert rests.startswith("keep_all, 83")
+
+
 def test_memory_says_what_each_role_holds(visit, step, step_log):
     page = visit(step)
     at(page, ".u-over", 0.5, row=4)

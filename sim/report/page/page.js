@@ -20,7 +20,7 @@ function put(parts) {
 }
 
 async function show(about, table) {
-  hideTip();
+  tellNothing();
   main.setAttribute("aria-busy", "true");
   const asked = /^#run=(.+)$/.exec(location.hash);
   if (!table) put(runPage(await part("run"), about.colours));

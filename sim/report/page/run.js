@@ -90,6 +90,7 @@ function timelinePart(run, lanes, colours) {
       }, swatch(colours.roles[name]), words(name));
     }));
     alive.show(full, peak.at + 1, null);
+    tellAgain();
   }
   choices.append(...used.map((each) => el("button", { type: "button", "data-tier": each.name, onclick: () => choose(each) }, each.name)));
 

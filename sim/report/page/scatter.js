@@ -82,8 +82,7 @@ class Scatter {
     this.open = open;
     this.canvas = el("canvas", { role: "img", "aria-label": "Time of an iteration against peak memory, a marker a run; the table below has the same figures." });
     this.holder = el("div", { class: "scatter" }, this.canvas);
-    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
-    this.canvas.addEventListener("pointerleave", hideTip);
+    tellers.set(this.canvas, { tell: (event) => this.hover(event), stop: hideTip });
     this.canvas.addEventListener("click", (event) => {
       const found = this.nearest(event);
       if (found) this.open(found.row);
@@ -159,6 +158,7 @@ class Scatter {
       context.textAlign = "center";
       context.fillText("no run fits", left + w / 2, top + h / 2);
     }
+    tellAgain();
   }
 
   // The budget, and the front: to its right and above it another run has both less time and a lower peak.

@@ -38,6 +38,7 @@ class Viewport {
     requestAnimationFrame(() => {
       this.waiting = false;
       for (const draw of this.drawers) draw();
+      tellAgain();
     });
   }
 
@@ -80,27 +81,21 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
     line.hidden = !(share >= 0 && share <= 1);
     line.style.left = `${100 * share}%`;
   };
-  let still = null; // the last event of a pointer that has not left
   view.pointers.push(place);
-  view.drawers.push(() => {
-    if (still && host.isConnected) under(still); // the pointer stays and another time comes under it
-    place(view.cursor);
-  });
+  view.drawers.push(() => place(view.cursor));
   place(null);
   band.hidden = true;
-
-  function under(event) {
-    still = event;
-    const time = timeAt(event.clientX);
-    view.point(time);
-    if (hover) hover(time, event);
-    return time;
-  }
-  function leave(event) {
-    still = null;
-    view.point(null);
-    if (hover) hover(null, event);
-  }
+  tellers.set(host, {
+    tell(event) {
+      const time = timeAt(event.clientX);
+      view.point(time);
+      if (hover) hover(time, event);
+    },
+    stop() {
+      view.point(null);
+      if (hover) hover(null);
+    },
+  });
 
   const touches = new Map();
   let from = null; // where a drag of the mouse began
@@ -130,7 +125,7 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
       touches.set(event.pointerId, event.clientX);
       if (Math.abs(event.clientX - from) > 6 || touches.size > 1) {
         moved = true;
-        leave(event); // what a tap has told is no longer there
+        tellNothing(); // what a tap has told is no longer there
       }
       if (touches.size === 1 && moved) {
         const width = host.getBoundingClientRect().width;
@@ -146,9 +141,7 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
           }
         }
       }
-      return;
     }
-    under(event);
   });
   const release = (event) => {
     if (!touches.has(event.pointerId)) return;
@@ -158,16 +151,13 @@ function gestures(host, view, { hover = null, click = null, keys = null } = {}) 
       const [a, b] = [timeAt(from), timeAt(event.clientX)].sort((x, y) => x - y);
       view.set(Math.max(0, a), Math.min(view.full, b));
     } else if (event.type === "pointerup" && !moved) {
-      const time = under(event);
-      if (click) click(time, event);
+      tellUnder(event);
+      if (click) click(timeAt(event.clientX), event);
     }
     if (!touches.size) from = null;
   };
   host.addEventListener("pointerup", release);
   host.addEventListener("pointercancel", release);
-  host.addEventListener("pointerleave", (event) => {
-    if (event.pointerType === "mouse" && !touches.size) leave(event);
-  });
   host.addEventListener("dblclick", () => view.all());
   host.addEventListener("wheel", (event) => {
     if (event.ctrlKey || event.metaKey) {
@@ -209,3 +199,41 @@ function showTip(event, title, lines, colour = null) {
 }
 
 function hideTip() { tip.hidden = true; }
+
+// The tip says what lies under the pointer, also where the page changes beneath one that rests.
+const tellers = new WeakMap(); // by element: tell(event) shows what lies there, stop() ends it
+let pointed = null; // the event, and how far the page was scrolled then
+let told = null; // the element that was told about
+
+function tellUnder(event) {
+  pointed = { event, scrolled: [scrollX, scrollY] };
+  let host = document.elementFromPoint(event.clientX, event.clientY);
+  while (host && !tellers.has(host)) host = host.parentElement;
+  if (told && told !== host) tellers.get(told).stop();
+  told = host;
+  if (host) tellers.get(host).tell(event);
+}
+
+function tellAgain() {
+  queueMicrotask(() => { if (pointed) tellUnder(pointed.event); }); // uPlot lays itself out in one, too
+}
+
+function tellNothing() {
+  if (told) tellers.get(told).stop();
+  pointed = told = null;
+}
+
+document.addEventListener("pointermove", (event) => {
+  if (event.pointerType === "mouse" || (event.pointerType === "pen" && !event.buttons)) tellUnder(event);
+});
+document.documentElement.addEventListener("pointerleave", (event) => {
+  if (event.pointerType === "mouse") tellNothing();
+});
+addEventListener("scroll", () => {
+  if (!pointed || (pointed.scrolled[0] === scrollX && pointed.scrolled[1] === scrollY)) return;
+  if (pointed.event.pointerType === "mouse") tellAgain();
+  else tellNothing(); // what was tapped has moved away
+}, { passive: true });
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") tellNothing();
+});
