@@ -85,8 +85,14 @@ REASONS = {
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
         "A800 links are slower than an A100's. The vocabulary is padded. Memory is read from the card, in whole GiB, "
-        "cached blocks, NCCL's buffers and the context included."
+        "cached blocks, NCCL's buffers and the context included. What FP8 brings beside bf16 (fpl3-03 and -05, -02 and "
+        "-04) is 1.29 and 1.30 in print."
     ),
+    "nemo": (
+        "Recomputation, the type of gradients, whether weights are kept in FP8 alone, and how tp overlaps are not said; "
+        "here gradients are in fp32 and nothing is recomputed, and what does not fit with that is refused."
+    ),
+    "mllama": "As nemo.",
     "mgold": (
         "Memory alone: times are of a deterministic mode and bound by launches. The last rank logs, whose copy of the "
         "tied embeddings is a weight of its own (here: untied). Two workspaces of cuBLAS of 32 MiB are added, as the "

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from sim.errors import WorkloadError, near
+from workloads.costs import matmul_flops
+from workloads.eight_bits import eight_bit_linear, multiplies_in_8_bits
 from workloads.precision import PRECISIONS, QUANTISED, Precision
 from workloads.primitives import add, copy, dropout, linear, scale
 from workloads.tape import Tape, Value
@@ -72,7 +74,7 @@ class Tuning:
         """In which type a frozen weight is stored. Of quantised ones only the matrices of linear layers are."""
         if self.dtype in QUANTISED:
             return self.dtype if of_linear else precision.compute
-        return self.dtype or precision.weight
+        return self.dtype or (precision.stored if of_linear else "") or precision.weight
 
     def adapts(self, layer: str) -> bool:
         """Whether the linear layer of that name has an adapter."""
@@ -149,8 +151,13 @@ def linear_layer(tape: Tape, weights: Mapping[str, Value], name: str, x: Value, 
     Beside a quantised weight PEFT clones the result before it adds, casts what it adds instead of the sum, and leaves
     types to autocast where that is on (`peft.tuners.lora.bnb.Linear4bit`).
     """
-    weight = weights[f"{name}.weight"]
-    out = linear(tape, name, x, weight, weights.get(f"{name}.bias"))
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if multiplies_in_8_bits(tape):
+        rows, columns = x.elements // x.shape[-1], weight.elements // x.shape[-1]
+        flops = matmul_flops(rows, x.shape[-1], columns)
+        out = eight_bit_linear(tape, name, x, weight, (*x.shape[:-1], columns), flops, bias)
+    else:
+        out = linear(tape, name, x, weight, bias)
     if not tuning.adapts(name):
         return out
     quantised = weight.dtype in QUANTISED

@@ -12,6 +12,7 @@ import numpy as np
 
 from workloads.adapters import Tuning, linear_layer
 from workloads.costs import element_flops, matmul_flops
+from workloads.eight_bits import eight_bit_linear, multiplies_in_8_bits
 from workloads.models import Config
 from workloads.primitives import Gradients, elementwise, gather, linear, multiply, softmax, split, unary
 from workloads.tape import Tape, Value
@@ -111,6 +112,10 @@ def _grouped(
 
 def grouped_linear(tape: Tape, name: str, x: Value, weight: Value, ends: Value) -> Value:
     """Each group of rows times its own matrix, in one kernel; `ends` has the position after each group."""
+    if multiplies_in_8_bits(tape):
+        rows, columns = x.shape[0], weight.shape[1]
+        flops = matmul_flops(rows, x.shape[1], columns)
+        return eight_bit_linear(tape, name, x, weight, (rows, columns), flops, others=[ends])
     w = tape.to_compute(weight, f"{name}.weight.cast")
     a = tape.to_compute(x, f"{name}.input.cast")
     rows, inner = a.shape

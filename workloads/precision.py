@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim.errors import WorkloadError, near
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1, "uint8": 1}
 """Bytes of one element of each type."""
 
 QUANTISED = ("nf4", "nf4_double")
@@ -40,6 +40,9 @@ class Precision:
     main_gradients: the gradients of weights are kept in fp32, as Megatron-LM does for bf16 (`main_grad`; its argument
         accumulate_allreduce_grads_in_fp32, which bf16 implies): 2 + 4 + 12 bytes per parameter with Adam, the table of
         its distributed optimizer.
+    linear: an 8-bit type in which the linear layers inside the model's layers multiply (`workloads.eight_bits`), ""
+        for `compute`. All else, attention and the head among it, computes as without it.
+    stored: the type in which the weights of these linear layers lie in memory, "" for `weight`; for inference alone.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Precision:
     autocast: bool = False
     master: bool = False
     main_gradients: bool = False
+    linear: str = ""
+    stored: str = ""
 
     @property
     def gradient(self) -> str:
@@ -71,6 +76,10 @@ PRECISIONS = {
         Precision("mixed_bf16", "bf16", "bf16", master=True),
         Precision("mixed_fp16", "fp16", "fp16", master=True),
         Precision("megatron_bf16", "bf16", "bf16", master=True, main_gradients=True),
+        Precision("mixed_fp8", "bf16", "bf16", master=True, linear="fp8"),
+        Precision("megatron_fp8", "bf16", "bf16", master=True, main_gradients=True, linear="fp8"),
+        Precision("fp8", "bf16", "bf16", linear="fp8", stored="fp8"),
+        Precision("int8", "fp16", "fp16", linear="int8", stored="int8"),
     )
 }
 """The precisions by name. fp16 needs loss scaling, which is not modelled, because it takes no memory of its own."""

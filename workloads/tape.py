@@ -17,7 +17,8 @@ from typing import NamedTuple
 from sim.trace.builder import TraceBuilder
 from workloads.precision import BYTES, Precision, stored_bytes
 
-FLOATS = frozenset(("fp32", "bf16", "fp16"))
+ARITHMETIC = frozenset(("fp32", "bf16", "fp16", "fp8", "int8"))
+"""The types that ops compute in; others are indices and masks."""
 
 
 class Value(NamedTuple):
@@ -107,6 +108,7 @@ class Tape:
         self._overwritten: set[int] = set()
         self._slots = 0
         self._casts: dict[int, Value] = {}
+        self.eight_bit: dict[tuple[int, str], tuple[Value, Value | None]] = {}  # see `workloads.eight_bits`
         self._tensor_names: dict[str, int] = {}
         self._op_names: dict[str, int] = {}
 
@@ -133,6 +135,10 @@ class Tape:
     def result(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
         """A tensor of the forward pass that needs a gradient if an input of the op that computes it does."""
         return self._value(self.prefix + name, shape, dtype, "activation", self.new_slot())
+
+    def unprefixed(self, name: str, shape: tuple[int, ...], dtype: str, role: str) -> Value:
+        """A tensor without a gradient whose name has no prefix: microbatches may share it."""
+        return self._value(name, shape, dtype, role, -1)
 
     def temporary(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
         """A tensor of the backward pass."""
@@ -266,7 +272,7 @@ class Tape:
             flops=kernel.flops,
             bytes=touched,
             random=kernel.random,
-            dtype=next((v.dtype for v in operands if v.dtype in FLOATS), ""),
+            dtype=next((v.dtype for v in operands if v.dtype in ARITHMETIC), ""),
             splits=self._splits(kernel, (*reads, *extra)) if self.samples > 1 else (),
             function=kernel.function,
             counted=kernel.counted,

@@ -69,7 +69,9 @@ def transformer(
     sequence: tokens per sample.
     precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), amp_bf16, amp_fp16 (fp32
         weights under autocast), mixed_bf16, mixed_fp16 (16-bit weights and gradients, fp32 master weights and state),
-        megatron_bf16 (as mixed_bf16, but the gradients of weights are kept in fp32).
+        megatron_bf16 (as mixed_bf16, but the gradients of weights are kept in fp32), mixed_fp8, megatron_fp8 (as
+        those in bf16, but linear layers multiply in FP8, see `workloads.eight_bits`); with `generate` fp8 and int8
+        (weights of linear layers in 8 bits, which multiply quantised inputs), too.
     attention: eager, sdpa or flash, see `workloads.attention`.
     dropout: replaces all probabilities of the config.
     optimizer: one of `workloads.optimizers.OPTIMIZERS`.
@@ -103,6 +105,7 @@ def transformer(
     for axis, name in given.items():
         if name not in CHOICES[axis]:
             raise WorkloadError(f"{axis} {name!r} is unknown{near(str(name), CHOICES[axis])}")
+    _check_eight_bits(PRECISIONS[precision], generate is not None)
     batch, sequence = _count("batch", batch), _count("sequence", sequence)
     micro_batches = _count("micro_batches", micro_batches)
     if batch % micro_batches:
@@ -147,6 +150,17 @@ def transformer(
     except TraceError as error:  # sizes that no trace holds
         raise WorkloadError(f"model {c.name!r}: {error}") from None
     return as_workload(trace, stack)
+
+
+def _check_eight_bits(precision: Precision, generates: bool) -> None:
+    """Raise WorkloadError for 8 bits of the wrong kind, naming the right one."""
+    if precision.stored and not generates:
+        raise WorkloadError(
+            f"precision {precision.name!r} stores weights in 8 bits, for inference: give generate, or train in FP8 "
+            "with 'mixed_fp8' or 'megatron_fp8'"
+        )
+    if precision.linear and not precision.stored and generates:
+        raise WorkloadError(f"precision {precision.name!r} is for training; with generate it is {precision.linear!r}")
 
 
 def _count(argument: str, value: object) -> int:

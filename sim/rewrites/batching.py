@@ -417,7 +417,8 @@ def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) 
 def _repeated_ops(trace: Trace, splits: NDArray[np.bool_], late: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Whether each op runs as a whole in every microbatch: only its ops read the results, and nothing overwrites them.
 
-    An op that draws random numbers runs once, since it would draw others each time.
+    An op that draws random numbers runs once, since it would draw others each time; so does one that makes a weight,
+    such as a copy of another in 8 bits, which is kept.
     """
     c, columns = trace.op_columns, trace.tensor_columns
     kept = {*trace.outputs, *(t for pair in trace.carry for t in pair)}

@@ -27,7 +27,7 @@ from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
-LAYOUT = ("dp", "tp", "sequence_parallel", "pp", "zero", "schedule", "chunks")
+LAYOUT = ("dp", "tp", "cp", "sequence_parallel", "pp", "zero", "schedule", "chunks")
 READING = ("context", "last_stage", "memory_only")
 RUN = (*LAYOUT, *READING, "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
@@ -118,7 +118,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int) -> tuple[int, int]:
 
 def devices_of(setup: Mapping[str, Any]) -> int:
     """How many devices a layout takes."""
-    return prod(setup.get(key, 1) for key in ("dp", "tp", "pp"))
+    return prod(setup.get(key, 1) for key in ("dp", "tp", "cp", "pp"))
 
 
 def _rate(row: Mapping[str, Any], accumulate: int, seconds: float) -> float:
