@@ -89,8 +89,8 @@ REASONS = {
         "-04) is 1.29 and 1.30 in print."
     ),
     "nemo": (
-        "Recomputation, the type of gradients, whether weights are kept in FP8 alone, and how tp overlaps are not said; "
-        "here gradients are in fp32 and nothing is recomputed, and what does not fit with that is refused."
+        "Recomputation, the type of gradients, whether weights are kept in FP8 alone, and how tp overlaps are not "
+        "said; here gradients are in fp32 and nothing is recomputed, and what does not fit with that is refused."
     ),
     "mllama": "As nemo.",
     "mgold": (

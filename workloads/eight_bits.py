@@ -67,18 +67,19 @@ def eight_bit_linear(
         tape.save(other, "where the groups of rows end")
 
     def rule(g: Value) -> list[Value | None]:
-        gradients: list[Value | None] = [None, None, *([None] if bias else [])]
+        of_input = of_weight = None
         g_row, g_turned = _quantised(tape, f"{name}.bwd.gradient", g, turned=turned is not None)
         if w_turned:
-            gradients[0] = tape.gradient(x)
-            tape.op(f"{name}.bwd", "matmul", [g_row, w_turned, *others], [gradients[0]], flops=flops)
+            of_input = tape.gradient(x)
+            tape.op(f"{name}.bwd", "matmul", [g_row, w_turned, *others], [of_input], flops=flops)
         if turned and g_turned:
-            gradients[1] = tape.gradient(weight)
-            tape.op(f"{name}.bwd.weight", "matmul", [turned, g_turned, *others], [gradients[1]], flops=flops)
-        if bias and tape.needs_gradient(bias):
-            gradients[2] = tape.gradient(bias)
-            tape.op(f"{name}.bwd.bias", "reduce", [g], [gradients[2]], flops=element_flops("sum", g.elements))
-        return gradients
+            of_weight = tape.gradient(weight)
+            tape.op(f"{name}.bwd.weight", "matmul", [turned, g_turned, *others], [of_weight], flops=flops)
+        if not bias or not tape.needs_gradient(bias):
+            return [of_input, of_weight, *(None for _ in biases)]
+        of_bias = tape.gradient(bias)
+        tape.op(f"{name}.bwd.bias", "reduce", [g], [of_bias], flops=element_flops("sum", g.elements))
+        return [of_input, of_weight, of_bias]
 
     tape.record([x, weight, *biases], [out], rule)
     return out
