@@ -20,7 +20,7 @@ from sim.errors import LayoutError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.rewrites.dimensions import TENSOR, dimensions
+from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import pipeline
@@ -244,7 +244,8 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1) 
     """
     if tp == 1:
         return
-    _check_divisible("tp", trace)
+    _check_divisible("tp", trace, by_expert=True)
+    _check_rows_of_experts(trace, sequence_parallel)
     most = divisible(trace)
     if not most:
         raise LayoutError("tp: the trace has no layers that are known to divide; nearest: 1")
@@ -290,11 +291,26 @@ def check_experts(trace: Trace, ep: int) -> None:
         raise LayoutError("ep: the trace has microbatches already; give micro_batches in the layout instead")
 
 
-def _check_divisible(key: str, trace: Trace) -> None:
-    """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
-    for word, what in (("expert_loads", "experts"), ("lora_rank", "adapters")):
-        if word in trace.meta:
-            raise LayoutError(f"{key}: layers with {what} cannot be divided yet; nearest: 1")
+def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
+    """Raise LayoutError where rows sorted by expert would be taken for tokens: one expert per token has as many."""
+    tokens = math.prod(int(trace.meta.get(key, 0)) for key in ("batch", "sequence"))
+    loads = (sum(rows) for layers in trace.meta.get("expert_loads") or () for rows in layers.values())
+    if sequence_parallel and tokens in loads:
+        raise LayoutError(
+            "sequence_parallel: rows of experts, one for each token, cannot be told from tokens; nearest: false"
+        )
+
+
+def _check_divisible(key: str, trace: Trace, by_expert: bool = False) -> None:
+    """Raise LayoutError for a trace whose layers cannot be divided among ranks at all.
+
+    by_expert: whether experts whose weights are one tensor can be.
+    """
+    whole = "expert_loads" in trace.meta and not (by_expert and experts_of(trace))
+    form = "; try experts_implementation 'grouped'" if whole and by_expert else ""
+    for found, what in ((whole, "experts"), ("lora_rank" in trace.meta, "adapters")):
+        if found:
+            raise LayoutError(f"{key}: layers with {what} cannot be divided yet{form}; nearest: 1")
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
@@ -315,6 +331,10 @@ def divisible(trace: Trace) -> int:
         shape = trace.tensor_columns.shape.get(t, ())
         if trace.tensor_columns.layer[t] >= 0 and not known.family[t] and len(shape) > 2:
             found = math.gcd(found, shape[1] if len(shape) == 4 else shape[-1])
+    for name in experts_of(trace):
+        shape = trace.tensor_columns.shape[trace.tensor_id(name)]
+        at = column_axis(name)
+        found = math.gcd(found, shape[at] // 2 if at == 1 else shape[at])  # gate and up, each by itself
     return found
 
 

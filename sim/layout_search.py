@@ -30,6 +30,7 @@ from sim.layout_estimate import Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
+from sim.rewrites.experts import experts_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
@@ -227,7 +228,8 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
 def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int]]:
     """Ranks of tensor and of context parallelism that divide a trace, together inside a node."""
     heads = divisible(trace)
-    dense = "expert_loads" not in trace.meta and "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
+    plain = "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
+    dense, by_expert = plain and "expert_loads" not in trace.meta, plain and bool(experts_of(trace))
     inside = [ranks for ranks in _divisors(devices) if ranks <= per_node]
     for cp in inside:
         try:
@@ -236,7 +238,8 @@ def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int
             continue
         for tp in inside:
             whole = tp == 1 or (heads and heads % tp == 0)
-            if devices % (tp * cp) == 0 and tp * cp <= per_node and whole and (dense or tp * cp == 1):
+            divides = dense or (cp == 1 and (tp == 1 or by_expert))
+            if devices % (tp * cp) == 0 and tp * cp <= per_node and whole and divides:
                 yield tp, cp
 
 

@@ -26,9 +26,10 @@ from sim.trace.kept import kept
 from sim.trace.op import Op
 from sim.trace.tensor import Tensor
 
-COLUMNS = ("attn.qkv", "attn.q", "attn.k", "attn.v", "mlp.fc", "mlp.gate", "mlp.up")
+_MLP = ("mlp.gate", "mlp.up", "mlp.gate_up", "mlp.shared.gate", "mlp.shared.up")
+COLUMNS = ("attn.qkv", "attn.q", "attn.k", "attn.v", "mlp.fc", *_MLP)
 """Linear layers whose results are divided: weights and biases."""
-ROWS = ("attn.proj", "mlp.proj", "mlp.down")
+ROWS = ("attn.proj", "mlp.proj", "mlp.down", "mlp.shared.down")
 """Linear layers that sum over what is divided: weights only."""
 VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
 """Embedding and head."""
@@ -147,6 +148,11 @@ def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
     return apart if len(apart) == 2 and tokens.issuperset(apart) else op.reads[:1]
 
 
+def column_axis(weight: str) -> int:
+    """Along which axis of each expert's matrix, (experts, results, inner), a weight of this name is divided."""
+    return 2 if _ROW.fullmatch(weight) else 1
+
+
 def own_tokens(trace: Trace) -> int:
     """How many tokens of a sample a rank has, of those that `context` divides; 0 where the trace states no sequence."""
     sequence, ranks = trace.meta.get("sequence"), trace.meta.get("context_ranks", 1)
@@ -236,6 +242,7 @@ __all__ = [
     "TENSOR",
     "TOKENS",
     "Dimensions",
+    "column_axis",
     "dimensions",
     "is_divided",
     "operands",

@@ -58,7 +58,7 @@ def expert_ops(trace: Trace, ops: Sequence[Op], family: Sequence[str]) -> tuple[
                 made.update(op.writes)
             continue
         own = all(t in made or family[t] in experts for t in op.reads)
-        if op.kind not in ("elementwise", "copy") or not op.reads or not own:
+        if op.kind not in ("elementwise", "copy", "collective") or not op.reads or not own:
             continue
         of = [gradient[1] for t in op.writes if op.kind == "copy" and (gradient := _GRADIENT.fullmatch(names[t]))]
         if any(family[by_name[name]] == "" and by_name[name] not in made for name in of if name in by_name):

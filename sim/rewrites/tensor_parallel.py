@@ -24,6 +24,11 @@ Both together: a rank that has 1 / c of the tokens has 1 / t of the layers' head
 and values of its own heads alone, so that what it sends per layer for attention falls by t. With sequence parallelism
 the c-th part of the tokens is divided by t further.
 
+A mixture's experts are divided like an MLP, each by its own columns and rows; router and sorting are done by every
+rank for all its tokens, and the terms of the experts' results are summed at the experts, row by row. With experts
+divided among replicas, too, an all-to-all joins ranks with the same part of the layers (Singh et al., "A Hybrid
+Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training", ICS 2023, section 3).
+
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
 are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
@@ -45,6 +50,7 @@ from sim.rewrites.dimensions import (
     SEQUENCE,
     TENSOR,
     Dimensions,
+    column_axis,
     dimensions,
     is_divided,
     operands,
@@ -76,7 +82,7 @@ def divide_tokens(trace: Trace, ranks: int) -> Trace:
 def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
-    trace: a trace on one device, of a dense transformer, or a rank's of `divide_tokens`.
+    trace: a trace on one device, of a transformer, or a rank's of `divide_tokens`.
     ranks: how many; with 1 the trace itself is returned.
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
     """
@@ -248,8 +254,11 @@ class _Division:
 
     def _shape(self, t: Tensor, form: str) -> tuple[int, ...] | None:
         """The shape of a share of an activation where it is known."""
-        if t.shape is None or self.dims.family[t.id]:
+        if t.shape is None or (self.dims.family[t.id] and len(t.shape) < 3):
             return None
+        if self.dims.family[t.id]:
+            at = column_axis(self.dims.family[t.id])
+            return (*t.shape[:at], t.shape[at] // self.ranks, *t.shape[at + 1 :])
         at = (1 if len(t.shape) == 4 else len(t.shape) - 1) if form == TENSOR else token_axis(self.trace, t.shape)
         at %= len(t.shape)  # of attention's statistics, the last
         size, rest = divmod(t.shape[at], self.ranks)

@@ -46,6 +46,9 @@ LAYOUTS = [
     {"dp": 4, "ep": 2, "micro_batches": 2, "zero": 2},
     {"dp": 4, "ep": 4, "micro_batches": 2, "zero": 3},
     {"dp": 4, "ep": 2, "pp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
+    {"tp": 2},
+    {"dp": 2, "ep": 2, "tp": 2},
+    {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "micro_batches": 2, "zero": 1},
 ]
 
 
@@ -70,11 +73,11 @@ def divided(layout: dict, skew: float = 0.0) -> Trace:
 
 
 def rings(stages: int, replicas: int) -> Platform:
-    """`line`, with links for all rings of replicas, on the same wires."""
+    """`line`, with links for all rings of replicas, on the same wires, and for those that divide layers."""
     bare = line(stages, replicas)
     more = [Link(shared_link(i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages)]
     more += [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) for axis in
-            ("expert", "expert_data")]  # fmt: skip
+            ("expert", "expert_data", "tensor")]  # fmt: skip
     return replace(bare, links=(*bare.links, *more))
 
 
@@ -94,14 +97,16 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     assert {each.what for each in departures(trace, step())} <= {"repeated"}
     every = all_ranks(trace)
     assert {each.what for each in departures(every, step())} <= {"repeated"}
-    stages, replicas = trace.devices, layout["dp"]
-    among = switch(replicas) if stages == 1 else line(stages * replicas)
+    stages, replicas, tensor = trace.devices, layout.get("dp", 1), layout.get("tp", 1)
+    ranks = replicas * tensor
+    among = switch(ranks) if stages * tensor == 1 else line(stages * ranks)
     own = rings(stages, replicas)
-    if layout["ep"] < replicas or stages > 1:  # which of several rings goes first on a wire would be arbitrary
+    alone = layout.get("ep", 1) == replicas and stages * tensor == 1
+    if not alone:  # which of several rings goes first on a wire would be arbitrary
         among, own = (replace(p, links=tuple(replace(ln, rate=10**15) for ln in p.links)) for p in (among, own))
     one, all_of_them = peaks(trace, own), peaks(every, among)
     assert one[0] == all_of_them[0]
-    assert [peak for peak in one[1] for _ in range(replicas)] == all_of_them[1]
+    assert [peak for peak in one[1] for _ in range(ranks)] == all_of_them[1]
 
 
 @pytest.mark.parametrize("skew", [0.5, 1.5])
@@ -125,6 +130,7 @@ def test_all_ranks_wait_for_the_most_loaded_one(ranks: int, skew: float) -> None
     st.sampled_from(((2, 2), (4, 2), (4, 4))),
     st.fixed_dictionaries(
         {
+            "tp": st.sampled_from((1, 2)),
             "zero": st.integers(0, 3),
             "micro_batches": st.sampled_from((1, 2)),
             "schedule": st.sampled_from(("1f1b", "gpipe", "zb_h1")),
@@ -159,6 +165,30 @@ def test_a_file_keeps_which_rank_it_is(tmp_path) -> None:
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(1, 2), (2, 2), (4, 2)])
+def test_state_and_bytes_where_layers_are_divided_too(ep: int, tp: int) -> None:
+    """1 / (p t) of the experts; of a rank's rows an all-reduce among t sums results and gradients of inputs."""
+    base, trace = step(), divided({"dp": 4, "ep": ep, "tp": tp})
+
+    def held(of: Trace) -> int:
+        kept = (t for t in of.tensors if t.role in ("weight", "optimizer_state") and of.producer[t.id] < 0)
+        return sum(t.bytes for t in kept if ".mlp.gate_up." in t.name or ".mlp.down." in t.name)
+
+    assert held(trace) * ep * tp == held(base)
+    sums = {
+        op.name.removesuffix(".tensor.all_reduce.mb0"): op.bytes
+        for op in trace.ops
+        if op.ring is not None and op.ring.axis == "tensor" and op.layer == 0 and ".mlp." in op.name
+    }
+    of_rows = 2 * (tp - 1) * 2 * WIDTH * (ROWS // 4) // tp
+    assert sums == {"h0.mlp.down.out": of_rows, "h0.mlp.dispatch.out.grad": of_rows}
+    flops = {
+        op.name: op.flops for op in base.ops if op.kind == "matmul" and ".mlp." in op.name and "router" not in op.name
+    }
+    own = {name: op.flops for op in trace.ops if (name := op.name.removesuffix(".mb0")) in flops}
+    assert all(own[name] * 4 * tp == whole for name, whole in flops.items())
 
 
 def exchanges(trace: Trace, layer: int) -> list[Op]:
@@ -323,6 +353,14 @@ def test_the_weights_of_another_layer_are_wrong() -> None:
     assert whats(reading(trace, op_named(trace, "h0.mlp.gate_up.mb0"), mine, other)) == {"wrong"}
 
 
+def test_terms_of_experts_that_were_not_summed_over_the_ranks_of_a_layer_are_wrong() -> None:
+    trace = divided({"dp": 2, "ep": 2, "tp": 2})
+    assert whats(trace) <= {"repeated"}
+    summed = op_named(trace, "h0.mlp.down.out.tensor.all_reduce.mb0")
+    ring = {op: ring for op, ring in trace.op_columns.ring.items() if op != summed}
+    assert "wrong" in whats(rebuilt(trace, ring=ring))
+
+
 def test_experts_that_see_the_rows_of_their_own_rank_alone_are_wrong() -> None:
     trace = divided({"dp": 2, "ep": 2})
     own, all_rows = named(trace, "h0.mlp.dispatch.out.mb0"), named(trace, "h0.mlp.dispatch.out.all_to_all.mb0.out")
@@ -349,11 +387,18 @@ def test_a_gradient_of_experts_summed_over_all_replicas_is_wrong() -> None:
         ({"experts_implementation": "loop"}, {"dp": 2, "ep": 2}, "no experts that can be divided; try .* 'grouped'"),
         ({"stack": "fused"}, {"dp": 2, "ep": 2}, "ep: experts in fused kernels .* nearest: 1"),
         ({"micro_batches": 2}, {"dp": 2, "ep": 2}, "ep: the trace has microbatches already"),
+        (
+            {"experts_implementation": "loop"},
+            {"tp": 2},
+            "tp: layers with experts cannot be divided yet; try .* 'grouped'",
+        ),
+        ({}, {"tp": 3}, "tp: 3 does not divide heads and columns .2.; nearest: 2"),
+        ({"num_experts_per_tok": 1}, {"tp": 2, "sequence_parallel": True}, "rows of experts, .* nearest: false"),
         ({}, {"ep": 0}, "ep: needs a whole number of at least 1, has 0; nearest: 1"),
     ],
 )
 def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: dict, said: str) -> None:
-    form = {key: value for key, value in changes.items() if key == "experts_implementation"}
+    form = {key: value for key, value in changes.items() if key in ("experts_implementation", "num_experts_per_tok")}
     given = {"batch": 16, "sequence": 16, "precision": "bf16"} | {k: v for k, v in changes.items() if k not in form}
     with pytest.raises(LayoutError, match=said):
         lay_out(transformer({**MIXTRAL, **form}, **given), "a100_80_sxm", layout)
