@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
-from sim.errors import LayoutError, near
+from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -30,9 +30,12 @@ from sim.rewrites.zero import LEVELS, shard
 from sim.stage_balance import balanced, by_latency
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
+from sim.units import parse_bytes
 
 BALANCED, DAPPLE = "balanced", "dapple"
 CHOSEN = (BALANCED, DAPPLE)
+DDP, DDP_BUCKETS = "ddp", (1 << 20, 25 << 20)
+"""PyTorch's `DistributedDataParallel`: `kDefaultFirstBucketBytes`, and `bucket_cap_mb`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Layout:
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
+    prefetch: at level 3, how many layers ahead weights are gathered; 0: a layer waits for its own.
+    bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
+        produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
+        1 MiB the first, 25 MiB the others. 0: one per layer.
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
@@ -71,6 +78,8 @@ class Layout:
     cp: int = 1
     ep: int = 1
     reshard: bool = True
+    prefetch: int = 1
+    bucket: int | str = 0
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -88,6 +97,7 @@ class Layout:
             raise LayoutError(
                 f"reshard: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
             )
+        self._check_exchanges()
         if not isinstance(self.sequence_parallel, bool):
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
         for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
@@ -110,6 +120,31 @@ class Layout:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
         if self.layers not in ((), *CHOSEN) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
+
+    def _check_exchanges(self) -> None:
+        """Raise LayoutError for a way to gather weights or to sum gradients that there is not; `bucket` in bytes."""
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise LayoutError(f"prefetch: needs a whole number of layers, has {self.prefetch!r}; nearest: 0")
+        if self.prefetch != 1 and self.zero < 3:
+            raise LayoutError(
+                f"prefetch: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
+            )
+        if isinstance(self.bucket, str) and self.bucket != DDP:
+            try:
+                object.__setattr__(self, "bucket", parse_bytes(self.bucket))
+            except UnitError as error:
+                raise LayoutError(f"bucket: {error}; or {DDP!r}") from None
+        if isinstance(self.bucket, bool) or (isinstance(self.bucket, int) and self.bucket < 0):
+            raise LayoutError(f"bucket: needs a size such as '25 MiB', or {DDP!r}, has {self.bucket!r}; nearest: 0")
+        if self.bucket and self.dp == 1:
+            raise LayoutError("bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Bytes of the first, the second, … bucket of gradients, the last for all that follow; () for one per layer."""
+        if isinstance(self.bucket, str):
+            return DDP_BUCKETS
+        return (self.bucket,) if self.bucket else ()
 
     @property
     def parts(self) -> int:
@@ -217,10 +252,11 @@ def lay_out(
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.ep == 1 else experts_apart(trace)
     dealt = layout.zero > 1 and layout.dp > 1
-    replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep}
+    replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
-    return shard(divided, layout.dp, layout.zero, layout.reshard), placed(machine, layout.pp, layout.dp, **axes)
+    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch)
+    return sharded, placed(machine, layout.pp, layout.dp, **axes)
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:

@@ -142,6 +142,21 @@ LAYOUT = (
         ],
         None,
     ),
+    Option(
+        "prefetch",
+        Annotated[
+            int | None, typer.Option(help="with --zero 3: how many layers ahead weights are gathered; default: 1")
+        ],
+        None,
+    ),
+    Option(
+        "bucket",
+        Annotated[
+            str | None,
+            typer.Option(help='with --dp: gradients summed together, "25 MiB", or ddp: as PyTorch; default: per layer'),
+        ],
+        None,
+    ),
     Option("pp", Annotated[int | None, typer.Option(help="stages of a pipeline over devices; default: 1")], None),
     Option("schedule", Annotated[str | None, typer.Option(help="of the pipeline: {schedule}; default: 1f1b")], None),
     Option(

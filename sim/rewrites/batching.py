@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,8 @@ def split_batch_ops(
     passes: bool = False,
     experts: int = 1,
     once: Collection[int] = (),
+    buckets: Sequence[int] = (),
+    apart: Sequence[int] = (),
 ) -> tuple[Trace, list[tuple[int, int]]]:
     """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
 
@@ -90,6 +92,9 @@ def split_batch_ops(
     experts: of the replicas, how many next to each other divide the experts (`sim.rewrites.expert_parallel`).
     once: ops that could run per microbatch (`batch_sum`) and run once, on the sums over this replica's microbatches;
         among replicas their results are summed, in place of what they read. Not with `dealt`.
+    buckets: bytes after which a collective among replicas takes no further gradient: of the first, the second, …, the
+        last of them for all that follow; a gradient that passes the limit is still in it. None: one per layer.
+    apart: per op the part of the model whose gradients no collective shares with others'; () for one part.
     """
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % (n * ranks)):
@@ -103,7 +108,28 @@ def split_batch_ops(
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
-    return _Split(trace, n, splits, rows, ranks, dealt, passes, experts, frozenset(once)).run()
+    limits = _Buckets(tuple(buckets), tuple(apart) or (0,) * len(trace.ops))
+    return _Split(trace, n, splits, rows, ranks, dealt, passes, experts, frozenset(once), limits).run()
+
+
+@dataclass(frozen=True)
+class _Buckets:
+    """Which gradients are summed by one collective.
+
+    limits: bytes of the first, the second, … bucket; () for one per layer. part: of the model, per op.
+    """
+
+    limits: tuple[int, ...]
+    part: tuple[int, ...]
+
+    def is_full(self, waiting: Sequence[tuple[Tensor, Op, int]], number: int) -> bool:
+        """Whether bucket `number` takes no further gradient."""
+        size = sum(t.bytes for t, _, _ in waiting)
+        return bool(self.limits) and size >= self.limits[min(number, len(self.limits) - 1)]
+
+    def ends(self, last: Op, op: Op) -> bool:
+        """Whether an op that follows the last one whose gradient waits is of another bucket."""
+        return self.part[op.id] != self.part[last.id] or (not self.limits and op.layer != last.layer)
 
 
 class _Split:
@@ -128,7 +154,9 @@ class _Split:
         passes: bool = False,
         experts: int = 1,
         once: frozenset[int] = frozenset(),
+        buckets: _Buckets | None = None,
     ) -> None:
+        self.buckets = buckets or _Buckets((), (0,) * len(trace.ops))
         self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
         self.ranks, self.dealt = ranks, dealt and ranks > 1
         self.experts = ExpertShare(trace, experts, rows) if experts > 1 else None
@@ -162,9 +190,15 @@ class _Split:
         for k in range(self.n):
             self.current.clear()
             self.exchanged.clear()
+            number = 0
             for op in self.ops:
-                if self.reduced and (not self.splits[op.id] or op.layer != self.reduced[-1][1].layer):
+                if self.reduced and (
+                    not self.splits[op.id]
+                    or self.buckets.ends(self.reduced[-1][1], op)
+                    or self.buckets.is_full(self.reduced, number)
+                ):
                     self._reduce()
+                    number += 1
                 if self.splits[op.id]:
                     self._in_microbatch(op, k)
                 elif self.repeated[op.id]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sim.errors import TraceError
 from sim.rewrites.batching import batched, split_batch_ops
@@ -28,6 +29,7 @@ def pipeline(
     ranks: int = 1,
     dealt: bool = False,
     experts: int = 1,
+    buckets: Sequence[int] = (),
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
@@ -53,7 +55,7 @@ def pipeline(
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     chunks: parts of the model per device: of S devices, part q runs on device q mod S; where the schedule folds the
         model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
-    ranks, dealt, experts: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
+    ranks, dealt, experts, buckets: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
     a number of microbatches that the schedule has no order for, replicas under `pipedream`, or an update that needs the
@@ -79,7 +81,8 @@ def pipeline(
     else:
         device = [device_of(q, stages, schedule) for q in base_part]
         once = [] if dealt or experts > 1 else _sums_over_devices(trace, device)
-        split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True, experts=experts, once=once)
+        replicas: dict[str, Any] = {"experts": experts, "once": once, "buckets": buckets, "apart": base_part}
+        split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True, **replicas)
         versions = []
     part = [base_part[op] for op, _ in which]
     later = weight_gradients(trace) if schedule in DIVIDED else frozenset()

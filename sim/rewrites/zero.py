@@ -11,11 +11,12 @@ gradients and an all-gather of weights), 3 times at level 3, whose weights are g
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5 and 7.
 Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
-with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, one
-layer ahead; gathered weights are freed after their last reader. Where backward reads the cast of a weight that autograd
-saved (autocast), the weight itself is gathered none the less, since the hooks of DeepSpeed and FSDP gather a module's
-weights before its backward whoever reads them; it is freed after the layer's last op. The casts stay, since autograd
-holds them; FSDP's own mixed precision, to which `mixed_bf16` is nearest here, avoids that.
+with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, by
+default one layer ahead (as FSDP2 does: the next one in forward, the one before in backward); gathered weights are freed
+after their last reader. Where backward reads the cast of a weight that autograd saved (autocast), the weight itself is
+gathered none the less, since the hooks of DeepSpeed and FSDP gather a module's weights before its backward whoever
+reads them; it is freed after the layer's last op. The casts stay, since autograd holds them; FSDP's own mixed
+precision, to which `mixed_bf16` is nearest here, avoids that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
 
-def shard(trace: Trace, ranks: int, level: int, reshard: bool = True) -> Trace:
+def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1) -> Trace:
     """Keep and update 1 / ranks of the training state on each replica.
 
     trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
@@ -44,8 +45,9 @@ def shard(trace: Trace, ranks: int, level: int, reshard: bool = True) -> Trace:
     level: one of `LEVELS`; at 0 the trace itself is returned.
     reshard: whether level 3 frees gathered weights after forward, and gathers them again for backward. Else they stay
         until a backward of their layer, as with FSDP2's `reshard_after_forward=False`, and are sent once less.
+    prefetch: how many layers ahead level 3 gathers weights: of as many and one more each replica holds all of them.
     """
-    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard).build()
+    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard, prefetch).build()
 
 
 @dataclass
@@ -80,8 +82,9 @@ class _Sharding:
     held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
-    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool = True) -> None:
+    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1) -> None:
         self.trace, self.ranks, self.level, self.reshard = trace, ranks, level, reshard
+        self.prefetch = prefetch
         self.new = Rewriter(trace, {"zero": level} if reshard else {"zero": level, "reshard": False})
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
         origin = trace.origin.ops if trace.origin else ()
@@ -229,8 +232,8 @@ class _Sharding:
                     for t in weights if phase[run[0]] == BACKWARD else ():
                         del there[t]
         for gathers in before.values():
-            for k, gather in enumerate(gathers):  # one ahead
-                starts.setdefault(gathers[max(k - 1, 0)].first, []).append(gather)
+            for k, gather in enumerate(gathers):
+                starts.setdefault(gathers[max(k - self.prefetch, 0)].first, []).append(gather)
         return of_op, starts
 
     def _casts(self, op: Op) -> bool:

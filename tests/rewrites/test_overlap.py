@@ -1,0 +1,142 @@
+"""What replicas exchange beside computing: buckets of gradients, weights gathered ahead; closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.errors import LayoutError
+from sim.layout import DDP_BUCKETS, Layout, lay_out
+from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.pipeline import pipeline
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.values import departures
+from sim.rewrites.zero import shard
+from sim.trace import Trace, TraceBuilder
+from tests.rewrites.test_replicas import line, peaks, step
+
+MIB = 1 << 20
+
+
+def network(weights: list[int], forward: int = 0, backward: int = 0, update: int = 0, ranks: int = 2) -> Trace:
+    """Layers with one weight each, and the nanoseconds that a replica takes for each of them."""
+    b = TraceBuilder({"batch": ranks, "samples": ranks})
+    x, gradients, new = b.tensor("x", ranks, "input"), [], []
+    w = [b.tensor(f"w{i}", size, "weight", layer=i) for i, size in enumerate(weights)]
+    for i in range(len(weights)):
+        y = b.tensor(f"y{i}", ranks, layer=i)
+        b.op(f"f{i}", reads=[x, w[i]], writes=[y], layer=i, duration=ranks * forward, splits=["batch"])
+        x = y
+    g = x
+    for i in reversed(range(len(weights)) if backward else []):
+        d, t = b.tensor(f"g{i}", ranks, "temporary", layer=i), b.tensor(f"w{i}.grad", weights[i], "gradient", layer=i)
+        about = {"phase": "backward", "layer": i, "duration": ranks * backward, "splits": ["batch"]}
+        b.op(f"b{i}", reads=[g, w[i]], writes=[d, t], **about)
+        g, gradients = d, [*gradients, t]
+    for i, t in enumerate(reversed(gradients)):
+        new.append(b.tensor(f"w{i}.new", weights[i], "weight", layer=i, replaces=w[i]))
+        b.op(f"u{i}", "optimizer", phase="update", layer=i, reads=[w[i], t], writes=[new[i]], duration=update)
+    return b.build(outputs=new or w, carry=list(zip(new, w, strict=True)) if new else ())
+
+
+def collectives(trace: Trace) -> list[list[str]]:
+    """Which gradients each collective sums, in order."""
+    rings = [op for op in trace.ops if op.ring is not None]
+    return [[trace.tensors[t].name.removesuffix(".mb0") for t in op.reads] for op in rings]
+
+
+def test_gradients_fill_the_buckets_of_ddp() -> None:
+    """0.5, 0.7, 10, 20 and 4 MiB in the order in which they are ready."""
+    sizes = [MIB // 2, 7 * MIB // 10, 10 * MIB, 20 * MIB, 4 * MIB]
+    trace, _ = split_batch_ops(network(sizes[::-1], backward=1), 1, 2, buckets=DDP_BUCKETS)
+    assert collectives(trace) == [["w4.grad", "w3.grad"], ["w2.grad", "w1.grad"], ["w0.grad"]]
+    per_layer, _ = split_batch_ops(network(sizes[::-1], backward=1), 1, 2)
+    assert len(collectives(per_layer)) == 5
+
+
+@pytest.mark.parametrize("bucket", [1, 3 * MIB, 7 * MIB, 100 * MIB])
+@pytest.mark.parametrize(("forward", "backward", "update"), [(1, 3 * MIB, 1000), (MIB, MIB, 0), (5, 1000, 7)])
+def test_time_of_an_iteration(bucket: int, forward: int, backward: int, update: int) -> None:
+    """A bucket is sent when it is ready and those before it are through; what backward does not hide is exposed."""
+    sizes = [2 * MIB, 3 * MIB, MIB, 4 * MIB, 2 * MIB]
+    trace, _ = split_batch_ops(network(sizes, forward, backward, update), 1, 2, buckets=[bucket])
+    ready, waiting, sent = len(sizes) * forward, 0, 0
+    for k, size in enumerate(reversed(sizes)):
+        ready, waiting = ready + backward, waiting + size
+        if waiting >= bucket or k == len(sizes) - 1:
+            sent, waiting = max(ready, sent) + waiting, 0  # each of two ranks sends 2 (d - 1) / d bytes, at 1 GB/s
+    assert peaks(trace, line(1, 2))[0] == max(ready, sent) + len(sizes) * update
+
+
+def test_a_bucket_ends_with_its_stage() -> None:
+    """No collective sums gradients of two devices, and none those of two parts of the model."""
+    trace = pipeline(network([8, 8, 8, 8], backward=1), [0, 0, 1, 1], 1, ranks=2, buckets=[1 << 30])
+    assert collectives(trace) == [["w3.grad", "w2.grad"], ["w1.grad", "w0.grad"]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "bucket": "ddp"},
+        {"dp": 4, "micro_batches": 2, "bucket": 5000, "zero": 1},
+        {"dp": 2, "micro_batches": 2, "bucket": "1 KiB", "zero": 2},
+        {"dp": 2, "pp": 2, "micro_batches": 2, "bucket": "ddp", "zero": 3, "schedule": "zb_h1", "prefetch": 2},
+        {"dp": 4, "zero": 3, "prefetch": 0, "reshard": False},
+    ],
+    ids=str,
+)
+def test_one_rank_stands_for_all(layout: dict) -> None:
+    trace, _ = lay_out(step(), "a100_80_sxm", layout)
+    assert {each.what for each in departures(trace, step())} <= {"repeated"}
+    every = all_ranks(trace)
+    assert {each.what for each in departures(every, step())} <= {"repeated"}
+    one, (time, held) = peaks(trace, line(trace.devices, layout["dp"])), peaks(every, line(every.devices))
+    assert one[0] == time
+    assert [peak for peak in one[1] for _ in range(layout["dp"])] == held
+
+
+def test_buckets_send_as_many_bytes_as_layers_do() -> None:
+    per_layer, together = (lay_out(step(), "a100_80_sxm", {"dp": 2, "bucket": b})[0] for b in (0, "ddp"))
+    sent = [[op.bytes or 0 for op in trace.ops if op.ring is not None] for trace in (per_layer, together)]
+    assert sum(sent[0]) == sum(sent[1])
+    assert len(sent[1]) == 1 < len(sent[0])
+
+
+# ---- weights gathered ahead --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_gathered_weights_that_a_replica_holds(prefetch: int) -> None:
+    """Those of the layer at hand and of `prefetch` more, beside 1 / d of all of them; the input, what a layer reads and
+    what it writes are a byte each, the first two the same in the first layer.
+    """
+    layers, size, ranks = 6, 4 * MIB, 4
+    split, _ = split_batch_ops(network([size] * layers, forward=1000, ranks=ranks), 1, ranks)
+    trace = shard(split, ranks, 3, prefetch=prefetch)
+    held = peaks(trace, line(1, ranks))[1][0]
+    in_first = prefetch >= layers - 1  # all are gathered, and none is freed yet
+    assert held == layers * size // ranks + (min(prefetch, layers - 1) + 1) * size + (2 if in_first else 3)
+
+
+@pytest.mark.parametrize("took", [1000, 2 * MIB, 5 * MIB])
+def test_time_of_forward_with_weights_gathered_ahead(took: int) -> None:
+    """Without prefetch a layer waits for its own weights; one ahead, the longer of the two hides the other."""
+    layers, size, ranks = 6, 4 * MIB, 4
+    split, _ = split_batch_ops(network([size] * layers, forward=took, ranks=ranks), 1, ranks)
+    gather = size * (ranks - 1) // ranks  # at 1 GB/s
+    times = [peaks(shard(split, ranks, 3, prefetch=k), line(1, ranks))[0] for k in (0, 1)]
+    assert times == [layers * (gather + took), gather + (layers - 1) * max(gather, took) + took]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"bucket": "25 MB"}, "bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
+        ({"dp": 2, "bucket": "25 MBit"}, "bucket: .*; or 'ddp'"),
+        ({"dp": 2, "bucket": -1}, "bucket: needs a size such as '25 MiB', or 'ddp', has -1; nearest: 0"),
+        ({"dp": 2, "prefetch": 2}, "prefetch: only weights that zero 3 divides are gathered, zero is 0; nearest: 3"),
+        ({"dp": 2, "zero": 3, "prefetch": -1}, "prefetch: needs a whole number of layers, has -1; nearest: 0"),
+    ],
+)
+def test_bad_values_name_the_nearest(layout: dict, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        Layout(**layout)
