@@ -176,6 +176,47 @@ def test_a_second_eviction_copies_nothing(run) -> None:
         b.op(f"r{i}", reads=[y], writes=[b.tensor(f"v{i}", 0)], duration=50)
     done = run(b.build(), "autotm", 30, mode="synchronous")
     assert (done.out, done.back) == ({"y": 10}, {"y": 20})
+    assert done.time == done.result.plan.notes["expected_ns"] == 10 + 6 * 50 + 10 + 2 * 10
+
+
+@pytest.mark.parametrize(("window", "time"), [(1, 90), (2, 78)])
+def test_a_copy_runs_beside_so_many_ops_next_to_a_use_and_has_ended_with_its_op(window: int, time: int, run) -> None:
+    b = TraceBuilder()
+    x, y, big = b.tensor("x", 1, "input"), b.tensor("y", 10), b.tensor("big", 25)
+
+    def op(name: str, took: int, *reads: int, writes: int | None = None) -> None:
+        b.op(name, reads=reads or (x,), writes=[b.tensor(f"{name}.y", 0) if writes is None else writes], duration=took)
+
+    op("f", 10, writes=y)
+    op("out1", 4)
+    op("out2", 20)
+    op("g", 10, writes=big)
+    op("h", 10, big)
+    op("in2", 10)
+    op("in1", 4)
+    op("end", 10, y)
+    done = run(b.build(), "autotm", 30, window=window)
+    # beside an op of 4 the device waits for the copies of 10; one further away there is an op that hides each
+    assert done.time == done.result.plan.notes["expected_ns"] == time
+
+
+@pytest.mark.parametrize(("back", "read_in_place"), [(32, True), (20, False)])
+def test_an_op_waits_once_for_the_slow_tier_and_copies_have_the_rate_of_their_direction(
+    back: int, read_in_place: bool, run
+) -> None:
+    b = TraceBuilder()
+    x, p, q = b.tensor("x", 0, "input"), b.tensor("p", 10), b.tensor("q", 10)
+    for t in (p, q):
+        b.op(f"make{t}", reads=[x], writes=[t], duration=10)
+    b.op("large", reads=[x], workspace=30, duration=10)
+    b.op("read", reads=[p, q], writes=[b.tensor("z", 0)], duration=10)
+    rates = {"d2h": 10 * GB // 32, "h2d": 10 * GB // back}
+    on = near(30)
+    on = replace(on, links=tuple(replace(link, rate=rates[link.name]) for link in on.links))
+    done = run(b.build(outputs=[]), "autotm", 30, on=on, mode="synchronous")
+    # both are copied out in 32 ns each; then they are read in place, 30 ns more each and 3 for the op, or come back
+    assert done.time == done.result.plan.notes["expected_ns"] == 4 * 10 + 2 * 32 + (63 if read_in_place else 2 * back)
+    assert bool(done.back) is not read_in_place
 
 
 @pytest.mark.parametrize("capacity", [45, 50, 79, 82])
