@@ -81,7 +81,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 ACTIVATIONS = {
     "gelu_new": "gelu_new",
     "gelu": "gelu",
-    "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "silu": "silu",
     "swish": "silu",
@@ -106,6 +105,7 @@ class Config:
     shared_experts, dense_layers (the first layers, without experts), expert_every (from there on every
     such layer has them), experts_form ("grouped", "loop").
     window: tokens that attention looks back at most, 0 for all.
+    next_sentence: whether a BERT has the pooler and the head that tell whether two sentences follow each other.
     published: parameters as published, 0 if unknown. source: where the sizes were published.
     """
 
@@ -134,6 +134,7 @@ class Config:
     expert_every: int = 1
     experts_form: str = "grouped"
     window: int = 0
+    next_sentence: bool = True
     published: int = 0
     source: str = ""
 
@@ -317,7 +318,7 @@ class _Reader:
             ffn=ffn,
             vocabulary=self.size("vocabulary"),
             positions=self.size("positions", 2048 if modern else None),
-            activation=self.choice("activation", ACTIVATIONS, {"gpt2": "gelu_new", "bert": "gelu"}.get(family, "silu")),
+            activation=self.activation({"gpt2": "gelu_new", "bert": "gelu"}.get(family, "silu")),
             tied=self.flag("tied", not modern),
             biases=self.biases(kind, modern),
             embedding_dropout=0.0 if modern else self.share("embedding_dropout", dropout),
@@ -332,6 +333,7 @@ class _Reader:
             expert_every=self.size("expert_every", 1) if experts else 1,
             experts_form=self.choice("experts_form", FORMS, "grouped"),
             window=self.window(kind),
+            next_sentence=self.next_sentence(),
             published=self.published(),
             source=str(source) if isinstance(source := self.values.get("source", ""), str) else "",
         )
@@ -357,6 +359,19 @@ class _Reader:
     def published(self) -> int:
         count = self.values.get("published_parameters", 0)
         return count if isinstance(count, int) and 0 <= count < 1 << 63 else 0
+
+    def activation(self, default: str) -> str:
+        """The kernel or composition of the activation. The library may know others."""
+        try:
+            return self.choice("activation", ACTIVATIONS, default)
+        except WorkloadError as error:
+            raise NotBuiltIn(str(error)) from None
+
+    def next_sentence(self) -> bool:
+        """Whether the classes that the file names, if any, have more than the head for masked tokens."""
+        classes = self.values.get("architectures") or ()
+        names = classes if isinstance(classes, (list, tuple)) else [classes]
+        return not names or not all(isinstance(name, str) and name.endswith("ForMaskedLM") for name in names)
 
     def window(self, kind: str) -> int:
         """Tokens of a sliding window, 0 where there is none or it is disabled."""

@@ -59,7 +59,8 @@ STORED = ("float32", "bfloat16", "float16", "float64", "float", "half", "double"
 """Types in which a checkpoint may be stored."""
 
 HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "Model")
-"""How the names of classes end that have a language model's head, or none; BERT is built with both of its heads."""
+"""How the names of classes end that have a language model's head, or none; BERT is built with both of its heads unless
+only `ForMaskedLM` is named."""
 
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "quantization_config": (_is_set, "quantised weights"),

@@ -128,11 +128,13 @@ class _Weights:
         if c.family == "gpt2":
             self.layer_norm("ln_f")
         elif c.family == "bert":
-            self.linear("pooler", c.hidden, c.hidden)
+            if c.next_sentence:
+                self.linear("pooler", c.hidden, c.hidden)
             self.linear("transform", c.hidden, c.hidden)
             self.layer_norm("transform.ln")
-            self.weight("head.bias", c.vocabulary)
-            self.linear("next_sentence", c.hidden, 2)
+            self.weight("head.bias", c.vocabulary)  # untied, the library has a second one that nothing reads
+            if c.next_sentence:
+                self.linear("next_sentence", c.hidden, 2)
         else:
             self.weight("norm.weight", c.hidden)
         if not c.tied:

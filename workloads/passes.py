@@ -58,11 +58,11 @@ def head_weight(model: Model) -> Value:
 
 
 def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
-    """The loss of BERT's pre-training: masked tokens over the whole sequence, and next-sentence prediction."""
+    """The loss of BERT's pre-training: masked tokens over the whole sequence, and whether sentences follow."""
     c, w, core = model.config, model.weights, model.core
     ids, labels = _inputs(tape, core)
     types = tape.constant("token_types", (core.batch, core.sequence), "int64", "input")
-    following = tape.constant("next_sentence.labels", (core.batch,), "int64", "input")
+    following = tape.constant("next_sentence.labels", (core.batch,), "int64", "input") if c.next_sentence else None
     x = add(
         tape, "embed.add", embedding(tape, "wte", ids, w["wte.weight"]), embedding(tape, "wtt", types, w["wtt.weight"])
     )
@@ -72,11 +72,15 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
         tape.layer = i
         x = bert_layer(tape, model, f"h{i}", x)
     tape.layer = -1
-    (first,) = split(tape, "pooler.first", x, {"token": (core.batch, c.hidden)})
-    pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
+    pooled = None
+    if following is not None:
+        (first,) = split(tape, "pooler.first", x, {"token": (core.batch, c.hidden)})
+        pooled = tanh(tape, "pooler.act", model.linear(tape, "pooler", first))
     y = activation(tape, "transform.act", model.linear(tape, "transform", x), c.activation)
     y = model.norm(tape, "transform.ln", y)
     tokens = head_loss(tape, loss, "head", y, head_weight(model), labels, bias=w["head.bias"], causal=False)
+    if following is None or pooled is None:
+        return tokens
     two = model.linear(tape, "next_sentence", pooled)
     sentence = cross_entropy(tape, "next_sentence.loss", two, following)
     return add(tape, "loss.add", tokens, sentence)

@@ -65,6 +65,78 @@ def test_a_family_and_the_library_build_the_same_model():
     assert captured.meta["layers"] == 2
 
 
+LLAMA = {key: value for key, value in QWEN3.items() if key != "head_dim"} | {"model_type": "llama"}
+QWEN2, MISTRAL = {**LLAMA, "model_type": "qwen2"}, {**LLAMA, "model_type": "mistral", "sliding_window": None}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 64, "max_position_embeddings": 32, "architectures": ["BertForMaskedLM"],
+}  # fmt: skip
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ALL_AT_ONCE = {"head_dim": 16, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+VARIANTS = {
+    "llama, all at once": {**LLAMA, **ALL_AT_ONCE, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1},
+    "qwen2, all at once": {**QWEN2, **ALL_AT_ONCE, "num_labels": 7},
+    "mixtral": {**MIXTRAL, "norm_topk_prob": False},
+    "gpt2": {**GPT2, "tie_word_embeddings": False, "n_inner": 80, "activation_function": "relu"},
+    "bert": BERT,
+    "linear": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "dynamic": {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "llama3": {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **BANDS}},
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "no key for the head": {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"},
+    "biases of attention": {**LLAMA, "attention_bias": True},
+    "biases of the MLP": {**LLAMA, "mlp_bias": True},
+    "one head of keys": {**LLAMA, "num_key_value_heads": 1},
+    "wide heads": {**LLAMA, "head_dim": 16},
+    "classes that are not used": {**LLAMA, "num_labels": 5},
+    "relu": {**LLAMA, "hidden_act": "relu"},
+    "gelu": {**LLAMA, "hidden_act": "gelu_pytorch_tanh"},
+    "qwen2": QWEN2,
+    "a window in some layers": {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "mistral": MISTRAL,
+    "mistral, a long window": {**MISTRAL, "sliding_window": 64},
+    "more experts": {**MIXTRAL, "num_local_experts": 8, "num_experts_per_tok": 1},
+    "gpt2, untied": {**GPT2, "tie_word_embeddings": False},
+    "gpt2, scores as they are": {**GPT2, "scale_attn_weights": False},
+    "bert, more segments": {**BERT, "type_vocab_size": 4},
+    "bert, another activation": {**BERT, "hidden_act": "gelu_new"},
+}
+AT_EVERY_CHANGE = 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if i < AT_EVERY_CHANGE else [pytest.mark.slow])
+        for i, (name, config) in enumerate(VARIANTS.items())
+    ],
+)
+def test_a_family_has_the_parameters_and_the_peak_that_the_library_has(config):
+    from scripts.zoo_page.measure import machine
+    from sim import simulate
+    from sim.analysis.peak_memory import home_peak
+    from workloads.hugging_face import hugging_face
+
+    sizes = {"batch": 2, "sequence": 24, "precision": "fp32", "attention": "sdpa", "dropout": 0.0}
+    native = transformer(config, optimizer="adamw_foreach", **sizes)
+    built = hugging_face(config, "model", "model", **sizes)
+    assert native.meta["parameters"] == built.meta["parameters"]
+    peaks = [home_peak(simulate(trace, machine()).log) for trace in (native, built)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["gelu_fast", "quick_gelu", "gelu_10"])
+def test_an_activation_that_no_family_has_is_the_librarys_business(name):
+    """`gelu_fast` is five ops there, and saves what they save."""
+    from workloads.models import read_config
+    from workloads.other_models import NotBuiltIn
+
+    with pytest.raises(NotBuiltIn, match="activation_function"):
+        read_config({**GPT2, "activation_function": name})
+    assert training_step({**GPT2, "activation_function": name}, batch=2, sequence=8).meta["built_by"]
+
+
 @pytest.mark.parametrize(
     ("changes", "axes", "named"),
     [
