@@ -18,6 +18,7 @@ VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 GREY = "#7F7F7F"
 INK = "#222222"
+WHITE = "#FFFFFF"
 FAINT = "#B8B8B8"
 
 ROLE_COLOURS = {
@@ -50,6 +51,24 @@ def role_colour(role: str) -> str:
 def why_colour(why: str) -> str:
     """Colour of a kind of interval. Raises KeyError for one that is not in `sim.log.WHYS`."""
     return WHY_COLOURS[why]
+
+
+def contrast(a: str, b: str) -> float:
+    """The contrast of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"); text is to have 4.5 at least."""
+    low, high = sorted((_luminance(a), _luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of a colour `#RRGGBB` in sRGB (WCAG 2.2)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ink_on(ground: str) -> str:
+    """The colour of text on a ground: dark or white, whichever contrasts more."""
+    return max((INK, WHITE), key=lambda ink: contrast(ink, ground))
 
 
 def policy_colour(policy: str) -> str:

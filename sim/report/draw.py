@@ -136,9 +136,10 @@ def place_labels(
     size: float,
     lines: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> None:
-    """Label each point so that no label covers another or a point; a thin line leads to distant labels.
+    """Label each point so that no label covers another, a point or a line; a thin line leads to distant labels.
 
-    Greedy: the most crowded points first, each at the nearest free place around it. The axes' limits must be set.
+    Greedy: the most crowded points first, each at the nearest free place around it to which a line can lead past the
+    labels that stand already. The axes' limits must be set.
 
     lines: upright and level ones, from point to point, that no label shall cover either.
     """
@@ -154,6 +155,8 @@ def place_labels(
     ends = axes.transData.transform(np.array(lines, float).reshape(-1, 2)).reshape(-1, 2, 2)
     for (x0, y0), (x1, y1) in ends.tolist():
         taken.append((min(x0, x1) - scale, min(y0, y1) - scale, max(x0, x1) + scale, max(y0, y1) + scale))
+    names: list[Box] = []  # where labels stand
+    leaders: list[Box] = []
     near = [int((np.hypot(*(pixels - here).T) < 60 * scale).sum()) for here in pixels]
     texts = [literal(text) for text in texts]
     for i in sorted(range(len(texts)), key=lambda k: (-near[k], texts[k])):
@@ -162,9 +165,10 @@ def place_labels(
         probe.remove()
         x, y = pixels[i].tolist()
         width, height = extent.width + 3 * scale, extent.height + 1 * scale  # space between labels
-        box = _free_box(x, y, width, height, scale, taken, (frame.x0, frame.y0, frame.x1, frame.y1))
-        taken.append(box)
-        far = max(box[0] - x, x - box[2], box[1] - y, y - box[3]) > 8 * scale
+        box = _free_box(x, y, width, height, scale, (taken, names, leaders), (frame.x0, frame.y0, frame.x1, frame.y1))
+        far = _is_far(x, y, box, scale)
+        names.append(box)
+        leaders += _leader(x, y, box, scale) if far else ()
         middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
         axes.annotate(
             texts[i],
@@ -183,23 +187,66 @@ def place_labels(
         )
 
 
-def _free_box(x: float, y: float, width: float, height: float, scale: float, taken: list[Box], frame: Box) -> Box:
-    best: tuple[float, Box] | None = None
-    for distance in (7, 14, 22, 32, 44, 58, 74, 92, 112, 136, 164):
-        for angle in (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202):
+RINGS = (7, 14, 22, 32, 44, 58, 74, 92, 112, 136, 164, 196)
+ANGLES = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 112, 247, 292)
+
+
+def _free_box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    scale: float,
+    taken: tuple[list[Box], list[Box], list[Box]],
+    frame: Box,
+) -> Box:
+    """The nearest box for a label that covers nothing, and whose leader crosses no name; else the least evil.
+
+    A line across a name is the lesser evil than a name on a name, a marker or a line of the figure.
+
+    taken: markers and lines, names, leaders.
+    """
+    best: tuple[float, float, Box] | None = None
+    marks, names, leaders = (np.array(boxes).reshape(-1, 4) for boxes in taken)
+    for distance in RINGS:
+        for angle in ANGLES:
             dx, dy = np.cos(np.radians(angle)), np.sin(np.radians(angle))
             middle_x = x + dx * (distance * scale + width / 2)
             middle_y = y + dy * (distance * scale + height / 2)
             box = (middle_x - width / 2, middle_y - height / 2, middle_x + width / 2, middle_y + height / 2)
             if box[0] < frame[0] or box[1] < frame[1] or box[2] > frame[2] or box[3] > frame[3]:
                 continue
-            covered = sum(_overlap(box, other) for other in taken)
-            if covered == 0:
+            covered = _covered(box, marks) + _covered(box, names)
+            if best is not None and covered > best[0]:
+                continue
+            crossed = _covered(box, leaders)
+            if _is_far(x, y, box, scale):
+                crossed += sum(_covered(part, names) for part in _leader(x, y, box, scale))
+            if covered == crossed == 0:
                 return box
-            if best is None or covered < best[0]:
-                best = (covered, box)
-    return best[1] if best else (x, y, x + width, y + height)
+            if best is None or (covered, crossed) < best[:2]:
+                best = (covered, crossed, box)
+    return best[2] if best else (x, y, x + width, y + height)
 
 
-def _overlap(a: Box, b: Box) -> float:
-    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+def _is_far(x: float, y: float, box: Box, scale: float) -> bool:
+    """Whether a label stands so far from its point that a line leads to it."""
+    return max(box[0] - x, x - box[2], box[1] - y, y - box[3]) > 8 * scale
+
+
+def _leader(x: float, y: float, box: Box, scale: float) -> list[Box]:
+    """The line from a point to its label, as small boxes."""
+    middle_x, middle_y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    dx, dy = middle_x - x, middle_y - y
+    # of the way to the middle, the part up to the label's edge
+    inside = min((box[2] - box[0]) / 2 / abs(dx) if dx else 1.0, (box[3] - box[1]) / 2 / abs(dy) if dy else 1.0, 1.0)
+    count = int(np.hypot(dx, dy) / (2 * scale)) + 1
+    at = (np.arange(count) + 0.5) / count * (1 - inside)
+    return [(x + dx * t - scale, y + dy * t - scale, x + dx * t + scale, y + dy * t + scale) for t in at.tolist()]
+
+
+def _covered(box: Box, others: NDArray[np.float64]) -> float:
+    """Of other boxes, the area that a box covers."""
+    widths = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
+    heights = np.minimum(box[3], others[:, 3]) - np.maximum(box[1], others[:, 1])
+    return float((widths.clip(0) * heights.clip(0)).sum())

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.log import EventLog
-from sim.report.colours import INK, VERMILION, WHY_COLOURS
+from sim.report.colours import INK, VERMILION, WHY_COLOURS, ink_on
 from sim.report.draw import COLUMNS, FONT, SMALL, clock_text, literal, new_figure, tidy, time_scale
 from sim.report.tracks import Scene
 
@@ -134,6 +134,6 @@ def _name_bars(axes: Axes, y: int, rows: Ints, scene: Scene, start: int, end: in
             axes.text(
                 (left + right) / 2 / tick, y, literal(name), ha="center", va="center", fontsize=SMALL - 0.5,
                 clip_on=True, fontweight="bold",
-                color=VERMILION if is_stall else INK if args["why"] == "recompute" else "white",
+                color=INK if is_stall else ink_on(WHY_COLOURS[str(args["why"])]),
                 bbox=ground if is_stall else None,
             )  # fmt: skip

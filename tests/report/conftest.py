@@ -1,18 +1,23 @@
-"""Logs made without an engine: one drawn by hand, and a seeded training step of any length."""
+"""Logs made without an engine: one drawn by hand, a seeded step of any length; and their pages in a browser."""
 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from sim.analysis import summarize
 from sim.hardware.platform import Engine, Fact, Link, Platform, Tier
 from sim.log import CAUSE, STALL, WHY, EventLog
+from sim.report.footer import Footer
+from sim.report.page import RunView, TableView, write_run_page, write_table_page
 from sim.trace.builder import TraceBuilder
 
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 MIB = 2**20
 GIB = 2**30
 
@@ -199,3 +204,84 @@ def make_log() -> Callable[..., EventLog]:
 @pytest.fixture(scope="session")
 def step_log() -> EventLog:
     return training_log(24, seed=7)
+
+
+# ---- pages in a browser --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("no browser: `chromium` is not installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens a file in a fresh browser without a network; afterwards nothing may have been said or asked for."""
+    contexts, said = [], []
+
+    def go(path, *, size=DESKTOP, scheme="light", touch=False, script=None):
+        context = browser.new_context(
+            viewport=size, color_scheme=scheme, offline=True, has_touch=touch, is_mobile=touch
+        )
+        contexts.append(context)
+        if script is not None:
+            context.add_init_script(path=script)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on(
+            "request",
+            lambda request: request.url.partition("#")[0] == path.as_uri() or said.append(f"asked for {request.url}"),
+        )
+        page.goto(path.as_uri())
+        page.wait_for_selector("main[aria-busy=false]")
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def view_of(log, **more):
+    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "footer": Footer(log.platform)}
+    return RunView(**{**about, "fidelity": "equations", "manages": ("activations",), "doc": "What it does.", **more})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def drawn(drawn_log, folder):
+    return write_run_page(view_of(drawn_log), folder / "drawn.html")
+
+
+@pytest.fixture(scope="module")
+def step(step_log, folder):
+    return write_run_page(view_of(step_log), folder / "step.html")
+
+
+@pytest.fixture(scope="module")
+def many(step_log, drawn_log, folder):
+    rows = []
+    for i in range(250):
+        policy, fits = ("keep_all", "dtr", "chen")[i % 3], i % 7 != 3
+        row = {"id": f"cell{i:03}", "policy": policy, "batch": i // 3 + 1, "fits": fits, "fidelity": "code"}
+        figures = {
+            "peak_bytes": (i * 7919 % 997 + 1) * MIB,
+            "makespan_ns": (i * 104729 % 1009 + 1) * 10**6,
+            "devices": 1,
+        }
+        rows.append(row | (figures if fits else {"error": "it does not fit", "floor_bytes": 10**9}))
+    runs = {"cell000": view_of(step_log, title="the run of cell 0"), "cell004": view_of(drawn_log)}
+    view = TableView("a study", ("policy", "batch"), rows, platforms=[step_log.platform], runs=runs, notes=["a note"])
+    return write_table_page(view, folder / "many.html"), rows

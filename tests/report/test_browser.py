@@ -2,97 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from sim import TraceBuilder
-from sim.analysis import peak_memory, roles_over_time, summarize
+from sim.analysis import peak_memory, roles_over_time
 from sim.report.colours import WHY_COLOURS
 from sim.report.footer import Footer
-from sim.report.page import RunView, TableView, write_run_page, write_table_page
-
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no browser: `chromium` is not installed", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
-
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(browser):
-    """Opens a file in a fresh browser without a network; afterwards nothing may have been said or asked for."""
-    contexts, said = [], []
-
-    def go(path, *, size=DESKTOP, scheme="light", touch=False):
-        context = browser.new_context(
-            viewport=size, color_scheme=scheme, offline=True, has_touch=touch, is_mobile=touch
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("console", lambda message: said.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: request.url == path.as_uri() or said.append(f"asked for {request.url}"))
-        page.goto(path.as_uri())
-        page.wait_for_selector("main[aria-busy=false]")
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert said == []
-
-
-def view_of(log, **more):
-    about = {"title": "some_policy", "log": log, "summary": summarize(log).as_dict(), "footer": Footer(log.platform)}
-    return RunView(**{**about, "fidelity": "equations", "manages": ("activations",), "doc": "What it does.", **more})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("pages")
-
-
-@pytest.fixture(scope="module")
-def drawn(drawn_log, folder):
-    return write_run_page(view_of(drawn_log), folder / "drawn.html")
-
-
-@pytest.fixture(scope="module")
-def step(step_log, folder):
-    return write_run_page(view_of(step_log), folder / "step.html")
-
-
-@pytest.fixture(scope="module")
-def many(step_log, drawn_log, folder):
-    rows = []
-    for i in range(250):
-        policy, fits = ("keep_all", "dtr", "chen")[i % 3], i % 7 != 3
-        row = {"id": f"cell{i:03}", "policy": policy, "batch": i // 3 + 1, "fits": fits, "fidelity": "code"}
-        figures = {
-            "peak_bytes": (i * 7919 % 997 + 1) * MIB,
-            "makespan_ns": (i * 104729 % 1009 + 1) * 10**6,
-            "devices": 1,
-        }
-        rows.append(row | (figures if fits else {"error": "it does not fit", "floor_bytes": 10**9}))
-    runs = {"cell000": view_of(step_log, title="the run of cell 0"), "cell004": view_of(drawn_log)}
-    view = TableView("a study", ("policy", "batch"), rows, platforms=[step_log.platform], runs=runs, notes=["a note"])
-    return write_table_page(view, folder / "many.html"), rows
+from sim.report.page import TableView, write_run_page, write_table_page
+from tests.report.conftest import DESKTOP, PHONE, view_of
 
 
 def timeline(page):
@@ -440,8 +363,8 @@ def test_a_marker_that_is_no_longer_there_is_not_told(visit, many):
     page.get_by_label("Filter the rows").fill("keep_all 83")
     page.wait_for_function("() => document.querySelectorAll('.panels canvas').length === 1")
     box = page.locator(".scatter canvas").bounding_box()
-    spots = [(box["x"] + 70 + dx, box["y"] + 15 + dy) for dx in range(0, 1000, 9) for dy in range(0, 300, 9)]
-    for x, y in spots:
+    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)  # where a single marker stands, about
+    for x, y in product(np.arange(-6, 7) * 8 + middle[0], np.arange(-6, 7) * 8 + middle[1]):
         page.mouse.move(x, y)
         if page.locator(".tip:not([hidden])").count():
             break

@@ -268,7 +268,9 @@ def test_assumed_figures_come_first_with_standing_and_source(page, step_log):
 
 
 def test_colours_are_those_of_the_figures(page):
-    assert page.parts["about"]["colours"] == {"roles": ROLE_COLOURS, "whys": WHY_COLOURS}
+    colours = dict(page.parts["about"]["colours"])
+    assert set(colours.pop("inks")) == set(WHY_COLOURS)
+    assert colours == {"roles": ROLE_COLOURS, "whys": WHY_COLOURS}
 
 
 def test_a_run_of_24_layers_is_under_3_mb(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import IO, Any
 
-from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
+from sim.report.colours import ROLE_COLOURS, WHY_COLOURS, ink_on
 from sim.report.files import write_aside
 from sim.report.page.run import RunView, SavedView, run_data
 from sim.report.page.table import TableView, table_data
@@ -57,6 +57,7 @@ def document(title: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> 
     parts: data by name, each packed by itself.
     """
     colours = {"roles": ROLE_COLOURS, "whys": WHY_COLOURS}
+    colours["inks"] = {why: ink_on(colour) for why, colour in WHY_COLOURS.items()}
     blocks = [f'<script type="text/plain" data-part="about">{pack({**about, "colours": colours})}</script>']
     blocks += [
         f'<script type="text/plain" data-part="{escape(name, quote=True)}">{pack(part)}</script>'

@@ -3,11 +3,12 @@
 const LETTERS = "12px system-ui, sans-serif";
 
 class Lanes {
-  constructor(view, run, lanes, colours) {
+  constructor(view, run, lanes, { whys, inks }) {
     this.view = view;
     this.run = run;
     this.data = lanes;
-    this.colours = run.whys.map((why) => colours[why]);
+    this.colours = run.whys.map((why) => whys[why]);
+    this.inks = run.whys.map((why) => inks[why]); // of names on these colours
     const { tracks } = lanes;
     this.tracks = tracks.filter((track) => track.main || track.last > track.first).sort((a, b) => a.group - b.group);
     this.chosen = null; // {track, row}: what keys and clicks have picked
@@ -177,7 +178,7 @@ class Lanes {
         context.fillStyle = look.ink;
         context.fillText(text, x + 7, y + bar / 2 + 0.5);
       } else {
-        context.fillStyle = what === "recompute" || what === "codec" ? "#1a1a1a" : "#ffffff";
+        context.fillStyle = this.inks[why[row]];
         context.fillText(text, x + 5, y + bar / 2 + 0.5);
       }
     }

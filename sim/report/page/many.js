@@ -140,6 +140,11 @@ function tablePage(table, about, colours) {
       box.checked = shown.has(name);
       return el("label", {}, box, title);
     })));
+  picker.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !picker.open) return;
+    picker.open = false;
+    picker.querySelector("summary").focus();
+  });
   const policies = Object.entries(table.policies);
   const legend = policies.length < 2 ? null : el("div", { class: "legend toggles", role: "group", "aria-label": "Policies that are shown" },
     policies.map(([name, [colour, shape]]) => el("button", {

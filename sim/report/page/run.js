@@ -62,7 +62,7 @@ function timelinePart(run, lanes, colours) {
   const alive = alivePart(run, names, colours);
   const chart = new MemoryChart(view, names, colours.roles, {
     onPick: (time, announce) => alive.show(unpacked(tier), atOrBefore(unpacked(tier).time, time) + 1, time, announce) });
-  const rows = new Lanes(view, run, lanes, colours.whys);
+  const rows = new Lanes(view, run, lanes, colours);
 
   const legend = el("div", { class: "legend toggles", role: "group", "aria-label": "Roles that are shown" });
   const limit = el("p", { class: "hint limit" });

@@ -40,15 +40,15 @@ function markerSign(colour, shape) {
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const policyInk = (colour) => (colour === "#000000" ? ink() : colour);
 
-// A scale from values to 0..1 with its ticks: logarithmic where they differ by more than a factor of twenty.
-function scaleOf(values, room) {
+// A scale from values to 0..1 with its ticks: logarithmic where they differ by more than a factor.
+function scaleOf(values, room, factor) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
   if (!(low <= high)) [low, high] = [0, 1];
-  if (low > 0 && high / low > 20) {
+  if (low > 0 && high / low > factor) {
     const [a, b] = [Math.log(low * 0.85), Math.log(high * 1.15)];
     const found = [];
     const steps = (b - a) / Math.LN10 > room / 2.5 ? [1] : [1, 2, 5];
@@ -73,6 +73,30 @@ function undominated(points) {
 }
 
 const NAMED = 40; // above, names would lie on each other
+
+const meets = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
+
+// Where the name of a marker may begin, its base line, and whether that is so far off that a line must lead there.
+function spotsAround(x, y, width) {
+  const spots = [[x + 10, y + 4], [x - 10 - width, y + 4], [x - width / 2, y - 11], [x - width / 2, y + 19],
+    [x + 8, y - 8], [x + 8, y + 16], [x - 8 - width, y - 8], [x - 8 - width, y + 16]].map(([a, b]) => [a, b, false]);
+  for (const away of [16, 26, 38, 52, 68, 86, 106, 130, 160]) {
+    for (let n = 0; n < 24; n++) {
+      const [dx, dy] = [Math.cos((n * Math.PI) / 12), Math.sin((n * Math.PI) / 12)];
+      spots.push([x + dx * (away + width / 2) - width / 2, y + dy * (away + 7) + 4, true]);
+    }
+  }
+  return spots;
+}
+
+// A line as small boxes, for what lies on it.
+function between([x0, y0], [x1, y1]) {
+  const count = Math.ceil(Math.hypot(x1 - x0, y1 - y0) / 3);
+  return Array.from({ length: count }, (_, n) => {
+    const [x, y] = [x0 + ((x1 - x0) * (n + 0.5)) / count, y0 + ((y1 - y0) * (n + 0.5)) / count];
+    return [x - 2, y - 2, x + 2, y + 2];
+  });
+}
 
 class Scatter {
   // points: {x ns, y bytes, colour, shape, hollow, row}; tell(row) gives [title, lines]; open(row) on a click.
@@ -109,10 +133,13 @@ class Scatter {
     const context = this.canvas.getContext("2d");
     context.scale(scale, scale);
     context.font = "12px system-ui, sans-serif";
-    const [left, right, top, bottom] = [70, 16, 12, 48];
-    const [w, h] = [width - left - right, height - top - bottom];
-    const xs = scaleOf(this.points.map((p) => p.x), w / 90);
-    const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50);
+    const [right, top, bottom] = [16, 12, 48];
+    const h = height - top - bottom;
+    const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20);
+    const sizes = ys.ticks.map((value) => context.measureText(bytesText(value, 3)).width);
+    const left = Math.ceil(Math.max(38, ...sizes)) + 30; // the ticks' texts, and the axis's own name beside them
+    const w = width - left - right;
+    const xs = scaleOf(this.points.map((p) => p.x), w / 90, 5);
     context.strokeStyle = shade("--line");
     context.fillStyle = shade("--soft");
     context.lineWidth = 1;
@@ -122,7 +149,8 @@ class Scatter {
       const x = Math.round(left + xs.at(value) * w) + 0.5;
       context.moveTo(x, top);
       context.lineTo(x, top + h);
-      context.fillText(timeText(value, 3), x, top + h + 17);
+      const half = context.measureText(timeText(value, 3)).width / 2;
+      context.fillText(timeText(value, 3), Math.min(x, width - half - 2), top + h + 17);
     }
     context.textAlign = "right";
     for (const value of ys.ticks) {
@@ -139,11 +167,18 @@ class Scatter {
     context.rotate(-Math.PI / 2);
     context.fillText("peak memory", 0, 0);
     context.restore();
+    const frame = { left, top, right: left + w, bottom: top + h };
     this.places = this.points.map((point) => [left + xs.at(point.x) * w, top + h - ys.at(point.y) * h]);
-    this.said = null;
-    this.lines(context, { left, top, w, h }, xs, ys);
-    context.lineWidth = 1.6;
+    const taken = this.places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]).concat(this.lines(context, frame, xs, ys));
     const many = this.points.length > 400;
+    const named = this.points.length <= NAMED && width >= 560 ? this.named(context, frame, taken) : [];
+    for (const { from, to } of named.filter((name) => name.from)) {
+      context.beginPath();
+      context.moveTo(...from);
+      context.lineTo(...to);
+      context.stroke();
+    }
+    context.lineWidth = 1.6;
     context.globalAlpha = many ? 0.65 : 0.95;
     this.points.forEach((point, i) => {
       marker(context, point.shape, this.places[i][0], this.places[i][1], many ? 3.4 : 5);
@@ -153,7 +188,9 @@ class Scatter {
       context.stroke();
     });
     context.globalAlpha = 1;
-    if (this.points.length <= NAMED && width >= 560) this.names(context, { left, top, right: left + w, bottom: top + h });
+    context.fillStyle = ink();
+    context.textAlign = "left";
+    for (const { name, x, y } of named) context.fillText(name, x, y);
     if (!this.points.length) {
       context.textAlign = "center";
       context.fillText("no run fits", left + w / 2, top + h / 2);
@@ -161,55 +198,81 @@ class Scatter {
     tellAgain();
   }
 
-  // The budget, and the front: to its right and above it another run has both less time and a lower peak.
-  lines(context, { left, top, w, h }, xs, ys) {
+  // The budget, and the front: to its right and above it another run has both less time and a lower peak. Returns what
+  // they take, as boxes.
+  lines(context, { left, top, right, bottom }, xs, ys) {
+    const [w, h] = [right - left, bottom - top];
+    const taken = [];
+    const line = (x0, y0, x1, y1) => {
+      context.beginPath();
+      context.moveTo(x0, y0);
+      context.lineTo(x1, y1);
+      context.stroke();
+      taken.push([Math.min(x0, x1) - 2, Math.min(y0, y1) - 2, Math.max(x0, x1) + 2, Math.max(y0, y1) + 2]);
+    };
     context.lineWidth = 1.2;
     context.strokeStyle = shade("--soft");
-    if (this.limit) {
-      const y = Math.round(top + h - ys.at(this.limit) * h) + 0.5;
-      context.setLineDash([6, 4]);
-      context.beginPath();
-      context.moveTo(left, y);
-      context.lineTo(left + w, y);
-      context.stroke();
-      const said = `budget ${bytesText(this.limit, 3)}`;
-      const width = context.measureText(said).width;
-      const base = y > top + 20 ? y - 5 : y + 14;
-      const boxes = [left + w - width - 4, left + 4, left + (w - width) / 2].map((x) => [x, base - 11, x + width, base + 3]);
-      this.said = boxes.find((box) => !this.places.some(([x, y]) => x > box[0] - 7 && x < box[2] + 7 && y > box[1] - 7 && y < box[3] + 7)) || boxes[0];
-      context.textAlign = "left";
-      context.fillText(said, this.said[0], base);
-    }
     context.setLineDash([2, 3]);
-    context.beginPath();
-    this.front.forEach((point, i) => {
-      const [x, y] = [left + xs.at(point.x) * w, top + h - ys.at(point.y) * h];
-      if (i) context.lineTo(x, top + h - ys.at(this.front[i - 1].y) * h); // as long as the one before has the lowest peak
-      context[i ? "lineTo" : "moveTo"](x, y);
+    const front = this.front.map((point) => [left + xs.at(point.x) * w, bottom - ys.at(point.y) * h]);
+    front.forEach(([x, y], i) => {
+      if (!i) return;
+      const [before, level] = front[i - 1];
+      line(before, level, x, level); // as long as the one before has the lowest peak
+      line(x, level, x, y);
     });
-    context.stroke();
     context.setLineDash([]);
+    if (!this.limit) return taken;
+    const y = Math.round(bottom - ys.at(this.limit) * h) + 0.5;
+    const said = `budget ${bytesText(this.limit, 3)}`;
+    const width = context.measureText(said).width;
+    const markers = this.places.map(([px, py]) => [px - 7, py - 7, px + 7, py + 7]);
+    const spots = [];
+    for (const base of [y - 5, y + 14]) {
+      for (let x = right - width - 4; x >= left + 4; x -= 20) spots.push([x - 2, base - 11, x + width + 2, base + 3]);
+    }
+    const free = (box) => box[1] >= top && box[3] <= bottom && ![...taken, ...markers].some((other) => meets(box, other));
+    const box = spots.find(free) || spots[0];
+    context.setLineDash([6, 4]);
+    line(left, y, right, y);
+    context.setLineDash([]);
+    context.textAlign = "left";
+    context.fillText(said, box[0] + 2, box[3] - 3);
+    taken.push(box);
+    return taken;
   }
 
-  // Names beside the markers, where one finds room that no marker and no other name takes.
-  names(context, frame) {
-    const taken = this.places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]).concat(this.said ? [this.said] : []);
-    context.fillStyle = ink();
-    context.textAlign = "left";
-    this.points.forEach(({ name }, i) => {
-      const width = context.measureText(name).width;
+  // Where names find room that no marker, no line and no other name takes: beside the marker, or farther off at the end of
+  // a line from it. What finds none is told by the box beside the pointer and by the table.
+  named(context, frame, taken) {
+    const near = this.places.map(([x, y]) => this.places.filter(([a, b]) => Math.hypot(a - x, b - y) < 60).length);
+    const found = [];
+    const fits = (i, [a, b, far], width, markers) => {
       const [x, y] = this.places[i];
-      const sides = [[x + 10, y + 4], [x - 10 - width, y + 4], [x - width / 2, y - 11], [x - width / 2, y + 19],
-        [x + 8, y - 8], [x + 8, y + 16], [x - 8 - width, y - 8], [x - 8 - width, y + 16]];
-      for (const [a, b] of sides) {
-        const box = [a - 2, b - 11, a + width + 2, b + 3];
-        if (box[0] < frame.left || box[1] < frame.top || box[2] > frame.right || box[3] > frame.bottom) continue;
-        if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) continue;
-        taken.push(box);
-        context.fillText(name, a, b);
+      const box = [a - 2, b - 11, a + width + 2, b + 3];
+      if (box[0] < frame.left || box[1] < frame.top || box[2] > frame.right || box[3] > frame.bottom) return null;
+      if (taken.some((other) => meets(box, other))) return null;
+      if (!far) return { box, steps: [] };
+      const to = [Math.max(box[0], Math.min(x, box[2])), Math.max(box[1], Math.min(y, box[3]))];
+      const steps = between([x, y], to);
+      return steps.some((step) => [...markers, ...found.map((name) => name.box)].some((other) => meets(step, other)))
+        ? null : { box, steps, from: [x, y], to };
+    };
+    const first = this.points.map((point) => this.front.includes(point)); // the front has its names before all others
+    for (const i of this.places.map((_, at) => at).sort((a, b) => first[b] - first[a] || near[b] - near[a] || a - b)) {
+      const { name } = this.points[i];
+      const [x, y] = this.places[i];
+      const width = context.measureText(name).width;
+      const others = this.places.filter(([a, b]) => Math.hypot(a - x, b - y) > 1).map(([a, b]) => [a - 5, b - 5, a + 5, b + 5]);
+      for (const markers of [others, []]) { // in a crowd a line may pass behind other markers
+        let room = null;
+        const spot = spotsAround(x, y, width).find((each) => (room = fits(i, each, width, markers)));
+        if (!spot) continue;
+        taken.push(room.box, ...room.steps);
+        found.push({ name, x: spot[0], y: spot[1], ...room });
         break;
       }
-    });
+    }
+    return found;
   }
 
   nearest(event) {
