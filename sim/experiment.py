@@ -271,6 +271,7 @@ def problem_for(
         run = run_iteration(trace, plan, platform, history, recompute_limit=recompute_limit)
         if evaluated is not None:
             evaluated.add(plan, run)
+            return run.log.copy()  # what it keeps may be the result
         return run.log
 
     return Problem(

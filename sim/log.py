@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ RESERVED_COLUMNS = ("time", "tier", "delta")
 
 @dataclass(frozen=True, eq=False)
 class EventLog:
-    """Everything that happened in one run; analyses read nothing else.
+    """Everything that happened in one run; analyses read nothing else. Its tables are read-only.
 
     trace: the trace that was run.
     platform: the machine that it ran on.
@@ -68,6 +68,16 @@ class EventLog:
     end: int
     complete: bool = True
     counters: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # a log is shared by whoever asks for it, a policy that has a plan evaluated as well
+        for rows in (self.intervals, self.changes, self.reserved):
+            rows.setflags(write=False)
+
+    def copy(self) -> EventLog:
+        """An equal log that shares no table with this one."""
+        tables = {key: getattr(self, key).copy() for key in ("intervals", "changes", "reserved")}
+        return replace(self, counters=dict(self.counters), **tables)
 
     def interval(self, column: str) -> Ints:
         """One column of `intervals`, by name."""

@@ -10,18 +10,17 @@ from math import ceil, floor
 
 import numpy as np
 
+from sim.conformance.holding import check_holding
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.hardware.cost import op_times
 from sim.plan import Move
 from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
+from sim.rewrites.values import groups
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Implementation, Op
 from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
-
-LONGEST_LAUNCH = 20_000
-"""The longest launch overhead (ns) that a measured op may hold: about that of a framework's and a driver's call."""
 
 
 def check_costs(run: Replayed) -> None:
@@ -32,6 +31,8 @@ def check_costs(run: Replayed) -> None:
     if run.plan is None or run.plan.trace is run.trace or run.plan.trace == run.trace:
         return
     _Costs(run, run.plan.trace).check()
+    if "release" not in run.policy.saves:
+        check_holding(run.plan.trace, run.trace)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class _Costs:
         for op, least in zip(ops, wanted, strict=True):
             if least is not None:
                 self.attributes(op, least)
+        self.counted(ops)
+        self.meetings(ops)
         self.times(ops, wanted)
         self.pieces(ops)
         self.moving(ops)
@@ -214,6 +217,35 @@ class _Costs:
         if op.kind not in least.kinds:
             raise LawBroken(f"op {op.name!r} is of kind {op.kind!r}; what it stands for is not")
 
+    def counted(self, ops: list[Op]) -> None:
+        """No op counts more FLOPs than it executes or what it stands for counts: utilisation is told from them."""
+        base = self.base.counted_flops
+        for op in ops:
+            if op.counted is None or op.counted <= op.flops:
+                continue
+            parts = _parts(self.exprs[op.id])
+            most = sum(ceil(int(base[leaves(part)[0].id]) * _share(part)) for part in parts)
+            if op.counted > most:
+                raise LawBroken(f"op {op.name!r} counts {op.counted} FLOPs; what it stands for counts {most}")
+
+    def meetings(self, ops: list[Op]) -> None:
+        """An op that stands for a member of a group meets ops that stand for all other members."""
+        group, asked = self.trace.op_columns.group, groups(self.base)
+        met: dict[str, set[int]] = defaultdict(set)
+        for member, name in group.items():
+            met[name].update(leaf.id for leaf in leaves(self.exprs[member]))
+        for op in ops:
+            for leaf in leaves(self.exprs[op.id]):
+                others = set(asked.get(self.base.op_columns.group.get(leaf.id, ""), ()))
+                if not others <= met[group.get(op.id, "")]:
+                    names = ", ".join(repr(self.base.op_columns.name[other]) for other in sorted(others))
+                    raise LawBroken(f"op {op.name!r} does not meet all that what it stands for meets: {names}")
+                ring = self.base.op_columns.ring.get(leaf.id)
+                if ring is not None and op.ring != ring:
+                    raise LawBroken(
+                        f"op {op.name!r} is among other ranks than what it stands for: {op.ring}, not {ring}"
+                    )
+
     def times(self, ops: list[Op], wanted: list[_Cost | None]) -> None:
         """The time of each op on its engine, against that of an op there with the costs that it must have."""
         columns = self.trace.op_columns
@@ -247,16 +279,16 @@ class _Costs:
     def launch(self, engine: int, least: _Cost) -> int:
         """Nanoseconds that an op may save if the policy declares it: the launch overhead in its time.
 
-        Where the platform prices the op, that is its engine's overhead. A measured time does not tell its launch
-        overhead: there the plan's own figure counts, up to `LONGEST_LAUNCH`.
+        That is its engine's overhead. A measured time does not tell its own: there the plan's figure counts, up to what
+        a launch costs on this machine.
         """
         if "launch" not in self.saves:
             return 0
         assert self.run.plan is not None
-        said = self.run.plan.notes.get("launch_ns")
+        most, said = self.run.platform.engines[engine].launch, self.run.plan.notes.get("launch_ns")
         if least.duration >= 0:
-            return min(said, LONGEST_LAUNCH) if isinstance(said, int) else 0
-        return self.run.platform.engines[engine].launch
+            return min(said, most) if isinstance(said, int) else 0
+        return most
 
     def moving(self, ops: list[Op]) -> None:
         """An op that computes nothing of the base takes at least the time of the bytes that it moves.

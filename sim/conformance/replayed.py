@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.conformance.ledger import Ledger
 from sim.engine.replay import replay
@@ -14,7 +18,7 @@ from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
 from sim.limits import TooLong, limited_again
 from sim.log import EventLog
-from sim.plan import Plan, Recompute, Run
+from sim.plan import Plan, Problem, Recompute, Run
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
@@ -32,7 +36,8 @@ class Replayed:
     log: complete, or the partial one that an OutOfMemory carries; None if nothing ran.
     error: the error of this package that the policy or the engine raised.
     crash: any other exception, `SystemExit` included.
-    changed: "trace" or "platform" if the policy changed it in place, "" for neither.
+    changed: which of its inputs the policy changed in place: "trace", "platform", "history" or "log of
+        `evaluate`"; "" for none.
     """
 
     policy: Policy
@@ -81,28 +86,70 @@ def run_policy(
     policy: Policy, trace: Trace, platform: Platform, *, seed: int = 0, warm_up: int | None = None
 ) -> Replayed:
     """Ask a policy and replay its plan, after as many warm-up iterations as it declares, or as are given."""
-    before = _asked(trace, platform)
+    given = _Given(trace, platform)
     with limited_again():  # a law that asks the policy once more must not have it answer sooner
-        run = _run(policy, trace, platform, seed, policy.warm_up if warm_up is None else warm_up)
-    now = _asked(trace, platform)
-    changed = next((what for what, hashed in before.items() if now[what] != hashed), "")
-    return replace(run, changed=changed)
+        run = _run(policy, given, seed, policy.warm_up if warm_up is None else warm_up)
+    return replace(run, changed=given.changed())
 
 
-def _asked(trace: Trace, platform: Platform) -> dict[str, str]:
-    """Hashes of the policy's inputs as they are now; a trace itself caches its first hash."""
-    return {"trace": Trace.content_hash.func(trace), "platform": repr(platform)}  # type: ignore[attr-defined]
+class _Given:
+    """What a policy is given, with hashes of what it was, since all of it is shared with whoever uses it later."""
+
+    def __init__(self, trace: Trace, platform: Platform) -> None:
+        self.trace, self.platform = trace, platform
+        self.before = self._hashes()
+        self.logs: list[tuple[str, EventLog, str]] = []
+
+    def problem(self, seed: int, history: tuple[Run, ...]) -> Problem:
+        """The question to the policy."""
+        self.logs += [("history", run.log, _log_hash(run.log)) for run in history[-1:]]
+        problem = problem_for(self.trace, self.platform, seed=seed, history=history)
+
+        def evaluate(plan: Plan) -> EventLog:
+            log = problem.evaluate(plan)
+            self.logs.append(("log of `evaluate`", log, _log_hash(log)))
+            return log
+
+        return replace(problem, evaluate=evaluate)
+
+    def changed(self) -> str:
+        """What has another hash than before, or is not what an equal trace computes; "" for nothing."""
+        now = self._hashes()
+        found = [what for what, hashed in self.before.items() if now[what] != hashed]
+        found += [
+            "trace" for key, value in _computed(self.trace) if not np.array_equal(value, getattr(self._fresh, key))
+        ]
+        found += [what for what, log, hashed in self.logs if _log_hash(log) != hashed]
+        return found[0] if found else ""
+
+    def _hashes(self) -> dict[str, str]:
+        """Of the trace, which itself caches its first hash, and the platform."""
+        return {"trace": Trace.content_hash.func(self.trace), "platform": repr(self.platform)}  # type: ignore[attr-defined]
+
+    @cached_property
+    def _fresh(self) -> Trace:
+        return _uncached(self.trace)
 
 
-def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: int) -> Replayed:
+def _computed(trace: Trace) -> list[tuple[str, NDArray[Any]]]:
+    """The columns that a trace has computed when it was asked for them."""
+    return [(key, value) for key, value in vars(trace).items() if isinstance(value, np.ndarray)]
+
+
+def _log_hash(log: EventLog) -> str:
+    return str(EventLog.content_hash.func(log))  # type: ignore[attr-defined]
+
+
+def _run(policy: Policy, given: _Given, seed: int, warm_up: int) -> Replayed:
     history: tuple[Run, ...] = ()
     plan: Plan | None = None
+    trace, platform = given.trace, given.platform
     try:
         for _ in range(warm_up):
-            plan = _computed_anew(policy.plan(problem_for(trace, platform, seed=seed, history=history)), trace)
+            plan = _without_caches(policy.plan(given.problem(seed, history)), trace)
             history = (*history, run_iteration(trace, plan, platform, history, last=False))
         plan = None
-        plan = _computed_anew(policy.plan(problem_for(trace, platform, seed=seed, history=history)), trace)
+        plan = _without_caches(policy.plan(given.problem(seed, history)), trace)
         ran = run_iteration(trace, plan, platform, history)
     except TiersimError as error:
         partial = getattr(error, "log", None) if plan is not None else None
@@ -114,19 +161,19 @@ def _run(policy: Policy, trace: Trace, platform: Platform, seed: int, warm_up: i
     return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history)
 
 
-def _computed_anew(plan: Plan, given: Trace) -> Plan:
+def _without_caches(plan: Plan, given: Trace) -> Plan:
     """The plan on a trace that shares no cached fact, such as its hash, with what a policy made it from."""
-    made = plan.trace
-    if made is given:
-        return plan
-    columns = (made.tensor_columns, made.op_columns)
-    anew = Trace(*columns, outputs=made.outputs, carry=made.carry, meta=made.meta, origin=made.origin)
-    return replace(plan, trace=anew)
+    return plan if plan.trace is given else replace(plan, trace=_uncached(plan.trace))
+
+
+def _uncached(trace: Trace) -> Trace:
+    columns = (trace.tensor_columns, trace.op_columns)
+    return Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin)
 
 
 def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:
     """Replay a given plan, as if the policy had made it."""
-    plan = _computed_anew(plan, trace)
+    plan = _without_caches(plan, trace)
     try:
         log = replay(plan, platform)
     except TiersimError as error:

@@ -33,6 +33,7 @@ SAVINGS = {
     "launch": "one launch an op, where several are launched together",
     "codec": "fewer bytes on the wire than the tensor has, by a lossless codec; down to a bit for four bytes",
     "copy": "the copy of a tensor that goes to another tier at once, which is taken straight from the original",
+    "release": "the release of what the program holds beyond its last reader: it is earlier",
     "fusion": "one kernel of several ops: it is launched once and touches each operand once",
 }
 """By what a rewrite may make an op cheaper than the one that it stands for."""

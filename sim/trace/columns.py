@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
 from typing import Any, TypeVar, overload
 
@@ -16,6 +16,7 @@ from sim.trace.op import KINDS, PHASES, Implementation, Op, Ring
 from sim.trace.tensor import ROLES, Tensor
 
 T = TypeVar("T")
+A = TypeVar("A", bound=NDArray[Any])
 Ints = NDArray[np.int64]
 
 
@@ -70,10 +71,23 @@ class OpColumns:
     counted: Mapping[int, int]
 
 
+def _read_only(compute: Callable[[Any], A]) -> cached_property[A]:
+    """A column that is computed when it is first asked for; it is shared, so that nobody may write to it."""
+
+    @wraps(compute)
+    def column(self: Any) -> A:
+        found = compute(self)
+        found.setflags(write=False)
+        return found
+
+    return cached_property(column)
+
+
 class Graph:
     """Ops, in program order, over tensors: who reads, writes and overwrites what.
 
-    `ops` and `tensors` are sequences of views; the columns are made read-only.
+    `ops` and `tensors` are sequences of views; the columns, and those computed from them, are
+    read-only.
     """
 
     def __init__(self, tensors: TensorColumns, ops: OpColumns) -> None:
@@ -169,7 +183,7 @@ class Graph:
 
     # ---- derived columns ---------------------------------------------------------------------
 
-    @cached_property
+    @_read_only
     def producer(self) -> NDArray[np.int32]:
         """The op that produces each tensor, -1 for one that exists from the start. Shape (tensors,)."""
         c = self.op_columns
@@ -177,7 +191,7 @@ class Graph:
         out[c.write_ids] = np.repeat(np.arange(len(c.name), dtype=np.int32), np.diff(c.write_start))
         return out
 
-    @cached_property
+    @_read_only
     def replaced_by(self) -> NDArray[np.int32]:
         """The tensor that takes over each tensor's storage, -1 for none. Shape (tensors,)."""
         replaces = self.tensor_columns.replaces
@@ -192,12 +206,12 @@ class Graph:
         written = ((i, zip(self.writes(i), places, strict=True)) for i, places in self.op_columns.views.items())
         return {view: self.reads(i)[place] for i, pairs in written for view, place in pairs if place >= 0}
 
-    @cached_property
+    @_read_only
     def read_counts(self) -> Ints:
         """How many ops read each tensor; an op that reads it twice counts once. Shape (tensors,)."""
         return np.diff(self._readers[0])
 
-    @cached_property
+    @_read_only
     def first_read(self) -> NDArray[np.int32]:
         """The first op that reads each tensor, -1 for none. Shape (tensors,)."""
         start, ids = self._readers
@@ -206,7 +220,7 @@ class Graph:
         out[read] = ids[start[read]]
         return out
 
-    @cached_property
+    @_read_only
     def last_use(self) -> NDArray[np.int32]:
         """The last op that reads or writes each tensor, -1 for one that no op touches. Shape (tensors,)."""
         start, ids = self._readers
@@ -215,7 +229,7 @@ class Graph:
         out[read] = np.maximum(out[read], ids[start[read + 1] - 1])
         return out
 
-    @cached_property
+    @_read_only
     def released(self) -> NDArray[np.int32]:
         """The op at whose end the program releases each tensor, -1 where its last reader does. Shape (tensors,)."""
         out = np.full(len(self.tensor_columns.name), -1, np.int32)
@@ -223,12 +237,12 @@ class Graph:
             out[list(tensors)] = op
         return out
 
-    @cached_property
+    @_read_only
     def held_until(self) -> NDArray[np.int32]:
         """The op until whose end each tensor is held: its release point, else its last use. Shape (tensors,)."""
         return np.maximum(self.last_use, self.released)
 
-    @cached_property
+    @_read_only
     def touched(self) -> Ints:
         """The bytes that each op touches: as stated, else the sum of its operands. Shape (ops,)."""
         c, size = self.op_columns, self.tensor_columns.bytes
@@ -238,7 +252,7 @@ class Graph:
             operands += total[start[1:]] - total[start[:-1]]
         return np.where(c.bytes < 0, operands, c.bytes)
 
-    @cached_property
+    @_read_only
     def counted_flops(self) -> Ints:
         """The FLOPs of each op as PyTorch's counter counts them, masked ones included. Shape (ops,)."""
         out = self.op_columns.flops.copy()
@@ -258,7 +272,10 @@ class Graph:
         pairs = np.unique(c.read_ids.astype(np.int64) * (len(c.name) + 1) + op)
         tensor, reader = np.divmod(pairs, len(c.name) + 1)
         counts = np.bincount(tensor, minlength=len(self.tensor_columns.name))
-        return np.concatenate(([0], np.cumsum(counts))), reader.astype(np.int32)
+        found = np.concatenate(([0], np.cumsum(counts))), reader.astype(np.int32)
+        for column in found:
+            column.setflags(write=False)
+        return found
 
     @cached_property
     def _reader_lists(self) -> tuple[list[int], list[int]]:

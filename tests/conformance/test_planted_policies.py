@@ -172,6 +172,35 @@ FAULTS = {
         "return Plan(trace, [Move(t, 'host', wire=0, after=int(trace.producer[t])) for t in made[:1]])",
     ),
     "other freedoms each time": ("repeats", "return self.away(problem, 1)"),
+    "release points left out": ("costs", "return Plan(with_columns(trace, releases={}))"),
+    "more time saved than a launch takes": (
+        "costs",
+        "duration = trace.op_columns.duration\n"
+        "return Plan(with_columns(trace, duration=duration - 20 * (duration > 20)), notes={'launch_ns': 20})",
+    ),
+    "collectives without a group": ("costs", "return Plan(with_columns(trace, group={}))"),
+    "more FLOPs counted": (
+        "costs",
+        "return Plan(with_columns(trace, counted={op: 10**9 for op in range(len(trace.ops))}))",
+    ),
+    "another end in the log of evaluate": (
+        "repeats",
+        "try:\n    object.__setattr__(problem.evaluate(Plan(trace)), 'end', 0)\nexcept OutOfMemory:\n    pass\n"
+        "return self.away(problem, 1)",
+    ),
+    "other times written into the log of evaluate": (
+        "outcome",
+        "try:\n    problem.evaluate(Plan(trace)).intervals[:, :2] -= 1\nexcept OutOfMemory:\n    pass\n"
+        "return self.away(problem, 1)",
+    ),
+    "a history that it changes": (
+        "repeats",
+        "for run in problem.history:\n    run.log.counters['implicit_moves'] = 10**6\nreturn self.away(problem, 1)",
+    ),
+    "reads that it crosses out": (
+        "repeats",
+        "trace.read_counts.setflags(write=True)\ntrace.read_counts[:] -= 1\nreturn Plan(trace)",
+    ),
     "moves that it does not declare": ("ops", "return self.away(problem, 1)"),
     "moves that never happen": ("", "return Plan(trace)"),
     "recomputation that never happens": ("", "return Plan(trace)"),
@@ -194,11 +223,19 @@ TRAITS = {
         "        return {'a': Plan(problem.trace)} if len(SEEN) % 2 else {}\n"
     ),
     "moves that it does not declare": "    moves = False\n",
+    "more time saved than a launch takes": (
+        "    rewrites = True\n    moves = False\n    saves = {'launch': 'launched together'}\n    needs = frozenset()\n"
+    ),
+    "a history that it changes": "    warm_up = 1\n",
     "recomputation that never happens": "    recomputes = True\n    moves = False\n",
     "a drop of what cannot be recomputed": "    recomputes = True\n",
     **dict.fromkeys(
         ("random ops that lose their seed", "halved durations", "no workspaces"),
         "    rewrites = True\n",
+    ),
+    **dict.fromkeys(
+        ("release points left out", "collectives without a group", "more FLOPs counted"),
+        "    rewrites = True\n    moves = False\n    needs = frozenset()\n",
     ),
 }
 STOPPED = ("a plan that never comes", "a plan that never comes, without timers", "a plan that waits for something else")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
@@ -38,6 +39,7 @@ class OptimizerInBackward(Policy):
 
     rewrites = True
     manages = ("gradients",)
+    saves = MappingProxyType({"release": "the hook that updates a weight sets its gradient to None at once"})
     fidelity = "code"
     rarely = "the update of a random example seldom has an op that could run before the last gradient is there"
 

@@ -33,11 +33,14 @@ class Facts:
 
 @pytest.fixture
 def run() -> Callable[..., Facts]:
-    """Simulate a trace under a policy with `budget` bytes; every offline plan must be explicit."""
+    """Simulate a trace under a policy with `budget` bytes; every offline plan must be explicit.
 
-    def go(trace: Trace, policy: str, budget: int = ROOMY, **parameters: Any) -> Facts:
+    overhead: ns of a launch on the engine.
+    """
+
+    def go(trace: Trace, policy: str, budget: int = ROOMY, overhead: int = 0, **parameters: Any) -> Facts:
         tier = Tier("hbm", budget, budget, 10**9, device=0)
-        platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
+        platform = Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}, launch=overhead),), ())
         result = simulate(trace, platform, policy, **parameters)
         log = result.log
         assert log.complete

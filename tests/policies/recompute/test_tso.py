@@ -125,7 +125,7 @@ def test_no_cut_into_kept_and_rerun_segments_is_faster_by_a_ledger_of_our_own(se
 def test_model_and_engine_agree_and_refusals_name_what_would_do(seed, count, share, method, launch, run):
     trace = chain(*lists(seed, count))
     budget = int(share * run(trace, "keep_all").peak)
-    more = {"method": method, "launch": launch, "capture": 1000, "switch": 1}
+    more = {"method": method, "launch": launch, "overhead": 5, "capture": 1000, "switch": 1}
     try:
         facts = run(trace, "tso", budget, **more)
     except Infeasible as error:
@@ -161,7 +161,7 @@ def test_checkpoint_alone_is_chen_with_the_best_segments(run):
 def test_graph_alone_spares_every_launch_but_pays_its_captures(run):
     trace = w1(3)
     plain = run(trace, "keep_all")
-    facts = run(trace, "tso", modes=("graph",), launch=200, capture=3000, replays=10, switch=0)
+    facts = run(trace, "tso", modes=("graph",), launch=200, overhead=200, capture=3000, replays=10, switch=0)
     shortened = sum(min(200, op.duration) for op in trace.ops)
     segments = len(facts.result.plan.notes["segments"])
     assert segments == 1
@@ -169,6 +169,12 @@ def test_graph_alone_spares_every_launch_but_pays_its_captures(run):
     assert facts.time == plain.time - shortened + 600
     assert facts.peak > plain.peak  # what dies in the graph stays
     assert facts.rerun == []
+
+
+def test_no_op_saves_more_than_a_launch_of_its_engine(run):
+    trace = w1(3)
+    facts = run(trace, "tso", modes=("graph",), launch=200, overhead=3, capture=0, switch=0)
+    assert facts.time == run(trace, "keep_all").time - sum(min(3, op.duration) for op in trace.ops)
 
 
 def test_a_captured_segment_runs_again_as_a_whole_and_an_eager_one_as_far_as_it_is_read(run):
@@ -191,7 +197,7 @@ def test_a_captured_segment_runs_again_as_a_whole_and_an_eager_one_as_far_as_it_
     eager = run(trace, "tso", budget, modes=PLAIN)
     assert eager.rerun
     assert all(name.startswith("in") for name in eager.rerun)
-    whole = run(trace, "tso", budget, modes=("eager", "graph_checkpoint"), launch=9, capture=0, switch=0)
+    whole = run(trace, "tso", budget, modes=("eager", "graph_checkpoint"), launch=9, overhead=9, capture=0, switch=0)
     assert "graph_checkpoint" in {mode for _, _, mode in whole.result.plan.notes["segments"]}
     assert len(whole.rerun) % 2 == 0
     assert whole.rerun == [
@@ -217,7 +223,7 @@ def test_a_captured_segment_lets_go_at_its_end_and_an_eager_one_at_once(run):
 def test_modes_together_are_never_worse_than_any_alone(share, run):
     trace = chain([9, 30, 20, 40] * 3, [20, 60, 40, 80] * 3, [1, 2, 1, 3] * 3 + [1], [5, 4, 6, 3] * 3)
     budget = int(share * run(trace, "keep_all").peak)
-    more = {"launch": 4, "capture": 3000, "switch": 1}
+    more = {"launch": 4, "overhead": 4, "capture": 3000, "switch": 1}
     best = run(trace, "tso", budget, **more).time
     for mode in MODES:
         try:
@@ -276,13 +282,13 @@ def test_it_is_none_of_its_siblings(sibling):
 def tight(trace, share: float) -> Platform:
     def platform(budget: int) -> Platform:
         tier = Tier("hbm", budget, budget, 10**9, device=0)
-        return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}),), ())
+        return Platform("toy", (tier,), (Engine("npu", 0, "hbm", ("hbm",), {"fp32": 10**9}, launch=2000),), ())
 
     log = simulate(trace, platform(ROOMY), "keep_all").log
     return platform(int(share * log.change("delta").cumsum().max()))
 
 
-BASE = {"launch": 3000, "capture": 10_000_000, "replays": 1000, "switch": 3000}
+BASE = {"launch": 3000, "overhead": 3000, "capture": 10_000_000, "replays": 1000, "switch": 3000}
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -300,7 +306,7 @@ def test_switches_are_paid_once_each_way(run):
     trace = chain([40] * 6, [80] * 6, [1] * 7, [4, 4, 4, 40, 40, 40])
     times = {}
     for switch in (0, 7):
-        facts = run(trace, "tso", launch=30, capture=25_000, switch=switch, modes=("eager", "graph"))
+        facts = run(trace, "tso", launch=30, overhead=30, capture=25_000, switch=switch, modes=("eager", "graph"))
         captured = ["graph" in mode for _, _, mode in facts.result.plan.notes["segments"]]
         times[switch] = facts.time, sum(a != b for a, b in pairwise(captured))
     assert times[7][0] - times[0][0] <= 14 * times[0][1]
@@ -354,8 +360,8 @@ def test_wrong_parameters_are_refused(wrong, text):
 def test_it_keeps_every_law(policy, tmp_path):
     report = check_policy(policy, examples=15, name="tso", folder=tmp_path, across_processes=False)
     assert report.passed, report.as_text()
-    if policy.capture == 0:
-        assert report.shares["rewrites"] > 0.5
+    if policy.capture == 0:  # half of the machines have no launch to save, and of most ops on the others it is measured
+        assert report.shares["rewrites"] > 0.1
 
 
 @pytest.mark.alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated
 
 from annotated_types import Ge, Gt
@@ -77,6 +78,7 @@ class Olla(Policy):
 
     rewrites = True
     solver = "milp"
+    saves = MappingProxyType({"release": "its executor runs a graph, which holds nothing beyond the last reader"})
     fidelity = "equations"
     other_values = by_parameter(
         holds=True,

@@ -53,8 +53,8 @@ class Tso(RecomputationPlanner):
     method: "slots", or "price": a price on saved bytes instead, with exact sizes, O(L modes) per price; it may miss
         the best plan, and on long chains beats rounding to slots.
     slots: parts into which the budget is divided, at least 2.
-    launch: ns that a captured op saves, at most its engine's launch where its time is not measured; None for exactly
-        that, and for nothing where its time is measured.
+    launch: ns that a captured op saves, at most its engine's launch; None for exactly that, and for nothing where its
+        time is measured.
     capture: ns to capture one graph, of which a segment has two; an assumed figure.
     replays: iterations that share a capture; an assumed figure.
     switch: ns for each change between captured and eager execution; an assumed figure.

@@ -25,18 +25,16 @@ class Part:
 def saved_launches(problem: Problem, launch: int | None) -> Ints:
     """Per op the launch overhead, ns, that a captured graph saves, at most the op's time.
 
-    launch: ns; None for nothing where the op's time was measured. An op that the platform prices saves at most the
-    launch that its price holds, that of the engine it runs on. Members of a group save nothing.
+    launch: ns, at most that of the engine on which an op runs; None for that, and for nothing where the op's time was
+    measured. Members of a group save nothing.
     """
     trace, platform = problem.trace, problem.platform
     c = trace.op_columns
     saved_launch = np.zeros(len(c.name), np.int64)
     for op in range(len(saved_launch)):
-        ns = launch
-        if c.duration[op] < 0:
-            held = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
-            ns = held if ns is None else min(ns, held)
-        ns = ns or 0
+        most = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
+        held = most if c.duration[op] < 0 else 0
+        ns = held if launch is None else min(launch, most)
         saved_launch[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
     return saved_launch
 

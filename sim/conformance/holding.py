@@ -1,0 +1,69 @@
+"""Law 11, on memory: what the program holds beyond its last reader, a rewritten trace holds as long."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from sim.conformance.replayed import LawBroken
+from sim.trace.graph import Trace
+from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Lossy, Microbatch, Origin, Packed, Part, Rowwise, Same
+
+Batch = tuple[int, int, int] | None
+"""Microbatches (first, stop, count), None for all of them."""
+
+Place = tuple[int, int, Batch]
+"""Device, iteration and microbatches."""
+
+
+def check_holding(trace: Trace, base: Trace) -> None:
+    """A tensor that the program releases at an op is held until what stands for that op has run, in whatever order.
+
+    It counts as far as it is on the tensor's device, in its iteration and its microbatches (or, where those have none,
+    in none); where it is not, the nearest op before it that is. What a rewrite adds, what is overwritten in place and
+    outputs have no release point. A plan may drop what is held, as its log then says.
+    """
+    origin = Origin.identity(trace)
+    device = trace.op_columns.device.tolist()
+    places: dict[Place, list[tuple[int, int]]] = defaultdict(list)
+    for op, expr in enumerate(origin.ops):
+        for id, iteration, batch in _leaves(expr):
+            places[device[op], iteration, batch].append((id, op))
+    outputs, names = set(trace.outputs), trace.tensor_columns.name
+    for t, expr in enumerate(origin.tensors):
+        producer = int(trace.producer[t])
+        if producer < 0 or t in outputs or trace.replaced_by[t] >= 0 or isinstance(origin.ops[producer], Glue):
+            continue
+        for id, iteration, batch in _leaves(expr):
+            release = int(base.released[id])
+            if release < 0:
+                continue
+            ends = [
+                max((at for at in places[device[producer], iteration, which] if at[0] <= release), default=None)
+                for which in dict.fromkeys((batch, None))
+            ]
+            until = next((end[1] for end in ends if end is not None), -1)
+            if trace.held_until[t] < until:
+                held, late = (trace.op_columns.name[op] for op in (int(trace.held_until[t]), until))
+                raise LawBroken(
+                    f"the program holds {base.tensor_columns.name[id]!r} until {base.op_columns.name[release]!r}; the "
+                    f"rewritten trace releases {names[t]!r} after {held!r}, before {late!r} has run"
+                )
+
+
+def _leaves(expr: Expr | None, batch: Batch = None) -> Iterator[tuple[int, int, Batch]]:
+    """Id, iteration and microbatches of every tensor or op of the base in an expression."""
+    match expr:
+        case Same(id, iteration):
+            yield id, iteration, batch
+        case Microbatch(of, first, stop, count):
+            yield from _leaves(of, (first, stop, count))
+        case Part(of) | Along(of) | Rowwise(of) | Encoded(of) | Lossy(of):
+            yield from _leaves(of, batch)
+        case Packed(parts) | Fused(parts):
+            for part in parts:
+                yield from _leaves(part, batch)
+        case None | Glue():
+            return
+        case _:
+            yield from _leaves(expr.of, batch)
