@@ -23,6 +23,7 @@ from sim.hardware.profile import load_profile
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
+from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
@@ -51,6 +52,8 @@ class Layout:
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
+    barrier: whether a step waits for all gradients. Without it two steps are simulated, the second of which begins when
+        the gradients of the first layer are summed; sums have the priority of their layer (`sim.rewrites.next_step`).
     prefetch: at level 3, how many layers ahead weights are gathered; 0: a layer waits for its own.
     bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
         produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
@@ -80,6 +83,7 @@ class Layout:
     reshard: bool = True
     prefetch: int = 1
     bucket: int | str = 0
+    barrier: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -136,6 +140,13 @@ class Layout:
                 raise LayoutError(f"bucket: {error}; or {DDP!r}") from None
         if isinstance(self.bucket, bool) or (isinstance(self.bucket, int) and self.bucket < 0):
             raise LayoutError(f"bucket: needs a size such as '25 MiB', or {DDP!r}, has {self.bucket!r}; nearest: 0")
+        if not isinstance(self.barrier, bool):
+            raise LayoutError(f"barrier: needs true or false, has {self.barrier!r}")
+        if not self.barrier and self.dp == 1:
+            raise LayoutError("barrier: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
+        if not self.barrier and (self.zero or self.schedule == "pipedream"):
+            wrong = f"zero {self.zero}" if self.zero else self.schedule
+            raise LayoutError(f"barrier: each replica updates all its weights, not with {wrong}; nearest: zero 0, 1f1b")
         if self.bucket and self.dp == 1:
             raise LayoutError("bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
 
@@ -251,11 +262,13 @@ def lay_out(
     trace = divide_layers(divide_tokens(trace, layout.cp), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.ep == 1 else experts_apart(trace)
+    trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch)
+    sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
 
 

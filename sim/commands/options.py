@@ -150,6 +150,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "barrier",
+        Annotated[
+            bool | None,
+            typer.Option("--barrier/--no-barrier", help="with --dp: whether a step waits for all gradients; default"),
+        ],
+        None,
+    ),
+    Option(
         "bucket",
         Annotated[
             str | None,

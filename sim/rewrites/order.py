@@ -47,3 +47,32 @@ def as_early(count: int, waits: Mapping[int, Collection[int]]) -> Iterator[int]:
             early = heappop(ready)
             yield early
             done(early)
+
+
+def as_late(trace: Trace, held: Collection[int]) -> Iterator[int]:
+    """All ops of a trace: those of `held` just before the first other one that they must precede, the rest as they are.
+
+    What nothing waits for comes last, in program order.
+    """
+    waiting: dict[int, None] = {}
+
+    def released(op: int) -> Iterator[int]:
+        """The op, after what it waits for."""
+        todo = [(op, False)]
+        while todo:
+            at, is_ready = todo.pop()
+            if at != op and at not in waiting:
+                continue
+            if is_ready:
+                waiting.pop(at, None)
+                yield at
+            else:
+                todo.append((at, True))
+                todo += [(need, False) for need in sorted(must_precede(trace, at), reverse=True) if need in waiting]
+
+    for op in range(len(trace.ops)):
+        if op in held:
+            waiting[op] = None
+        else:
+            yield from released(op)
+    yield from list(waiting)

@@ -92,7 +92,7 @@ def test_policies_run_on_a_part_of_the_tokens(policy: str) -> None:
     ran = run_policy(load(policy), trace, platform)
     assert ran.done, ran.error
     assert {each.what for each in departures(ran.plan.trace, step())} <= {"repeated"}
-    laws = ("capacity", "order", "tiling", "outcome")  # `ops` takes a gather that is recomputed for a second run
+    laws = ("capacity", "ops", "order", "tiling", "outcome")
     assert not [text for law in laws if (text := breaks(CHECKS[law], ran))]
 
 

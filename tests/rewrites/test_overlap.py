@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from sim.errors import LayoutError
+from sim.engine.replay import replay
+from sim.errors import LayoutError, TraceError
 from sim.layout import DDP_BUCKETS, Layout, lay_out
+from sim.log import WHY
+from sim.plan import Plan
 from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.next_step import without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.ranks import all_ranks
+from sim.rewrites.rewrite import unroll
 from sim.rewrites.values import departures
 from sim.rewrites.zero import shard
 from sim.trace import Trace, TraceBuilder
-from tests.rewrites.test_replicas import line, peaks, step
+from tests.rewrites.test_replicas import CONFIG, line, op_named, peaks, reading, rebuilt, step
+from workloads import transformer
 
 MIB = 1 << 20
 
@@ -101,6 +108,67 @@ def test_buckets_send_as_many_bytes_as_layers_do() -> None:
     assert len(sent[1]) == 1 < len(sent[0])
 
 
+# ---- steps without a barrier --------------------------------------------------------------------------
+
+UNIT = 4 * MIB
+"""Nanoseconds and bytes of one slice at 1 GB/s."""
+
+
+def three_layers() -> Trace:
+    """Two units for each forward and backward, three for each sum of gradients among two replicas."""
+    return split_batch_ops(network([3 * UNIT] * 3, 2 * UNIT, 2 * UNIT, 0), 1, 2)[0]
+
+
+def ended(trace: Trace, op: str) -> int:
+    log = replay(Plan(trace), line(1, 2))
+    rows = (log.interval("op") == op_named(trace, op)) & (log.interval("why") == WHY["run"])
+    return int(log.interval("end")[rows].max())
+
+
+def test_the_next_forward_begins_before_all_gradients_are_summed() -> None:
+    """After the first forward: last come first served 17 units, by priority of layers 15."""
+    base = three_layers()
+    last, start = "f2.mb0#1", 3 * 2 * UNIT
+    assert ended(unroll(base, 2), last) - start == 17 * UNIT
+    assert ended(without_barrier(base), last) - start == 15 * UNIT
+    equal = without_barrier(base)
+    first_come = rebuilt(equal, priority=np.zeros_like(equal.op_columns.priority))
+    assert ended(first_come, last) - start == 17 * UNIT
+
+
+def test_a_gradient_that_is_not_sliced_gains_nothing() -> None:
+    """Sums of less than a slice are sent whole: first come first served is by priority, too."""
+    whole = split_batch_ops(network([3 << 20] * 3, 2 << 20, 2 << 20, 0), 1, 2)[0]
+    took = [ended(steps, "f2.mb0#1") - 3 * (2 << 20) for steps in (unroll(whole, 2), without_barrier(whole))]
+    assert took == [17 << 20, 17 << 20]
+
+
+def test_sums_that_backward_hides_gain_nothing() -> None:
+    hidden = split_batch_ops(network([UNIT, UNIT, 1000], 2 * UNIT, 2 * UNIT, 0), 1, 2)[0]
+    assert ended(without_barrier(hidden), "f2.mb0#1") <= ended(unroll(hidden, 2), "f2.mb0#1")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach", "sgd"])
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"dp": 2, "micro_batches": 2, "bucket": 4000}, {"dp": 2, "pp": 2}], ids=str
+)
+def test_steps_without_a_barrier_compute_the_same(layout: dict, optimizer: str) -> None:
+    base = transformer(CONFIG, batch=8, sequence=16, precision="mixed_bf16", optimizer=optimizer)
+    trace, _ = lay_out(base, "a100_80_sxm", {**layout, "barrier": False})
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    assert trace.meta["iterations"] == 2
+
+
+def test_an_update_before_its_gradient_is_summed_is_wrong() -> None:
+    trace, _ = lay_out(step(), "a100_80_sxm", {"dp": 2, "barrier": False})
+    update = next(op for op in trace.ops if op.phase == "update")
+    summed = next(t for t in update.reads if ".grad.reduced" in trace.tensors[t].name)
+    own = trace.tensors[summed].replaces
+    assert own is not None
+    with pytest.raises(TraceError, match="overwrote it"):
+        reading(trace, update.id, summed, own)
+
+
 # ---- weights gathered ahead --------------------------------------------------------------------------
 
 
@@ -133,6 +201,8 @@ def test_time_of_forward_with_weights_gathered_ahead(took: int) -> None:
         ({"bucket": "25 MB"}, "bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
         ({"dp": 2, "bucket": "25 MBit"}, "bucket: .*; or 'ddp'"),
         ({"dp": 2, "bucket": -1}, "bucket: needs a size such as '25 MiB', or 'ddp', has -1; nearest: 0"),
+        ({"barrier": False}, "barrier: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
+        ({"dp": 2, "zero": 1, "barrier": False}, "barrier: .* not with zero 1; nearest: zero 0, 1f1b"),
         ({"dp": 2, "prefetch": 2}, "prefetch: only weights that zero 3 divides are gathered, zero is 0; nearest: 3"),
         ({"dp": 2, "zero": 3, "prefetch": -1}, "prefetch: needs a whole number of layers, has -1; nearest: 0"),
     ],
