@@ -41,7 +41,9 @@ Training runs that others measured and printed, beside the same runs simulated. 
 `tests/validation/data/published_runs.csv`: {count} runs of {sources} public tables, of which {run} are simulated.
 A: set up without a guess that matters; B: one or two guesses. Sources are divided into those that were looked at while
 the simulator was developed and those that are only checked; **no figure of the simulator is fitted to either**.
-Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here.
+Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here. Where the memory of the
+card was read, ours is what PyTorch's allocator would reserve for the tensors, without the context of the device and
+NCCL's buffers unless the source says how large they are.
 
 """
 
