@@ -413,11 +413,12 @@ class _Split:
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
 
     def _concatenate(self) -> None:
-        """Join the slices that something outside the microbatches reads."""
+        """Join the slices that something outside the microbatches reads, on the engine that produced them."""
         for t, pieces in self.slices.items():
-            tensor, last = self.tensors[t], self.ops[-1]
+            tensor, source = self.tensors[t], self.ops[int(self.trace.producer[t])]
             self.whole[t] = self.new.tensor(tensor)
-            fields = {"phase": last.phase, "layer": tensor.layer, "device": last.device}
+            fields = {"phase": self.ops[-1].phase, "layer": tensor.layer}
+            fields |= {"device": source.device, "engine": source.engine}
             self.new.glue(f"{tensor.name}.concat", "copy", pieces, [self.whole[t]], **fields)
             self.which.append((int(self.trace.producer[t]), self.n - 1))
 

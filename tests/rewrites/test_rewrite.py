@@ -560,3 +560,18 @@ def test_all_tensors_are_added_as_they_are(trace):
         assert replace(copy, id=old.id, replaces=replaces) == replace(old, replaces=replaces)
         assert copy.replaces == replaces
     assert list(built.origin.tensors)[1:] == [Same(t) for t in range(len(trace.tensors))]
+
+
+def test_slices_are_joined_on_the_engine_that_produced_them() -> None:
+    b = TraceBuilder({"batch": 4})
+    x, y, z = (
+        b.tensor("x", 40, "input", shape=(4, 10)),
+        b.tensor("y", 40, shape=(4, 10)),
+        b.tensor("z", 40, shape=(4, 10)),
+    )
+    b.op("f", "elementwise", reads=[x], writes=[y], splits=("batch",), duration=10)
+    b.op("g", "elementwise", reads=[y], writes=[z], splits=("batch",), duration=10, device=1, engine="cpu")
+    b.op("last", "elementwise", reads=[y], writes=[], splits=("batch",), duration=10)
+    split = split_batch(b.build(outputs=[z], carry=()), 2)
+    joined = split.ops[split.op_id("z.concat")]
+    assert (joined.device, joined.engine) == (1, "cpu")
