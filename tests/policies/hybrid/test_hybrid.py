@@ -174,6 +174,23 @@ def test_no_whole_choice_is_faster_on_small_nets(seed, between, share):
             simulate(trace, machine(floor - 1, rate), "hybrid")
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_a_draft_that_misses_is_repaired_wherever_some_choice_fits(between):
+    """From all kept, which leaves everything to the repair, on nets on which all choices can be tried."""
+    repaired = fastest = 0
+    for seed, share in itertools.product(range(12), (0.55, 0.7, 0.85)):
+        trace, rate = random_chain(seed, between=between)
+        budget = int(home_peak(plain(trace, machine(1, rate)).log) * share)
+        drafts = Drafts(problem_for(trace, machine(budget, rate)))
+        ways = [drafts.results.ways(i) for i in range(len(drafts.results.saved))]
+        if fitting := [draft.ns for draft in map(drafts.draft, itertools.product(*ways)) if not draft.excess]:
+            found = drafts.repaired(drafts.kept(), None)
+            assert not found.excess, (seed, share)
+            repaired, fastest = repaired + 1, fastest + (found.ns == min(fitting))
+    assert repaired >= 5
+    assert fastest >= 0.9 * repaired
+
+
 # ---- the model ---------------------------------------------------------------------------------
 
 
@@ -292,6 +309,18 @@ def test_a_draft_that_misses_by_little_beside_another_part_shows_where():
     )
     budget = int(home_peak(least) + 0.3 * (home_peak(kept) - home_peak(least)))
     assert simulate(trace, platform, "zero_offload + hybrid", budget=budget).log.end == kept.end
+
+
+@pytest.mark.parametrize(("batch", "budget", "other"), [(8, 663_200_000, "dtr"), (32, 1_118_600_000, "twremat")])
+def test_near_the_least_memory_a_draft_that_misses_by_little_is_mended(batch, budget, other):
+    """A ResNet-101 at a budget that hardly a policy fits: blind changes of single choices did not lead to a draft."""
+    trace, platform = cnn("resnet-101", batch=batch), linked(5)
+    kept, single = plain(trace, platform).log.end, simulate(trace, platform, other, budget=budget).log.end
+    problem = problem_for(trace, platform.with_budget(budget))
+    drafts = Drafts(problem)
+    best = min(drafts.search(6), key=lambda draft: draft.rank)
+    end = problem.evaluate(drafts.plan(best)).end
+    assert end - kept < 0.4 * (single - kept)
 
 
 # ---- transformers ------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ class Hybrid(Policy):
     recomputation costs its ops. Shares are rounded in program order. A model of one device (ops one after another, a
     link in each direction, copies back as early as memory allows) times the draft and shows what the
     program did not know: transient results of recomputation, when an input is needed for it, copies that are late.
-    The next round's program takes that into account; one that offloads everything is tried, too, and the best one is
+    The next round's program takes that into account; one that offloads everything is tried, too. A draft that misses
+    the budget, and is faster than those that do not, is repaired: where it needs most, the way is changed of the
+    resident results that cost least time for the memory they free. The best one is
     improved by changing single choices; the same is done for a program with 1 % less room, of which other shares are
     rounded. The fastest drafts are replayed, and
     `swap_all` where they take longer than unlimited memory; the fastest is the plan.

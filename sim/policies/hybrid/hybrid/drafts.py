@@ -25,6 +25,10 @@ SPARED = 3
 """How often what came back late is kept instead."""
 WORK = 20_000
 """Steps of all drafts: of those of the rounds (two are always made), and of those tried to improve on the best."""
+REPAIRS, REPAIR = 2, 60_000
+"""How many drafts that miss the budget are repaired, and steps of all drafts tried for one."""
+AT_PEAK = 24
+"""How many other ways are tried for what is resident at a peak, those of the largest results."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,11 @@ class Draft:
     def ns(self) -> int:
         """The time of the slowest device."""
         return max(line.ns for line in self.lines)
+
+    def over(self, capacity: Sequence[int]) -> int:
+        """The bytes above each device's capacity, summed over its steps; 0 where it fits."""
+        lines = zip(self.lines, capacity, strict=True)
+        return sum(int(np.maximum(np.array(line.used, np.int64) - most, 0).sum()) for line, most in lines)
 
     @property
     def moved(self) -> int:
@@ -267,13 +276,23 @@ class Drafts:
         found = self.rough(rounds)
         if not found[-1].excess and found[-1].ns <= found[0].ns:
             return found
+        found += self.repairs(found)
         best = self.polished(min(found, key=attrgetter("rank")), WORK)
         found.append(best)
         if not best.excess and max(2, rounds) < WORK // len(self._ns):
             # where polishing ends depends on how shares were rounded: a little less room rounds others
             other = self.by_program(best, [capacity - capacity // 100 for capacity in self.capacity])
-            found += [other, self.polished(other, WORK)]
+            found += [other, self.polished(self.repaired(other, best.ns), WORK)]
         return found
+
+    def repairs(self, found: Sequence[Draft]) -> list[Draft]:
+        """Of drafts that miss the budget, and are faster than any that does not, those that miss by least, repaired."""
+        below = min((draft.ns for draft in found if not draft.excess), default=None)
+        repaired: list[Draft] = []
+        for draft in sorted(found, key=attrgetter("rank")):
+            if draft.excess and len(repaired) < REPAIRS and (below is None or draft.ns < below):
+                repaired.append(self.repaired(draft, below))
+        return repaired
 
     def rough(self, rounds: int) -> list[Draft]:
         """Everything kept, everything offloaded, then as the program chooses, with less room after each miss.
@@ -310,6 +329,63 @@ class Drafts:
         if left >= len(single) ** 2 // 2 * sum(len(each.ops) for each in draft.steps):
             best, _ = self._climb(best, [(one, two) for (one,), (two,) in combinations(single, 2)], left, key)
         return best
+
+    def repaired(self, draft: Draft, below: int | None) -> Draft:
+        """A draft that misses the budget, with other ways for results that are resident where it needs most.
+
+        The ways that cost least time for the memory they free come first, until it fits or takes `below` ns or more,
+        nothing helps, or `REPAIR` is spent.
+        """
+        best, over, left = draft, draft.over(self.capacity), REPAIR
+        while over and left > 0 and (below is None or best.ns < below):
+            priced: list[tuple[float, int, int]] = []
+            for i, way in self._at_peak(best):
+                left -= sum(len(each.ops) for each in best.steps)
+                if left < 0:
+                    break
+                other = self._flipped(best, i, way)
+                if (freed := over - other.over(self.capacity)) > 0:
+                    priced.append((max(other.ns - best.ns, 1) / freed, i, way))
+            if not priced:
+                break
+            most = 2 * min(priced)[0]
+            for n, (price, i, way) in enumerate(sorted(priced)):  # after the first, the others cost much the same
+                if not over or price > most:
+                    break
+                left -= sum(len(each.ops) for each in best.steps)
+                other = self._flipped(best, i, way)
+                freed = over - other.over(self.capacity)
+                if not n or (freed > 0 and max(other.ns - best.ns, 1) <= most * freed):
+                    best, over = other, over - freed
+        return best
+
+    def _flipped(self, draft: Draft, i: int, way: int) -> Draft:
+        """The draft with another way for one result."""
+        choice = list(draft.choice)
+        choice[i] = way
+        return self.draft(choice)
+
+    def _at_peak(self, draft: Draft) -> list[tuple[int, int]]:
+        """Other ways for results that are resident at the step that needs most: (place, way) of each, largest first."""
+        saved = self.results.saved
+        over = [max(line.used, default=0) - most for line, most in zip(draft.lines, self.capacity, strict=True)]
+        device = max(self.devices, key=over.__getitem__)
+        steps, line = draft.steps[device], draft.lines[device]
+        peak = max(range(len(line.used)), key=line.used.__getitem__)
+        where = wheres(draft.schedule, steps)[peak]
+        again = {
+            op for at, op in zip(steps.at[: peak + 1], steps.ops, strict=False) if draft.schedule.steps[at][1] >= 0
+        }
+        found = []
+        for i in sorted(range(len(saved)), key=lambda i: -saved[i].bytes):
+            s, way = saved[i], draft.choice[i]
+            stays = way == KEEP and s.last < where < s.need
+            returned = (
+                way == RECOMPUTE and s.op in again and where <= max(self.results.held_until[t] for t in s.tensors)
+            )
+            if s.device == device and (stays or returned):
+                found += [(i, other) for other in self.results.ways(i) if other != way]
+        return found[:AT_PEAK]
 
     def _climb(
         self, best: Draft, flips: Sequence[tuple[tuple[int, int], ...]], left: int, key: Callable[[Draft], Any]

@@ -43,7 +43,8 @@ def beside_recomputation(problem: Problem, drafts: Drafts, below: int | None) ->
         given = drafts.given(reruns)
         if below is None or given.kept().ns < below:
             found.append((min(given.rough(ROUGH), key=attrgetter("rank")), given))
-    for draft, given in sorted(found, key=lambda each: each[0].rank)[:POLISHED]:
+    for rough, given in sorted(found, key=lambda each: each[0].rank)[:POLISHED]:
+        draft = given.repaired(rough, below)
         for each in (given.polished(draft, WORK), draft):
             run = replayed(problem, given, each)
             if run.fits and (below is None or run.ns < below):
