@@ -23,6 +23,7 @@ from sim.hardware.profile import load_profile
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
+from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
@@ -54,6 +55,8 @@ class Layout:
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
     barrier: whether a step waits for all gradients. Without it two steps are simulated, the second of which begins when
         the gradients of the first layer are summed; sums have the priority of their layer (`sim.rewrites.next_step`).
+    gradient_buffer: whether gradients of weights are accumulated in buffers that exist from the start, as Megatron-LM's
+        (`sim.rewrites.gradient_buffer`); else each is there from its first microbatch to the update.
     prefetch: at level 3, how many layers ahead weights are gathered; 0: a layer waits for its own.
     bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
         produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
@@ -84,6 +87,7 @@ class Layout:
     prefetch: int = 1
     bucket: int | str = 0
     barrier: bool = True
+    gradient_buffer: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -140,6 +144,12 @@ class Layout:
                 raise LayoutError(f"bucket: {error}; or {DDP!r}") from None
         if isinstance(self.bucket, bool) or (isinstance(self.bucket, int) and self.bucket < 0):
             raise LayoutError(f"bucket: needs a size such as '25 MiB', or {DDP!r}, has {self.bucket!r}; nearest: 0")
+        if not isinstance(self.gradient_buffer, bool):
+            raise LayoutError(f"gradient_buffer: needs true or false, has {self.gradient_buffer!r}")
+        if self.gradient_buffer and self.zero > 1:
+            raise LayoutError(
+                f"gradient_buffer: holds all gradients, and not parts of them (zero {self.zero}); nearest: zero 1"
+            )
         if not isinstance(self.barrier, bool):
             raise LayoutError(f"barrier: needs true or false, has {self.barrier!r}")
         if not self.barrier and self.dp == 1:
@@ -170,7 +180,7 @@ class Layout:
     @property
     def is_trivial(self) -> bool:
         """Whether it changes nothing."""
-        return self.devices == 1 and self.micro_batches == 1
+        return self.devices == 1 and self.micro_batches == 1 and not self.gradient_buffer
 
     def said(self) -> dict[str, Any]:
         """The keys that are not their defaults; `to_layout` of them is the same layout."""
@@ -268,6 +278,7 @@ def lay_out(
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch)
+    sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
 

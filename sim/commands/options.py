@@ -150,6 +150,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "gradient_buffer",
+        Annotated[
+            bool | None,
+            typer.Option("--gradient-buffer", help="gradients in buffers that exist from the start, as Megatron-LM's"),
+        ],
+        None,
+    ),
+    Option(
         "barrier",
         Annotated[
             bool | None,

@@ -151,6 +151,8 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
 def first_engines(trace: Trace, engine: NDArray[np.int32], idle: int) -> NDArray[np.int64]:
     """Per tensor the engine that first makes or uses it, in whose home tier it begins. Shape (tensors,).
 
+    A tensor that is only overwritten is used by the op that takes over its storage.
+
     engine: per op the one that runs it, as `op_times` says.
     idle: that of a tensor which no op uses.
     """
@@ -161,6 +163,10 @@ def first_engines(trace: Trace, engine: NDArray[np.int32], idle: int) -> NDArray
         tensors, at = np.unique(ids, return_index=True)
         unmade = np.ones(len(tensors), bool) if ids is c.write_ids else trace.producer[tensors] < 0
         first[tensors[unmade]] = engine[op[at[unmade]]]
+    over = trace.replaced_by
+    unread = np.flatnonzero((trace.producer < 0) & (over >= 0))
+    unread = unread[[not trace.readers(t) for t in unread.tolist()]] if len(unread) else unread
+    first[unread] = first[over[unread]]
     return first
 
 

@@ -340,7 +340,8 @@ class _Check:
                 while old >= 0:  # of this version, or of one before it
                     allowed.update(self.settle(Same(old, i)) for i in range(max(leaf.iteration, 0) + 1))
                     old = int(before[old])
-            if allowed.isdisjoint(leaves(self.claims[int(replaces[t])])):
+            before_it = leaves(self.claims[int(replaces[t])])
+            if before_it and allowed.isdisjoint(before_it):  # an empty slot may be filled with anything
                 name, overwritten = (
                     self.trace.op_columns.name[producer],
                     self.trace.tensor_columns.name[int(replaces[t])],
@@ -706,7 +707,9 @@ def _is_lossy(expr: Expr) -> bool:
 
 
 def _fills(end: Expr, wanted: Expr) -> bool:
-    """Whether `end` is the pack `wanted` with some empty slots filled."""
+    """Whether `end` is the pack `wanted` with some empty slots filled; one empty slot is any tensor's space."""
+    if wanted == Packed((None,)):
+        return True
     if not isinstance(end, Packed) or not isinstance(wanted, Packed):
         return False
     return all(b is None or a == b for a, b in zip(end.parts, wanted.parts, strict=True))
