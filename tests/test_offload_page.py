@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts.offload_page import cases, measure, text
 from scripts.offload_page.bound import bound
+from scripts.offload_page.pinned import pinned_on_demand
 from scripts.offload_page.rules import rule_of
 from sim import load_profile, simulate
+from sim.engine.replay import replay
+from sim.plan import Move, Online, Plan
 from sim.policies import names, policy_class
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -162,15 +166,47 @@ def test_where_offloading_pays_is_said(rows):
         assert f"on {better} of {better + lost} machines" in line
 
 
+def test_a_copy_into_memory_that_is_not_pinned_locks_it_first():
+    """Outs of 10 and 20 bytes take as many ns, and at 2 bytes per ns half as long again for the locks."""
+    b = TraceBuilder()
+    x, y, z, end = (b.tensor(name, size) for name, size in (("x", 0), ("y", 10), ("z", 20), ("end", 0)))
+    b.op("start", writes=[x], duration=1)
+    b.op("f", reads=[x], writes=[y], duration=10)
+    b.op("g", reads=[x], writes=[z], duration=50)
+    b.op("h", reads=[y, z], writes=[end], duration=10)
+    plan = Plan(b.build(outputs=[end]), (Move(y, "host", after=1), Move(z, "host", after=2)), online=MovesNothing)
+    on = machine()
+    on = replace(on, tiers=(on.tiers[0], replace(on.tiers[1], pinning=2 * 10**9)))
+    for each, out in ((plan, [(11, 21), (61, 81)]), (pinned_on_demand(plan, on), [(11, 26), (61, 91)])):
+        moves = replay(each, on).events.query("lane == 'd2h'")
+        assert list(zip(moves.start_ns, moves.end_ns)) == out
+    asked = pinned_on_demand(replace(plan, actions=(), online=MovesY), on).online()
+    assert [move.delay for move in asked.before(2, None)] == [5]
+
+
+class MovesNothing(Online):
+    """An online part that decides nothing."""
+
+
+class MovesY(Online):
+    """One that moves y before each op."""
+
+    def before(self, op, memory):
+        return [Move("y", "host")]
+
+
 def test_what_pinning_takes_is_the_bytes_out_at_the_rate_of_the_profile(rows):
     shown = {line.split("`")[1]: line.split(" | ")[2:] for line in text.pinning_table(rows["own"]).splitlines()[2:]}
     assert set(shown) & {"save_on_cpu", "uvm", "flashneuron", "gist", "pooled_memory", "superoffload"} == set()
     for row in rows["own"]:
         if row["policy"] in shown:
-            _, seconds, iteration, share = (float(cell.split()[0]) for cell in shown[row["policy"]])
+            _, seconds, iteration, share = (cell.split()[0] for cell in shown[row["policy"]])
+            seconds, iteration = float(seconds), float(iteration)
             assert seconds == pytest.approx(row["out"] / 2.76e9, rel=0.06)
             assert iteration == pytest.approx(row["time_ns"] / 1e9, rel=0.06)
-            assert share == pytest.approx(100 * row["out"] / 2.76 / row["time_ns"], abs=0.6)
+            # locks run beside the device, one behind the other; what comes from a drive locks memory, too
+            if share != "✗" and row["policy"] != "zero_infinity":
+                assert 0 <= float(share) <= 100 * row["out"] / 2.76 / row["time_ns"] + 0.6
 
 
 # ---- measuring ---------------------------------------------------------------------------------------
