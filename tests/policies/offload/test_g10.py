@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +21,13 @@ from sim.eviction.farthest import FarthestNextUse
 from sim.experiment import simulate
 from sim.hardware.platform import Link, Platform, Tier
 from sim.hardware.profile import load_profile
-from sim.plan import Move, Plan
+from sim.plan import Move, Plan, Problem
+from sim.policies.base import Policy
+from sim.policies.offload import g10
 from sim.policies.offload.g10.lanes import Lane, Lanes
-from sim.policies.offload.g10.scheduling import Schedule
-from sim.policies.offload.g10.vitality import Level, Period, Vitality
+from sim.policies.offload.g10.residents import Away, away_of
+from sim.policies.offload.g10.scheduling import Given, Schedule
+from sim.policies.offload.g10.vitality import Level, Period, Vitality, vitality_of
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.policies.offload.test_uvm import step
@@ -121,6 +128,16 @@ def test_copies_of_one_direction_take_turns_and_what_has_no_time_stays() -> None
     assert slow.excess_bytes
 
 
+def test_what_begins_in_a_tier_behind_is_not_copied_out() -> None:
+    # 0 begins there, so that it is away from the first op on, and the link is free for 1 at once
+    drawn = vitality([20] * 10, (8, -1, 9), (8, 0, 9), capacity=4)
+    schedule = Schedule(drawn, linked(1), 1.0, deep=False)
+    schedule.plan([Given(drawn.periods[0], 0, True)])
+    clean, copied = sorted(schedule.trips, key=lambda trip: trip.period.tensor)
+    assert (clean.gone, clean.out_ns) == (0, 0)
+    assert (copied.gone, copied.out_at, copied.out_ns) == (2, 10, 8)
+
+
 def test_superfluous_trips_are_forgotten() -> None:
     # 8 too much during ops 3 and 4: per ns of its copies 0 takes most away; 1 is needed for the rest, and does it all
     drawn = vitality([20, 20, 20, 28, 28, 20, 20, 20], (6, 0, 7), (20, 1, 6), capacity=20)
@@ -128,6 +145,20 @@ def test_superfluous_trips_are_forgotten() -> None:
     schedule.plan(())
     assert [row[0] for row in chosen(schedule)] == [1]
     assert schedule.load.tolist() == [20, 20, 20, 8, 8, 20, 20, 20]
+
+
+def test_ops_seem_so_long_that_each_way_has_the_time_for_what_exceeds_memory_at_its_worst() -> None:
+    # 80 bytes have 30 ns before, and 20 from there on
+    drawn = vitality([20, 20, 20, 100, 20], capacity=20)
+    assert g10._least_stretch(SimpleNamespace(platform=linked(1)), drawn) == 4
+
+
+def test_what_a_forgotten_trip_had_of_the_link_is_free_for_others() -> None:
+    # as above, with the copy in of 0 from 57 to 60, where that of 1 begins at 50 if nothing stands in its way
+    drawn = vitality([20, 20, 20, 28, 28, 20, 20, 20], (6, 0, 6), (20, 1, 7), capacity=20)
+    schedule = Schedule(drawn, linked(2), 1.0, deep=False)
+    schedule.plan(())
+    assert chosen(schedule) == [(1, 0, 20, 50)]
 
 
 def test_the_farthest_tier_comes_first_where_it_is_asked_for_and_its_links_have_the_time() -> None:
@@ -163,6 +194,59 @@ def test_by_hand(run) -> None:
     assert run(trace, "g10", 36).moves == []
 
 
+def test_workspace_counts_as_load(run) -> None:
+    b = TraceBuilder()
+    x, y = b.tensor("x", 1, "input"), b.tensor("y", 10)
+    b.op("f", reads=[x], writes=[y], duration=10)
+    b.op("wait", reads=[x], writes=[b.tensor("z", 0)], duration=20)
+    b.op("g", reads=[x], writes=[b.tensor("u", 0)], duration=10, workspace=25)
+    b.op("rest", reads=[x], writes=[b.tensor("v", 0)], duration=30)
+    b.op("end", reads=[y], writes=[b.tensor("w", 0)], duration=10)
+    done = run(b.build(), "g10", 30)
+    assert done.moves == [("d2h", "y", 10, 20), ("h2d", "y", 40, 50)]
+    assert done.time == 80
+
+
+def test_what_the_end_has_no_space_for_begins_and_ends_behind_the_device(run) -> None:
+    b = TraceBuilder()
+    w, y, big = b.tensor("w", 15, "weight"), b.tensor("y", 1), b.tensor("big", 15)
+    b.op("f", reads=[w], writes=[y], duration=10)
+    b.op("wait", reads=[y], writes=[b.tensor("z", 0)], duration=30)
+    b.op("g", reads=[y], writes=[big], duration=10)
+    trace = b.build(outputs=[w, big])
+    done = run(trace, "g10", 20)
+    assert done.result.plan.place == {w: "host"}
+    assert done.peak <= 20
+    assert (done.out, done.back) == ({}, {"w": 15})  # nothing has changed it, so that the host still has it
+    assert seen_by_a_policy(trace, machine(20), lambda it: away_of(it.trace, vitality_of(it, 0, "host"), 0)) == [
+        Away(w, w, 0)
+    ]
+
+
+def seen_by_a_policy(trace: Trace, on: Platform, look: Callable[[Problem], Any]) -> Any:
+    """What a function makes of the problem that a policy is given."""
+    found: list[Any] = []
+
+    class Looks(Policy):
+        def plan(self, problem: Problem) -> Plan:
+            found.append(look(problem))
+            return Plan(problem.trace)
+
+    with suppress(OutOfMemory):
+        simulate(trace, on, Looks)
+    return found[0]
+
+
+def test_devices_share_the_tiers_behind_them() -> None:
+    b = TraceBuilder()
+    for device in range(2):
+        x, y = b.tensor(f"x{device}", 1, "input"), b.tensor(f"y{device}", 10)
+        b.op(f"f{device}", reads=[x], writes=[y], device=device, duration=10)
+    on = load_profile("a100_80_sxm", overrides={"devices": "2", "tiers.host.capacity": "1000 B"})
+    levels = seen_by_a_policy(b.build(), on, lambda it: [vitality_of(it, d, "host").levels[0] for d in range(2)])
+    assert [level.spare for level in levels] == [500, 500]
+
+
 def test_a_prefetch_that_leaves_too_little_space_turns_back() -> None:
     b = TraceBuilder()
     x, y, big = b.tensor("x", 1, "input"), b.tensor("y", 10), b.tensor("big", 25)
@@ -193,6 +277,8 @@ def random_net(seed: int) -> tuple[Trace, Platform, int]:
 @given(st.integers(0, 10**6))
 @example(139)
 @example(66)
+@example(354)  # the plan of `swap_all` is faster than any of its own
+@example(1615)
 def test_never_slower_than_swapping_all_and_no_budget_refused_that_paging_can_do_with(seed: int) -> None:
     trace, on, budget = random_net(seed)
     ends = {}
