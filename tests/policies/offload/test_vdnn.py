@@ -208,12 +208,17 @@ def test_dyn_downgrades_only_the_op_that_overflows_and_only_as_far_as_it_must(ru
 
 def test_vgg_16_with_256_images_trains_on_12_gib_as_published() -> None:
     """Rhu et al. 2016, abstract: 28 GB of VGG-16 (256) train on a Titan X of 12 GB, 18 % behind an oracular GPU."""
-    trace = cnn("vgg-16", 256, optimizer="sgd", kernels="cudnn")
-    rows = compare(trace, load_profile("p100"), ["keep_all", "vdnn"], budget="12 GiB", find_floor=False).rows
-    assert [row["fits"] for row in rows] == [False, True]
-    assert rows[1]["unlimited_run"] == "fastest implementations"
-    # that machine's cuDNN and its rates are not known: what holds is that it is slower, and by less than half
-    assert 0 < rows[1]["overhead"] < 0.5
+    trace, behind = cnn("vgg-16", 256, optimizer="sgd", kernels="cudnn"), []
+    titan = {"engines.gpu.peak.fp32": "6.6 TFLOP/s", "tiers.hbm.bandwidth": "336 GB/s"}
+    titan |= {f"links.{link}.rate": "12.8 GB/s" for link in ("d2h", "h2d")}
+    for rates in ({}, titan, {**titan, "engines.gpu.efficiency.conv": "0.6"}):
+        card = load_profile("p100", overrides=rates)
+        rows = compare(trace, card, ["keep_all", "vdnn"], budget="12 GiB", find_floor=False).rows
+        assert [row["fits"] for row in rows] == [False, True]
+        assert rows[1]["unlimited_run"] == "fastest implementations"
+        behind.append(rows[1]["overhead"])
+    # the slower the card, the more of the copies hide; what cuDNN reached there is not known
+    assert behind == pytest.approx([0.498, 0.295, 0.232], abs=0.01)
 
 
 def test_unlimited_memory_has_the_fast_algorithms_too() -> None:
