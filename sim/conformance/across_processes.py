@@ -136,7 +136,7 @@ def main() -> None:
     _shift_clocks()
     jobs = json.load(sys.stdin)
     policies = [load(job.pop("name"), **job.pop("parameters")) for job in jobs]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="another-working-directory-") as folder:  # of another length, too
         os.chdir(folder)
         answers = [fingerprints(policy, **job, elsewhere=True) for policy, job in zip(policies, jobs, strict=True)]
         os.chdir(os.sep)

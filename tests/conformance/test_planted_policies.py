@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,15 @@ def test_a_planted_fault_is_caught_by_its_law(fault: str, tmp_path: Path, monkey
     if fault in STOPPED:
         assert "TooLong" in report.as_text()
         assert "--time-limit" in report.as_text()
+
+
+def test_the_length_of_the_working_directory_is_told_from_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"{write_planted('the working directory', Path(folder))}:Planted"
+        monkeypatch.chdir(folder)
+        report = check_policy(load(name), examples=10, name=name, folder=folder)
+        monkeypatch.undo()
+    assert [entry.law for entry in report.broken] == ["repeats"]
 
 
 def test_without_a_fault_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -15,6 +15,7 @@ from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Re
 from sim.policies.base import MANAGES, Policy
 from sim.rewrites.order import must_precede
 from sim.rewrites.rewrite import reorder, split_batch
+from sim.trace import Trace
 from sim.trace.index import TraceIndex
 from sim.trace.tensor import ROLE_CODE
 
@@ -59,10 +60,7 @@ class HalvesAndAgain(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """The trace in halves, with drops and recomputations; as it is where it cannot be split."""
-        try:
-            trace = split_batch(problem.trace, 2)
-        except TraceError:
-            trace = problem.trace
+        trace = _halves(problem.trace)
         index, c = TraceIndex(trace), trace.op_columns
         actions: list[Action] = []
         for t, producer in enumerate(index.producer):
@@ -76,6 +74,17 @@ class HalvesAndAgain(Policy):
             if inputs and index.until[producer] >= last and last > readers[-2] + 1:
                 actions += [Drop(t, after=readers[-2]), Recompute(producer, before=last)]
         return Plan(trace, actions)
+
+    def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
+        """Halves follow each other through several devices or engines, as in a pipeline."""
+        return {"halves": Plan(_halves(problem.trace))}
+
+
+def _halves(trace: Trace) -> Trace:
+    try:
+        return split_batch(trace, 2)
+    except TraceError:
+        return trace
 
 
 @dataclass(frozen=True, kw_only=True)
