@@ -133,7 +133,10 @@ def _said(error: typer.TyperException) -> str:
     if isinstance(wrong, str) and context is not None and hasattr(error, "possibilities"):
         options = {name.lstrip("-"): name for param in context.command.params for name in param.opts}
         error.possibilities = [options[name] for name in nearest(wrong.lstrip("-"), options)]
-    return error.format_message()
+    said = error.format_message()
+    if said.startswith("No such command") and "Did you mean" not in said:
+        said += " `tiersim --help` lists all."
+    return said
 
 
 def _report_fault(error: Exception) -> None:

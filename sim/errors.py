@@ -211,7 +211,8 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("time", "timeout", "time-limit"), ("seconds", "time-limit")),
     **dict.fromkeys(("context", "seq-len", "seqlen", "context-length", "max-length"), ("seq",)),
     **dict.fromkeys(("bs", "batchsize"), ("batch",)),
-    **dict.fromkeys(("machine", "device", "gpu", "hardware"), ("profile",)),
+    **dict.fromkeys(("machine", "gpu", "hardware"), ("profile",)),
+    "device": ("devices", "profile"),
     **dict.fromkeys(("gpus", "num-gpus", "n-gpus", "ngpus", "nproc-per-node", "world-size"), ("devices",)),
     **dict.fromkeys(("memory", "capacity"), ("budget",)),
     **dict.fromkeys(("dtype", "amp"), ("precision",)),
@@ -241,6 +242,8 @@ def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
         if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
             return found[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
+    if len(wrong) <= len("list"):  # of a short word another first letter makes another word: "gist"
+        named = {text: choice for text, choice in named.items() if text[:1] == wrong[0]}
     if alike := difflib.get_close_matches(wrong, named, n=1, cutoff=0.6):
         return [named[alike[0]]]
     longer = [choice for choice in choices if len(choice) >= SHORTEST and wrong.startswith(folded[choice])]

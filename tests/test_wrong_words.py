@@ -20,6 +20,7 @@ FILES = {
     "syntax.py": "class P(:\n",
     "bad.jsonl": '{"a":\n',
     "bad_profile.toml": 'name = "x"\n[tiers.hbm]\ncapasity = "8 GB"\n',
+    "no_standing.toml": 'name = "x"\n[tiers.hbm]\nsource = "x"\ncapacity = "8 GB"\n',
     "no_unit.toml": 'name = "x"\n[tiers.hbm]\ncapacity = 8\n',
     "bad_study.toml": 'model = "gpt2"\nbatch = [1,\n',
     "study_key.toml": STUDY.format(batch=1, sequence="seqence", policy="keep_all"),

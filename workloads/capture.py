@@ -39,7 +39,7 @@ from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
 from workloads.capturing.building import build_trace
 from workloads.capturing.cuda_calls import answered
-from workloads.capturing.held import held_by, joined
+from workloads.capturing.held import DESCRIBED, held_by, joined
 from workloads.capturing.kernels import CHOICES, grouped_products, mapped_to_cuda
 from workloads.capturing.making import made_fake, made_under_fake_tensors
 from workloads.capturing.places import line_of
@@ -191,6 +191,10 @@ def capture_script(
         made()
         if isinstance(step, Mapping):
             raise Described
+        if isinstance(step, torch.nn.Module):
+            raise WorkloadError(
+                f"the function returns the module {type(step).__name__} and no training step: {DESCRIBED}"
+            )
         if not callable(step):
             raise WorkloadError("the function returns no step: a function without arguments")
         modules, optimizers = held_by(step)

@@ -214,6 +214,7 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
     path = config_file(config)
     if path is None:
         return _tables()[text], text, text
+    _check_kind(path)
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
         raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
     try:
@@ -234,6 +235,24 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
         raise WorkloadError(f"{path}: needs a JSON object, has {type(values).__name__}")
     name = path.parent.name if path.name == "config.json" else path.stem
     return values, name or path.stem, str(path)
+
+
+OTHER_FILES: Mapping[str, str] = {
+    ".py": "a Python file needs the name of its step after it, as in {path}:step",
+    ".jsonl": "a trace is given as --trace {path}, and not as a model",
+    ".gz": "a trace is given as --trace {path}, and not as a model",
+    **dict.fromkeys(
+        (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx"),
+        "holds weights; a model is given by the config.json that belongs to it",
+    ),
+}
+"""What people give in place of a configuration, by the ending of its name, and what to give instead."""
+
+
+def _check_kind(path: Path) -> None:
+    name = str(path).rstrip(":")  # "step.py:", of which the step was forgotten
+    if said := OTHER_FILES.get(Path(name).suffix.lower()):
+        raise WorkloadError(f"{name}: {said.format(path=name)}")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import ProfileError, near, nearest
-from sim.hardware.platform import Platform
+from sim.hardware.platform import STANDINGS, Platform
 from sim.toml_text import parse_toml
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
         part = ".".join(map(str, loc[:2] if loc[0] in _GROUPS else loc[:1]))
         figure = _find(raw, loc[:-1])
         shown = figure.get("value") if isinstance(figure, Mapping) else figure
-        return f"{_path(loc[:-1])}: value {_text(shown)}: no {loc[-1]}; give it here, or for all of {part}"
+        known = f" (one of {', '.join(STANDINGS)})" if loc[-1] == "standing" else ""
+        return f"{_path(loc[:-1])}: value {_text(shown)}: no {loc[-1]}{known}; give it here, or for all of {part}"
     if kind == "missing":
         return f"{_path(loc)}: this key is missing"
     loc = _written(raw, loc)

@@ -198,7 +198,14 @@ def test_a_script_finds_the_modules_beside_it_and_leaves_none(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def step():\n    return 3\n", "refers to no module with parameters"),
+        (
+            "def step():\n    return 3\n",
+            "refers to no module with parameters, .* return a dict with `module`, `inputs`",
+        ),
+        (
+            "from torch.nn import Linear\n\ndef step():\n    return Linear(2, 2)\n",
+            "returns the module Linear and no training",
+        ),
         (BASE.format(more="raise SystemExit('no GPU')"), "SystemExit: no GPU"),
         (BASE.format(more="") + "    raise SystemExit(2)\n", r"failed at train\.py:\d+ \(raise SystemExit\(2\)\)"),
         (BASE.format(more="model[1] = None"), r"failed at train\.py:\d+ \(loss = model"),

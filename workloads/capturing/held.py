@@ -18,6 +18,8 @@ from workloads.capturing.places import is_installed
 
 MOST = 20_000
 """Objects that are looked at before the search ends."""
+DESCRIBED = "let it train a module, or return a dict with `module`, `inputs` and `loss`"
+"""What a function must be to be captured, in the words of an error."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType)
 
 
@@ -52,7 +54,9 @@ def joined(modules: dict[str, Any], optimizers: list[Any]) -> Any:
     trained = [p for tuned in optimizers for group in tuned.param_groups for p in group["params"]]
     others = list({id(p): p for p in trained if id(p) not in known}.values())
     if not modules and not others:
-        raise WorkloadError("the function refers to no module with parameters, so that there is no step to capture")
+        raise WorkloadError(
+            f"the function refers to no module with parameters, so that there is no step to capture: {DESCRIBED}"
+        )
     if len(modules) == 1 and not others:
         return next(iter(modules.values()))
     name = " and ".join(type(module).__name__ for module in modules.values())
