@@ -133,6 +133,10 @@ class Change(NamedTuple):
     now: int
 
 
+ChangeFields = tuple[str, int, str, int]
+"""The fields of a `Change`, in order."""
+
+
 class Memory(Protocol):
     """The state of a run, read-only. Times in ns, sizes in bytes, tiers by name, tensors by id."""
 
@@ -180,6 +184,11 @@ class Online:
     An answer to `before` may contain any action, an answer to `on_pressure` only `Drop` and `Move`.
     """
 
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if "notice" in vars(cls) and "notice_all" not in vars(cls):  # what a base does with many leaves out its own
+            cls.notice_all = Online.notice_all  # type: ignore[method-assign]
+
     def before(self, op: int, memory: Memory) -> Iterable[Action]:
         """Actions to take when a device reaches an op, after the planned ones."""
         return ()
@@ -189,7 +198,12 @@ class Online:
         return ()
 
     def notice(self, change: Change) -> None:
-        """Called for each tensor that arrives, leaves or is read."""
+        """Told of each tensor that arrives, leaves or is read, in order, before the next question."""
+
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
+        """Told of all changes since the last question, each by its fields; by default calls `notice` for each."""
+        for change in changes:
+            self.notice(Change(*change))
 
 
 # ---- the question and the answer ---------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,14 +131,12 @@ class Prepared:
     @cached_property
     def reads(self) -> list[tuple[int, ...]]:
         """Per op what it reads, each once."""
-        c = self.trace.op_columns
-        return _rows(c.read_start.tolist(), c.read_ids.tolist(), unique=True)
+        return self.trace.distinct_reads
 
     @cached_property
     def writes(self) -> list[tuple[int, ...]]:
         """Per op what it writes."""
-        c = self.trace.op_columns
-        return _rows(c.write_start.tolist(), c.write_ids.tolist())
+        return self.trace.all_writes
 
     @cached_property
     def operands(self) -> list[tuple[int, ...]]:
@@ -150,6 +147,8 @@ class Prepared:
     def touched(self) -> list[tuple[int, ...]]:
         """Per op its operands, and what the program lets go at its end."""
         releases = self.releases
+        if not releases:
+            return self.operands
         return [(*pair, *releases[i]) if i in releases else pair for i, pair in enumerate(self.operands)]
 
     @cached_property
@@ -293,13 +292,6 @@ def _reach_order(unit: Engine, platform: Platform) -> tuple[int, ...]:
 def _listed(column: NDArray[Any]) -> list[Any]:
     values: list[Any] = column.tolist()
     return values
-
-
-def _rows(start: list[int], ids: list[int], unique: bool = False) -> list[tuple[int, ...]]:
-    rows = [tuple(ids[a:b]) for a, b in pairwise(start)]
-    if unique:
-        rows = [row if len(set(row)) == len(row) else tuple(dict.fromkeys(row)) for row in rows]
-    return rows
 
 
 def _charges(platform: Platform) -> dict[str, Charges]:

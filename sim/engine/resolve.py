@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -28,6 +28,10 @@ class Act(NamedTuple):
     target: int
     tier: int = -1
     move: Move | None = None
+
+
+ACT: Callable[[tuple[str, int, int, Move | None]], Act] = partial(tuple.__new__, Act)
+"""An action from its fields; without the Python code of its constructor."""
 
 
 class ActionColumns(NamedTuple):
@@ -58,6 +62,7 @@ class Anchored:
     before, after: per op the actions anchored there.
     slow_before, slow_after: ops where some of them take the device's time.
     recomputed: the ops of all Recomputes.
+    run: what the array path makes of the plan, once it has been asked to; see `array_path.Rows`.
     """
 
     before: dict[int, list[Act]] = field(default_factory=dict)
@@ -65,6 +70,7 @@ class Anchored:
     slow_before: set[int] = field(default_factory=set)
     slow_after: set[int] = field(default_factory=set)
     recomputed: list[int] = field(default_factory=list)
+    run: list[Any] = field(default_factory=list)
 
     @cached_property
     def columns(self) -> ActionColumns | None:
@@ -110,7 +116,7 @@ class Resolved:
         self.recomputed = self.anchored.recomputed
         if not is_known:
             for action in plan.actions:
-                if not (type(action) is Move and self._plain_move(action)):
+                if not self._anchor_by_ids(action):
                     self._anchor(action)
             plans, key = prepared.plans, id(plan)
             plans[key] = (ref(plan, lambda _: plans.pop(key, None)), self.anchored)
@@ -136,24 +142,38 @@ class Resolved:
 
     # ---- names -------------------------------------------------------------------------------
 
-    def _plain_move(self, move: Move) -> bool:
-        """Note a move that is given by ids, as most are; False leaves it to the general way, and its complaints."""
-        tensor, before, after, tier = move.tensor, move.before, move.after, self._tier_ids.get(move.to)
+    def _anchor_by_ids(self, action: Action) -> bool:
+        """Note an action that is given by ids, as most are; False leaves it to the general way, and its complaints."""
+        before, after = action.before, action.after
         at, side = (after, self.after) if before is None else (before, self.before)
-        if (
-            type(tensor) is not int
-            or type(at) is not int
-            or tier is None
-            or (move.wire, move.codec, move.delay) != (None, None, 0)
-        ):
+        if type(at) is not int or not 0 <= at < self._ops or (before is not None and after is not None):
             return False
-        if not (0 <= tensor < self._tensors and 0 <= at < self._ops) or (before is not None and after is not None):
+        act: Act | None = None
+        if type(action) is Move:
+            tensor, tier = action.tensor, self._tier_ids.get(action.to)
+            is_plain = action.wire is None and action.codec is None and action.delay == 0
+            if type(tensor) is int and 0 <= tensor < self._tensors and tier is not None and is_plain:
+                act = ACT(("move", tensor, tier, action))
+        elif type(action) is Drop:
+            act = self._drop_by_ids(action, self._prepared.device[at])
+        elif type(action) is Recompute and type(action.op) is int and 0 <= action.op < self._ops and after is None:
+            act = ACT(("recompute", action.op, -1, None))
+            self.slow_before.add(at)
+            self.recomputed.append(action.op)
+        if act is None:
             return False
         if at in side:
-            side[at].append(Act("move", tensor, tier, move))
+            side[at].append(act)
         else:
-            side[at] = [Act("move", tensor, tier, move)]
+            side[at] = [act]
         return True
+
+    def _drop_by_ids(self, drop: Drop, device: int) -> Act | None:
+        tensor = drop.tensor
+        tier = self._homes[device] if drop.tier is None else self._tier_ids.get(drop.tier)
+        if type(tensor) is int and 0 <= tensor < self._tensors and tier is not None:
+            return ACT(("drop", tensor, tier, None))
+        return None
 
     def _anchor(self, action: Action) -> None:
         before, after = action.before, action.after
@@ -183,10 +203,6 @@ class Resolved:
         return op not in prepared.group_of and prepared.engine[op] == prepared.main[prepared.device[op]]
 
     def _resolve(self, action: Action, device: int) -> Act:
-        if type(action) is Drop and type(action.tensor) is int and 0 <= action.tensor < self._tensors:
-            tier = self._tier_ids.get(action.tier) if action.tier is not None else self._homes[device]
-            if tier is not None:  # as online parts drop; what is not so plain takes the general way
-                return Act("drop", action.tensor, tier)
         trace = self._prepared.trace
         if isinstance(action, Recompute):
             return Act("recompute", trace.op_id(action.op))
@@ -212,8 +228,11 @@ class Resolved:
 
     def answer(self, actions: Iterable[Action] | None, device: int, pressure: bool = False) -> list[Act]:
         """An online answer with ids. Raises IllegalPlan where one under pressure would need time."""
-        acts = []
+        acts: list[Act] = []
         for action in actions or ():
+            if type(action) is Drop and (act := self._drop_by_ids(action, device)) is not None:
+                acts.append(act)
+                continue
             if pressure and not isinstance(action, Drop | Move):
                 raise IllegalPlan(f"{action}: only Drop and Move can answer pressure")
             try:

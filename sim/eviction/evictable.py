@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from sim.declared import OneOf
 from sim.hardware.cost import op_times
 from sim.plan import Problem
+from sim.trace.columns import row_sums, rows_of
+from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
 from sim.trace.kept import kept
 from sim.trace.liveness import freeable, uses
@@ -44,6 +46,7 @@ class Lineage:
     producer: per tensor the op that produces it, -1 without one.
     parents: per tensor what its producer reads.
     children: per tensor the results, except views, of the recomputable ops that read it.
+    around: per tensor its parents, then its children.
     views: per op that makes views each with its storage.
     view_of: per view its storage.
     views_in: per storage all its views.
@@ -66,6 +69,7 @@ class Lineage:
     producer: list[int]
     parents: list[tuple[int, ...]]
     children: list[tuple[int, ...]]
+    around: list[tuple[int, ...]]
     views: Mapping[int, tuple[tuple[int, int], ...]]
     view_of: Mapping[int, int]
     views_in: Mapping[int, list[int]]
@@ -94,9 +98,8 @@ def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
     trace = problem.trace
     c, t = trace.op_columns, trace.tensor_columns
     count, size = len(c.name), t.bytes.tolist()
-    writes = [trace.writes(i) for i in range(count)]
-    view_of = trace.view_of
-    reads = [_last_mention(trace.reads(i), view_of) for i in range(count)]
+    writes, view_of = trace.all_writes, trace.view_of
+    reads = _last_mentions(trace)
     until = _recomputable_until(TraceIndex(trace))
     recomputable = until > np.arange(count)
     made = trace.producer >= 0
@@ -105,10 +108,6 @@ def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
     evictable[list(view_of)] = False
     may_free = freeable(trace)
     may_free[list(view_of)] = False
-    children: list[list[int]] = [[] for _ in range(len(t.name))]
-    for i in np.flatnonzero(recomputable).tolist():
-        for tensor in reads[i]:
-            children[tensor] += (t for t in writes[i] if t not in view_of) if i in c.views else writes[i]
     overwrites: dict[int, tuple[int, ...]] = {}
     for old, new in enumerate(trace.replaced_by.tolist()):
         op = int(trace.producer[new])
@@ -120,17 +119,20 @@ def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
         views_in.setdefault(storage, []).append(view)
         op = int(trace.producer[view])
         views[op] = (*views.get(op, ()), (view, storage))
+    parents: list[tuple[int, ...]] = [reads[p] if p >= 0 else () for p in trace.producer.tolist()]
+    children = _children(trace, reads, recomputable)
     times = op_times(trace, problem.platform).total
     cost = np.where(made, times[trace.producer], 0) if count else np.zeros(len(t.name), np.int64)
     return Lineage(
         reads=reads,
         writes=writes,
-        makes=[sum(size[w] for w in row) + space for row, space in zip(writes, c.workspace.tolist(), strict=True)],
+        makes=(row_sums(c.write_start, t.bytes[c.write_ids]) + c.workspace).tolist(),
         device=c.device.tolist(),
         forward=(c.phase == PHASE_CODE["forward"]).tolist(),
         producer=trace.producer.tolist(),
-        parents=[reads[p] if p >= 0 else () for p in trace.producer.tolist()],
-        children=[tuple(row) for row in children],
+        parents=parents,
+        children=children,
+        around=[(*above, *below) for above, below in zip(parents, children, strict=True)],
         views=views,
         view_of=view_of,
         views_in=views_in,
@@ -159,16 +161,36 @@ def _recomputable_until(index: TraceIndex) -> NDArray[np.int64]:
     return until
 
 
-def _last_mention(row: tuple[int, ...], view_of: Mapping[int, int]) -> tuple[int, ...]:
+def _last_mentions(trace: Trace) -> list[tuple[int, ...]]:
+    """Per op what it reads, with storages for views, in the order in which the last mention of each stands."""
+    c, view_of = trace.op_columns, trace.view_of
+    if not view_of and sum(map(len, trace.distinct_reads)) == len(c.read_ids):
+        return trace.distinct_reads
+    rows = (tuple(view_of.get(tensor, tensor) for tensor in row) for row in rows_of(c.read_start, c.read_ids))
+    return [tuple(dict.fromkeys(reversed(row)))[::-1] for row in rows]
+
+
+def _children(trace: Trace, reads: list[tuple[int, ...]], recomputable: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+    """Per tensor the results, except views, of the recomputable ops that read it, in their order."""
+    view_of, writes = trace.view_of, trace.all_writes
     if view_of:
-        row = tuple(view_of.get(tensor, tensor) for tensor in row)
-    return row if len(set(row)) == len(row) else tuple(dict.fromkeys(reversed(row)))[::-1]
+        writes = [tuple(t for t in row if t not in view_of) for row in writes]
+    parents: list[int] = []
+    found: list[int] = []
+    for i in np.flatnonzero(recomputable).tolist():
+        for tensor in reads[i]:
+            found += writes[i]
+            parents += [tensor] * len(writes[i])
+    parent = np.array(parents, np.int64)
+    start = np.concatenate(([0], np.cumsum(np.bincount(parent, minlength=len(trace.tensor_columns.name)))))
+    return rows_of(start, np.array(found, np.int64)[np.argsort(parent, kind="stable")])
 
 
 class Kin:
     """Parents, children and costs so far: the lineage, and what the views made so far add to it.
 
     cost: per storage ns of the ops that produce it and its views, each once.
+    around: parents, then children.
     joined: storages that have parents besides those of their producer, through a view.
     views_made_from: per tensor the views of other storages whose op reads it.
     """
@@ -179,6 +201,7 @@ class Kin:
         self.cost = list(lineage.cost) if grows else lineage.cost
         self.parents = list(lineage.parents) if grows else lineage.parents
         self.children = list(lineage.children) if grows else lineage.children
+        self.around = list(lineage.around) if grows else lineage.around
         self.joined: set[int] = set()
         self.views_made_from: dict[int, list[int]] = {}
 
@@ -193,6 +216,8 @@ class Kin:
             for tensor in others:
                 self.children[tensor] += (storage,)
                 self.joined.add(storage)
+            for tensor in (storage, *others) if others else ():
+                self.around[tensor] = (*self.parents[tensor], *self.children[tensor])
         for view, storage in line.views[op]:
             for tensor in reads:
                 if tensor != storage:
@@ -205,16 +230,18 @@ class ScoreTable:
 
     size: bytes.
     access: ns of the last access.
-    order: a count that grows with the moment since when it is evictable.
+    order: a count that grows with the moment since when it is evictable; a list, since only ties look at it.
     weight: the numerator of its score, or a lower bound of it (ns).
+    accesses, weights: the same memory as `access` and `weight`, for single values: several times faster there.
     """
 
     def __init__(self, lineage: Lineage) -> None:
         count = len(lineage.size)
         self.size = np.array(lineage.size, np.float64)
         self.access = np.zeros(count)
-        self.order = np.zeros(count, np.int64)
+        self.order = [0] * count
         self.weight = np.array(lineage.cost, np.float64)
+        self.accesses, self.weights = self.access.data, self.weight.data
 
 
 class CandidateSet:

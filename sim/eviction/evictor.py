@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sim.eviction.evictable import CandidateSet, Kin, Lineage, ScoreTable
 from sim.eviction.ranking import ranking_for
-from sim.plan import Action, Change, Drop, Memory, Need, Online, Problem, Recompute
+from sim.plan import Action, Change, ChangeFields, Drop, Memory, Need, Online, Problem, Recompute
 
 DEALLOCATIONS = ("ignore", "eager", "banish")
 
@@ -52,6 +52,7 @@ class Evictor(Online):
         self.tiers = tuple(tiers)
         self.candidates = {tier: CandidateSet() for tier in evicts}
         self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
+        self._tier_of = {bit: tier for tier, bit in self.bit.items()}
         self.copies = [0] * count
         self.evicted = [False] * count  # produced, evicted, and part of the graph
         self.fixed = [False] * count  # something that its recomputation needs cannot be recomputed
@@ -80,7 +81,7 @@ class Evictor(Online):
         self._at: dict[int, int] = {}
         self._due: list[int] = []
         self._ended = -1
-        self._order = 0
+        self._order = self._order_before = 0  # before the last op that has ended, too
         self._leaving: dict[int, str] = {}
         self._overwritten: list[int] = []
         self._produced_bytes = self._produced_count = 0
@@ -88,43 +89,51 @@ class Evictor(Online):
     # ---- what happens ------------------------------------------------------------------------
 
     def notice(self, change: Change) -> None:
-        """Update the state."""
-        what, tensor, tier, now = change
-        copies = self.copies
-        if self._has_views and tensor in self.line.view_of:
-            self._notice_view(change)
-        elif what == "read":
-            if self._overwritten:
-                self._lose_overwritten()
-            self._ended = -1
-            self._pins[tensor] += 1
-            self.pinned.add(tensor)
-            if not self._banishes or not self._released[tensor]:
-                # under banishing a recomputation on the way to another tensor does not count as an access
-                self.table.access[tensor] = now
-            if tensor in self._leaving:
-                self.stay(tensor)
-        elif what == "came":
-            if not copies[tensor]:
-                self._arrive(tensor, now)
-            elif self.rules.reload_is_access:
-                self.table.access[tensor] = now
-            copies[tensor] |= self.bit[tier]
-            if self.line.evictable[tensor] and not self.fixed[tensor] and tier in self.candidates:
-                self.candidates[tier].add(tensor)
-        else:
-            copies[tensor] &= ~self.bit[tier]
-            if tier in self.candidates:
-                self.candidates[tier].remove(tensor)
-            if tensor in self._leaving:
-                del self._leaving[tensor]
-            if not copies[tensor] and not self.evicted[tensor]:
-                if self._pins[tensor]:
-                    self._overwritten.append(tensor)
-                else:
-                    self._lose(tensor)
+        """The same for one."""
+        Evictor.notice_all(self, (change,))
 
-    def _notice_view(self, change: Change) -> None:
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
+        """Update the state."""
+        copies, bits, pins, pinned, leaving = self.copies, self.bit, self._pins, self.pinned, self._leaving
+        candidates, evictable, fixed, access = self.candidates, self.line.evictable, self.fixed, self.table.accesses
+        released = self._released if self._banishes else None
+        views = self.line.view_of
+        for change in changes:
+            what, tensor, tier, now = change
+            if views and tensor in views:
+                self._notice_view(change)
+            elif what == "read":
+                if self._overwritten:
+                    self._lose_overwritten()
+                self._ended = -1
+                pins[tensor] += 1
+                pinned.add(tensor)
+                if released is None or not released[tensor]:
+                    # under banishing a recomputation on the way to another tensor does not count as an access
+                    access[tensor] = now
+                if tensor in leaving:
+                    self.stay(tensor)
+            elif what == "came":
+                if not copies[tensor]:
+                    self._arrive(tensor, now)
+                elif self.rules.reload_is_access:
+                    access[tensor] = now
+                copies[tensor] |= bits[tier]
+                if evictable[tensor] and not fixed[tensor] and tier in candidates:
+                    candidates[tier].add(tensor)
+            else:
+                copies[tensor] &= ~bits[tier]
+                if tier in candidates:
+                    candidates[tier].remove(tensor)
+                if tensor in leaving:
+                    del leaving[tensor]
+                if not copies[tensor] and not self.evicted[tensor]:
+                    if pins[tensor]:
+                        self._overwritten.append(tensor)
+                    else:
+                        self._lose(tensor)
+
+    def _notice_view(self, change: ChangeFields) -> None:
         """A view comes and goes with its storage; whoever reads it reads that, too."""
         what, view, tier, now = change
         if what == "came":
@@ -134,7 +143,7 @@ class Evictor(Online):
                 self._end(producer)
             if not self._produced[view]:
                 self._produced[view] = True
-                self.table.access[self.line.view_of[view]] = now
+                self.table.accesses[self.line.view_of[view]] = now
         elif what == "went":
             self.copies[view] &= ~self.bit[tier]
 
@@ -150,7 +159,7 @@ class Evictor(Online):
         first = not self._produced[tensor]
         if first:
             self._produced[tensor] = True
-            table.access[tensor] = now
+            table.accesses[tensor] = now
             if self.rules.ignore_small and line.evictable[tensor] and line.size[tensor]:
                 self._produced_bytes += line.size[tensor]
                 self._produced_count += 1
@@ -162,11 +171,8 @@ class Evictor(Online):
             self._strays.add(tensor)
         # results come before the reads that the op unlocks; of a first run the first result comes last
         made = line.writes[producer]
-        count = len(made)
-        place = made.index(tensor) if count > 1 else 0
-        if first and place == 0:
-            place = count
-        table.order[tensor] = self._order - len(line.reads[producer]) - count - 1 + place
+        place = made.index(tensor) if len(made) > 1 else 0
+        table.order[tensor] = self._order_before + (place or (len(made) if first else 0))
         if self.evicted[tensor]:
             self.evicted[tensor] = False
             if self.price is not None:
@@ -175,13 +181,15 @@ class Evictor(Online):
     def _end(self, op: int) -> None:
         """An op has ended: what it read is evictable again, later than all before."""
         self._ended = op
-        reads, locks, order = self.line.reads[op], self._pins, self.table.order
+        locks, order, pinned = self._pins, self.table.order, self.pinned
+        self._order_before = self._order
         at = self._order + len(self.line.writes[op]) + 1
-        for tensor in reads:
-            locks[tensor] -= 1
-            if locks[tensor] <= 0:
+        for tensor in self.line.reads[op]:
+            if locks[tensor] > 1:
+                locks[tensor] -= 1
+            else:
                 locks[tensor] = 0
-                self.pinned.discard(tensor)
+                pinned.discard(tensor)
                 if self._banishes and self._released[tensor]:
                     self._due.append(tensor)
             order[tensor] = at
@@ -276,13 +284,15 @@ class Evictor(Online):
     def _drops(self, tensor: int) -> list[Action]:
         if tensor in self._leaving:
             return []
+        copies = self.copies[tensor]
+        alone = self._tier_of.get(copies)
+        tiers = (alone,) if alone is not None else [tier for tier, bit in self.bit.items() if copies & bit]
         answer: list[Action] = []
-        for tier, bit in self.bit.items():
-            if self.copies[tensor] & bit:
-                answer.append(Drop(tensor, tier))
-                if tier in self.candidates:
-                    self.candidates[tier].remove(tensor)
-                    self._leaving[tensor] = tier
+        for tier in tiers:
+            answer.append(Drop(tensor, tier))
+            if tier in self.candidates:
+                self.candidates[tier].remove(tensor)
+                self._leaving[tensor] = tier
         return answer + self._drop_views(tensor) if self._has_views else answer
 
     def _has_evicted_child(self, tensor: int) -> bool:

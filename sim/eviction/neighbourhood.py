@@ -53,7 +53,7 @@ class Neighbourhood:
         parents, children = self._kin.parents, self._kin.children
         self._stamp[tensor] = stamp = self._stamp[tensor] + 1
         total, latest = cost[tensor], 0.0
-        access = self._table.access
+        access = self._table.accesses
         for down in (False, True) if self._down else (False,):
             seen: set[int] = set()
             stack = [tensor]
@@ -70,9 +70,9 @@ class Neighbourhood:
                         else:
                             holders[other] = {tensor: stamp}
                 if total > limit:
-                    self._table.weight[tensor] = total
+                    self._table.weights[tensor] = total
                     return None
-        self._table.weight[tensor] = total
+        self._table.weights[tensor] = total
         return total, int(latest)
 
     def went(self, tensor: int) -> None:
@@ -97,11 +97,11 @@ class Neighbourhood:
         cost = self._kin.cost[tensor]
         for holder, stamp in self._holders.pop(tensor, {}).items():
             if self._stamp[holder] == stamp:
-                self._table.weight[holder] -= cost
+                self._table.weights[holder] -= cost
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
-        self._table.weight[tensor] = self._kin.cost[tensor]
+        self._table.weights[tensor] = self._kin.cost[tensor]
 
 
 class CostClasses:
@@ -122,7 +122,7 @@ class CostClasses:
         self._parent: list[int] = []
         self._value: list[int] = []
         self._left: list[int] = []  # cost that has left the class
-        self._watch: list[list[tuple[int, int, int]]] = []
+        self._watch: list[list[tuple[int, int, int]] | None] = []  # None where no bound counts the class
         self._full = 1024  # entries of one heap before what is void in it is thrown out
         self._stamp = [0] * len(kin.cost)
 
@@ -141,11 +141,8 @@ class CostClasses:
             slack = max(value, 0) >> self.SLACK
             total += value
             bound += value - slack
-            watch = self._watch[root]
-            heappush(watch, (self._left[root] + slack, tensor, stamp))
-            if len(watch) > self._full:
-                self._thin(watch)
-        self._table.weight[tensor] = bound
+            self._watch_for(root, slack, tensor, stamp)
+        self._table.weights[tensor] = bound
         return total, 0
 
     def went(self, tensor: int) -> None:
@@ -155,11 +152,15 @@ class CostClasses:
         self._parent.append(node)
         self._value.append(self._kin.cost[tensor])
         self._left.append(0)
-        self._watch.append([])
+        self._watch.append(None)
         self._node[tensor] = node
+        nodes, parent = self._node, self._parent
         for other in self._neighbours(tensor):
-            if other != tensor:
-                node = self._merge(node, self._root(self._node[other]))
+            root = nodes[other]
+            if parent[root] != root:
+                root = self._root(root)
+            if root != node:  # nor is it the tensor itself
+                node = self._merge(node, root)
 
     def came(self, tensor: int) -> None:
         """See `Price`."""
@@ -177,16 +178,16 @@ class CostClasses:
             _, holder, stamp = heappop(watch)
             if self._stamp[holder] == stamp:
                 self._reset(holder)
-        for other in (*self._kin.parents[tensor], *self._kin.children[tensor]):
+        for other in self._kin.around[tensor]:
             self._reset(other)
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
-        self._table.weight[tensor] = self._kin.cost[tensor]
+        self._table.weights[tensor] = self._kin.cost[tensor]
 
     def _neighbours(self, tensor: int) -> list[int]:
         evicted = self._evicted
-        return [n for n in (*self._kin.parents[tensor], *self._kin.children[tensor]) if evicted[n]]
+        return [n for n in self._kin.around[tensor] if evicted[n]]
 
     def _root(self, node: int) -> int:
         parent = self._parent
@@ -194,21 +195,31 @@ class CostClasses:
             parent[node] = node = parent[parent[node]]
         return node
 
+    def _watch_for(self, root: int, slack: int, tensor: int, stamp: int) -> None:
+        """Void a tensor's bound once more than the slack has left a class that it counts."""
+        watch = self._watch[root]
+        if watch is None:
+            watch = self._watch[root] = []
+        heappush(watch, (self._left[root] + slack, tensor, stamp))
+        if len(watch) > self._full:
+            self._thin(watch)
+
     def _thin(self, watch: list[tuple[int, int, int]]) -> None:
         watch[:] = [row for row in watch if self._stamp[row[1]] == row[2]]
         heapify(watch)
         self._full = max(self._full, 2 * len(watch))
 
     def _merge(self, a: int, b: int) -> int:
-        if a == b:
-            return a
-        if len(self._watch[a]) < len(self._watch[b]):
-            a, b = b, a
+        """Join two classes, given by their roots; the root of both."""
+        watch, other = self._watch[a], self._watch[b]
+        if len(watch or ()) < len(other or ()):
+            a, b, watch, other = b, a, other, watch
         self._parent[b] = a
         self._value[a] += self._value[b]
-        shift = self._left[a] - self._left[b]
-        for trigger, tensor, stamp in self._watch[b]:
-            if self._stamp[tensor] == stamp:
-                heappush(self._watch[a], (trigger + shift, tensor, stamp))
-        self._watch[b] = []
+        if watch is not None and other is not None:
+            shift = self._left[a] - self._left[b]
+            for trigger, tensor, stamp in other:
+                if self._stamp[tensor] == stamp:
+                    heappush(watch, (trigger + shift, tensor, stamp))
+        self._watch[b] = None
         return a

@@ -101,14 +101,14 @@ class Ranking:
     ) -> None:
         """Replace a bound by the exact score, or by a bound eight times as high."""
         tensor = int(ids[at])
-        score = self._quotient(tensor, now, 8 * float(self._table.weight[tensor]))
+        score = self._quotient(tensor, now, 8 * self._table.weights[tensor])
         if score is None:
             scores[at] = self._scores(ids[at : at + 1], now)[0]
         else:
             scores[at] = exact[at] = score
 
     def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
-        top, seen = int(self._table.weight[tensor]), int(self._table.access[tensor])
+        top, seen = int(self._table.weights[tensor]), int(self._table.accesses[tensor])
         if self._price is not None:
             exact = self._price.exact(tensor, limit)
             if exact is None:
@@ -122,8 +122,9 @@ class Ranking:
         return top / bottom if bottom else math.inf
 
     def _one(self, ids: NDArray[np.int64], slots: list[int], first: bool = False) -> int:
-        order = self._table.order.take(ids.take(slots))
-        return int(ids[slots[int(order.argmax() if self._last and not first else order.argmin())]])
+        order, tensors = self._table.order, ids.take(slots).tolist()
+        best: int = (max if self._last and not first else min)(tensors, key=order.__getitem__)
+        return best
 
 
 class Oldest(Ranking):
@@ -136,7 +137,7 @@ class Oldest(Ranking):
         return self._table.access.take(ids) + 1
 
     def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
-        return float(self._table.access[tensor]) + 1
+        return self._table.accesses[tensor] + 1
 
 
 class Drawn(Ranking):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sim.eviction.evictable import EVICTED_ROLES
-from sim.plan import Action, Change, Memory, Need, Online
+from sim.plan import Action, Change, ChangeFields, Memory, Need, Online
 from sim.solvers.cascade import Below
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE
@@ -100,24 +100,31 @@ class LeastRecent(Replacement):
         self._reads: dict[int, int] = {}
 
     def notice(self, change: Change) -> None:
+        """The same for one."""
+        LeastRecent.notice_all(self, (change,))
+
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         """Keep the order of last use, with its times; what `Replacement` notes, without another call per change."""
-        what, tensor, tier, now = change
-        if tensor in self.below.mine:
-            self.below.notice(change)
-        if not self.movable[tensor] or tier not in self.used:
-            return
-        self._going[tier].pop(tensor, None)
-        seldom, often = self.used[tier]
-        was = seldom.pop(tensor, None)
-        if not self._hits:  # all are alike
+        movable, used, going, hits, reads = self.movable, self.used, self._going, self._hits, self._reads
+        below, mine = self.below, self.below.mine
+        for change in changes:
+            what, tensor, tier, now = change
+            if tensor in mine:
+                below.notice(change)
+            if not movable[tensor] or tier not in used:
+                continue
+            going[tier].pop(tensor, None)
+            seldom, often = used[tier]
+            was = seldom.pop(tensor, None)
+            if not hits:  # all are alike
+                if what == "came" or (what == "read" and was is not None):
+                    seldom[tensor] = now
+                continue
+            if what == "read":
+                reads[tensor] = reads.get(tensor, 0) + 1
+            was = often.pop(tensor, was)
             if what == "came" or (what == "read" and was is not None):
-                seldom[tensor] = now
-            return
-        if what == "read":
-            self._reads[tensor] = self._reads.get(tensor, 0) + 1
-        was = often.pop(tensor, was)
-        if what == "came" or (what == "read" and was is not None):
-            (often if self._reads.get(tensor, 0) >= self._hits else seldom)[tensor] = now
+                (often if reads.get(tensor, 0) >= hits else seldom)[tensor] = now
 
     def order(self, tier: str, now: int) -> Iterable[int]:
         """The least recently used first."""

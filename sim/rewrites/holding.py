@@ -73,7 +73,7 @@ def released_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tu
     Impossible points are left out: one before the last use, and one of an output or of a tensor whose storage is
     taken over.
     """
-    kept, last_use = {*trace.outputs, *np.flatnonzero(trace.replaced_by >= 0).tolist()}, trace.last_use
+    kept, last_use = {*trace.outputs, *np.flatnonzero(trace.replaced_by >= 0).tolist()}, trace.last_use.tolist()
     releases: dict[int, list[int]] = defaultdict(list)
     for t, op in wanted:
         if op >= last_use[t] and t not in kept:

@@ -114,7 +114,15 @@ def with_columns(trace: Trace, **columns: Any) -> Trace:
     """The same trace with some op columns replaced."""
     ops = replace(trace.op_columns, **columns)
     origin = Origin.identity(trace)
-    return Trace(trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=origin)
+    return Trace(
+        trace.tensor_columns,
+        ops,
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta=trace.meta,
+        origin=origin,
+        like=trace,
+    )
 
 
 def slice_of(total: int, first: int, stop: int, count: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sim.hardware.platform import Platform
-from sim.plan import Action, Change, Drop, Memory, Move
+from sim.plan import Action, ChangeFields, Drop, Memory, Move
 from sim.trace.graph import Trace
 
 At = tuple[int, int]
@@ -213,7 +213,7 @@ class Below:
         self._sent: dict[str, set[int]] = {tier: set() for tier in chain}  # not arrived yet
         self._chosen: dict[str, set[int]] = {tier: set() for tier in chain}  # of this answer: they leave that tier
 
-    def notice(self, change: Change) -> None:
+    def notice(self, change: ChangeFields) -> None:
         """Keep the order: the tensor that arrived last, or left a fast tier last, is warmest."""
         what, tensor, tier, _ = change
         if tensor not in self.mine:

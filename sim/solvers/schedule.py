@@ -162,7 +162,8 @@ def schedule_of(
         legal = _possible(index, meeting)
     steps: list[tuple[int, int]] = []
     for op in range(len(index.reads)):
-        steps += [(earlier, op) for earlier in legal.get(op, ())]
+        if op in legal:
+            steps += [(earlier, op) for earlier in legal[op]]
         steps.append((op, -1))
     coming = [NEVER] * len(index.size)
     wanted = [False] * len(index.size)  # whether it is read after that, or released by the program

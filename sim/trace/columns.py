@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -14,6 +14,12 @@ from numpy.typing import NDArray
 from sim.errors import TraceError, near
 from sim.trace.op import KINDS, PHASES, Implementation, Op, Ring
 from sim.trace.tensor import ROLES, Tensor
+
+FROM_READS_AND_WRITES = (
+    *("distinct_reads", "all_writes", "producer", "replaced_by", "read_counts", "first_read", "last_use"),
+    *("_readers", "_reader_lists", "_tensor_ids"),
+)
+"""What is derived from the tensors and from which op reads and writes them, and from nothing else of ops."""
 
 T = TypeVar("T")
 A = TypeVar("A", bound=NDArray[Any])
@@ -94,6 +100,14 @@ class Graph:
         self.tensor_columns = tensors
         self.op_columns = ops
         self._make_read_only()
+
+    def _share(self, other: Graph) -> None:
+        """Take over what has been derived from another graph with the same reads and writes."""
+        mine, theirs = self.op_columns, other.op_columns
+        same = ("read_start", "read_ids", "write_start", "write_ids")
+        if self.tensor_columns is other.tensor_columns and all(getattr(mine, c) is getattr(theirs, c) for c in same):
+            known = vars(other)
+            vars(self).update((name, known[name]) for name in FROM_READS_AND_WRITES if name in known)
 
     def _make_read_only(self) -> None:
         for column in (*vars(self.tensor_columns).values(), *vars(self.op_columns).values()):
@@ -183,6 +197,19 @@ class Graph:
 
     # ---- derived columns ---------------------------------------------------------------------
 
+    @cached_property
+    def distinct_reads(self) -> list[tuple[int, ...]]:
+        """Per op the tensors that it reads, each once, by its first mention. Not to be changed."""
+        c = self.op_columns
+        rows = rows_of(c.read_start, c.read_ids)
+        return [row if len(row) < 2 or len(set(row)) == len(row) else tuple(dict.fromkeys(row)) for row in rows]
+
+    @cached_property
+    def all_writes(self) -> list[tuple[int, ...]]:
+        """Per op the tensors that it writes. Not to be changed."""
+        c = self.op_columns
+        return rows_of(c.write_start, c.write_ids)
+
     @_read_only
     def producer(self) -> NDArray[np.int32]:
         """The op that produces each tensor, -1 for one that exists from the start. Shape (tensors,)."""
@@ -248,8 +275,7 @@ class Graph:
         c, size = self.op_columns, self.tensor_columns.bytes
         operands = np.zeros(len(c.name), np.int64)
         for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
-            total = np.concatenate(([0], np.cumsum(size[ids])))
-            operands += total[start[1:]] - total[start[:-1]]
+            operands += row_sums(start, size[ids])
         return np.where(c.bytes < 0, operands, c.bytes)
 
     @_read_only
@@ -290,6 +316,19 @@ class Graph:
     @cached_property
     def _tensor_ids(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.tensor_columns.name)}
+
+
+def rows_of(start: NDArray[Any], ids: NDArray[Any]) -> list[tuple[int, ...]]:
+    """The rows of a table in CSR form: row i has the ids from `start[i]` to `start[i + 1]`."""
+    flat: list[int] = ids.tolist()
+    return [tuple(flat[a:b]) for a, b in pairwise(start.tolist())]
+
+
+def row_sums(start: NDArray[Any], values: Ints) -> Ints:
+    """The sum of each row of such a table, whose values are given in the place of its ids."""
+    total = np.concatenate(([0], np.cumsum(values)))
+    sums: Ints = total[start[1:]] - total[start[:-1]]
+    return sums
 
 
 class _Views(Sequence[T]):

@@ -32,6 +32,7 @@ class Trace(Graph):
     meta: facts about the workload, JSON values only (`model`, `batch`, `sequence`, `tokens`, `samples`, …).
     origin: what the parts of a rewritten trace stand for, see `sim.trace.origin`. It is not part of the content
         hash, because it does not change what runs.
+    like: a trace from which this one takes over what it has in common with it and has been derived already.
 
     Raises TraceError, naming op and tensor, for a read before the write, two producers of one tensor, a read of an
     overwritten tensor, a negative size, or an impossible view, output, carry or
@@ -47,12 +48,17 @@ class Trace(Graph):
         carry: Sequence[tuple[int, int]] | None = None,
         meta: Mapping[str, Any] | None = None,
         origin: Origin | None = None,
+        like: Trace | None = None,
     ) -> None:
         super().__init__(tensors, ops)
+        if like is not None:
+            self._share(like)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
-        validity.check_meta(self.meta)
-        validity.check_graph(self)
+        if like is None or meta is not like.meta:
+            validity.check_meta(self.meta)
+        if like is None or not self._has_other_releases_alone(like):
+            validity.check_graph(self)
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
         named = tuple((int(a), int(b)) for a, b in carry or ())
         validity.check_range(self, [*self.outputs, *(t for pair in named for t in pair)])
@@ -74,15 +80,23 @@ class Trace(Graph):
                 elif key == "name":
                     digest.update(json.dumps(list(column)).encode())
                 else:
-                    rows = sorted(column) if isinstance(column, Mapping) else range(len(column))
+                    is_sparse = isinstance(column, Mapping)
+                    rows = sorted(column) if is_sparse else range(len(column))
+                    values = [column[row] for row in rows] if is_sparse else column
                     # few values are distinct: hash each one once, then the code of each row
-                    seen: dict[Any, int] = {}
-                    codes = [seen.setdefault(column[row], len(seen)) for row in rows]
-                    digest.update(np.array([list(rows), codes], np.int64).tobytes())
+                    seen = {value: code for code, value in enumerate(dict.fromkeys(values))}
+                    digest.update(np.array([rows, [*map(seen.__getitem__, values)]], np.int64).tobytes())
                     digest.update(repr(list(seen)).encode())
         digest.update(repr((self.outputs, self.carry)).encode())
         digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
         return digest.hexdigest()
+
+    def _has_other_releases_alone(self, other: Trace) -> bool:
+        """Whether it differs from a trace in nothing but where the program releases tensors."""
+        mine, theirs = vars(self.op_columns), vars(other.op_columns)
+        return self.tensor_columns is other.tensor_columns and all(
+            column is theirs[name] for name, column in mine.items() if name != "releases"
+        )
 
     def _default_outputs(self) -> tuple[int, ...]:
         role = self.tensor_columns.role

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -31,8 +30,8 @@ class TraceIndex:
     def __init__(self, trace: Trace) -> None:
         c = trace.op_columns
         self.trace = trace
-        self.reads = [tuple(dict.fromkeys(row)) for row in _rows(c.read_start.tolist(), c.read_ids.tolist())]
-        self.writes = _rows(c.write_start.tolist(), c.write_ids.tolist())
+        self.reads = trace.distinct_reads
+        self.writes = trace.all_writes
         self.size: list[int] = trace.tensor_columns.bytes.tolist()
         self.workspace: list[int] = c.workspace.tolist()
         self.replaces: list[int] = trace.tensor_columns.replaces.tolist()
@@ -96,10 +95,10 @@ class TraceIndex:
 
         A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
         """
-        last: dict[int, int] = {}
-        for op in ops:
+        last = dict.fromkeys(ops, len(self.reads))  # but for those that receive, or read what is overwritten
+        for op in sorted({*self.received, *(r for t in self.overwritten for r in self.trace.readers(t))} & last.keys()):
             ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
-            last[op] = 0 if op in self.received else min(ends, default=len(self.reads))
+            last[op] = 0 if op in self.received else min(ends)
         return last
 
     @cached_property
@@ -204,7 +203,3 @@ class OverwriteTracker:
             self.lost.discard(t)
             if index.replaces[t] >= 0:
                 self.lost.add(index.replaces[t])
-
-
-def _rows(start: list[int], ids: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(ids[a:b]) for a, b in pairwise(start)]

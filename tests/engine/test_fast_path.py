@@ -6,7 +6,8 @@ import pytest
 
 from sim import load_profile
 from sim.analysis.peak_memory import home_peak
-from sim.engine.event_path.device import FastPath
+from sim.engine.event_path.fast_path import FastPath
+from sim.engine.event_path.perform import Perform
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for, reference_run
@@ -61,9 +62,21 @@ def test_what_is_dropped_at_once_makes_room_without_the_general_path(monkeypatch
 @pytest.mark.parametrize("policy", ["lru_tiering", "dtr(heuristic=lru)"])
 def test_reads_that_nobody_is_told_of_are_found(policy, monkeypatch):
     right = run_of(policy)
-    monkeypatch.setattr(FastPath, "_note_reads", lambda *given: None)
+    monkeypatch.setattr(FastPath, "note_reads", lambda *given: None)
     try:
         wrong = run_of(policy)
     except TiersimError:
         return
     assert wrong != right
+
+
+def test_what_is_recomputed_to_be_read_needs_no_general_path(monkeypatch):
+    general, passed = [], []
+    execute, past = Perform._execute, Perform._pass
+    monkeypatch.setattr(
+        Perform, "_execute", lambda self, work, **rest: general.append(work) or execute(self, work, **rest)
+    )
+    monkeypatch.setattr(Perform, "_pass", lambda self, work, *rest: passed.append(work) or past(self, work, *rest))
+    run_of("dtr")
+    assert len([work for work in passed if work.why == "recompute"]) > 20
+    assert len(general) < len(passed) / 4

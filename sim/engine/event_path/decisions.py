@@ -12,6 +12,8 @@ from sim.engine.resolve import Act, Resolved
 from sim.errors import IllegalPlan
 from sim.plan import Need, Online
 
+TAKE_TIME = ("wait", "recompute")
+
 
 class Decisions:
     """Does what takes no time of a device: a Recompute and a Wait are the device's own.
@@ -50,7 +52,7 @@ class Decisions:
     def apply(self, acts: Iterable[Act], device: int, op: int, *, online: bool = False) -> None:
         """Drops and moves at an op. online: they answer a question, and must leave pinned tensors alone."""
         lifetimes, produced, copies = self._lifetimes, self._residency.produced, self._residency.copies
-        pins = lifetimes.pins
+        pins, dead, release = lifetimes.pins, lifetimes.dead, lifetimes.release
         for act in acts:
             _, tensor, tier, move = act
             if not produced[tensor]:
@@ -61,8 +63,7 @@ class Decisions:
                 self._transfers.move(tensor, move, tier, device, op)
             elif copies[tensor] & 1 << tier:
                 # where the plan keeps dead tensors, dropping one is what frees it
-                cause = FREED if lifetimes.is_dead(tensor) else DROPPED
-                lifetimes.release(tensor, tier, op, cause)
+                release(tensor, tier, op, FREED if tensor in dead else DROPPED)
             else:
                 self._record.count("ignored_actions")
 
@@ -73,12 +74,30 @@ class Decisions:
 
     # ---- online ------------------------------------------------------------------------------
 
+    def tell(self) -> None:
+        """Tell the online part what has changed since it was last asked: only then does it need to know."""
+        if self._online is not None and self._residency.news:
+            news = self._residency.news.copy()
+            self._residency.news.clear()
+            self._online.notice_all(news)
+
     def before(self, op: int, device: int) -> list[Act]:
-        """What the online part wants before an op that a device has reached."""
+        """Do what the online part wants before an op that a device has reached.
+
+        If some of it takes the device's time, nothing is done yet, and all of it is returned.
+        """
         if self._online is None:
             return []
+        self.tell()
         answer = self._online.before(op, self._view)
-        return self._resolved.answer(answer, device) if answer != () else []
+        if not answer:
+            return []
+        acts = self._resolved.answer(answer, device)
+        for act in acts:
+            if act[0] in TAKE_TIME:
+                return acts
+        self.apply(acts, device, op, online=True)
+        return []
 
     def relieve(self, tier: int, bytes: int, device: int, op: int, reason: str) -> bool:
         """Have something leave a tier; whether anything did, or will, if only a release of 0 bytes."""
@@ -89,6 +108,7 @@ class Decisions:
         deficit = bytes - space.free(tier) - space.leaving[tier]
         need = Need(space.names[tier], bytes, max(1, deficit), op, reason)
         record.count("pressure_calls")
+        self.tell()
         # where the plan keeps dead tensors, they are the online part's to drop
         answer = self._resolved.answer(self._online.on_pressure(need, self._view), device, pressure=True)
         before = space.leaving[tier], len(changes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from sim.engine.event_path.clock import ENDS, Clock
+from sim.engine.event_path.clock import COPIES, ENDS, Clock
 from sim.engine.event_path.fairness import Users, fair_rates
 from sim.hardware.platform import Platform
 
@@ -21,10 +21,12 @@ class Flow:
 
     users: what they use, by the number that `Flows.number` gives it.
     rank: that of its end.
+    rate, since: at which it flows, from which time on.
+    is_ahead: whether that is a time to come, and nothing has changed it since it was set.
     done: called with the time of its end.
     """
 
-    __slots__ = ("_since", "done", "rank", "rate", "remaining", "users")
+    __slots__ = ("done", "is_ahead", "rank", "rate", "remaining", "since", "users")
 
     def __init__(self, bytes: int, users: int, done: Callable[[int], None], rank: int) -> None:
         self.remaining: int | Fraction = bytes * NANO
@@ -32,26 +34,29 @@ class Flow:
         self.done = done
         self.rank = rank
         self.rate: int | Fraction = 0
-        self._since = 0
+        self.since = 0
+        self.is_ahead = False
 
     def flow_until(self, now: int) -> None:
         """Count what has flowed at the present rate."""
-        self.remaining -= self.rate * (now - self._since)
-        self._since = now
+        self.remaining -= self.rate * (now - self.since)
+        self.since = now
 
-    def flow_at(self, rate: int | Fraction) -> None:
-        """Flow at this rate from now on."""
+    def flow_at(self, rate: int | Fraction, since: int, *, ahead: bool = False) -> None:
+        """Flow at this rate from a time on. ahead: that is to come."""
         self.rate = rate
+        self.since = since
+        self.is_ahead = ahead
 
     def has_ended(self, now: int) -> bool:
         """Whether all its bytes have flowed by now."""
-        return self.remaining <= self.rate * (now - self._since)
+        return self.remaining <= self.rate * (now - self.since)
 
     def ends_at(self, now: int, alone: int) -> int:
         """When it will end at its present rate; `alone` while it has none."""
-        if not self.rate:
+        if not self.rate or (self.is_ahead and now <= self.since):
             return alone
-        remaining = self.remaining - self.rate * (now - self._since)
+        remaining = self.remaining - self.rate * (now - self.since)
         return now + max(0, int(-(-remaining // self.rate)))
 
 
@@ -64,6 +69,7 @@ class Flows:
         self._pool_rates = [pool.rate for pool in platform.pools] + [link.rate for link in platform.links]
         self._first_link = len(platform.pools)
         self._active: list[Flow] = []
+        self._ahead: Flow | None = None  # the only one, which begins later: its end is known
         self._alarm = 0
         self._numbers: dict[Users, int] = {}
         self._users: list[Users] = []
@@ -77,8 +83,31 @@ class Flows:
             self._users.append(users)
         return self._numbers[users]
 
+    def start_at(self, flow: Flow, time: int) -> None:
+        """Let a flow begin at a later time. While it is the only one it runs like a job that shares nothing."""
+        if self._active or self._ahead is not None:
+            self._clock.at(time, COPIES, lambda _: self._begin(flow))
+            return
+        (rate,) = self._fair((flow.users,))
+        flow.flow_at(rate, time, ahead=True)
+        self._ahead = flow
+        self._set_alarm(time + int(-(-flow.remaining // rate)))
+
+    def _begin(self, flow: Flow) -> None:
+        self._clock.catch_up()
+        self.start(flow, self._clock.now)
+        self._clock.poke()
+        self._clock.flush()
+
     def start(self, flow: Flow, now: int) -> None:
         """Let a flow begin; rates are settled at the end of this instant."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.since <= now:
+            self._active.append(ahead)
+        elif ahead is not None:  # it is to share with this one
+            begins = ahead.since
+            ahead.flow_at(0, now)
+            self._clock.at(begins, COPIES, lambda _: self._begin(ahead))
         flow.flow_until(now)
         self._active.append(flow)
         self.stale = True
@@ -86,29 +115,39 @@ class Flows:
     def settle(self) -> None:
         """If any has started or ended, give every flow its new rate and set the alarm for the next end."""
         self.stale = False
-        self._alarm += 1
         if not self._active:
             return
         now = self._clock.now
-        key = tuple([flow.users for flow in self._active])
+        soonest = -1
+        for flow, rate in zip(self._active, self._fair(tuple([flow.users for flow in self._active])), strict=True):
+            flow.flow_until(now)
+            flow.flow_at(rate, now)
+            left = int(-(-flow.remaining // rate))
+            soonest = left if soonest < 0 else min(soonest, left)
+        self._set_alarm(now + soonest)
+
+    def _fair(self, key: tuple[int, ...]) -> list[int | Fraction]:
+        """The rates of flows with these users."""
         rates = self._known.get(key)
         if rates is None:
             fair = fair_rates([self._users[users] for users in key], self._pool_rates, self._first_link)
             rates = self._known[key] = [rate.numerator if rate.denominator == 1 else rate for rate in fair]
-        soonest = -1
-        for flow, rate in zip(self._active, rates, strict=True):
-            flow.flow_until(now)
-            flow.flow_at(rate)
-            left = int(-(-flow.remaining // rate))
-            soonest = left if soonest < 0 else min(soonest, left)
+        return rates
+
+    def _set_alarm(self, time: int) -> None:
+        """Look then whether a flow has ended; what was set before is void."""
+        self._alarm += 1
         alarm = self._alarm
-        self._clock.at(now + soonest, ENDS, lambda _: self._end(alarm))
+        self._clock.at(time, ENDS, lambda _: self._end(alarm))
 
     def _end(self, alarm: int) -> None:
         if alarm != self._alarm:
             return
         self._clock.catch_up()
         now = self._clock.now
+        if self._ahead is not None:
+            self._active.append(self._ahead)
+            self._ahead = None
         ended = [flow for flow in self._active if flow.has_ended(now)]
         self._active = [flow for flow in self._active if flow not in ended]
         self.stale = True

@@ -37,6 +37,7 @@ class Lifetimes:
     uses: reads still to come, and one more while the program holds it.
     pins: how many ops under way, or being restored, use it where it is.
     put_off: releases that wait: tensor -> tier -> cause.
+    dead: what nobody needs, retained only until memory is short, dead longest first.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Lifetimes:
         self._lazy = lazy
         self._tier_of = {} if lazy or watched else {1 << tier: tier for tier in range(len(space.names))}
         self.put_off: dict[int, dict[int, int]] = {}
-        self._dead: dict[int, None] = {}  # retained lazily, dead longest first
+        self.dead: dict[int, None] = {}
         self._overwriters: dict[int, list[Wake]] = {}
 
     # ---- retaining ---------------------------------------------------------------------------
@@ -97,10 +98,6 @@ class Lifetimes:
         if self._overwriters:
             for tensor in operands:
                 self._clock.wake(self._overwriters.pop(tensor, ()))
-
-    def is_dead(self, tensor: int) -> bool:
-        """Whether nobody needs it, and it is retained only until memory is short."""
-        return tensor in self._dead
 
     def want_copy(self, tensor: int, tier: int) -> None:
         """A copy there is wanted again: a release of it that was put off is called off."""
@@ -148,7 +145,7 @@ class Lifetimes:
         if not self._freeable[tensor] and not self._is_overwritten(tensor):
             return
         if self._lazy is True or (self._lazy and tensor in self._lazy):
-            self._dead.setdefault(tensor)
+            self.dead.setdefault(tensor)
         else:
             self._free(tensor, op)
 
@@ -180,12 +177,12 @@ class Lifetimes:
     def take_over(self, old: int, new: int, tier: int, op: int) -> None:
         """An op has written over a value: its successor takes over the storage."""
         self._space.hand_over(old, new, tier, op)
-        self._dead.pop(old, None)
+        self.dead.pop(old, None)
         self._residency.remove(old, tier)
 
     def free_longest_dead(self, tier: int) -> bool:
         """Free the tensor that has been dead longest in a tier; False if there is none."""
-        for tensor in self._dead:
+        for tensor in self.dead:
             if self._copies[tensor] & 1 << tier and not self.pins[tensor] and tensor not in self._in_flight:
                 self._free(tensor, -1)
                 return True
@@ -227,5 +224,5 @@ class Lifetimes:
     def _release_now(self, tensor: int, tier: int, op: int, cause: int) -> None:
         self._space.give_copy(tensor, tier, op, cause)
         if self._lazy:
-            self._dead.pop(tensor, None)
+            self.dead.pop(tensor, None)
         self._residency.remove(tensor, tier)

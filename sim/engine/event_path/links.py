@@ -7,7 +7,7 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import count
 
-from sim.engine.event_path.clock import COPIES, Clock
+from sim.engine.event_path.clock import Clock
 from sim.engine.event_path.flows import Flow, Flows
 from sim.engine.prepare import Charges, Prepared
 from sim.errors import IllegalPlan
@@ -196,7 +196,7 @@ class Links:
         flow = Flow(part, self._users[use], lambda at: self._end(job, at), job.rank)
         job.share(flow)
         if fixed and is_first:
-            self._clock.at(now + fixed, COPIES, lambda _: self._begin_flow(flow))
+            self._flows.start_at(flow, now + fixed)
         else:
             self._flows.start(flow, now)
 
@@ -208,12 +208,6 @@ class Links:
     def _user(self, link: int, most: Fraction | None) -> tuple[str, int | Fraction, Charges]:
         name, rate = self._links[link].name, self._links[link].rate
         return name, rate if most is None or rate < most else most, self._charges.get(name, ())
-
-    def _begin_flow(self, flow: Flow) -> None:
-        self._clock.catch_up()
-        self._flows.start(flow, self._clock.now)
-        self._clock.poke()
-        self._clock.flush()
 
     def _end(self, job: Job, now: int) -> None:
         self._clock.advance(now)

@@ -85,6 +85,6 @@ def _state(platform: Platform, prepared: Prepared, online: Online | None, lazy: 
         residency=residency,
         space=space,
         space_queue=SpaceQueue(space, clock),
-        lifetimes=Lifetimes(prepared, residency, space, clock, lazy=lazy, watched=residency.tell is not None),
+        lifetimes=Lifetimes(prepared, residency, space, clock, lazy=lazy, watched=residency.note is not None),
         ops=OpsUnderWay(clock, residency),
     )

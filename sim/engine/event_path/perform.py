@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.engine.event_path.clock import AFTERS, ENDS, FREES, STARTS
+from sim.engine.event_path.fast_path import GENERAL, SHORT, FastPath
 from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.event_path.parts import Parts
 from sim.engine.event_path.state import Work
 from sim.engine.event_path.waits import Steps, Waits
+from sim.engine.prepare import Plain
 from sim.engine.resolve import Act
 from sim.errors import IllegalPlan
 
@@ -16,8 +18,9 @@ from sim.errors import IllegalPlan
 class Perform:
     """Performs ops and actions for one device."""
 
-    def __init__(self, parts: Parts, waits: Waits) -> None:
+    def __init__(self, parts: Parts, waits: Waits, fast: FastPath) -> None:
         self._parts = parts
+        self._fast = fast
         self._waits = waits
         self._state = parts.state
         self._prepared = parts.state.prepared
@@ -54,16 +57,54 @@ class Perform:
         if why == "recompute" and writes[op] and not any(produced[tensor] for tensor in writes[op]):
             yield from self._first_end(op)
         stack = [self._open(op, why, counted)]
+        fast = self._fast
         while stack:
             work = stack[-1]
-            producer = yield from self.restore.reads(work.op, fetched=fetched)
+            plain = fast.plain[work.op]
+            end = GENERAL if plain is None else fast.begin_restored(work.op, plain, fetched=fetched)
+            if end == GENERAL:
+                producer = yield from self.restore.reads(work.op, fetched=fetched)
+                if producer >= 0:
+                    fetched = False
+                    self._state.record.count("implicit_recomputes")
+                    stack.append(self._open(producer, "recompute", False))
+                    continue
+                if plain is not None:
+                    end = fast.begin_restored(work.op, plain, fetched=True)
             fetched = False
-            if producer >= 0:
-                self._state.record.count("implicit_recomputes")
-                stack.append(self._open(producer, "recompute", False))
-                continue
-            yield from self._execute(work)
+            if plain is not None and end >= 0:
+                yield from self._pass(work, plain, end)
+            else:
+                yield from self._execute(work, asked=end == SHORT)
             stack.pop()
+
+    def _pass(self, work: Work, plain: Plain, end: int) -> Steps:
+        """Let a plain op run that has its space, as `_run_here` does."""
+        state, clock, fast, op, waits = self._state, self._clock, self._fast, work.op, self._waits
+        start, is_first = clock.now, work.why == "run"
+        if clock.queue and clock.queue[0][0] <= end:
+            for tensor, _ in plain.writes if not is_first else ():
+                state.residency.begin_reproducing(tensor, self._home)
+            yield from fast.run_beside(op, end)
+            for tensor, _ in plain.writes:
+                state.residency.end_reproducing(tensor, self._home)
+        fast.end(op, plain, start, end, again=not is_first, counted=work.counted)
+        state.lifetimes.unpin_operands(op)
+        if plain.workspace and state.space.waiting:
+            state.space.offer(self._home)
+        yield from self._after(op, is_first)
+        state.lifetimes.free_after(op)
+        if not clock.is_next(STARTS + waits.index):
+            yield from waits.turn(STARTS + waits.index)
+
+    def _after(self, op: int, is_first: bool) -> Steps:
+        """The actions after an op; then it is time to free."""
+        after = self._parts.resolved.after
+        if is_first and op in after:
+            yield from self._waits.turn(AFTERS + op)
+            yield from self.actions(after[op], op)
+        if not self._clock.is_next(FREES + op):
+            yield from self._waits.turn(FREES + op)
 
     def pressed(self, op: int) -> Steps:
         """Run an op for the first time: it is reached, its operands are pinned, and space has been asked for."""
@@ -83,8 +124,7 @@ class Perform:
         if why == "recompute":
             self._parts.recompute_limit.spend(op)
         state.lifetimes.pin(reads)
-        for tensor in reads:
-            state.residency.read(tensor, self._home)
+        self._fast.note_reads(reads, self._clock.now)
         return Work(op, self._waits.index, why, counted)
 
     def _execute(self, work: Work, *, asked: bool = False) -> Steps:
@@ -109,7 +149,7 @@ class Perform:
     def _run_here(self, work: Work) -> Steps:
         """Run on the device's main engine, and stay until all that happens at the op's end has happened."""
         parts, waits, clock, op = self._parts, self._waits, self._clock, work.op
-        engines, op_end, after = parts.engines, parts.op_end, parts.resolved.after
+        engines, op_end = parts.engines, parts.op_end
         while engines.guests[self._lane]:  # another device has an op recomputed here, and was first
             wake = waits.wake_up()
             engines.wait_for_guests(self._lane, wake)
@@ -120,11 +160,7 @@ class Perform:
         self._state.record.ran(start, clock.now, waits.index, self._lane, self._prepared.logged(op, work.why), op)
         engines.vacate(self._lane)
         op_end.deliver(work)
-        if work.why == "run" and op in after:
-            yield from waits.turn(AFTERS + op)
-            yield from self.actions(after[op], op)
-        if not clock.is_next(FREES + op):
-            yield from waits.turn(FREES + op)
+        yield from self._after(op, work.why == "run")
         op_end.free(work)
         if not clock.is_next(STARTS + waits.index):
             yield from waits.turn(STARTS + waits.index)

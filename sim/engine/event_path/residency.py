@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 
 from sim.engine.event_path.clock import COPIES, Clock, Wake
 from sim.engine.event_path.links import Job
-from sim.plan import Change, Move, Online
+from sim.plan import ChangeFields, Move, Online
 
-TELLS: Callable[[tuple[str, int, str, int]], Change] = partial(tuple.__new__, Change)
-"""A change from its fields; without the Python code of its constructor, since there are several per op."""
 LEAVING = 1 << 62
 """Bit of `Residency.copies` of a tensor whose running copy will release its source."""
 
@@ -110,7 +107,8 @@ class Residency:
     began_in: the tier of what has no producer, at the start.
     waiters: who waits for a copy to arrive.
     is_watched: whether there is an online part.
-    tell: what tells it of a change; None where it does not listen.
+    news: the changes that it has not been told of yet (`Decisions.tell`).
+    note: what adds one; None where it does not listen.
     """
 
     def __init__(self, tensors: int, tiers: list[str], clock: Clock, online: Online | None) -> None:
@@ -126,8 +124,8 @@ class Residency:
         self._tiers = tiers
         self._clock = clock
         self.is_watched = online is not None
-        listens = online is not None and type(online).notice is not Online.notice
-        self.tell: Callable[[Change], None] | None = online.notice if online is not None and listens else None
+        self.news: list[ChangeFields] = []
+        self.note: Callable[[ChangeFields], None] | None = self.news.append if online and _listens(online) else None
 
     # ---- copies ------------------------------------------------------------------------------
 
@@ -140,22 +138,16 @@ class Residency:
         """A copy is complete: whoever waits for it goes on."""
         self.copies[tensor] |= 1 << tier
         self.produced[tensor] = True
-        if self.tell is not None:
-            self.tell(TELLS(("came", tensor, self._tiers[tier], self._clock.now)))
+        if self.note is not None:
+            self.note(("came", tensor, self._tiers[tier], self._clock.now))
         if tensor in self.waiters:
             self.wake_waiters(tensor)
 
     def remove(self, tensor: int, tier: int) -> None:
         """A copy is released, or another value has taken over its storage."""
         self.copies[tensor] &= ~(1 << tier)
-        if self.tell is not None:
-            self.tell(TELLS(("went", tensor, self._tiers[tier], self._clock.now)))
-
-    def read(self, tensor: int, tier: int) -> None:
-        """An op of a device whose home is that tier has been reached and reads it."""
-        self.last_read[tensor] = self._clock.now
-        if self.tell is not None:
-            self.tell(TELLS(("read", tensor, self._tiers[tier], self._clock.now)))
+        if self.note is not None:
+            self.note(("went", tensor, self._tiers[tier], self._clock.now))
 
     def held(self, tensor: int) -> int:
         """The tiers with a complete copy, as bits."""
@@ -221,8 +213,18 @@ class Residency:
         """An op is about to produce a result once more."""
         self.reproducing.add((tensor, tier))
 
+    def end_reproducing(self, tensor: int, tier: int) -> None:
+        """It has."""
+        self.reproducing.discard((tensor, tier))
+
     def deliver(self, tensor: int, tier: int) -> None:
         """The op that produces a tensor has ended."""
-        self.reproducing.discard((tensor, tier))
+        self.end_reproducing(tensor, tier)
         self.awaited.pop(tensor, None)
         self.arrive(tensor, tier)
+
+
+def _listens(online: Online) -> bool:
+    """Whether an online part has a use for what it is told."""
+    kind = type(online)
+    return kind.notice is not Online.notice or kind.notice_all is not Online.notice_all

@@ -35,16 +35,17 @@ def run(
     state.clock.settle_with(Settling(parts).settle)
     for op in resolved.recomputed:
         state.lifetimes.expect_reads(prepared.reads[op])
-    devices = [Device(index, parts) for index in range(prepared.trace.devices)]
+    has_addresses = [state.space.blocks[prepared.home[lane]] is not None for lane in prepared.main]
+    devices = [Device(i, parts, fast=fast and not addresses) for i, addresses in enumerate(has_addresses)]
     try:
         _place(parts)
         for device in devices:
-            has_addresses = state.space.blocks[prepared.home[prepared.main[device.index]]] is not None
-            state.clock.env.process(device.walk(fast and not has_addresses))
+            state.clock.env.process(device.walk())
         closing = state.clock.env.process(Closing(parts, devices, returned).steps())
         state.clock.env.run()
         if not closing.processed:
             raise _stuck(parts, devices)
+        parts.decisions.tell()
     except TiersimError as error:
         # SimPy raises a copy of what a process raised; the cause is the original with its fields
         original = error.__cause__ if isinstance(error.__cause__, TiersimError) else error

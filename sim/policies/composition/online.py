@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sim.plan import Action, Change, Memory, Need, Online, Recompute
+from sim.plan import Action, Change, ChangeFields, Memory, Need, Online, Recompute
 from sim.trace.graph import Trace
 
 
@@ -46,9 +46,12 @@ class _Joined(Online):
         return ()
 
     def notice(self, change: Change) -> None:
+        self.notice_all((change,))
+
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         for part, owned in self._parts:
-            if change.tensor in owned:
-                part.notice(change)
+            if mine := [change for change in changes if change[1] in owned]:
+                part.notice_all(mine)
 
     def _own(self, answers: Iterable[Action], owned: frozenset[int]) -> list[Action]:
         return [action for action in answers if owns(action, owned, self._trace)]

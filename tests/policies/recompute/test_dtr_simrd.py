@@ -214,27 +214,31 @@ def test_neighbourhood_in_one_direction_is_caught(tmp_path, monkeypatch):
 
 
 def test_access_that_forgets_reads_is_caught(tmp_path, monkeypatch):
-    notice = Evictor.notice
+    notice_all = Evictor.notice_all
 
-    def forgetful(self, change):
-        before = self.table.access[change.tensor]
-        notice(self, change)
-        if change.what == "read":
-            self.table.access[change.tensor] = before
+    def forgetful(self, changes):
+        for change in changes:
+            what, tensor, *_ = change
+            before = self.table.access[tensor]
+            notice_all(self, (change,))
+            if what == "read":
+                self.table.access[tensor] = before
 
-    monkeypatch.setattr(Evictor, "notice", forgetful)
+    monkeypatch.setattr(Evictor, "notice_all", forgetful)
     assert caught(tmp_path)
 
 
 def test_a_read_of_what_was_released_that_counts_as_access_is_caught(tmp_path, monkeypatch):
-    notice = Evictor.notice
+    notice_all = Evictor.notice_all
 
-    def eager(self, change):
-        notice(self, change)
-        if change.what == "read":
-            self.table.access[change.tensor] = change.now
+    def eager(self, changes):
+        for change in changes:
+            what, tensor, _, now = change
+            notice_all(self, (change,))
+            if what == "read":
+                self.table.access[tensor] = now
 
-    monkeypatch.setattr(Evictor, "notice", eager)
+    monkeypatch.setattr(Evictor, "notice_all", eager)
     story = run(imported(READ_AFTER_RELEASE, tmp_path), 57, heuristic="lru", deallocation="banish")
     assert story.names == ["c", "d", "b"]
 

@@ -141,12 +141,12 @@ class _Delta(Director):
             return super().choose(candidates, tier, memory, barred)
         found, least, first = -1, 0.0, self.rules.ties == "first"
         allowed = [tensor for tensor in candidates.ids.tolist() if tensor not in barred]
-        for tensor in sorted(allowed, key=lambda t: int(self.table.order[t]), reverse=not first):
+        for tensor in sorted(allowed, key=lambda t: self.table.order[t], reverse=not first):
             cost = self.recompute_ns(tensor)
             if tier in self.trips:
                 cost = min(cost, self.copy_ns(tensor, tier))
             below, above = memory.neighbours(tensor, tier)
-            bottom = (self.line.size[tensor] + below + above) * (memory.now - int(self.table.access[tensor]))
+            bottom = (self.line.size[tensor] + below + above) * (memory.now - int(self.table.accesses[tensor]))
             score = cost / bottom if bottom else float("inf")
             if found < 0 or score < least:
                 found, least = tensor, score

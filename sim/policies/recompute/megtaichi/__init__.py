@@ -287,4 +287,4 @@ class _Beside(Ranking):
             return None
         size = (self._table.size[tensor] + self.free[tensor]) / MEBIBYTE
         top = (found[0] + EPSILON) * self.penalty[tensor]
-        return float(top / size / (now - self._table.access[tensor] + EPSILON))
+        return float(top / size / (now - self._table.accesses[tensor] + EPSILON))

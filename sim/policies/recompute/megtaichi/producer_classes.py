@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from heapq import heappush
-
 from sim.eviction.evictable import Kin, Lineage, ScoreTable
 from sim.eviction.neighbourhood import CostClasses
 
@@ -44,11 +42,8 @@ class ProducerClasses(CostClasses):
             total += max(value, least)
             bound += max(value - slack, least)
             if first:
-                watch = self._watch[root]
-                heappush(watch, (self._left[root] + slack, tensor, stamp))
-                if len(watch) > self._full:
-                    self._thin(watch)
-        self._table.weight[tensor] = bound
+                self._watch_for(root, slack, tensor, stamp)
+        self._table.weights[tensor] = bound
         return total, 0
 
     def vanished(self, tensor: int) -> None:
@@ -62,7 +57,7 @@ class ProducerClasses(CostClasses):
 
     def _reset(self, tensor: int) -> None:
         self._stamp[tensor] += 1
-        self._table.weight[tensor] = self._base(tensor)
+        self._table.weights[tensor] = self._base(tensor)
 
     def _neighbours(self, tensor: int) -> list[int]:
         if self._both:
