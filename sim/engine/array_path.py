@@ -56,7 +56,7 @@ Part = tuple[Ints, Ints | int, Ints, Ints | int]
 
 EXACT = Allocator()
 KEPT_OPS = 50_000
-"""How many ops a trace may have for its run without actions to be kept with it; the rows of more take much memory."""
+"""How many ops a trace may have for runs to be kept with it and its plans; the rows of more take much memory."""
 
 
 class Rows(NamedTuple):
@@ -93,7 +93,7 @@ def run(
     actions = resolved.columns
     if actions is None or _recomputes_too_much(prepared, actions, recompute_limit):
         return None
-    rows = _kept_rows(plan, prepared, actions)
+    rows = _kept_rows(plan, prepared, resolved, actions)
     if rows is None:
         return None
     home = prepared.home[prepared.main[0]]
@@ -111,13 +111,15 @@ def run(
     )
 
 
-def _kept_rows(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Rows | None:
-    """The rows of a run; those of one without actions, which every reference is, are kept with the trace."""
-    if plan.keep_dead or len(actions.recomputed) or len(actions.dropped) or len(prepared.times.total) > KEPT_OPS:
+def _kept_rows(plan: Plan, prepared: Prepared, resolved: Resolved, actions: ActionColumns) -> Rows | None:
+    """The rows of a run, kept with the plan; those of one without actions, which every reference is, with the trace."""
+    if len(prepared.times.total) > KEPT_OPS:
         return _rows(plan, prepared, actions)
-    if not prepared.bare_run:
-        prepared.bare_run.append(_rows(plan, prepared, actions))
-    known: Rows | None = prepared.bare_run[0]
+    is_bare = not (plan.keep_dead or len(actions.recomputed) or len(actions.dropped))
+    kept = prepared.bare_run if is_bare else resolved.anchored.run
+    if not kept:
+        kept.append(_rows(plan, prepared, actions))
+    known: Rows | None = kept[0]
     return known
 
 

@@ -60,6 +60,9 @@ class FullRecompute(RecomputationPlanner):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
+        return self.from_trace(problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         index = TraceIndex(problem.trace)
         regions = layer_regions(index, "full_recompute")
         reruns = region_reruns(

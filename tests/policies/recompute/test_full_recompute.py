@@ -6,7 +6,12 @@ from collections import Counter
 
 import pytest
 
+from sim import load_profile, simulate
+from sim.engine.replay import replay
 from sim.errors import PolicyError
+from sim.experiment import problem_for
+from sim.policies.recompute.full_recompute import FullRecompute
+from sim.sweeps.asked import asked
 from sim.trace import TraceBuilder
 from workloads import transformer
 from workloads.synthetic import w1
@@ -278,3 +283,29 @@ def test_only_forward_layer_ops_run_again_on_a_transformer_like_stack(run):
     facts = run(trace, "full_recompute")
     assert {trace.ops[trace.op_id(name)].phase for name in facts.rerun} == {"forward"}
     assert facts.peak < run(trace, "keep_all").peak / 2
+
+
+@pytest.mark.parametrize("parameters", [{}, {"early_stop": False}, {"reentrant": True}, {"skip_last": True}])
+def test_a_plan_is_made_of_the_trace_alone_and_once_for_it(parameters):
+    trace, policy = transformer("gpt2", batch=1, sequence=32), FullRecompute(**parameters)
+    problem = asked(problem_for(trace, load_profile("a100_40_pcie")))
+    plan = policy.plan(problem)
+    assert not problem.read
+    elsewhere = problem_for(trace, load_profile("mt3000_survey").with_budget(10**9))
+    assert FullRecompute(**parameters).plan(elsewhere) is plan
+    other = FullRecompute(autocast_cache=False, **parameters)
+    assert other.plan(elsewhere) is not plan
+    unkept = FullRecompute(remove_unnecessary=True, **parameters)
+    assert unkept.plan(elsewhere) is not unkept.plan(elsewhere)
+
+
+def test_a_plan_that_is_kept_is_replayed_on_each_machine_by_its_own_times():
+    trace = transformer("gpt2", batch=1, sequence=32)
+    ends = {}
+    for name in ("a100_40_pcie", "mt3000_survey", "a100_40_pcie"):
+        log = simulate(trace, name, "full_recompute").log
+        fresh = transformer("gpt2", batch=1, sequence=32)
+        assert log == replay(FullRecompute().plan(problem_for(fresh, log.platform)), log.platform, fast=False)
+        ends.setdefault(name, set()).add(log.end)
+    assert len(ends["a100_40_pcie"]) == 1
+    assert ends["a100_40_pcie"] != ends["mt3000_survey"]
