@@ -25,7 +25,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.iterations import run_iteration
 from sim.layout import Layout, lay_out
-from sim.log import EventLog
+from sim.log import STALLS, WHY, EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
 from sim.policies.base import Policy
@@ -302,6 +302,18 @@ def _last_log(traces: Sequence[Trace], platform: Platform, plan_for: Callable[[T
     return history[0].log
 
 
+def _as_unlimited(history: Sequence[Run]) -> EventLog | None:
+    """The log of a single run that kept everything and never waited for space: more memory would change nothing."""
+    plan, log = history[-1].plan, history[-1].log
+    decides = plan.actions or plan.place or plan.online is not None or plan.keep_dead
+    if len(history) > 1 or decides or plan.trace is not history[-1].trace or not log.complete:
+        return None
+    if any(tier.allocator.name != "exact" for tier in log.platform.tiers if tier.device >= 0):
+        return None  # how it reuses blocks may depend on how much there is
+    waited = (log.interval("why") == WHY["stall"]) & (log.interval("cause") == STALLS.index("space"))
+    return None if waited.any() else log
+
+
 def reference_for(
     policy: Policy, trace: Trace | Sequence[Trace], platform: Platform, kept: EventLog | None = None
 ) -> Reference:
@@ -427,7 +439,7 @@ def simulate(
         nominal=machine.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_for(chosen, [run.trace for run in history], machine),
+        reference=lambda: reference_for(chosen, [run.trace for run in history], machine, _as_unlimited(history)),
         trace=history[-1].trace,
     )
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from sim import compare, largest_batch, load_policy, load_profile, policy_names, simulate, smallest_budget
+from sim import compare, experiment, largest_batch, load_policy, load_profile, policy_names, simulate, smallest_budget
 from sim.engine.replay import replay
 from sim.errors import IllegalPlan, PolicyError, PolicyFailed, ProfileError, TraceError, WorkloadError
 from sim.iterations import run_iteration
-from sim.plan import Drop, Online, Plan, Recompute
+from sim.log import STALLS, WHY
+from sim.plan import Drop, Online, Plan, Recompute, Run
 from sim.policies import FAMILIES, family, policy_class
 from sim.policies.base import Policy
-from workloads import synthetic
+from workloads import synthetic, transformer
 
 PLATFORM = load_profile("a100_40_pcie")
 TRACE = synthetic.uniform_chain(4)
@@ -324,3 +325,31 @@ def test_a_plan_that_its_policy_has_replayed_is_not_replayed_again(chosen, repla
     again = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen), iterations=2)  # before the last, nothing moves back
     assert len(runs) == 2 * replays + 1
     assert again.log == result.log
+
+
+@pytest.mark.parametrize("layout", [None, {"pp": 2, "micro_batches": 2}, {"dp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("policy", ["keep_all", "full_recompute"])
+def test_what_unlimited_memory_allows_is_not_replayed_where_memory_was_never_short(layout, policy, monkeypatch):
+    """The figures are those against a reference run of its own, which only a policy that decides something needs."""
+    trace = transformer("gpt2", batch=2, sequence=64, attention="flash", precision="bf16")
+    result = simulate(trace, "a100_80_sxm", policy, parallel=layout)
+    replays = []
+    run = experiment.reference_run
+    monkeypatch.setattr(experiment, "reference_run", lambda *given: replays.append(1) or run(*given))
+    figures = result.summary()
+    assert bool(replays) == (policy != "keep_all")
+    monkeypatch.setattr(experiment, "_as_unlimited", lambda history: None)
+    replays.clear()
+    assert simulate(trace, "a100_80_sxm", policy, parallel=layout).summary() == figures
+    assert replays
+
+
+def test_a_run_that_waited_for_space_is_no_reference():
+    log = simulate(TRACE, PLATFORM).log
+    waited = log.intervals.copy()
+    waited[-1, 4], waited[-1, 7] = WHY["stall"], STALLS.index("space")
+    run = Run(log.trace, Plan(log.trace), log)
+    assert experiment._as_unlimited([run]) is log
+    assert experiment._as_unlimited([replace(run, log=replace(log, intervals=waited))]) is None
+    assert experiment._as_unlimited([replace(run, log=replace(log, complete=False))]) is None
+    assert experiment._as_unlimited([run, run]) is None
