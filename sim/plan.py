@@ -231,7 +231,7 @@ class Plan:
     trace: the trace to run, rewritten or not.
     actions: each anchored to an op; the order of actions with the same anchor is kept.
     place: tensor -> tier, or (tier, offset) for a planned allocator. By default a tensor is placed in the home tier of
-        the engine that first uses or produces it.
+        the engine that first uses, overwrites or produces it.
     online: creates the object that decides during a run, once per run; it must be picklable.
     keep_dead: lazy deallocation: tensors without further readers stay until memory is short; all (True), or those with
         these ids. If there is an online part, dropping them is its decision.

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sim.errors import ProfileError
 from sim.hardware import Engine, Platform, Tier
-from sim.hardware.cost import flops_per_second, op_times, slow_operand_ns
+from sim.hardware.cost import first_engines, flops_per_second, op_times, slow_operand_ns
 from sim.trace import TraceBuilder
 
 GB = 10**9
@@ -119,3 +120,14 @@ def test_the_charge_of_a_slower_tier_rounds_up():
     p = machine(bandwidth=3 * GB)
     # 2 bytes at 0.1 GB/s instead of 3 GB/s: 19 1/3 ns more
     assert slow_operand_ns(p, 0, "other", {"host": 2}, {}) == 20 + 100
+
+
+def test_a_tensor_that_is_only_overwritten_begins_where_that_happens():
+    b = TraceBuilder()
+    x, y = b.tensor("x", 1, "input"), b.tensor("y", 1)
+    buffer = b.tensor("buffer", 8, "gradient")
+    full = b.tensor("full", 8, "gradient", replaces=buffer)
+    b.op("first", reads=[x], writes=[y], device=0)
+    b.op("fills", reads=[y], writes=[full], device=1)
+    first = first_engines(b.build(outputs=[full], carry=[(full, buffer)]), np.array([3, 5], np.int32), 3)
+    assert first.tolist() == [3, 3, 5, 5]

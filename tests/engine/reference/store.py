@@ -94,13 +94,15 @@ class Store:
         self.online.notice(Change("went", tensor, tier, self.now))
 
     def place(self) -> None:
-        """What has no producer lies where the plan says, else by the engine that first reads it."""
+        """What has no producer lies where the plan says, else by the engine that first reads it, or overwrites it."""
         from tests.engine.reference.durations import engine_of
 
         for x in self.tensors:
             if x.id in self.producer:
                 continue
+            over = [y.id for y in self.tensors if y.replaces == x.id]
             users = [op.id for op in self.ops if x.id in op.reads]
+            users += [op.id for op in self.ops if set(over) & set(op.writes)]
             main = next(e for e in self.platform.engines if e.main and e.device == 0)
             tier = engine_of(self.trace, self.platform, users[0]).home if users else main.home
             if x.id in self.plan.place:
