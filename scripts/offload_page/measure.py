@@ -186,7 +186,7 @@ def cell(
 ) -> Row:
     """One run; what does not fit is an answer. Times in ns, sizes in bytes.
 
-    pinning: whether to run it again with host memory pinned for each copy.
+    pinning: whether it is also repeated with host memory pinned for each copy.
     """
     trace, platform = _trace(job), load_profile(job.profile, overrides=overrides)
     whole_ns, peak = _whole(job)
