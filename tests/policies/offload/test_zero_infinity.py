@@ -128,6 +128,15 @@ def test_a_weight_is_fetched_as_its_run_begins_or_that_many_runs_earlier(ahead) 
     assert first == {f"w{k}": f"f{max(k - ahead, 0)}" for k in range(8)}
 
 
+def test_a_weight_leaves_the_drive_to_its_new_value() -> None:
+    done = simulate(layers(6, 1000, 2000, 4000), with_drive(), "zero_infinity")
+    left = done.memory.query("tier == 'nvme'").groupby("tensor").delta_bytes.sum()
+    assert {name: size for name, size in left.items() if size and name.startswith("w")} == {
+        f"w{k}.new": 1000 for k in range(6)
+    }
+    assert left.sum() == 6 * 5000, "weights and states"
+
+
 def test_gradients_of_a_bucket_leave_when_it_is_full() -> None:
     trace = layers(5, 10, 20, 40)
     done = simulate(trace, with_drive(), "zero_infinity", bucket=20)
