@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -60,7 +61,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    code_apart = re.split(r"(`[^`]*`)", text.replace("\n", " "))  # in code nothing is escaped, and a bar ends no cell
+    code_apart[::2] = [part.replace("|", "\\|").replace("<", "&lt;") for part in code_apart[::2]]
+    return "".join(code_apart)
 
 
 # ---- policies ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Settings of all tests: no deadline of Hypothesis, no database left behind; which are quick, long, or left out."""
 
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -58,6 +59,7 @@ LONG = (
     "test_parallel_page.py::test_few_stages_and_microbatches_stand_for_many",
     "test_advice.py::test_everything_that_may_be_combined",
     "test_questions.py::test_one_command_answers",
+    "test_site.py::test_all_text_of_the_site",
     "applying/test_export.py::test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else",
     "applying/test_settings.py::test_each_setting_recomputes_and_moves_where_it_says",
     "applying/test_settings.py::test_every_second_layer_is_a_setting_of_transformers_alone",
@@ -191,3 +193,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.quick)
             if name.startswith(LONG):
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium by Playwright; skips the test where either is missing."""
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("no browser: `chromium` is not installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -109,21 +108,54 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert not re.search(r"url\(\W?https?:|@import", sheet.read_text(encoding="utf-8")), sheet.name
 
 
-def test_the_search_finds_pages_of_a_folder(site):
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("no browser: `chromium` is not installed")
-    playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
-    with playwright.sync_playwright() as driver:
-        page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
-        page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
-        page.focus("input.md-search__input")
-        ready = page.locator(".md-search-result__meta", has_text="Type to start searching")
-        ready.wait_for(state="attached")  # what is typed before the index is there is not searched for
-        page.locator("input.md-search__input").press_sequentially("belady")  # it listens to keys
-        hit = page.locator(".md-search-result__link").first
-        hit.wait_for()
-        assert urlsplit(hit.get_attribute("href")).scheme == "file"
-        assert "belady" in page.locator(".md-search-result__list").inner_text().lower()
+def test_the_search_finds_pages_of_a_folder(site, browser):
+    page = browser.new_page()
+    page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
+    page.focus("input.md-search__input")
+    ready = page.locator(".md-search-result__meta", has_text="Type to start searching")
+    ready.wait_for(state="attached")  # what is typed before the index is there is not searched for
+    page.locator("input.md-search__input").press_sequentially("belady")  # it listens to keys
+    hit = page.locator(".md-search-result__link").first
+    hit.wait_for()
+    assert urlsplit(hit.get_attribute("href")).scheme == "file"
+    assert "belady" in page.locator(".md-search-result__list").inner_text().lower()
+    page.close()
+
+
+SEEN = (
+    *("index.html", "policies/chen.html", "reference/sim.html", "mt3000.zh.html"),
+    "notebooks/01_which_policy_on_mt3000.html",
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_of_the_site_can_be_read(site, browser, scheme):
+    """On a desk and on a phone: contrast, cut text, text on text; `looks.js` says what it looks for."""
+    found = {}
+    for name in SEEN:
+        for width, height in ((1400, 1000), (390, 844)):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.add_init_script(path=ROOT / "tests" / "report" / "looks.js")
+            page.goto((first_page(site).parent / name).as_uri())
+            page.wait_for_timeout(200)  # until colours have faded in
+            found |= {(name, width): faults} if (faults := page.evaluate("looks()")) else {}
+            page.close()
+    assert found == {}
+
+
+def test_the_first_key_of_the_site_leads_to_its_text_and_each_stop_shows_itself(site, browser):
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.add_init_script(path=ROOT / "tests" / "report" / "looks.js")
+    page.goto((first_page(site).parent / "guide.html").as_uri())
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.matches('.md-skip')")
+    reached = [page.evaluate("focused()")]
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("focused()"))
+    page.close()
+    assert [stop["what"] for stop in reached if stop and stop["faults"]] == []
+    assert len({stop["number"] for stop in reached if stop}) == len(reached)
 
 
 @pytest.mark.parametrize("name", names())
@@ -134,6 +166,11 @@ def test_each_policy_has_a_page_with_its_docstring_and_parameters(site, name):
     assert " ".join(summary.split()) in page.text
     assert [field.name for field in dataclasses.fields(found) if field.name not in page.text] == []
     assert any(link.endswith(f"{name}.html") for link in page_at(site, "policies/index.html").links)
+
+
+def test_no_cell_shows_the_signs_that_kept_it_one(site):
+    assert "int | None" in page_at(site, "policies/chen.html").text
+    assert [path.name for path, page in site.items() if re.search(r"\w \\\| \w|&lt;|&amp;", page.text)] == []
 
 
 @pytest.mark.parametrize("package", [sim, workloads], ids=lambda package: package.__name__)

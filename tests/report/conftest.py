@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -207,17 +206,6 @@ def step_log() -> EventLog:
 
 
 # ---- pages in a browser --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("no browser: `chromium` is not installed")
-    playwright = pytest.importorskip("playwright.sync_api", reason="no browser driver: `playwright` is not installed")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
