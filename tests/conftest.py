@@ -60,6 +60,7 @@ LONG = (
     "test_advice.py::test_everything_that_may_be_combined",
     "test_questions.py::test_one_command_answers",
     "test_site.py::test_all_text_of_the_site",
+    "report/test_looks.py::test_all_text_can_be_read",
     "applying/test_export.py::test_the_file_of_a_saved_run_goes_where_it_is_asked_for_and_nowhere_else",
     "applying/test_settings.py::test_each_setting_recomputes_and_moves_where_it_says",
     "applying/test_settings.py::test_every_second_layer_is_a_setting_of_transformers_alone",
