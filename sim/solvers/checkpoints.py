@@ -236,10 +236,18 @@ def _casts_weights(index: TraceIndex, op: int) -> bool:
 
 
 def _trained(index: TraceIndex) -> NDArray[np.bool_]:
-    """Which tensors are weights that are trained: those that are overwritten, or all where there is no update."""
-    weights = np.isin(index.trace.tensor_columns.role, PERSISTENT)
-    updates = np.isin(PHASE_CODE["update"], index.trace.op_columns.phase)
-    return weights & (index.trace.replaced_by >= 0) if updates else weights
+    """Which tensors are weights that are trained; all where there is no update.
+
+    Those that are overwritten, or that the next iteration begins with as an op has made them: an update elsewhere sends
+    its result to where the weight is.
+    """
+    trace = index.trace
+    weights = np.isin(trace.tensor_columns.role, PERSISTENT)
+    if PHASE_CODE["update"] not in trace.op_columns.phase:
+        return weights
+    renewed = trace.replaced_by >= 0
+    renewed[[first for last, first in trace.carry if trace.producer[last] >= 0]] = True
+    return weights & renewed
 
 
 @dataclass(frozen=True, slots=True)
