@@ -40,6 +40,11 @@ class Footer:
     brief: bool = False
 
 
+def notes_beside(footer: Footer) -> tuple[str, ...]:
+    """The notes of a result that are not of its platform: what was assumed of the workload, and those of the run."""
+    return *(workload_notes(footer.trace) if footer.trace is not None else ()), *footer.notes
+
+
 def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
     """The footer as lines of text."""
     platform = footer.platform
@@ -63,8 +68,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
         lines.append(f"{count} notes on how this machine was described: --notes")
     else:
         lines += platform.notes
-    lines += workload_notes(footer.trace) if footer.trace is not None else ()
-    lines += footer.notes
+    lines += notes_beside(footer)
     if footer.command:
         lines.append(f"reproduce: {footer.command}")
     return lines

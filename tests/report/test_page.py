@@ -25,6 +25,7 @@ from sim.report.table import summary_lines
 from sim.report.tracks import Scene
 from sim.trace.tensor import ROLES
 from workloads import transformer
+from workloads.capture import with_facts
 
 HOSTILE = "</script><img src=x onerror='window.pwned=1'><!-- \"&\u2028"
 JOB = ["--model", "gpt2", "--batch", "4", "--seq", "256"]
@@ -383,6 +384,13 @@ def swept(tmp_path_factory):
         "bound": True,
     }
     return folder, sweep(study, out=folder, jobs=1)
+
+
+def test_what_was_assumed_of_a_workload_stands_on_the_page_of_its_run(step_log, tmp_path):
+    view = view_of(step_log)
+    footer = replace(view.footer, trace=with_facts(step_log.trace, assumed={"batches without padding": 2}))
+    shown = read(write_run_page(replace(view, footer=footer), tmp_path / "run.html")).parts["run"]
+    assert "assumed of the workload: batches without padding (2)" in shown["notes"]
 
 
 def test_a_sweep_becomes_a_page_with_links_to_the_runs_that_were_kept(swept, tmp_path, capsys):
