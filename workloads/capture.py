@@ -42,7 +42,7 @@ from workloads.capturing.cuda_calls import answered
 from workloads.capturing.held import DESCRIBED, held_by, joined
 from workloads.capturing.kernels import CHOICES, grouped_products, mapped_to_cuda
 from workloads.capturing.making import made_fake, made_under_fake_tensors
-from workloads.capturing.places import line_of
+from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.reference import called, opened
@@ -419,7 +419,7 @@ def _named_errors(doing: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         first = (str(error).splitlines() or [""])[0]
         line = f" at {place}" if (place := line_of(error.__traceback__)) else ""
-        raise WorkloadError(f"{doing} failed{line}: {type(error).__name__}: {first}") from error
+        raise WorkloadError(f"{doing} failed{line}: {type(error).__name__}: {first}{way_out(error)}") from error
 
 
 def _unnoted(_: str) -> None:

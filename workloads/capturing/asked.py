@@ -4,7 +4,8 @@ Outside the model's modules this decides on what is printed or skipped, and is a
 every value is finite, no gradient has overflowed, and a number is 1. Inside a module it decides on what is computed,
 and nothing is answered, with two exceptions. A batch's integers (ids, labels, masks) are taken to be 1, and what is
 compared with them, counted in them or selected by them is as it would be then. A random number that is looked at
-(whether a layer is dropped, which size an image gets) is its mean.
+(whether a layer is dropped, which size an image gets) is its mean. A number that a module keeps beside its weights (the
+place in a queue) is the one that it last stored there, or 0.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ DRAWN: Mapping[str, Callable[..., float]] = {
 """Ops that draw a number, and its mean."""
 FOLLOWED = {*BETWEEN, *NEGATED, *KEPT, "masked_fill", "sum"}
 UNCHANGED = ("_to_copy", "clone", "detach", "alias", "view")
-NAME, RANDOM, COUNT = "_tiersim_answer", "_tiersim_random", "_tiersim_count"
+NAME, RANDOM, COUNT, NUMBER = "_tiersim_answer", "_tiersim_random", "_tiersim_count", "_tiersim_number"
 FINITE = "all values are finite, and no gradient overflows"
 OUTSIDE = "a number that is read outside the model is 1"
 MEAN = "a random number that a module looks at is its mean"
 EQUAL = "the sequences of a batch are equally long"
+KEPT_NUMBER = "an integer that a module keeps is the number that it last stored, or 0"
 BATCH = "a batch's integers that a module looks at are 1"
 
 
@@ -58,6 +60,9 @@ def note(op: str, args: Any, out: Any) -> None:
     if op == "lift_fresh" and str(out.dtype) == "torch.bool" and type(args[0]).__name__ == "Tensor":
         with import_module("torch.utils._python_dispatch")._disable_current_modes():
             setattr(out, COUNT, int(args[0].sum()))  # made of values that are there
+    elif op == "lift_fresh" and args[0].numel() == 1 and _is_whole(args[0]) and type(args[0]).__name__ == "Tensor":
+        with import_module("torch.utils._python_dispatch")._disable_current_modes():
+            setattr(out, NUMBER, args[0].item())
     elif op in UNCHANGED and (count := getattr(args[0], COUNT, None)) is not None:
         setattr(out, COUNT, count)
     known = _known(op, args, out)

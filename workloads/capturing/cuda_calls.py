@@ -68,6 +68,7 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
     torch: Any = import_module("torch")
     modes: Any = import_module("torch.overrides")
     tensor = torch.Tensor
+    arrays = (tensor.numpy, tensor.__array__, tensor.tolist)
     stay = {tensor.cuda, tensor.pin_memory}
     here = torch.device(device)
 
@@ -81,6 +82,9 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
             kwargs = kwargs or {}
             if func is tensor.__format__ and args[0].dim() == 0:
                 return format(args[0].item(), args[1])  # a fake tensor has no format
+            if func in arrays and hasattr(args[0], "fake_mode"):
+                array = _array(args[0])
+                return array.tolist() if func is tensor.tolist else array
             if func in stay:
                 assumed(NOTE)
                 return args[0]
@@ -116,6 +120,13 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
         stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         stack.enter_context(Mode())
         yield
+
+
+def _array(tensor: Any) -> Any:
+    """A tensor's values as an array, all as its first is answered."""
+    numpy: Any = import_module("numpy")
+    value = tensor[(0,) * tensor.dim()].item() if tensor.numel() else 0
+    return numpy.full(tuple(tensor.shape), value, dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _told(plain: Callable[..., Any], value: Any, assumed: Callable[[str], None]) -> Callable[..., Any]:

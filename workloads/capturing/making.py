@@ -3,6 +3,8 @@
 - Models are compiled: what `torch.compile` is given stays as it is.
 - Modules change their type or layout, and are copied deeply (for a moving average).
 - Weights are drawn until all lie within bounds, which can't be seen: they are within bounds at once.
+- A loader's workers load in processes of their own: they load in the step's.
+- Distributions check their arguments and values: they are taken to be valid.
 - The form of a model depends on a sequence of numbers (`torch.linspace` for rates of dropped paths): while the model is
   made, such a sequence has its values, until it is combined with a fake tensor.
 """
@@ -18,6 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 COMPILED = "what is compiled by torch.compile runs uncompiled"
+LOADED = "a loader's workers load in the step's own process"
+VALID = "arguments and values of distributions are valid"
 
 
 def in_constructor(torch: Any) -> bool:
@@ -46,13 +50,17 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
     tensor, sequences = torch.Tensor, (torch.linspace, torch.arange, *([torch.tensor] if all_numbers else []))
     deep = tensor.__deepcopy__
 
+    def is_plain(value: Any) -> bool:
+        """Whether a tensor has values; one of vmap and its like may have a fake one inside."""
+        return type(value) is tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
     class Mode(modes.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is deep and hasattr(args[0], "fake_mode"):
                 return _copied(torch, *args)
             given = [x for x in leaves((args, kwargs)) if isinstance(x, tensor)]
-            has_values = all(type(x) is tensor for x in given) if given else making and func in sequences
+            has_values = all(map(is_plain, given)) if given else making and func in sequences
             if not has_values:
                 return func(*args, **kwargs)
             with without_modes():
@@ -72,6 +80,7 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
     answers: tuple[tuple[Any, str, Any], ...] = (
         (torch, "compile", compile),
         (torch.nn.Module, "compile", compile_in_place),
+        *_around_a_batch(assumed),
         (torch.nn.init, "_no_grad_trunc_normal_", lambda drawn, *_, **__: drawn),
         # modules exchange the contents of fake parameters, unless a weak reference to one is known; the mode has them
         (torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: [])),
@@ -81,6 +90,29 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
             stack.enter_context(patch.object(owner, name, answer))
         stack.enter_context(Mode())
         yield made
+
+
+def _around_a_batch(assumed: Callable[[str], None]) -> tuple[tuple[Any, str, Any], ...]:
+    """How batches are loaded, and how what is sampled is checked: owner, name and replacement."""
+    loader = import_module("torch.utils.data.dataloader").DataLoader
+    distribution = import_module("torch.distributions").Distribution
+    iterator, made = loader._get_iterator, distribution.__init__
+
+    def loaded_here(self: Any) -> Any:
+        workers, self.num_workers = self.num_workers, 0
+        if workers:
+            assumed(LOADED)
+        try:
+            return iterator(self)
+        finally:
+            self.num_workers = workers
+
+    def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("validate_args", self._validate_args) is not False:
+            assumed(VALID)
+        made(self, *args, **{**kwargs, "validate_args": False})
+
+    return (loader, "_get_iterator", loaded_here), (distribution, "__init__", unchecked)
 
 
 def made_fake(mode: Any, module: Any) -> None:

@@ -33,6 +33,14 @@ def line_of(error_trace: TracebackType | None = None) -> str:
     return f"{_shown(inner)}, called at {_shown(written)}"
 
 
+def way_out(error: BaseException) -> str:
+    """What to do about an error that PyTorch itself does not explain to someone who captures a step, "" if it does."""
+    text = str(error).lower()
+    if any(word in text for word in ("nccl", "process group", "process_group", "rendezvous", "world_size")):
+        return "; capture the step of one process without torch.distributed, and simulate several with --dp"
+    return ""
+
+
 def is_installed(file: str) -> bool:
     """Whether a source file belongs to an installed package or to Python itself."""
     return INSTALLED in file or file.startswith(("<frozen", STANDARD))

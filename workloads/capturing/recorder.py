@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,8 @@ IGNORED = ("prim", "profiler")
 ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"))
 OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"))
 LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
+WHOLE = ("scaled_dot_product_attention", "dropout")
+"""Composed ops that are mapped to kernels (see `workloads.capturing.kernels`) before they are decomposed."""
 RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 """Positions of running statistics, which these ops write in place in training (argument 5) although their schema does
 not say so. The write is recorded as a separate op, so that the norm itself can be recomputed."""
@@ -60,7 +63,13 @@ class Recorder:
         self.updating = False
         self.in_backward = False
         self.after_backward = False
+        self._root: Any = self.torch.nn.Module()
+        self._mode: Any = None
+        self._kept: dict[int, Any] = {}  # per storage the number that a module last stored in it
+        self._outer = -1  # the backward pass in which an optimizer runs
+        self._evaluating = False  # an optimizer calls the step's own function
         self._stack: list[str] = []
+        self._running: list[Any] = []
         self._since: list[int] = []  # sequence number of the next autograd node when …
         self._path: list[str] = []  # … this module became the innermost one
         self._call: list[int] = []  # … in this layer
@@ -88,6 +97,7 @@ class Recorder:
         apart: parts that are models of their own. Those that the step never calls (an average of another's weights)
             have no layers, and their parameters are not counted.
         """
+        self._root = root
         self.names = {id(module): name for name, module in root.named_modules()}
         self.calls = LayerCalls(root, layers, apart)
         self._sizes = {}
@@ -100,6 +110,14 @@ class Recorder:
         for name, buffer in root.named_buffers():
             self.know(buffer, name, "weight")
 
+    def _know_weights_again(self) -> None:
+        """Name the storages that parameters and buffers were given since: `p.data = …`, `self.average = …`."""
+        for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
+            i = self._id(tensor)
+            known = None if i is None else self.recording.storages.get(i)
+            if (known is None or known.role != "weight") and hasattr(tensor, "fake_mode"):
+                self.know(tensor, name, "weight")
+
     def begin(self) -> None:
         """Start recording; the storages that live now exist from the start."""
         self.recording.kernels.clear()
@@ -108,6 +126,7 @@ class Recorder:
         self.recording.folded = 0
         self.calls.settle()
         self.recording.parameters = sum(size for name, size in self._sizes.values() if self.calls.is_used(name))
+        self._know_weights_again()
         alive = {i: s for i, s in self.recording.storages.items() if s.freed is None}
         for storage in alive.values():
             storage.made, storage.mutated, storage.saved_for = -1, False, ""
@@ -119,6 +138,7 @@ class Recorder:
 
     def finish(self) -> Recording:
         """Stop recording."""
+        self._know_weights_again()
         self.active = False
         self.recording.host = len(self._host)
         self.recording.layers, order = self.calls.in_order(kernel.layer for kernel in self.recording.kernels)
@@ -153,7 +173,8 @@ class Recorder:
                 stack.callback(handle.remove)
             autograd = self.torch.autograd
             stack.enter_context(patch.object(autograd, "backward", self._backward(autograd.backward)))
-            stack.enter_context(_dispatch_mode(self._dispatched))
+            stack.enter_context(patch.object(autograd, "grad", self._gradients(autograd.grad)))
+            self._mode = stack.enter_context(_dispatch_mode(self._dispatched))
             yield
 
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,9 +186,23 @@ class Recorder:
             try:
                 return run(*args, **kwargs)
             finally:
-                self.in_backward = False
+                self.in_backward = self._evaluating = False
 
         return backward
+
+    def _gradients(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.autograd.grad`, after which a forward pass goes on if its result is differentiated again."""
+        takes = signature(run)
+
+        @wraps(run)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            before = self.after_backward
+            out = run(*args, **kwargs)
+            if takes.bind(*args, **kwargs).arguments.get("create_graph"):
+                self.after_backward = before
+            return out
+
+        return grad
 
     def _enter(self, module: Any, args: Any) -> None:
         path, node = self.names.get(id(module), type(module).__name__), self._node()
@@ -178,12 +213,14 @@ class Recorder:
                 self.calls.restart()
             self.calls.entered(path)
         if not self._stack:
-            self.after_backward = False
+            self.after_backward, self._evaluating = False, self.updating
+        self._running.append(module)
         self._stack.append(path)
         self._mark()
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         self._stack.pop()
+        self._running.pop()
         self._mark()
 
     def _mark(self) -> None:
@@ -193,10 +230,10 @@ class Recorder:
 
     def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._know_state(optimizer)  # of an optimizer that has been used before
-        self.updating = True
+        self.updating, self._outer = True, self.torch._C._current_graph_task_id()
 
     def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.updating = False
+        self.updating = self._evaluating = False
         self._know_state(optimizer)
 
     def _know_state(self, optimizer: Any) -> None:
@@ -266,6 +303,9 @@ class Recorder:
             return args[0].fake_device  # two of three calls: answered here, for speed
         if any(kind is not self.fake.FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper: the ops that it dispatches for its parts are observed
+        if self.torch.is_inference_mode_enabled() and func._opname not in WHOLE and func._can_decompose():
+            with self._mode:  # autograd, which is left out in this mode, decomposes them elsewhere
+                return func.decompose(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
         except TiersimError:
@@ -276,6 +316,9 @@ class Recorder:
             self.fake.DynamicOutputShapeException,
             self.fake.UnsupportedOperatorException,
         ) as error:
+            if func in self._ask_value and self._stack and (kept := self._kept_in(args[0])) is not None:
+                self.assume(asked.KEPT_NUMBER)
+                return kept
             if func in self._ask_value and self._may_answer(args[0]):
                 value, assumed = asked.answer(args[0], inside=bool(self._stack))
                 self.assume(assumed)
@@ -284,6 +327,8 @@ class Recorder:
             if out is None:
                 raise self._refusal(func, error) from error
             self.assume(assumed)
+        if func._opname in ("fill_", "zero_", "copy_", "add_", "remainder_"):
+            self._note_kept(func._opname, args)
         asked.note(func._opname, args, out)
         if not self._stack and func._opname in asked.BATCHES:
             asked.of_batch(out)
@@ -299,6 +344,38 @@ class Recorder:
             "import a trace of a real run"
         )
 
+    def _unstored(self, func: Any, tensor: Any) -> WorkloadError:
+        layout = _plain(tensor.layout)
+        where = f"module {self._module()!r}" if self._module() else "the step"
+        line = f" at {place}" if (place := line_of()) else ""
+        way = "sparse=False" if "sparse" in layout else "strided tensors"
+        return WorkloadError(
+            f"op {func} in {where}{line}: {layout} tensors have no storage of their own; capture a variant with {way}"
+        )
+
+    def _kept_in(self, tensor: Any) -> Any:
+        """The integer that a module keeps in a buffer of one element, None for any other tensor."""
+        if not self._stack or tensor.dtype.is_floating_point or tensor.layout != self.torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.element_size():
+            return None
+        buffers = (buffer for module in self._running for buffer in module.buffers(recurse=False))
+        if all(buffer.untyped_storage()._cdata != storage._cdata for buffer in buffers):
+            return None
+        number = self._kept.get(i, 0) if (i := self._id(tensor)) is not None else 0
+        return bool(number) if tensor.dtype == self.torch.bool else number
+
+    def _note_kept(self, op: str, args: Any) -> None:
+        if self._kept_in(args[0]) is None or (i := self._id(args[0])) is None:
+            return
+        stored = 0 if op == "zero_" else args[1]
+        number = stored if isinstance(stored, int) else getattr(stored, asked.NUMBER, None)
+        if number is None or op not in ("zero_", "fill_", "copy_"):
+            self._kept.pop(i, None)
+        else:
+            self._kept[i] = number
+
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, short = self.torch.Tensor, func._opname
         outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
@@ -309,7 +386,7 @@ class Recorder:
         inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
-                raise WorkloadError(f"op {func} in module {self._module()!r}: {tensor.layout} tensors have no storage")
+                raise self._unstored(func, tensor)
         (module, layer), phase = self._place(), self._phase(inputs)
         written = self._written(func, args, kwargs)
         whole = short in OVERWRITES and len(written) == 1 and _covers(written[0])
@@ -441,9 +518,10 @@ class Recorder:
         return self.torch._C._current_autograd_node()
 
     def _phase(self, inputs: Iterable[Any]) -> str:
-        if self.updating:
-            return "update"
-        if self.in_backward or self.torch._C._current_graph_task_id() != -1:
+        task = self.torch._C._current_graph_task_id()
+        if self.updating and task == self._outer:
+            return "forward" if self._evaluating else "update"
+        if self.in_backward or task != -1:
             self.after_backward = True
             return "backward"
         if self.after_backward and not self._stack:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
+from workloads.capturing.places import line_of, way_out
 
 NAME = "captured_reference"
 
@@ -72,7 +73,10 @@ def _refused(reference: str, where: str) -> Iterator[None]:
     except TiersimError:
         raise
     except (Exception, SystemExit) as error:
-        raise WorkloadError(f"{reference!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+        line = f" at {place}" if (place := line_of(error.__traceback__)) else ""
+        raise WorkloadError(
+            f"{reference!r}: {where} cannot be imported{line}: {type(error).__name__}: {error}{way_out(error)}"
+        ) from error
 
 
 def _found(where: str) -> Any:
