@@ -291,6 +291,19 @@ def test_never_slower_than_swapping_all_and_no_budget_refused_that_paging_can_do
     assert (ends["g10"] < ROOMY) == (min(ends.values()) < ROOMY)
 
 
+@pytest.mark.parametrize("seed", [18, 64])
+def test_where_the_links_have_too_little_time_a_plan_that_does_not_count_it_is_faster(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[list[Plan]] = []
+    chosen_of = g10.fastest
+    monkeypatch.setattr(g10, "fastest", lambda of, plans: drafts.append(list(plans)) or chosen_of(of, plans))
+    trace, on, budget = random_net(seed)
+    done = simulate(trace, on.with_budget(budget), "g10").log
+    timed, untimed = (replayed(plan, on.with_budget(budget)).end for plan in drafts[0][:2])
+    assert done.end <= untimed < timed
+
+
 @pytest.mark.parametrize("share", [0.85, 0.7])
 def test_on_a_convolution_net_copies_hide(share: float) -> None:
     trace, on = cnn("vgg-16", batch=32), load_profile("p100")
