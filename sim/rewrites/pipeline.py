@@ -13,7 +13,7 @@ from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_ord
 from sim.rewrites.slots import Slot, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import PHASE_CODE
+from sim.trace.op import PHASE_CODE, PHASES
 from sim.trace.origin import Same
 from sim.trace.tensor import ROLE_CODE
 
@@ -219,9 +219,11 @@ def _units(
     """
     units: dict[Unit, list[int]] = {}
     delayed: set[int] = set()  # of those units, with what sums their results
+    phases, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
     for op, (old, k) in enumerate(which):
-        phase = trace.ops[op].phase
-        if old in later or (phase == "backward" and any(int(trace.producer[t]) in delayed for t in trace.reads(op))):
+        phase = PHASES[phases[op]]
+        follows = bool(delayed) and phase == "backward" and any(producer[t] in delayed for t in trace.reads(op))
+        if old in later or follows:
             delayed.add(op)
             phase = "weight"
         units.setdefault((part[op], phase, 0 if phase == "update" and not steps else k), []).append(op)
@@ -232,9 +234,9 @@ def _order(trace: Trace, units: dict[Unit, list[int]], lists: list[list[Unit]]) 
     """All units in a program order that respects each device's own order (`lists`) and every dependency."""
     stages = len(lists)
     unit_of = {op: unit for unit, ops in units.items() for op in ops}
+    producer = trace.producer.tolist()
     needs = {
-        unit: {unit_of[int(trace.producer[t])] for op in ops for t in trace.reads(op) if trace.producer[t] >= 0}
-        - {unit}
+        unit: {unit_of[producer[t]] for op in ops for t in trace.reads(op) if producer[t] >= 0} - {unit}
         for unit, ops in units.items()
     }
     done: set[Unit] = set()
