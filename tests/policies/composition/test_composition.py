@@ -154,6 +154,19 @@ def touched(log):
     return set(events[events.why == "move"].tensor), set(events[events.why == "recompute"].op)
 
 
+@pytest.mark.parametrize("other", ["full_recompute", "selective_recompute"])
+def test_copies_of_weights_stay_through_forward_wherever_these_are_updated(other):
+    """Autocast keeps its copy of a weight that is trained until forward ends, also one that the host updates."""
+    config = {"model_type": "gpt2", "n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 4000, "n_positions": 512}
+    trace = transformer(config, batch=1, sequence=128, precision="amp_bf16")
+    platform = load_profile("mt3000_survey", overrides={f"links.{way}.rate": "5 GB/s" for way in ("d2h", "h2d")})
+    first, then = (
+        home_peak(simulate(trace, platform, text, budget="100 GB").log)
+        for text in (f"{other} + zero_offload", f"zero_offload + {other}")
+    )
+    assert first == then
+
+
 def test_each_part_keeps_to_its_layers(gpt2):
     result = simulate(gpt2, "mt3000_survey", "layers 0-5: full_recompute; rest: swap_all")
     layer = {op.name: op.layer for op in gpt2.ops}
