@@ -23,6 +23,7 @@ from workloads.capturing.arithmetic import executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
 from workloads.capturing.making import in_constructor
 from workloads.capturing.places import line_of
+from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.importers.optrace import DTYPES
 
@@ -52,6 +53,7 @@ class Recorder:
         self.flops = import_module("torch.utils.flop_counter").flop_registry
         self.fake: Any = import_module("torch._subclasses.fake_tensor")
         self._asks_device = self.torch.ops.prim.device.default
+        self._quick = QuickDispatch()
         self._ask_value = (self.torch.ops.aten._local_scalar_dense.default, self.torch.ops.aten.item.default)
         self.cuda = cuda
         self.recording = Recording(version=str(self.torch.__version__))
@@ -307,7 +309,7 @@ class Recorder:
             with self._mode:  # autograd, which is left out in this mode, decomposes them elsewhere
                 return func.decompose(*args, **kwargs)
         try:
-            out = func(*args, **kwargs)
+            out = self._quick(func, args, kwargs)
         except TiersimError:
             raise
         except (
