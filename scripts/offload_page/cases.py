@@ -258,5 +258,5 @@ WIDE = ("rate, GB/s", "sharers", "host pool, GB/s")
 
 
 def quick(name: str) -> bool:
-    """Whether a policy plans fast enough for more than its own workload."""
+    """Whether a policy plans fast enough for the factors of the link and for all machines."""
     return not policy_class(name).slow

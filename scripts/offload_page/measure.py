@@ -62,10 +62,8 @@ def measure(
     for name in [*chosen, *extra]:
         if name not in BASELINES:
             rows["own"] += own(name)
+        rows["transformers"] += on_transformers(name)
         if quick(name):
-            for key in TRANSFORMERS:
-                if key not in STATE_JOBS or "optimizer_state" in policy_class(name).manages:
-                    rows["transformers"] += on_transformer(key, name)
             rows["ablation"] += ablation(name)
         say(name)
         save(rows)
@@ -88,11 +86,11 @@ def missing(
         if name not in BASELINES and not any("pinned_ns" in row or row["time_ns"] is None for row in here["own"]):
             place = next((i for i, row in enumerate(rows["own"]) if row["policy"] == name), len(rows["own"]))
             rows["own"][place : place + 1] = own(name)
+        if not here["transformers"]:
+            rows["transformers"] += on_transformers(name)
+            save(rows)
         if not quick(name):
             continue
-        for key in TRANSFORMERS if not here["transformers"] else ():
-            if key not in STATE_JOBS or "optimizer_state" in policy_class(name).manages:
-                rows["transformers"] += on_transformer(key, name)
         rows["ablation"] += ablation(name, {(row["factor"], row["value"]) for row in here["ablation"]})
         if name in (*contenders(rows["transformers"]), *BASELINES):
             rows["platforms"] += on_platforms(name, {row["profile"] for row in here["platforms"]})
@@ -129,6 +127,12 @@ def own(name: str) -> list[Row]:
     beside = cell(job, "swap_all", job.budgets[0])
     rows[0]["swap_all_ns"] = beside["time_ns"]
     return rows
+
+
+def on_transformers(name: str) -> list[Row]:
+    """A policy on the transformers that it may be able to run."""
+    states = "optimizer_state" in policy_class(name).manages
+    return [row for key in TRANSFORMERS if states or key not in STATE_JOBS for row in on_transformer(key, name)]
 
 
 def on_transformer(key: str, name: str) -> list[Row]:
