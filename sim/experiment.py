@@ -394,6 +394,8 @@ def simulate(
     traces, machine = _laid_out(traces, platform, parallel)
     chosen = load(policy, **parameters)
     name = policy if isinstance(policy, str) else type(chosen).__name__
+    if "gradients" in chosen.manages and any(each.meta.get("gradient_buffer") for each in traces):
+        raise PolicyError(f"{name}: manages gradients, and gradient_buffer keeps them in buffers on the device")
     limited = machine if budget is None else machine.with_budget(to_bytes(budget))
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
     if count < 1 or not traces:

@@ -32,6 +32,7 @@ from sim.rewrites.zero import LEVELS, shard
 from sim.stage_balance import balanced, by_latency
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
+from sim.trace.tensor import ROLE_CODE
 from sim.units import parse_bytes
 
 BALANCED, DAPPLE = "balanced", "dapple"
@@ -142,7 +143,8 @@ class Layout:
                 object.__setattr__(self, "bucket", parse_bytes(self.bucket))
             except UnitError as error:
                 raise LayoutError(f"bucket: {error}; or {DDP!r}") from None
-        if isinstance(self.bucket, bool) or (isinstance(self.bucket, int) and self.bucket < 0):
+        whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool) and self.bucket >= 0
+        if not whole and self.bucket != DDP:
             raise LayoutError(f"bucket: needs a size such as '25 MiB', or {DDP!r}, has {self.bucket!r}; nearest: 0")
         if not isinstance(self.gradient_buffer, bool):
             raise LayoutError(f"gradient_buffer: needs true or false, has {self.gradient_buffer!r}")
@@ -157,6 +159,8 @@ class Layout:
         if not self.barrier and (self.zero or self.schedule == "pipedream"):
             wrong = f"zero {self.zero}" if self.zero else self.schedule
             raise LayoutError(f"barrier: each replica updates all its weights, not with {wrong}; nearest: zero 0, 1f1b")
+        if not self.barrier and self.gradient_buffer:
+            raise LayoutError("barrier: the next step has buffers of its own, not with gradient_buffer; nearest: true")
         if self.bucket and self.dp == 1:
             raise LayoutError("bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
 
@@ -262,6 +266,7 @@ def lay_out(
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
+    _check_copies(trace, layout)
     if layout.layers == BALANCED and layout.pp > 1:
         ranks = layout.dp * layout.tp * layout.cp
         layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
@@ -281,6 +286,19 @@ def lay_out(
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
+
+
+def _check_copies(trace: Trace, layout: Layout) -> None:
+    """Raise LayoutError where weights that ops make of others, copies in 8 bits, would have to be divided."""
+    c = trace.tensor_columns
+    made = (c.role == ROLE_CODE["weight"]) & (trace.producer >= 0) & (c.replaces < 0)
+    if not made.any():
+        return
+    name = c.name[int(made.argmax())]
+    if layout.zero == 3:
+        raise LayoutError(f"zero: copies of weights, such as {name!r}, are not divided at level 3; nearest: 2")
+    if layout.ep > 1:
+        raise LayoutError(f"ep: products with copies of weights, such as {name!r}, are not dealt; nearest: 1")
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from sim import cli
+from sim.commands.options import command_with
 from tests.clocks import least
 
 JOB = ["--model", "gpt2", "--batch", "1", "--seq", "128"]
@@ -315,6 +316,16 @@ def test_a_run_of_a_trace_file_is_reported_with_a_command_that_works(trace_file,
     asked = json.loads((tmp_path / "r" / "summary.json").read_text())["asked"]
     assert {"batch", "seq", "precision"}.isdisjoint(asked)
     assert tiersim("report", tmp_path / "r", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+
+
+def test_a_run_with_something_turned_off_is_reported(capsys, tmp_path):
+    words = ["--profile", "h100", "--model", "gpt2", "--batch", "2", "--seq", "8", "--dp", "2", "--no-barrier"]
+    assert tiersim("run", *words, "-o", tmp_path / "r", capsys=capsys)[0] == 0
+    assert json.loads((tmp_path / "r" / "summary.json").read_text())["asked"]["barrier"] is False
+    assert tiersim("report", tmp_path / "r", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+    assert command_with("run", {"barrier": False, "gradient_buffer": True, "dp": 2}) == (
+        "tiersim run --no-barrier --gradient-buffer --dp 2"
+    )
 
 
 @pytest.mark.parametrize(

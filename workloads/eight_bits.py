@@ -14,9 +14,11 @@ stay (Transformer Engine's weight workspaces); recomputation and later microbatc
 
 Inference: weights lie in memory in 8 bits; the input is quantised before each product.
 
-Departs: an iteration begins without the 8-bit copies of weights, which are there after its first forward pass;
-scales and histories of maxima (some numbers per tensor, or per column of a stored weight) take neither memory nor
-time; a quantising kernel joins a fused one only where the stack fuses (`workloads.stacks`).
+Departs: an iteration begins without the 8-bit copies of weights, which are there after its first forward pass; scales
+and histories of maxima (some numbers per tensor, or per column of a stored weight) take neither memory nor time; a
+quantising kernel joins a fused one only where the stack fuses (`workloads.stacks`). Where sequence parallelism divides
+tokens, gradients are gathered with their transposes, of which one would do. Replicas divide neither the copies of
+weights (ZeRO 3) nor experts that multiply in 8 bits; both are refused.
 """
 
 from __future__ import annotations

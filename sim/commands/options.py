@@ -192,6 +192,8 @@ LAYOUT = (
     ),
 )
 """Options that divide a trace among devices; with them --micro-batches is how many go through the pipeline."""
+NEGATED = ("reshard", "barrier")
+"""Options that say something where they are False: what they turn off is usual."""
 
 BUDGET = Option(
     "budget",
@@ -420,7 +422,10 @@ def command_with(verb: str, asked: Mapping[str, Any]) -> str:
     for key, value in asked.items():
         option = {"param": "-p", "set_": "--set"}.get(key, f"--{key.replace('_', '-')}")
         for each in value if isinstance(value, list) else [value]:
-            words += [option, str(each)]
+            if isinstance(each, bool):
+                words.append(option if each else f"--no-{option.removeprefix('--')}")
+            else:
+                words += [option, str(each)]
     return shlex.join(words)
 
 
@@ -462,7 +467,8 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         "most_actions",
         *(MADE_OF if options["trace"] else ()),
     )
-    asked = {k: value for k, value in options.items() if value is not None and value is not False and k not in beside}
+    said = {k: value for k, value in options.items() if value is not None and k not in beside}
+    asked = {k: value for k, value in said.items() if value is not False or k in NEGATED}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {
         "asked": asked,

@@ -116,6 +116,7 @@ class _Given:
         """What has another hash than before, or is not what an equal trace computes; "" for nothing."""
         now = self._hashes()
         found = [what for what, hashed in self.before.items() if now[what] != hashed]
+        found += ["trace"] if self.trace.content_hash != self.before["trace"] else []  # the hash that it has kept
         found += [
             "trace" for key, value in _computed(self.trace) if not np.array_equal(value, getattr(self._fresh, key))
         ]

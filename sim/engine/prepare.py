@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -129,12 +129,12 @@ class Prepared:
         return tuple(tuple(_listed(np.flatnonzero(device == own))) for own in range(self.trace.devices))
 
     @cached_property
-    def reads(self) -> list[tuple[int, ...]]:
+    def reads(self) -> Sequence[tuple[int, ...]]:
         """Per op what it reads, each once."""
         return self.trace.distinct_reads
 
     @cached_property
-    def writes(self) -> list[tuple[int, ...]]:
+    def writes(self) -> Sequence[tuple[int, ...]]:
         """Per op what it writes."""
         return self.trace.all_writes
 

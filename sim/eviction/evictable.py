@@ -7,7 +7,7 @@ tensor that is still needed depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -61,8 +61,8 @@ class Lineage:
     overwrites: per op the tensors that it overwrites in place and that cannot be recomputed afterwards.
     """
 
-    reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
+    reads: Sequence[tuple[int, ...]]
+    writes: Sequence[tuple[int, ...]]
     makes: list[int]
     device: list[int]
     forward: list[bool]
@@ -161,7 +161,7 @@ def _recomputable_until(index: TraceIndex) -> NDArray[np.int64]:
     return until
 
 
-def _last_mentions(trace: Trace) -> list[tuple[int, ...]]:
+def _last_mentions(trace: Trace) -> Sequence[tuple[int, ...]]:
     """Per op what it reads, with storages for views, in the order in which the last mention of each stands."""
     c, view_of = trace.op_columns, trace.view_of
     if not view_of and sum(map(len, trace.distinct_reads)) == len(c.read_ids):
@@ -170,9 +170,10 @@ def _last_mentions(trace: Trace) -> list[tuple[int, ...]]:
     return [tuple(dict.fromkeys(reversed(row)))[::-1] for row in rows]
 
 
-def _children(trace: Trace, reads: list[tuple[int, ...]], recomputable: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+def _children(trace: Trace, reads: Sequence[tuple[int, ...]], recomputable: NDArray[np.bool_]) -> list[tuple[int, ...]]:
     """Per tensor the results, except views, of the recomputable ops that read it, in their order."""
-    view_of, writes = trace.view_of, trace.all_writes
+    view_of = trace.view_of
+    writes: Sequence[tuple[int, ...]] = trace.all_writes
     if view_of:
         writes = [tuple(t for t in row if t not in view_of) for row in writes]
     parents: list[int] = []

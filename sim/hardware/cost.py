@@ -145,6 +145,8 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
         bound = _bounded(trace, np.arange(count), whole, alone, cores, _ceil_ns(touched, rate))
         whole = np.where(measured, whole, bound)
     total = whole + _ceil_ns(touched, rate)
+    for column in (engine, whole, touched, rate, total):
+        column.setflags(write=False)  # the engine and all who estimate share them
     return OpTimes(engine, whole, touched, rate, total)
 
 

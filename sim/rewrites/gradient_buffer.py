@@ -6,7 +6,9 @@ zeros before each iteration and adds to it in every microbatch. So its bytes are
 where a framework that makes gradients when they are first needed has none.
 Departs: one buffer per weight and no padding between them; the zeros cost no time, and the first microbatch writes its
 gradients instead of adding them; where a gradient has terms on two stages (tied embeddings), the buffer is that of
-their sum, on the stage that keeps the weight.
+their sum, on the stage that keeps the weight. Policies that manage gradients are refused on such a trace: they would
+move buffers whose content is about to be overwritten. Where kernels are fused, or the loss makes gradients in forward,
+gradients whose accumulation is part of another kernel have no buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def gradient_buffers(trace: Trace) -> Trace:
     last = _accumulated(trace)
     if not last:
         return trace
-    new = Rewriter(trace)
+    new = Rewriter(trace, {"gradient_buffer": True})
     ids = new.all_tensors()
     buffers: dict[int, int] = {}
     for t in last:

@@ -193,14 +193,15 @@ def unroll(trace: Trace, n: int) -> Trace:
 
     In later iterations, the tensor carried to an initial tensor takes its place. Weights and optimizer states that
     nothing overwrites or carries are constants, shared by all iterations. Inputs are new in each iteration and, like
-    all tensors without a producer, exist from the start. Only the last iteration's outputs are kept. `samples` and
-    `tokens` of the metadata are multiplied by `n`.
+    all tensors without a producer, exist from the start. Only the last iteration's outputs are kept. `samples`,
+    `tokens` and `model_flops` of the metadata are multiplied by `n`.
 
     Raises TraceError where an iteration overwrites a tensor that the next one needs and nothing is carried to it.
     """
     if n < 1:
         raise TraceError(f"unroll: {n} iterations; it needs at least 1")
-    scaled = {key: trace.meta[key] * n for key in ("samples", "tokens") if isinstance(trace.meta.get(key), int)}
+    per_iteration = ("samples", "tokens", "model_flops")
+    scaled = {key: trace.meta[key] * n for key in per_iteration if isinstance(trace.meta.get(key), int)}
     new = Rewriter(trace, {**scaled, "iterations": n * int(trace.meta.get("iterations", 1))})
     carried = {first: last for last, first in trace.carry}
     role, producer = trace.tensor_columns.role, trace.producer.tolist()

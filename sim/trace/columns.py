@@ -198,17 +198,17 @@ class Graph:
     # ---- derived columns ---------------------------------------------------------------------
 
     @cached_property
-    def distinct_reads(self) -> list[tuple[int, ...]]:
-        """Per op the tensors that it reads, each once, by its first mention. Not to be changed."""
+    def distinct_reads(self) -> tuple[tuple[int, ...], ...]:
+        """Per op the tensors that it reads, each once, by its first mention."""
         c = self.op_columns
         rows = rows_of(c.read_start, c.read_ids)
-        return [row if len(row) < 2 or len(set(row)) == len(row) else tuple(dict.fromkeys(row)) for row in rows]
+        return tuple(row if len(row) < 2 or len(set(row)) == len(row) else tuple(dict.fromkeys(row)) for row in rows)
 
     @cached_property
-    def all_writes(self) -> list[tuple[int, ...]]:
-        """Per op the tensors that it writes. Not to be changed."""
+    def all_writes(self) -> tuple[tuple[int, ...], ...]:
+        """Per op the tensors that it writes."""
         c = self.op_columns
-        return rows_of(c.write_start, c.write_ids)
+        return tuple(rows_of(c.write_start, c.write_ids))
 
     @_read_only
     def producer(self) -> NDArray[np.int32]:

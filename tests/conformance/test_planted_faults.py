@@ -24,6 +24,7 @@ from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.replay import replay
 from sim.errors import Infeasible, OutOfMemory, PolicyFailed
 from sim.experiment import simulate
+from sim.hardware.cost import op_times
 from sim.hardware.platform import Member, Platform, Pool
 from sim.limits import TooLong, limited
 from sim.log import CAUSE, WHY, EventLog
@@ -1085,6 +1086,11 @@ class Mutates(Honest):
             column = problem.trace.op_columns.duration if self.what == "duration" else problem.trace.touched
             column.setflags(write=True)
             column[:] = 0
+        elif self.what == "hash":  # as if a trace of half the work were the one that was asked for
+            ops = problem.trace.op_columns
+            half = with_columns(problem.trace, duration=ops.duration // 2)
+            vars(problem.trace)["content_hash"] = half.content_hash
+            return Plan(half)
         elif self.what == "platform":
             object.__setattr__(problem.platform.tiers[0], "capacity", 1 << 60)
         elif self.what == "history":
@@ -1107,7 +1113,7 @@ class MutatesHistory(Mutates):
 
 
 @pytest.mark.parametrize(
-    "policy", [*(Mutates(what=w) for w in ("duration", "touched", "platform", "log")), MutatesHistory()]
+    "policy", [*(Mutates(what=w) for w in ("duration", "touched", "hash", "platform", "log")), MutatesHistory()]
 )
 def test_changing_what_was_asked_breaks_repeats(policy):
     trace = chain()
@@ -1137,6 +1143,18 @@ def test_the_tables_of_a_log_are_read_only(table, actions):
 def test_what_a_trace_computes_is_read_only(column):
     with pytest.raises(ValueError, match="read-only"):
         getattr(chain(), column)[:] = 0
+
+
+@pytest.mark.parametrize("rows", ["distinct_reads", "all_writes"])
+def test_rows_of_a_trace_are_read_only(rows):
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        getattr(chain(), rows)[0] = ()
+
+
+@pytest.mark.parametrize("column", ["engine", "fixed", "bytes", "rate", "total"])
+def test_times_that_all_share_are_read_only(column):
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(op_times(chain(), machine()), column)[:] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 
 from sim import simulate
 from sim.analysis.peak_memory import memory_over_time
-from sim.errors import LayoutError
+from sim.errors import LayoutError, PolicyError
 from sim.layout import Layout, lay_out
 from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.ranks import all_ranks
@@ -79,3 +79,11 @@ def test_one_microbatch_peaks_as_the_second_of_two_without_them() -> None:
 def test_a_value_that_means_nothing_is_refused(layout: dict, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         Layout(**layout)
+
+
+@pytest.mark.parametrize("name", ["zero_offload", "patrickstar", "g10", "zero_offload + full_recompute"])
+def test_policies_that_move_gradients_leave_buffers_alone(name):
+    trace = transformer("gpt2", batch=2, sequence=8, precision="megatron_bf16")
+    with pytest.raises(PolicyError, match=r"manages gradients, and gradient_buffer keeps them"):
+        simulate(trace, "h100", name, parallel={"gradient_buffer": True})
+    simulate(trace, "h100", "full_recompute", parallel={"gradient_buffer": True})

@@ -172,6 +172,14 @@ def test_an_update_before_its_gradient_is_summed_is_wrong() -> None:
 # ---- weights gathered ahead --------------------------------------------------------------------------
 
 
+def test_two_steps_are_as_many_samples_and_flops() -> None:
+    trace = transformer(CONFIG, batch=4, sequence=16, precision="mixed_bf16")
+    one, two = (lay_out(trace, "h100", {"dp": 2, "barrier": barrier})[0].meta for barrier in (True, False))
+    assert [two[key] for key in ("samples", "tokens", "model_flops")] == [
+        2 * one[key] for key in ("samples", "tokens", "model_flops")
+    ]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 def test_gathered_weights_that_a_replica_holds(prefetch: int) -> None:
     """Those of the layer at hand and of `prefetch` more, beside 1 / d of all of them; the input, what a layer reads and
@@ -201,6 +209,9 @@ def test_time_of_forward_with_weights_gathered_ahead(took: int) -> None:
         ({"bucket": "25 MB"}, "bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
         ({"dp": 2, "bucket": "25 MBit"}, "bucket: .*; or 'ddp'"),
         ({"dp": 2, "bucket": -1}, "bucket: needs a size such as '25 MiB', or 'ddp', has -1; nearest: 0"),
+        ({"dp": 2, "bucket": 25e6}, "bucket: needs a size such as '25 MiB', or 'ddp', has 25000000.0; nearest: 0"),
+        ({"dp": 2, "bucket": None}, "bucket: needs a size such as '25 MiB', or 'ddp', has None; nearest: 0"),
+        ({"dp": 2, "barrier": False, "gradient_buffer": True}, "barrier: .* not with gradient_buffer; nearest: true"),
         ({"barrier": False}, "barrier: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
         ({"dp": 2, "zero": 1, "barrier": False}, "barrier: .* not with zero 1; nearest: zero 0, 1f1b"),
         ({"dp": 2, "prefetch": 2}, "prefetch: only weights that zero 3 divides are gathered, zero is 0; nearest: 3"),
