@@ -73,6 +73,10 @@ def cnn(
         raise WorkloadError(f"kernels: {kernels!r} is unknown{near(str(kernels), KERNELS)}")
     check_stack(stack)
     net, types = NETS[name], precision_of(precision)
+    if types.linear:
+        raise WorkloadError(
+            f"precision {precision!r} is about linear layers of transformers; here it is {types.compute!r}"
+        )
     check_optimizer(optimizer)
     image = net.image if image is None else image
     numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}

@@ -253,7 +253,8 @@ def test_a_chosen_algorithm_brings_its_workspace_both_ways():
         ({"dropout": 1.0}, "dropout: needs a number from 0 up to 1"),
         ({"optimizer": "sdg"}, "did you mean 'sgd'"),
         ({"kernels": "cudn"}, "did you mean 'cudnn'"),
-        ({"precision": "fp8"}, "precision 'fp8' is unknown"),
+        ({"precision": "fp4"}, "precision 'fp4' is unknown"),
+        ({"precision": "mixed_fp8"}, "precision 'mixed_fp8' is about linear layers of transformers; here it is 'bf16'"),
     ],
 )
 def test_wrong_arguments_are_named(given, message):
