@@ -98,7 +98,7 @@ def default_step(
     """
     library = _library(where)
     for axis, value, known in (
-        ("precision", precision, [p.name for p in PRECISIONS.values() if not p.master]),
+        ("precision", precision, [p.name for p in PRECISIONS.values() if not (p.master or p.linear)]),
         ("attention", attention, ATTENTION),
         ("optimizer", optimizer, (None, *OPTIMIZERS)),
     ):
