@@ -13,7 +13,7 @@ from workloads.convnets import NETS
 from workloads.image_layers import KERNELS, ImageTape
 from workloads.losses import cross_entropy
 from workloads.optimizers import check_optimizer, update
-from workloads.precision import precision_of
+from workloads.precision import Precision, precision_of
 from workloads.stacks import as_workload, check_stack
 from workloads.tape import Value
 from workloads.zeros import Zeros, with_zeros
@@ -72,11 +72,7 @@ def cnn(
     if kernels not in KERNELS:
         raise WorkloadError(f"kernels: {kernels!r} is unknown{near(str(kernels), KERNELS)}")
     check_stack(stack)
-    net, types = NETS[name], precision_of(precision)
-    if types.linear:
-        raise WorkloadError(
-            f"precision {precision!r} is about linear layers of transformers; here it is {types.compute!r}"
-        )
+    net, types = NETS[name], _types(precision)
     check_optimizer(optimizer)
     image = net.image if image is None else image
     numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}
@@ -133,3 +129,12 @@ def cnn(
         meta={**trace.meta, "model_flops": products},
     )
     return as_workload(built if zeros is None else with_zeros(built, zeros), stack)
+
+
+def _types(precision: str) -> Precision:
+    """Its number types. Raises WorkloadError where they are about layers that there are none of here."""
+    types = precision_of(precision)
+    if types.linear:
+        here = f"here it is {types.compute!r}"
+        raise WorkloadError(f"precision {precision!r} is about linear layers of transformers; {here}")
+    return types
