@@ -13,7 +13,7 @@ from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
 from sim.log import EventLog
 from sim.plan import Action, Move, Plan, Recompute, Wait
-from sim.rewrites.rewrite import hold_longer, release_sooner
+from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import (
     Rerun,
     by_anchor,
@@ -120,8 +120,7 @@ def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:
     reruns = [rerun for checkpoint in checkpoints for rerun in _reruns(index, checkpoint, keep)]
     # what enters a checkpoint inside another is recomputed by that one, which lets it go once it is read
     held = held_by(index, region_reruns(index, regions, keep=keep, before="saved"))
-    sooner = release_sooner(trace, held.sooner)
-    longer = hold_longer(hold_longer(sooner, held.until), cached_results(index, regions, keep, reruns))
+    longer = hold_longer(hold_longer(trace, held.until), cached_results(index, regions, keep, reruns))
     hold = {**held.drops, **cached_casts(index, regions)}
     return Plan(longer, schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold).actions())
 

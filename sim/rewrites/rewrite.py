@@ -33,7 +33,6 @@ __all__ = [
     "hold_longer",
     "pack_tensors",
     "pipeline",
-    "release_sooner",
     "reorder",
     "split_batch",
     "split_tensors",
@@ -142,14 +141,6 @@ def hold_longer(trace: Trace, until: Mapping[int, int]) -> Trace:
     ends.update({t: max(op, ends.get(t, -1)) for t, op in until.items()})
     releases = released_by(trace, sorted(ends.items(), key=lambda point: point[1]))
     return with_columns(trace, releases=releases) if releases != dict(trace.op_columns.releases) else trace
-
-
-def release_sooner(trace: Trace, when: Mapping[int, int]) -> Trace:
-    """The same trace, with some tensors that it holds released at the end of an earlier op: tensor -> op, by id."""
-    if not when:
-        return trace
-    ends = {t: min(op, when.get(t, op)) for t, op in points(trace)}
-    return with_columns(trace, releases=released_by(trace, sorted(ends.items(), key=lambda point: point[1])))
 
 
 def choose_implementation(trace: Trace, choice: Mapping[int | str, str]) -> Trace:

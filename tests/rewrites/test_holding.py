@@ -15,7 +15,6 @@ from sim.rewrites.rewrite import (
     hold_longer,
     pack_tensors,
     pipeline,
-    release_sooner,
     reorder,
     split_batch,
     split_tensors,
@@ -126,11 +125,3 @@ def test_holding_longer_is_a_rewrite_that_never_holds_less():
     assert points(longer) == {"a.y": "step", "c.y": "step"}
     check_origin(longer, trace)
     assert hold_longer(trace, {trace.tensor_id("a.y"): 1}) is trace
-
-
-def test_releasing_sooner_moves_points_that_are_there_and_none_before_the_last_use():
-    trace = step(until="step")
-    assert points(release_sooner(trace, {trace.tensor_id("a.y"): trace.op_id("c")})) == {"a.y": "c"}
-    assert points(release_sooner(trace, {trace.tensor_id("c.y"): 1, trace.tensor_id("w"): 1})) == {"a.y": "step"}
-    assert points(release_sooner(step(until="c"), {trace.tensor_id("a.y"): trace.op_id("step")})) == {"a.y": "c"}
-    assert release_sooner(trace, {}) is trace

@@ -11,7 +11,7 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.rewrites.rewrite import hold_longer, release_sooner
+from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
@@ -72,7 +72,6 @@ class SelectiveRecompute(RecomputationPlanner):
             reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
             held = held_by(index, reruns)
             drops = held.drops
-            trace = release_sooner(trace, held.sooner)
             trace = hold_longer(hold_longer(trace, held.until), cached_results(index, layers, keep, reruns))
             index = TraceIndex(trace)
         hold = {**drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
