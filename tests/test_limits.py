@@ -43,6 +43,7 @@ class Endless(Policy):
         return Plan(problem.trace, (Drop(0, after=0) for _ in itertools.count()))
 
 
+@pytest.mark.slow  # in a process of many tests a timer of others ends them
 def test_a_comparison_goes_on_after_a_policy_that_never_answers():
     found = compare(TRACE, MACHINE, [Loops, "keep_all", Endless], time_limit_s=1, bound=False)
     loops, kept, endless = found.rows
@@ -108,6 +109,7 @@ def busy(seconds):
         sum(range(100))
 
 
+@pytest.mark.slow  # in a process of many tests a timer of others ends them
 def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
     before = resource.getrlimit(resource.RLIMIT_CPU)
     with limited(0.75):  # a pass of the collector over what other tests have left can take 0.1 s
