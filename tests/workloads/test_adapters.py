@@ -463,7 +463,7 @@ def test_a_frozen_head_has_no_gradient_under_any_loss(loss):
         (LLAMA, {"frozen": "*"}, "frozen: the loss depends on no trained weight: nothing is left to train"),
         (LLAMA, {"frozen_dtype": "bf16"}, "frozen_dtype: nothing is frozen: give frozen or lora_rank, too"),
         (LLAMA, {"lora_rank": 4, "frozen_dtype": "bf61"}, "frozen_dtype 'bf61' is unknown (did you mean 'bf16'?)"),
-        (LLAMA, {"lora_rank": 4, "frozen_dtype": "nf5"}, "frozen_dtype 'nf5' is unknown (did you mean 'nf4'?)"),
+        (LLAMA, {"lora_rank": 4, "frozen_dtype": "nf4x"}, "frozen_dtype 'nf4x' is unknown (did you mean 'nf4'?)"),
         (
             LLAMA,
             {"frozen": "h0", "frozen_dtype": "bf16"},
