@@ -5,8 +5,8 @@
     tiersim check POLICY --examples 1000 --json > law-POLICY.json
     python scripts/make_reliability.py --planted fuzz.json injection.json law-*.json
 
-FILE: counts of these commands, which replace those of the same reader, command or policy; without any the page is
-written from what is there.
+FILE: counts of these commands, which replace those of the same reader, command or policy (a hunt that went on where an
+earlier one ended is added to it); without any the page is written from what is there.
 --planted: also check every planted policy, and count those that are caught.
 """
 
@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from tests.fuzz.run import joined  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"
 DATA = PAGE.with_suffix(".json")
@@ -116,7 +118,9 @@ def taken(data: dict[str, Any], path: Path) -> None:
     on = datetime.fromtimestamp(path.stat().st_mtime).date().isoformat()
     for each in found if isinstance(found, list) else [found]:
         if "reader" in each:
-            data["fuzz"][each["reader"]] = {**{k: v for k, v in each.items() if k != "reader"}, "on": on}
+            found_before = data["fuzz"].get(each["reader"])
+            row = joined(found_before, {k: v for k, v in each.items() if k != "reader"})
+            data["fuzz"][each["reader"]] = {**row, "on": on}
         elif "command" in each:
             data["injected"][each["command"]] = {**{k: v for k, v in each.items() if k != "command"}, "on": on}
         else:

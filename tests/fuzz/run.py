@@ -3,7 +3,7 @@
     --cases N     cases per reader
     --seconds S   at most so long per reader
     --first N     the number of the first case; with --cases 1 a single case is repeated
-    --json FILE   add the counts to a file; those of the same reader are replaced
+    --json FILE   add the counts to a file; those of the same reader are replaced, or added to if they end at --first
     READER …      these alone
 
 A fault is printed with the command that repeats it, and the exit status is 1. Ctrl-C ends a reader's hunt after the
@@ -90,8 +90,18 @@ def hunt(name: str, first: int, cases: int, seconds: float = float("inf")) -> di
         signal.signal(signal.SIGINT, interrupted)
         shutil.rmtree(base, ignore_errors=True)
     done = outcomes.total()
-    return {"reader": name, "cases": done, "slowest_s": round(slowest, 2), "most_bytes": most,
+    return {"reader": name, "first": first, "cases": done, "slowest_s": round(slowest, 2), "most_bytes": most,
             "outcomes": dict(outcomes.most_common()), "faults": faults}  # fmt: skip
+
+
+def joined(earlier: dict[str, Any] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Counts of a reader with those of the cases just before them, if that is where the earlier ones end."""
+    if earlier is None or earlier.get("first", 0) + earlier["cases"] != found["first"] or not found["first"]:
+        return found
+    worst = {key: max(earlier[key], found[key]) for key in ("slowest_s", "most_bytes")}
+    outcomes = Counter(earlier["outcomes"]) + Counter(found["outcomes"])
+    return {**found, **worst, "first": earlier.get("first", 0), "cases": earlier["cases"] + found["cases"],
+            "outcomes": dict(outcomes.most_common()), "faults": [*earlier["faults"], *found["faults"]]}  # fmt: skip
 
 
 def main() -> int:
@@ -120,8 +130,9 @@ def main() -> int:
     if asked.json:
         path, ran = Path(asked.json), {each["reader"] for each in found}
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-        kept = [each for each in earlier if each["reader"] not in ran]
-        path.write_text(json.dumps([*kept, *found], indent=1) + "\n", encoding="utf-8")
+        kept, same = [each for each in earlier if each["reader"] not in ran], {each["reader"]: each for each in earlier}
+        rows = [*kept, *(joined(same.get(each["reader"]), each) for each in found)]
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["faults"] for row in found) else 0
 
 

@@ -14,7 +14,7 @@ import pytest
 from sim.errors import TiersimError
 from sim.sweeps.study import load_study
 from tests.fuzz.readers import READERS, run_case
-from tests.fuzz.run import hunt
+from tests.fuzz.run import hunt, joined
 
 FOLDERS = ("run folder", "comparison folder", "sweep folder", "store")
 """Readers that run things: a case takes as long as thirty of the others."""
@@ -55,6 +55,15 @@ def test_wrong_input_is_answered_or_refused_in_words(name, tmp_path):
 def test_more_wrong_input_is_answered_or_refused_in_words(name):
     found = hunt(name, first=1000, cases=20 if name in FOLDERS else 300)
     assert not found["faults"], "\n".join(found["faults"])
+
+
+def test_a_hunt_goes_on_where_another_ended():
+    whole = hunt("quantity", first=0, cases=60)
+    parts = joined(hunt("quantity", first=0, cases=25), hunt("quantity", first=25, cases=35))
+    varying = ("slowest_s", "most_bytes")
+    assert {k: v for k, v in parts.items() if k not in varying} == {k: v for k, v in whole.items() if k not in varying}
+    elsewhere = hunt("quantity", first=26, cases=3)
+    assert joined(whole, elsewhere) is elsewhere
 
 
 @pytest.mark.slow
