@@ -73,13 +73,18 @@ def random_examples(
     """
     digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
     one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history", "inference"})
+    one = one and "peers" not in needs
     cpu = digits.pick((False, True, False, False, True, False, False, False)) or "cpu" in needs
     host = digits.pick((True,) * 7 + (False,)) or bool(needs & {"host", "cpu"})
     spare, tight = digits.pick(SPARE), digits.pick((0, 0, 0, 0, 0, 10, 50, 100))
+    if "peers" in needs:
+        spare = (100 + spare) // 2  # what one stage lacks another one has only where little is lacking
     stores = {store: store in needs for store in ("drive", "slc", "pool")}
-    machine = draw(random_platforms(devices=1 if one else 2, host=host, cpu=cpu, exact=exact, **stores))
+    machine = draw(
+        random_platforms(devices=1 if one else 2 + ("peers" in needs), host=host, cpu=cpu, exact=exact, **stores)
+    )
     kind = draw(st.integers(0, 9))
-    real_model = kind >= 10 - real and "inference" not in needs
+    real_model = kind >= 10 - real and not needs & {"inference", "peers"}
     generates = "inference" in needs and bool(kind % 2)
     caches = machine["tiers"]["hbm"]["allocator"] == "caching"
     if caches and (real_model or generates):  # small models fit into the first segment, whatever the budget
@@ -90,7 +95,7 @@ def random_examples(
     elif real_model:
         trace = draw(models())
     else:
-        steps = longest or (18 if needs & {"chain", "layers"} else 12)
+        steps = longest or (18 if needs & {"chain", "layers"} else 36 if "peers" in needs else 12)
         trace = draw(random_traces(needs=needs, devices=1 if one else 2, cpu=cpu, unit=unit, longest=steps))
     log = reference_run(trace, platform_of(machine))
     if tight and host:

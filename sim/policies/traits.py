@@ -9,7 +9,7 @@ from typing import Literal, get_args
 Fidelity = Literal["code", "equations", "reconstruction"]
 Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
 Needed = Literal[
-    "chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward", "inference"
+    "chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward", "inference", "peers"
 ]
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)

@@ -217,7 +217,7 @@ def test_a_registry_that_grows_is_a_choice_that_grows():
 
 
 @pytest.mark.parametrize(("trait", "value", "text"), [
-    ("needs", frozenset({"hots"}), "'backward' or 'inference' (did you mean 'host'"),
+    ("needs", frozenset({"hots"}), "'inference' or 'peers' (did you mean 'host'"),
     ("needs", {"host"}, "needs is {'host'}; expected frozenset"),
     ("manages", ("activation",), "(did you mean 'activations'"),
     ("fidelity", "equation", "(did you mean 'equations'"),

@@ -13,6 +13,7 @@ import pytest
 from sim import load_profile, simulate
 from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.hardware.platform import Allocator, Link, Platform
+from sim.layout import lay_out
 from sim.policies import names, policy_class
 from sim.policies.base import Beside, default_of
 from sim.search import smallest_budget
@@ -26,6 +27,7 @@ NEEDED = {
     "slc": ("steps of regions", "regions"),
     "pool": ("steps of a pool", "regions", "mixture"),
     "inference": ("tokens",),
+    "peers": ("stages",),
 }
 """Per need of a policy the problems whose machine, or trace, has it."""
 LARGE = ("chain", "w1", "convolutions", "eager", "amp", "fused", "tight convolutions")
@@ -60,7 +62,17 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
         "steps of regions": (steps, load_profile("mt3000_survey_slc"), 5 << 24),
         "steps of a drive": (steps, load_profile("a100_80_gds"), 5 << 24),
         "steps of a pool": (steps, load_profile("cloudmatrix384_die"), 5 << 24),
+        "stages": stages(),
     }
+
+
+def stages() -> tuple[Trace, Platform, int]:
+    """Two stages of a pipeline on cards with slow links, of which the first holds more."""
+    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200, "n_positions": 64}
+    base, slow = transformer(small, batch=4, sequence=64, precision="amp_fp16"), {"links.nvlink.rate": "2 GB/s"}
+    slow |= {f"links.{link}.rate": "1 GB/s" for link in ("d2h", "h2d")}
+    trace, platform = lay_out(base, "v100_16", {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}, overrides=slow)
+    return trace, platform, int(0.78 * _peak(trace, platform))
 
 
 def with_addresses(platform: Platform) -> Platform:
@@ -279,14 +291,19 @@ def skip_without_extra(*policies: str) -> None:
             pytest.skip(missing_extra(policy))
 
 
-LARGE_ONLY = {name for name in names() if "inference" in policy_class(name).needs}
-"""Tried on nothing but a transformer, which takes slow planners a minute and more."""
+LARGE_ONLY = {
+    name: problem
+    for name in names()
+    for need, problem in (("inference", "tokens"), ("peers", "stages"))
+    if need in policy_class(name).needs
+}
+"""Tried on nothing but this problem, a transformer, which takes slow planners a minute and more."""
 
 PAIRS = [
     pytest.param(
         *pair,
         marks=pytest.mark.slow
-        if ("joint_optimal" in pair and "poet" not in pair) or (LARGE_ONLY & {*pair} and SLOW & {*pair})
+        if ("joint_optimal" in pair and "poet" not in pair) or (LARGE_ONLY.keys() & {*pair} and SLOW & {*pair})
         else (),
     )
     for pair in combinations(names(), 2)
@@ -296,9 +313,10 @@ PAIRS = [
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_two_policies_differ_somewhere(one, other):
     skip_without_extra(one, other)
-    if LARGE_ONLY & {one, other}:
-        # None: what plans for a backward pass has no plan for what the other one is for
-        assert outcome("tokens", one) != outcome("tokens", other)
+    for name in LARGE_ONLY.keys() & {one, other}:
+        # None: what plans for a backward pass, or one device, has no plan for what the other one is for
+        problem = LARGE_ONLY[name]
+        assert outcome(problem, one) != outcome(problem, other)
         return
     for problem in (*tried_on(one, other), *(() if SLOW & {one, other} else ("roomy",))):
         first, second = outcome(problem, one), outcome(problem, other)

@@ -9,6 +9,7 @@ import pytest
 from sim.analysis.peak_memory import home_peak
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
+from sim.errors import Infeasible
 from sim.experiment import reference_run
 from sim.layout import lay_out
 from sim.policies import load
@@ -53,6 +54,7 @@ def test_where_no_draft_fits_layers_are_recomputed_if_that_does(problem, monkeyp
     _, trace, platform = problem
     layers = run_policy(load("full_recompute"), trace, platform)
     assert layers.done, layers.error
+    monkeypatch.setattr(hybrid.MPress, "plan", lambda *of: (_ for _ in ()).throw(Infeasible("nor do stages")))
     for module in (hybrid, recomputations):
         monkeypatch.setattr(module, "replayed", lambda *of: replace(drafts.replayed(*of), lacking=1))
     run = run_policy(load("hybrid"), trace, platform)
@@ -60,3 +62,14 @@ def test_where_no_draft_fits_layers_are_recomputed_if_that_does(problem, monkeyp
     assert run.log.end == layers.log.end
     least = platform.with_budget(int(0.5 * home_peak(layers.log)))
     assert "no draft fits" in str(run_policy(load("hybrid"), trace, least).error)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_a_pipeline_takes_no_longer_than_the_plan_by_its_own_timeline(problem, share):
+    _, trace, platform = problem
+    tight = platform.with_budget(int(share * platform.home(0).capacity))
+    by_stages = run_policy(load("mpress(peers=False)"), trace, tight)
+    run = run_policy(load("hybrid"), trace, tight)
+    assert run.done
+    assert by_stages.done
+    assert run.log.end <= by_stages.log.end

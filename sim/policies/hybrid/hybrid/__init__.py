@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from annotated_types import Ge
 
-from sim.errors import IllegalPlan, Infeasible, OutOfMemory, PolicyError
+from sim.errors import IllegalPlan, Infeasible, PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.hybrid.hybrid.drafts import Draft, Drafts, Replayed, replayed
 from sim.policies.hybrid.hybrid.recomputations import beside_recomputation
+from sim.policies.hybrid.mpress import MPress
 from sim.policies.offload.swap_all import SwapAll
 from sim.policies.recompute.full_recompute import FullRecompute
 from sim.solvers.outcome import nothing_fits
@@ -57,7 +59,9 @@ class Hybrid(Policy):
     beside a slow link, little of that fits. Therefore planners that recompute an op as often as it pays (`twremat`;
     `rotor`, on chains; `relax_and_fix`'s programs) say what to recompute, for the memory that there is and for more.
     Wherever that takes less time than what was found, copies of the rest are planned beside it in the same way.
-    Where no draft fits, as happens in pipelines, `full_recompute` is the plan if that fits.
+    Of pipelines this model knows the ops of each device, but not when it waits for others. So there a plan by the
+    pipeline's timeline, that of `mpress`, is the plan if it takes no longer than unlimited memory, else it and
+    `full_recompute` are compared with the drafts. Where no draft fits, `full_recompute` is the plan if that does.
     Recomputation that is chosen is lazy: an op is recomputed right before its results are first read, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
     recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
@@ -79,7 +83,7 @@ class Hybrid(Policy):
 
     rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
-        none where the plan is that of `swap_all` or `full_recompute`.
+        none where the plan is another policy's.
     Raises Infeasible, with the smallest budget of any draft of its own choice, where nothing of that fits.
     """
 
@@ -98,6 +102,9 @@ class Hybrid(Policy):
         plain = replayed(problem, drafts, drafts.kept())
         if plain.fits:
             return plain.plan
+        simple = list(_of_stages(problem)) if problem.trace.devices > 1 else []
+        if simple and simple[0].ns <= simple[0].plan.notes.get("unlimited_ns", 0):
+            return simple[0].plan
         best: Replayed | None = None
         if shared := drafts.learn(plain):  # that replay ended early: one that goes on shows more
             drafts.learn(replayed(problem, drafts, drafts.away()))
@@ -117,18 +124,20 @@ class Hybrid(Policy):
             best = more
         if best is None:
             best = replayed(problem, drafts, drafts.least(self.rounds))
-        if not best.fits and (simpler := _of_layers(problem)) is not None:
-            return simpler
-        if not best.fits:
-            devices = range(problem.trace.devices)
-            if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
-                raise best.refusal  # no budget helps where another tier is short
-            what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
-            end = UPDATE if _peaks_in_update(best.draft) else _state_beside(problem, best.draft)
-            raise nothing_fits(problem, what, best.draft.least_bytes, end=end)
-        if best.ns > plain.draft.ns and problem.platform.host is not None:
-            return _faster(problem, best, SwapAll().plan(problem))
-        return best.plan
+        if best.fits:
+            simple.insert(0, Simple(best.plan, best.ns))
+            if best.ns > plain.draft.ns and problem.platform.host is not None:
+                simple += _replayed(problem, SwapAll())
+        elif problem.trace.devices == 1:
+            simple += _replayed(problem, FullRecompute())
+        if simple:
+            return min(simple, key=attrgetter("ns")).plan
+        devices = range(problem.trace.devices)
+        if best.refusal and best.refusal.tier not in {problem.platform.home(device).name for device in devices}:
+            raise best.refusal  # no budget helps where another tier is short
+        what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
+        end = UPDATE if _peaks_in_update(best.draft) else _state_beside(problem, best.draft)
+        raise nothing_fits(problem, what, best.draft.least_bytes, end=end)
 
     def _search(self, problem: Problem, drafts: Drafts) -> tuple[Replayed | None, Replayed]:
         """Of some drafts the one that is fastest when replayed, None if none fits; and the first that was replayed."""
@@ -143,14 +152,26 @@ class Hybrid(Policy):
         return min((run for run in runs if run.fits), key=lambda run: run.ns, default=None), runs[0]
 
 
-def _of_layers(problem: Problem) -> Plan | None:
-    """`full_recompute`'s plan if it fits: one recomputation per layer holds less than choices result by result."""
+class Simple(NamedTuple):
+    """A plan, and the time that its replay takes."""
+
+    plan: Plan
+    ns: int
+
+
+def _of_stages(problem: Problem) -> Iterator[Simple]:
+    """Plans for a pipeline: choices by its own timeline, or one recomputation per layer, which holds less."""
+    yield from _replayed(problem, MPress(peers=problem.platform.has_peers, stripes=False))
+    yield from _replayed(problem, FullRecompute())
+
+
+def _replayed(problem: Problem, policy: Policy) -> Iterator[Simple]:
+    """A policy's plan, if it has one that fits."""
     try:
-        plan = FullRecompute().plan(problem)
-        problem.evaluate(plan)
+        plan = policy.plan(problem)
+        yield Simple(plan, problem.evaluate(plan).end)
     except (Infeasible, PolicyError, IllegalPlan):
-        return None
-    return plan
+        return
 
 
 def _state_beside(problem: Problem, draft: Draft) -> str:
@@ -172,11 +193,3 @@ def _peaks_in_update(draft: Draft) -> bool:
         return False
     phase = draft.schedule.index.phase[steps.ops[int(steps.held.argmax())]]
     return phase == PHASE_CODE["update"]
-
-
-def _faster(problem: Problem, best: Replayed, other: Plan) -> Plan:
-    """The other plan if its replay fits and ends earlier."""
-    try:
-        return other if problem.evaluate(other).end < best.ns else best.plan
-    except OutOfMemory:
-        return best.plan
