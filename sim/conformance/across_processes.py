@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 from sim.conformance.examples import Example, examples_for, for_each
+from sim.conformance.replayed import Replayed
 from sim.conformance.tried import tried
 from sim.errors import PolicyError
 from sim.limits import limited
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
+from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 
 TIME_LIMITED = "time limited"
@@ -43,23 +49,35 @@ def fingerprints(
         named = replace(example, trace=renamed(example.trace), called="elsewhere") if elsewhere else example
         with limited(time_limit_s):
             *_, (_, run) = tried(policy, named, seed=seed)
-        if run.met_time_limit:
-            return TIME_LIMITED
-        rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
-        answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
-        return f"{answer} {type(run.error or run.crash).__name__}"
+        return TIME_LIMITED if run.met_time_limit else outcome_hash(run)
 
     if elsewhere:
         return [look(example) for example in reversed(drawn)][::-1]
     return [look(example) for example in drawn]
 
 
+def outcome_hash(run: Replayed) -> str:
+    """A hash of what happened when, without names, and the kind of a refusal."""
+    rows = (run.log.intervals, run.log.changes) if run.log is not None else ()
+    answer = hashlib.sha256(b"".join(table.tobytes() for table in rows)).hexdigest()
+    return f"{answer} {type(run.error or run.crash).__name__}"
+
+
 def renamed(trace: Trace) -> Trace:
-    """The same trace; names of tensors and ops sort and hash otherwise; their words stay, since they may say a role."""
-    names = trace.op_columns.name
+    """The same trace; names of tensors and ops sort and hash otherwise.
+
+    Their words stay, since they may say a role, and a weight's name is still the beginning of those of its gradient and
+    its states (`sim.rewrites.slots`).
+    """
+    names, weights = trace.op_columns.name, weights_of(trace)
     modules = dict.fromkeys(name.partition(".")[0] for name in names)
     order = dict(zip(modules, _others(list(modules))))  # ops of a module stay together
-    tensors = replace(trace.tensor_columns, name=_others(trace.tensor_columns.name))
+    own = trace.tensor_columns.name
+    other = dict(zip(own, _others(own)))
+    for name in own:
+        weight = owner(name, weights)
+        other[name] = other[name] if weight is None else other[weight] + name.removeprefix(weight)
+    tensors = replace(trace.tensor_columns, name=[other[name] for name in own])
     ops = replace(trace.op_columns, name=[order[module] + dot + rest for module, dot, rest in
                                           (name.partition(".") for name in names)])  # fmt: skip
     return Trace(tensors, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
@@ -73,15 +91,40 @@ class Ended(Exception):
     """The second process ended without an answer: it failed, or a policy ended it, as `os._exit` does."""
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a second process got: the job of a policy, and per example the fingerprint of its result."""
+
+    job: Mapping[str, Any]
+    answers: Sequence[str]
+
+    def difference(self) -> str:
+        """The first example for which this process gets another result, in words; "" for none."""
+        policy = load(self.job["name"], **self.job["parameters"])
+        how = {key: self.job[key] for key in ("examples", "seed", "time_limit_s")}
+        pairs = enumerate(zip_longest(fingerprints(policy, **how), self.answers))
+        at = next((i for i, pair in pairs if pair[0] != pair[1] and TIME_LIMITED not in pair), None)
+        return "" if at is None else f"{self.job['name']}: example {at} gives a different result in a second process"
+
+
 def differences(
     policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int, time_limit_s: float | None = None
 ) -> list[str]:
-    """The policies, given with their names, for which a second process gets different results.
+    """The policies, given with their names, for which a second process gets different results, in words."""
+    there = elsewhere(policies, examples=examples, seed=seed, time_limit_s=time_limit_s)
+    return [text for answer in there if (text := answer.difference())]
+
+
+def elsewhere(
+    policies: Sequence[tuple[str, Policy]], *, examples: int, seed: int, time_limit_s: float | None = None
+) -> list[Elsewhere]:
+    """What a second process gets for policies, given with their names.
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
-    of another day, in another folder, and with other names of tensors, ops and the machine. A policy that cannot be
-    loaded there by its name and parameters is left out. The second process runs first, so that a policy that
-    ends its process does not end this one. Raises Ended if that happened.
+    of another day, for another user with another home and folder of temporary files, in another folder, with other
+    numbers of processors and threads, and with other names of tensors, ops and the machine. A policy that cannot be
+    loaded there by its name and parameters is left out. Ask the second process first, so that a policy that ends its
+    process does not end this one. Raises Ended if that happened.
     """
     jobs = []
     for name, policy in policies:
@@ -96,9 +139,17 @@ def differences(
     if not jobs:
         return []
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "sim.conformance.across_processes"]
-    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="another-working-directory-") as folder:
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": hashes,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **_another_user(Path(folder)),
+        }
+        done = subprocess.run(
+            command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False
+        )
     try:
         answers = json.loads(done.stdout)
     except ValueError:
@@ -106,15 +157,16 @@ def differences(
     if done.returncode or not isinstance(answers, list):
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise Ended(f"a process that runs it ends without an answer (exit status {done.returncode}): {last}")
-    found = []
-    for job, there in zip(jobs, answers, strict=True):
-        policy = load(job["name"], **job["parameters"])  # type: ignore[arg-type]
-        here = fingerprints(policy, examples=examples, seed=seed, time_limit_s=time_limit_s)
-        pairs = enumerate(zip_longest(here, there))
-        at = next((i for i, pair in pairs if pair[0] != pair[1] and TIME_LIMITED not in pair), None)
-        if at is not None:
-            found.append(f"{job['name']}: example {at} gives a different result in a second process")
-    return found
+    return [Elsewhere(job, there) for job, there in zip(jobs, answers, strict=True)]
+
+
+def _another_user(folder: Path) -> dict[str, str]:
+    """Environment variables that belong to a user: another one's, with folders below this one."""
+    found = {name: f"another-{name.lower()}" for name in ("USER", "LOGNAME", "USERNAME")}
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        (folder / name.lower()).mkdir()
+        found[name] = str(folder / name.lower())
+    return {**found, "TZ": "UTC-7" if os.environ.get("TZ") != "UTC-7" else "UTC-5"}
 
 
 SHIFT_S = 400 * 86_400 + 12_345
@@ -122,11 +174,54 @@ SHIFT_S = 400 * 86_400 + 12_345
 
 
 def _shift_clocks() -> None:
-    """Let every clock of `time` tell another time; what elapses stays the same."""
+    """Let every clock of `time` and `datetime` tell another time; what elapses stays the same."""
     for name in ("time", "monotonic", "perf_counter"):
         clock, in_ns = getattr(time, name), getattr(time, f"{name}_ns")
         setattr(time, name, lambda clock=clock: clock() + SHIFT_S)
         setattr(time, f"{name}_ns", lambda clock=in_ns: clock() + SHIFT_S * 10**9)
+    for name in ("localtime", "gmtime"):
+        of_time = getattr(time, name)
+        setattr(time, name, lambda secs=None, of_time=of_time: of_time(time.time() if secs is None else secs))
+    for name, place in (("ctime", 0), ("asctime", 0), ("strftime", 1)):
+        as_text = getattr(time, name)
+        default = time.time if name == "ctime" else time.localtime
+        setattr(time, name, lambda *given, as_text=as_text, default=default, place=place:
+                as_text(*given, *(() if len(given) > place else (default(),))))  # fmt: skip
+    datetime.datetime = _Later  # type: ignore[misc]
+
+
+class _LikePlain(type):
+    """The type of a class that takes every plain `datetime` for one of its own."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _plain_datetime)
+
+
+_plain_datetime = datetime.datetime
+
+
+class _Later(_plain_datetime, metaclass=_LikePlain):
+    """A `datetime` of the shifted clock; `date.today` reads `time.time` as it is."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Self:
+        return cls.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls) -> Self:
+        return cls.now(datetime.UTC).replace(tzinfo=None)
+
+
+def _change_machine() -> None:
+    """Let this process have other numbers of processors and threads."""
+    count = os.cpu_count() or 1
+    for module, name in ((os, "cpu_count"), (os, "process_cpu_count"), (multiprocessing, "cpu_count")):
+        if hasattr(module, name):
+            setattr(module, name, lambda: count + 1)
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+        os.sched_getaffinity = lambda pid: usable | {max(usable) + 1}
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def main() -> None:
@@ -134,12 +229,12 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a policy prints is not part of the answer
     _shift_clocks()
+    _change_machine()
     jobs = json.load(sys.stdin)
     policies = [load(job.pop("name"), **job.pop("parameters")) for job in jobs]
-    with tempfile.TemporaryDirectory(prefix="another-working-directory-") as folder:  # of another length, too
-        os.chdir(folder)
-        answers = [fingerprints(policy, **job, elsewhere=True) for policy, job in zip(policies, jobs, strict=True)]
-        os.chdir(os.sep)
+    os.chdir(os.environ["HOME"])
+    answers = [fingerprints(policy, **job, elsewhere=True) for policy, job in zip(policies, jobs, strict=True)]
+    os.chdir(os.sep)
     json.dump(answers, out)
     out.close()
 

@@ -16,11 +16,12 @@ from sim.hardware.cost import op_times
 from sim.plan import Move
 from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
+from sim.rewrites.slots import slots_of
 from sim.rewrites.values import groups
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Implementation, Op
-from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, leaves
+from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, Slots, leaves
 
 
 def check_costs(run: Replayed) -> None:
@@ -81,7 +82,7 @@ class _Costs:
         other = self.implementation(op, expr)
         if other is None:
             return plain
-        factor, share = Fraction(other.time_factor), _share(expr)
+        factor, share = Fraction(other.time_factor), self.share(expr)
         rounded = ceil if share == 1 else floor
         return replace(
             plain,
@@ -99,7 +100,7 @@ class _Costs:
         """
         if "implementation" not in self.saves or list(_parts(expr)) != [expr]:
             return None
-        base, share = self.base.ops[leaves(expr)[0].id], _share(expr)
+        base, share = self.base.ops[leaves(expr)[0].id], self.share(expr)
         slack = int(share < 1)
         fits = [
             other
@@ -114,8 +115,8 @@ class _Costs:
         parts = list(_parts(expr))
         if parts != [expr]:
             return self.fused(op, [self.of(op, part) for part in parts], parts)
-        if isinstance(expr, Part | Microbatch | Along):
-            whole, share = self.of(op, expr.of), Fraction(expr.stop - expr.first, expr.count)
+        if isinstance(expr, Part | Microbatch | Along | Slots):
+            whole, share = self.of(op, expr.of), self.part(expr)
             operands = len(op.reads) + len(op.writes)  # each of them is rounded down to whole bytes
             return replace(
                 whole,
@@ -138,6 +139,23 @@ class _Costs:
             frozenset((base.dtype,)),
             frozenset((base.kind,)),
         )
+
+    def share(self, expr: Expr) -> Fraction:
+        """The share of its op that a part of one is."""
+        share = Fraction(1)
+        while isinstance(expr, Part | Microbatch | Along | Slots):
+            share, expr = share * self.part(expr), expr.of
+        return share
+
+    def part(self, expr: Part | Microbatch | Along | Slots) -> Fraction:
+        """The share of what it is a part of; of an update that of the parameters' operands, by their bytes."""
+        if not isinstance(expr, Slots):
+            return Fraction(expr.stop - expr.first, expr.count)
+        slots, size = slots_of(self.base, leaves(expr)[0].id), self.base.tensor_columns.bytes
+        if len(slots) != expr.count:  # which law 2 refuses
+            return Fraction(len(expr.slots), expr.count)
+        weight = [sum(int(size[t]) for t in (*slot.reads, *slot.writes)) for slot in slots]
+        return Fraction(sum(weight[k] for k in expr.slots), max(sum(weight), 1))
 
     def fused(self, op: Op, parts: list[_Cost], exprs: list[Expr]) -> _Cost:
         """A fusion of several ops into one kernel: the work of all, each in its own type and its own measured time.
@@ -218,15 +236,18 @@ class _Costs:
             raise LawBroken(f"op {op.name!r} is of kind {op.kind!r}; what it stands for is not")
 
     def counted(self, ops: list[Op]) -> None:
-        """No op counts more FLOPs than it executes or what it stands for counts: utilisation is told from them."""
-        base = self.base.counted_flops
+        """No op counts more FLOPs than what it stands for: utilisation is told from them.
+
+        One that executes more, and does nothing more, says so (`Op.counted`).
+        """
+        counts, base = self.trace.counted_flops, self.base.counted_flops
         for op in ops:
-            if op.counted is None or op.counted <= op.flops:
-                continue
-            parts = _parts(self.exprs[op.id])
-            most = sum(ceil(int(base[leaves(part)[0].id]) * _share(part)) for part in parts)
-            if op.counted > most:
-                raise LawBroken(f"op {op.name!r} counts {op.counted} FLOPs; what it stands for counts {most}")
+            expr = self.exprs[op.id]
+            other = self.implementation(op, expr)
+            factor = max(Fraction(1), Fraction(other.time_factor)) if other is not None else 1
+            most = sum(ceil(int(base[leaves(part)[0].id]) * self.share(part) * factor) for part in _parts(expr))
+            if counts[op.id] > most:
+                raise LawBroken(f"op {op.name!r} counts {counts[op.id]} FLOPs; what it stands for counts {most}")
 
     def meetings(self, ops: list[Op]) -> None:
         """An op that stands for a member of a group meets ops that stand for all other members."""
@@ -347,13 +368,13 @@ class _Costs:
         joined: dict[Same, frozenset[Same]] = {}
         for op, expr in zip(ops, self.exprs, strict=True):
             parts = list(_parts(expr))
-            divided = [leaves(part)[0] for part in parts if isinstance(part, Part | Microbatch | Along)]
+            divided = [leaves(part)[0] for part in parts if isinstance(part, Part | Microbatch | Along | Slots)]
             if not divided:
                 continue
             done[divided[0]] += op.flops - sum(self.of(op, part).flops for part in parts if isinstance(part, Same))
             if (other := self.implementation(op, expr)) is not None:  # what it spares, or takes more
                 whole = self.base.ops[divided[0].id].flops
-                done[divided[0]] += whole * _share(expr) * (1 - Fraction(other.time_factor))
+                done[divided[0]] += whole * self.share(expr) * (1 - Fraction(other.time_factor))
             if not all(leaf in joined and joined[leaf] is joined[divided[0]] for leaf in divided):
                 all_of = frozenset(divided).union(*(joined[leaf] for leaf in divided if leaf in joined))
                 joined.update(dict.fromkeys(all_of, all_of))
@@ -366,20 +387,12 @@ class _Costs:
                 raise LawBroken(f"the parts of op {names} have {floor(has)} FLOPs together, not {needs}")
 
 
-def _share(expr: Expr) -> Fraction:
-    """The share of its op that a part of one is."""
-    share = Fraction(1)
-    while isinstance(expr, Part | Microbatch | Along):
-        share, expr = share * (expr.stop - expr.first) / expr.count, expr.of
-    return share
-
-
 def _parts(expr: Expr) -> Iterator[Expr]:
     """The ops and parts of ops that an op does, one after the other; a part of a fusion is a fusion of parts."""
     if isinstance(expr, Fused):
         for part in expr.parts:
             yield from _parts(part)
-    elif isinstance(expr, Part | Microbatch | Along):
+    elif isinstance(expr, Part | Microbatch | Along | Slots):
         for inner in _parts(expr.of):
             yield replace(expr, of=inner)
     elif not isinstance(expr, Glue):

@@ -21,7 +21,8 @@ def check_holding(trace: Trace, base: Trace) -> None:
 
     It counts as far as it is on the tensor's device, in its iteration and its microbatches (or, where those have none,
     in none); where it is not, the nearest op before it that is. What a rewrite adds, what is overwritten in place and
-    outputs have no release point. A plan may drop what is held, as its log then says.
+    outputs have no release point; a value that only gets another name in its storage is held by that name. A plan may
+    drop what is held, as its log then says.
     """
     origin = Origin.identity(trace)
     device = trace.op_columns.device.tolist()
@@ -31,8 +32,8 @@ def check_holding(trace: Trace, base: Trace) -> None:
             places[device[op], iteration, batch].append((id, op))
     outputs, names = set(trace.outputs), trace.tensor_columns.name
     for t, expr in enumerate(origin.tensors):
-        producer = int(trace.producer[t])
-        if producer < 0 or t in outputs or trace.replaced_by[t] >= 0 or isinstance(origin.ops[producer], Glue):
+        producer, last = int(trace.producer[t]), _last_name(trace, origin, t)
+        if producer < 0 or last in outputs or trace.replaced_by[last] >= 0 or isinstance(origin.ops[producer], Glue):
             continue
         for id, iteration, batch in _leaves(expr):
             release = int(base.released[id])
@@ -43,12 +44,29 @@ def check_holding(trace: Trace, base: Trace) -> None:
                 for which in dict.fromkeys((batch, None))
             ]
             until = next((end[1] for end in ends if end is not None), -1)
-            if trace.held_until[t] < until:
-                held, late = (trace.op_columns.name[op] for op in (int(trace.held_until[t]), until))
+            if trace.held_until[last] < until:
+                held, late = (trace.op_columns.name[op] for op in (int(trace.held_until[last]), until))
                 raise LawBroken(
                     f"the program holds {base.tensor_columns.name[id]!r} until {base.op_columns.name[release]!r}; the "
-                    f"rewritten trace releases {names[t]!r} after {held!r}, before {late!r} has run"
+                    f"rewritten trace releases {names[last]!r} after {held!r}, before {late!r} has run"
                 )
+
+
+def _last_name(trace: Trace, origin: Origin, tensor: int) -> int:
+    """The last of the tensors in one storage that hold this one's value, which glue passes on."""
+    expr = origin.tensors[tensor]
+    while (heir := int(trace.replaced_by[tensor])) >= 0:
+        if not isinstance(origin.ops[int(trace.producer[heir])], Glue) or not _holds(origin.tensors[heir], expr):
+            break
+        tensor = heir
+    return tensor
+
+
+def _holds(expr: Expr | None, value: Expr) -> bool:
+    """Whether an expression is a value, or has it in a pack or encoded."""
+    if isinstance(expr, Packed):
+        return any(_holds(part, value) for part in expr.parts)
+    return expr == value or (isinstance(expr, Encoded) and _holds(expr.of, value))
 
 
 def _leaves(expr: Expr | None, batch: Batch = None) -> Iterator[tuple[int, int, Batch]]:

@@ -1,4 +1,4 @@
-"""Law 8: a policy that says it is optimal is."""
+"""Law 8: a policy that says it is optimal is, and what a plan says is proven holds for its own run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from sim.conformance.checker import check
 from sim.conformance.replayed import LawBroken, Replayed, replayed, run_policy
 from sim.conformance.simple_plans import simple_plans
 from sim.errors import Infeasible
-from sim.experiment import UNLIMITED, problem_for
+from sim.experiment import PROVEN, UNLIMITED, problem_for
+from sim.plan import Plan
 
 
 def check_optimal(run: Replayed) -> None:
@@ -15,7 +16,10 @@ def check_optimal(run: Replayed) -> None:
     It is held to what a run claims: a plan whose notes say another `status`, and a refusal that is not proven, claim
     nothing. Planners count bytes. Where the allocator gives addresses, a plan may run into gaps that it could not
     foresee, and more budget may have other gaps: a refusal says nothing there.
+
+    Of any policy, a bound that its plan's notes call proven (`sim.experiment.PROVEN`) is not above what it reaches.
     """
+    _bounds(run)
     if not run.policy.optimal or not (run.done or isinstance(run.error, Infeasible)):
         return
     addressed = run.platform.home(0).allocator.name != "exact"
@@ -25,7 +29,7 @@ def check_optimal(run: Replayed) -> None:
     best = run.log.end if run.done and run.log is not None else None
     for budget in (capacity + max(1, capacity // 8), 2 * capacity, UNLIMITED):
         more = run_policy(run.policy, run.trace, run.platform.with_budget(budget), seed=run.seed)
-        if not _claims(more):
+        if not claims_optimum(more):
             continue
         if not more.done or more.log is None:
             if best is not None and isinstance(more.error, Infeasible) and not addressed:
@@ -36,7 +40,29 @@ def check_optimal(run: Replayed) -> None:
         best, capacity = more.log.end, budget
 
 
-def _claims(run: Replayed) -> bool:
+def _bounds(run: Replayed) -> None:
+    """A run is not below the least that its own plan's notes call proven."""
+    if not run.done or run.plan is None or run.log is None:
+        return
+    for key, (_, figure, of) in PROVEN.items():
+        bound, reached = run.plan.notes.get(key), of(run.log)
+        if bound is None or reached is None:
+            continue
+        slack = 1e-6 * bound if isinstance(bound, float) else 0  # joules are proven to one part in a million
+        if reached < bound - slack:
+            raise LawBroken(f"its notes say {key} {bound}; the {figure} of its own run is {reached}")
+
+
+def puts_optimum_to_the_test(run: Replayed) -> bool:
+    """Whether a run claims an optimum where keeping everything does not fit, and has simple plans in its class."""
+    if not run.done or not run.policy.optimal or not claims_optimum(run):
+        return False
+    if replayed(run.policy, Plan(run.trace), run.trace, run.platform, seed=run.seed).done:
+        return False
+    return any(map(run.policy.in_class, simple_plans(run.trace)))
+
+
+def claims_optimum(run: Replayed) -> bool:
     """Whether a run says that its plan is optimal, or that no plan of the class fits."""
     if isinstance(run.error, Infeasible):
         return run.error.proven
@@ -45,7 +71,7 @@ def _claims(run: Replayed) -> bool:
 
 def _beaten(run: Replayed) -> None:
     """Compare a plan said to be optimal, or a refusal, with simple plans of the class that the policy names."""
-    if not _claims(run):
+    if not claims_optimum(run):
         return
     best = run.log.end if run.done and run.log is not None else None
     budget = run.platform.home(0).capacity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from sim.analysis.bounds import bounds
 from sim.conformance.ledger import CODEC, FIRST, RECOMPUTE, RUN, STALL, Copy, Ledger, Stay, Work
 from sim.conformance.rates import check_rates
 from sim.conformance.replayed import LawBroken, Replayed
+from sim.hardware.platform import Platform
 from sim.log import CAUSE
 from sim.policies.base import MANAGED_AS
 from sim.trace.graph import Trace
@@ -21,7 +23,9 @@ GONE = (CAUSE["dropped"], CAUSE["moved out"])
 
 
 def check_ops(run: Replayed) -> None:
-    """Law 3: every op runs, once unless the policy recomputes; moves and evicted roles are those that it declares."""
+    """Law 3: every op runs, once unless the policy recomputes; rewrites, moves and evicted roles are declared."""
+    if run.plan is not None and not run.policy.rewrites and run.plan.trace != run.trace:
+        raise LawBroken("the plan is for another trace than the one it was asked for; the policy declares no rewrite")
     if run.log is None or run.plan is None:
         return
     ledger, policy = run.ledger, run.policy
@@ -34,19 +38,42 @@ def check_ops(run: Replayed) -> None:
         if len(works) > runs and not policy.recomputes:
             again = next(work for work in works if work.why not in FIRST)
             raise LawBroken(f"op {name!r} is recomputed at {again.start} ns; the policy declares no recomputation")
-    forced, size = _forced(run), ledger.trace.tensor_columns.bytes
+    forced, size, aside = _forced(run), ledger.trace.tensor_columns.bytes, list[int]()
     for copy in ledger.copies:
         if copy.tensor not in forced and not policy.moves and size[copy.tensor]:
             raise LawBroken(
                 f"{ledger.names[copy.tensor]!r} moves to {ledger.tier_names[copy.target]!r} at {copy.start} ns; the "
                 "policy does not say that it moves"
             )
+    for tensor, tier in _placed_elsewhere(run):
+        if not policy.moves and size[tensor]:
+            raise LawBroken(f"{ledger.names[tensor]!r} is placed in {tier!r}; the policy does not say that it moves")
+        aside.append(tensor)
     role = ledger.trace.tensor_columns.role
     touched = [copy.tensor for copy in ledger.copies] + [s.tensor for s in ledger.stays if s.gone_by in GONE]
-    for tensor in touched:
+    for tensor in [*touched, *aside]:
         word = MANAGED_AS[ROLES[role[tensor]]]
         if word not in policy.manages and tensor not in forced and ledger.trace.tensor_columns.bytes[tensor]:
             raise LawBroken(f"{ledger.names[tensor]!r} is dropped or moved; the policy does not say it manages {word}")
+
+
+def _placed_elsewhere(run: Replayed) -> Iterator[tuple[int, str]]:
+    """Tensors that the plan itself places in another tier than the home of the engine that uses or produces them."""
+    assert run.plan is not None
+    trace, platform, replaces = run.plan.trace, run.platform, run.plan.trace.tensor_columns.replaces
+    left = {trace.tensor_columns.name[first] for _, first in trace.carry} if run.history else set()
+    for given, where in run.plan.place.items():
+        tensor, tier = trace.tensor_id(given), where if isinstance(where, str) else where[0]
+        if trace.tensor_columns.name[tensor] in left:  # it may lie where the iteration before left it
+            continue
+        first = int(trace.producer[tensor])
+        if first < 0:
+            overwrites = [int(trace.producer[t]) for t in np.flatnonzero(replaces == tensor).tolist()]
+            first = min([*trace.readers(tensor), *overwrites], default=-1)
+        engine = "" if first < 0 else trace.op_columns.engine.get(first, "")
+        home = platform.engines[platform.engine_for(int(trace.op_columns.device[max(first, 0)]), engine)].home
+        if tier != home:
+            yield tensor, tier
 
 
 def _groups_in_one_tier(ledger: Ledger) -> set[int]:
@@ -60,15 +87,16 @@ def _groups_in_one_tier(ledger: Ledger) -> set[int]:
 def _forced(run: Replayed) -> set[int]:
     """Tensors that must move whatever the policy does, because no tier is in reach of all their users."""
     assert run.plan is not None
-    asked = _crossing(run.trace, run)
+    asked = crossing(run.trace, run.platform)
     ran = run.plan.trace
     if ran is run.trace or ran == run.trace or ran.origin is None:
         return asked
     return {t for t, expr in enumerate(ran.origin.tensors) if any(leaf.id in asked for leaf in leaves(expr))}
 
 
-def _crossing(trace: Trace, run: Replayed) -> set[int]:
-    platform, c = run.platform, trace.op_columns
+def crossing(trace: Trace, platform: Platform) -> set[int]:
+    """Tensors for which no tier is in reach of all engines that use them, so that copies are part of the work."""
+    c = trace.op_columns
     users: dict[int, list[set[str]]] = defaultdict(list)
     for op in range(len(c.name)):
         engine = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))]

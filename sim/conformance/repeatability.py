@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Mapping
 
 import numpy as np
 
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
+from sim.engine.replay import replay
 from sim.errors import PolicyError
 from sim.experiment import problem_for, unlimited
 from sim.log import EventLog
@@ -36,6 +38,25 @@ def check_repeats(run: Replayed) -> None:
             raise LawBroken("the second time `unlimited` says otherwise")
     if run.log is not None and again.log is not None and run.log != again.log:
         raise LawBroken(f"the second time its log differs: {_difference(run.log, again.log)}")
+    if run.done:
+        _runs_again(run)
+
+
+def _runs_again(run: Replayed) -> None:
+    """A plan can be run any number of times, and in other processes: sweeps keep plans and send them."""
+    assert run.plan is not None
+    assert run.log is not None
+    try:
+        plans = {"run a second time": run.plan, "pickled": pickle.loads(pickle.dumps(run.plan))}
+    except Exception as error:
+        raise LawBroken(f"its plan cannot be pickled: {type(error).__name__}: {error}") from None
+    for how, plan in plans.items():
+        try:
+            log = replay(plan, run.platform)
+        except Exception as error:
+            raise LawBroken(f"its plan, {how}, fails: {type(error).__name__}: {error}") from None
+        if log != run.log:
+            raise LawBroken(f"its plan, {how}, gives another log: {_difference(run.log, log)}")
 
 
 def _in_short(plans: Mapping[str, Plan]) -> dict[str, tuple[object, ...]]:

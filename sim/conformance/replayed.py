@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,9 @@ from sim.plan import Plan, Problem, Recompute, Run
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
+NEARLY = 0.9
+"""The part of its limit after which a solver may stop because of it."""
+
 
 class LawBroken(AssertionError):
     """A run breaks a law; the text says where."""
@@ -36,6 +40,7 @@ class Replayed:
     log: complete, or the partial one that an OutOfMemory carries; None if nothing ran.
     error: the error of this package that the policy or the engine raised.
     crash: any other exception, `SystemExit` included.
+    plan_s: the longest that the policy took for a plan, in seconds of the clock.
     changed: which of its inputs the policy changed in place: "trace", "platform", "history" or "log of
         `evaluate`"; "" for none.
     """
@@ -49,6 +54,7 @@ class Replayed:
     error: TiersimError | None = None
     crash: BaseException | None = None
     history: tuple[Run, ...] = ()
+    plan_s: float = 0.0
     changed: str = ""
 
     @property
@@ -63,8 +69,14 @@ class Replayed:
 
     @property
     def met_time_limit(self) -> bool:
-        """Whether its solver says that it met a limit on the clock, so that another run may find another plan."""
-        return bool(self.policy.solver) and self.plan is not None and bool(self.plan.notes.get("time_limited"))
+        """Whether its solver met a limit on the clock, so that another run may find another plan.
+
+        Its plan says so (`time_limited`), and planning took as long as the policy's parameter `time_limit` allows.
+        """
+        if not self.policy.solver or self.plan is None or not self.plan.notes.get("time_limited"):
+            return False
+        allowed = getattr(self.policy, "time_limit", None)
+        return isinstance(allowed, int | float) and self.plan_s >= NEARLY * allowed
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -145,21 +157,29 @@ def _run(policy: Policy, given: _Given, seed: int, warm_up: int) -> Replayed:
     history: tuple[Run, ...] = ()
     plan: Plan | None = None
     trace, platform = given.trace, given.platform
+    times = [0.0]
+
+    def planned() -> Plan:
+        began = time.perf_counter()
+        plan = policy.plan(given.problem(seed, history))
+        times.append(time.perf_counter() - began)
+        return _without_caches(plan, trace)
+
     try:
         for _ in range(warm_up):
-            plan = _without_caches(policy.plan(given.problem(seed, history)), trace)
+            plan = planned()
             history = (*history, run_iteration(trace, plan, platform, history, last=False))
         plan = None
-        plan = _without_caches(policy.plan(given.problem(seed, history)), trace)
+        plan = planned()
         ran = run_iteration(trace, plan, platform, history)
     except TiersimError as error:
         partial = getattr(error, "log", None) if plan is not None else None
-        return Replayed(policy, trace, platform, seed, plan, partial, error, None, history)
+        return Replayed(policy, trace, platform, seed, plan, partial, error, None, history, max(times))
     except BaseException as crash:
         if type(crash) in (KeyboardInterrupt, TooLong):  # a person's, and the checker's
             raise
-        return Replayed(policy, trace, platform, seed, plan, None, None, crash, history)
-    return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history)
+        return Replayed(policy, trace, platform, seed, plan, None, None, crash, history, max(times))
+    return Replayed(policy, trace, platform, seed, ran.plan, ran.log, None, None, history, max(times))
 
 
 def _without_caches(plan: Plan, given: Trace) -> Plan:

@@ -7,9 +7,10 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,17 +21,16 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
 from sim.cache import cache_folder
-from sim.conformance.across_processes import Ended, differences
+from sim.conformance.across_processes import Elsewhere, Ended, elsewhere, outcome_hash
 from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
 from sim.conformance.examples import Example, examples_for, for_each, on_its_own
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
-from sim.conformance.optimality import check_optimal
+from sim.conformance.optimality import check_optimal, puts_optimum_to_the_test
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
-from sim.conformance.simple_plans import simple_plans
 from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
@@ -40,12 +40,6 @@ from sim.limits import SECONDS, TooLong, limited
 from sim.policies import parameters_of
 from sim.policies.base import Policy
 from sim.trace.io import save
-
-
-def _is_compared(run: Replayed) -> bool:
-    """Whether some simple plan is of the class that an optimal policy names."""
-    return any(map(run.policy.in_class, simple_plans(run.trace)))
-
 
 CHECKS: Mapping[str, Callable[[Replayed], None]] = {
     "capacity": check_capacity,
@@ -66,7 +60,7 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
 APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
     "outcome": lambda run: True,
     "repeats": lambda run: run.crash is None,
-    "optimal": lambda run: run.done and bool(run.policy.optimal) and _is_compared(run),
+    "optimal": puts_optimum_to_the_test,
     "carried": lambda run: run.done and bool(run.trace.carry),
     "online": lambda run: run.done and run.plan is not None and run.plan.online is not None,
     "costs": lambda run: run.done and run.plan is not None and run.plan.trace != run.trace,
@@ -81,6 +75,9 @@ MOST_SKIPPED = 0.75
 
 ELSEWHERE = 5
 """Most examples that a second process repeats."""
+
+ONCE_MORE = 20, 10
+"""Most examples that are run once more after all others: of the first ones, and of the others, at random."""
 
 SHRINKS = 500
 """Most examples that are tried to find a smaller one that breaks a law."""
@@ -229,18 +226,17 @@ def check_policy(
     if examples < 1:
         raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
-    elsewhere: list[str] = []
+    there: list[Elsewhere] = []
     if across_processes:
         try:
-            elsewhere = differences(
-                [(name, policy)], examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s
-            )
+            there = elsewhere([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s)
         except Ended as error:
             ended = Broken("outcome", sentence(check_outcome), 1, str(error))
             return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
     exercised: set[str] = set()
+    kept: list[tuple[Example, str]] = []
 
     def look(example: Example) -> None:
         faults: dict[str, tuple[Example, str]] = {}
@@ -249,13 +245,12 @@ def check_policy(
             with limited(time_limit_s):
                 run = run_policy(policy, case.trace, case.platform, seed=seed)
                 exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
-                for law, check in CHECKS.items():
-                    beat()  # each may take as long as a run
-                    text = breaks(check, run)
-                    if text:
-                        faults.setdefault(law, (case, text))
+                for law, text in _broken_by(run, beat):
+                    faults.setdefault(law, (case, text))
             if not run.refused:
                 break
+        if run.crash is None and not run.met_time_limit:
+            kept.append((case, outcome_hash(run)))
         with limited(time_limit_s):
             if text := _called_a_need(policy, example, run, seed):
                 faults.setdefault("outcome", (example, text))
@@ -266,6 +261,10 @@ def check_policy(
     drawn = examples_for(policy)
     try:
         for_each(drawn, look, examples, seed)
+        if case := _answers_otherwise(policy, kept, seed, time_limit_s, beat):
+            text = "after all other examples it does something else than before: it remembers them"
+            broken.setdefault("repeats", []).append((case, text))
+        differ = [text for answer in there if (text := answer.difference())]
     except TooLong as error:
         ended = Broken("outcome", sentence(check_outcome), 1, f"TooLong: {error}")
         return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=(ended,))
@@ -275,7 +274,7 @@ def check_policy(
         files, command = _write(smallest, policy, name, law, seed, folder)
         found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
     found += _unproven(policy, seen, {*exercised, *broken})
-    found += [Broken("repeats", sentence(check_repeats), 1, text) for text in elsewhere if "repeats" not in broken]
+    found += [Broken("repeats", sentence(check_repeats), 1, text) for text in differ if "repeats" not in broken]
     return Report(
         policy=name,
         seed=seed,
@@ -289,6 +288,33 @@ def check_policy(
         exercised=tuple(law for law in CHECKS if law in exercised),
         rarely=policy.rarely,
     )
+
+
+def _broken_by(run: Replayed, beat: Callable[[], None]) -> Iterator[tuple[str, str]]:
+    """The laws that a run breaks, and how."""
+    for law, check in CHECKS.items():
+        beat()  # each may take as long as a run
+        if text := breaks(check, run):
+            yield law, text
+
+
+def _answers_otherwise(
+    policy: Policy,
+    kept: Sequence[tuple[Example, str]],
+    seed: int,
+    time_limit_s: float | None,
+    beat: Callable[[], None],
+) -> Example | None:
+    """An example that has another result once all have run, when some are run once more; None for none."""
+    early, late = ONCE_MORE
+    first, later = kept[:early], kept[early:]
+    for example, before in [*first, *random.Random(seed).sample(later, min(len(later), late))]:
+        beat()
+        with limited(time_limit_s):
+            run = run_policy(policy, example.trace, example.platform, seed=seed)
+        if not run.met_time_limit and outcome_hash(run) != before:
+            return example
+    return None
 
 
 def _called_a_need(policy: Policy, example: Example, run: Replayed, seed: int) -> str:
@@ -312,8 +338,14 @@ def _unproven(policy: Policy, seen: Exercised, tried: Collection[str]) -> list[B
     tried: the laws that some example put to the test.
     """
     found = []
+    if "repeats" not in tried and seen.ran >= ENOUGH:
+        text = "no example put it to the test: each plan met a limit of time"
+        found.append(Broken("repeats", sentence(check_repeats), seen.ran, text))
     if policy.optimal and "optimal" not in tried and seen.ran >= ENOUGH:
-        text = "it was compared with no plan: `in_class` accepts none of the simple ones, not even to keep everything"
+        text = (
+            "no example put it to the test: where keeping everything does not fit, the notes of no plan claim it "
+            "(`status`), or `in_class` accepts no simple plan"
+        )
         found.append(Broken("optimal", sentence(check_optimal), seen.ran, text))
     if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
         text = f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says for which"

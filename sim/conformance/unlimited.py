@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from sim.conformance.costs import check_costs
+from sim.conformance.order import crossing
 from sim.conformance.replayed import LawBroken, Replayed, replayed
 from sim.conformance.values import check_values
 from sim.experiment import problem_for, reference_for, unlimited
+from sim.hardware.ideal import ideal_ns
 from sim.units import format_time
 
 
 def check_unlimited(run: Replayed) -> None:
-    """Law 11: no lossless policy is faster than unlimited memory with the same freedoms."""
+    """Law 11: no lossless policy is faster than unlimited memory with the same freedoms.
+
+    Where engines use tensors that no tier in reach of all of them holds, the reference copies each when its reader is
+    reached. A policy that moves is free to copy it before that: it is held to the time of the ops alone, their longest
+    chain and the busiest engine.
+    """
     if not run.done or not run.policy.lossless:
         return
     assert run.log is not None
     ample = unlimited(run.platform)
-    for name, plan in run.policy.unlimited(problem_for(run.trace, ample)).items():
+    plans = run.policy.unlimited(problem_for(run.trace, ample))
+    for name, plan in plans.items():
         claimed = replayed(run.policy, plan, run.trace, ample, seed=run.seed)
         for check in (check_values, check_costs):
             try:
@@ -23,8 +31,12 @@ def check_unlimited(run: Replayed) -> None:
             except LawBroken as error:
                 raise LawBroken(f"unlimited memory ({name}): {error}") from None
     best = reference_for(run.policy, (run.trace,) * (len(run.history) + 1), run.platform)
-    if run.log.end < best.makespan_ns:
+    least, name = best.makespan_ns, best.name
+    if run.policy.moves and crossing(run.trace, run.platform):
+        ops = min(ideal_ns(trace, run.platform) for trace in (run.trace, *(plan.trace for plan in plans.values())))
+        least, name = min((least, name), (ops, "copies at no time"))
+    if run.log.end < least:
         raise LawBroken(
-            f"it takes {format_time(run.log.end)}, but unlimited memory ({best.name}) {format_time(best.makespan_ns)}: "
+            f"it takes {format_time(run.log.end)}, but unlimited memory ({name}) {format_time(least)}: "
             "a freedom to make the work itself faster belongs into `unlimited`"
         )

@@ -52,9 +52,11 @@ def _figures(trace: Trace, base: Trace) -> None:
 
 
 def _wires(run: Replayed) -> None:
-    """A lossless policy puts all bytes on the wire, or as few as a lossless codec that it declares needs."""
-    if not run.policy.lossless:
-        return
+    """A copy puts all bytes on the wire, or as few as a lossless codec that the policy declares needs.
+
+    So does one of a lossy policy: what a copy loses would be restored from nothing. Values are lost by a rewrite
+    (`Encoded`, `Lossy`), whose op takes its time.
+    """
     least = LEAST_CODE if "codec" in run.policy.saves else 1
     size = run.ledger.trace.tensor_columns.bytes
     for copy in run.ledger.copies:

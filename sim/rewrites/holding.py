@@ -36,22 +36,32 @@ def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
     A tensor that an op of the old trace produces is held until the end of the op that stands for the old release
     point, in the same iteration and microbatch and on the same device. If that op is on another device or left out,
     the tensor is held until the last preceding op on this device. Tensors that a rewrite adds (a received copy, an
-    encoding) and tensors whose storage is taken over are not held.
+    encoding) and tensors whose storage is taken over are not held; where that only gives a value another name, the last
+    name is held.
     """
     assert new.origin is not None
     places = _Places(new, origin)
     order = {t: (rank, op) for rank, (t, op) in enumerate(points(old))}
     release_points: list[tuple[int, int, int]] = []
     for t, expr in enumerate(origin.tensors):
-        producer = int(new.producer[t])
-        if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[t] >= 0:
+        producer, name = int(new.producer[t]), _last_name(new, origin, t)
+        if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[name] >= 0:
             continue
         turn, device = _turn(new.origin.tensors[t]), int(new.op_columns.device[producer])
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
         ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
         if ends:
-            release_points.append((*max(ends), t))
+            release_points.append((*max(ends), name))
     return with_releases(new, [(t, op) for op, _, t in sorted(release_points)])
+
+
+def _last_name(new: Trace, origin: Origin, tensor: int) -> int:
+    """The last tensor that has the value of this one in its storage: an op that computes nothing may rename it."""
+    while (heir := int(new.replaced_by[tensor])) >= 0:
+        if origin.tensors[heir] != origin.tensors[tensor] or not isinstance(origin.ops[new.producer[heir]], Glue):
+            break
+        tensor = heir
+    return tensor
 
 
 def points(trace: Trace) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ from sim.policies.base import MANAGES, Policy
 from sim.rewrites.holding import with_releases
 from sim.rewrites.rewrite import Codec, choose_implementation, encode, fuse, reorder, split_batch, split_tensors
 from sim.rewrites.rewriter import Rewriter, with_columns
+from sim.rewrites.slots import split_updates
 from sim.solvers.outcome import in_stages
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import KIND_CODE, Implementation, Ring
@@ -562,15 +563,21 @@ def test_a_plan_that_changes_from_call_to_call_breaks_repeats():
 class Hurried(Forgetful):
     solver = "milp"
 
-    met: bool = True
+    says: bool = True
+    took: float = 0.05
+    time_limit: float = 0.05
 
     def plan(self, problem: Problem) -> Plan:
-        return replace(super().plan(problem), notes={"time_limited": self.met})
+        ends = time.perf_counter() + self.took
+        while time.perf_counter() < ends:
+            sum(range(100))
+        return replace(super().plan(problem), notes={"time_limited": self.says})
 
 
 def test_only_a_solver_that_met_its_limit_on_the_clock_may_find_another_plan_next_time():
     assert broken(run_policy(Hurried(), chain(), machine()), CHECKS) == set()
-    assert broken(run_policy(Hurried(met=False), chain(), machine()), CHECKS) == {"repeats"}
+    assert broken(run_policy(Hurried(says=False), chain(), machine()), CHECKS) == {"repeats"}
+    assert broken(run_policy(Hurried(took=0), chain(), machine()), CHECKS) == {"repeats"}
 
     @dataclass(frozen=True, kw_only=True)
     class NoSolver(Hurried):
@@ -672,6 +679,20 @@ def test_a_gain_over_unlimited_memory_breaks_unlimited():
             return {"fastest implementations": self.plan(problem)}
 
     assert broken(run_policy(Says(), quick(), machine())) == set()
+
+
+def test_a_copy_before_it_is_needed_elsewhere_is_no_gain_over_unlimited_memory():
+    b = TraceBuilder()
+    g, w = b.tensor("g", 50, "gradient"), b.tensor("w", 10, "weight")
+    new = b.tensor("w.new", 10, "weight", replaces=w)
+    b.op("f", writes=[g], duration=10)
+    b.op("late", duration=100)
+    b.op("step", "optimizer", phase="update", reads=[w, g], writes=[new], duration=10, engine="cpu")
+    trace, early = b.build(), (Move("g", "host", after="f"),)
+    plain, run = (replayed(Honest(), Plan(trace, actions), trace, machine()) for actions in ((), early))
+    assert (plain.log.end, run.log.end) == (170, 120)
+    assert broken(run) == set()
+    assert broken(with_log(run, end=119), ("unlimited",)) == {"unlimited"}
 
 
 def test_a_carried_tensor_left_elsewhere_breaks_carried():
@@ -820,7 +841,10 @@ COSTS = (*(law for law in ONE_RUN if law != "unlimited"), "costs")
 @pytest.mark.parametrize("measured", [False, True])
 def test_an_op_that_is_as_dear_as_the_one_it_stands_for_breaks_nothing(measured):
     assert broken(rewritten(priced(measured=measured), workspace={0: 10}), COSTS) == set()
-    assert broken(rewritten(priced(measured=measured), flops={1: 61}, workspace={0: 11}), COSTS) == set()
+    run = rewritten(priced(measured=measured), flops={1: 61}, workspace={0: 11})
+    assert broken(run, COSTS) == {"costs"}  # it counts more
+    trace = with_columns(run.plan.trace, counted={1: 60})
+    assert broken(replayed(Rewrites(), Plan(trace), run.trace, run.platform), COSTS) == set()
 
 
 @pytest.mark.parametrize(
@@ -1199,6 +1223,34 @@ def test_microbatches_add_up_to_the_op():
     assert broken(run(flops=less), COSTS) == {"costs"}
 
 
+def updates() -> Trace:
+    """A kernel that updates two weights, one with twice the elements."""
+    b = TraceBuilder()
+    names = {"v": 40, "w": 80}
+    old = [b.tensor(name, size, "weight") for name, size in names.items()]
+    grads = [b.tensor(f"{name}.grad", size, "gradient") for name, size in names.items()]
+    b.op("f", writes=grads, duration=10)
+    new = [b.tensor(f"{name}.new", b.bytes_of(t), "weight", replaces=t) for name, t in zip(names, old, strict=True)]
+    reads = [t for pair in zip(old, grads, strict=True) for t in pair]
+    b.op("step", "optimizer", phase="update", reads=reads, writes=new, flops=301, workspace=9, dtype="fp32")
+    return b.build(outputs=new, carry=zip(new, old, strict=True))
+
+
+def test_updates_of_single_parameters_add_up_to_that_of_all():
+    trace = updates()
+    apart = split_updates(trace, lambda slot: int(slot.parameter == "w"))
+    assert [op.name for op in apart.ops] == ["f", "step.0", "step.1"]
+
+    def run(**columns: np.ndarray) -> Replayed:
+        return replayed(Rewrites(), Plan(with_columns(apart, **columns)), trace, machine_with_launch())
+
+    assert broken(run(), COSTS) == set()
+    for key, less in (("flops", 2), ("bytes", 20), ("workspace", 1)):
+        column = (apart.touched if key == "bytes" else getattr(apart.op_columns, key)).copy()
+        column[1] -= less
+        assert broken(run(**{key: column}), COSTS) == {"costs"}, key
+
+
 def batch_with_a_choice(**measured) -> Trace:
     b = TraceBuilder({"batch": 8})
     x, w, y = b.tensor("x", 80, "input", shape=(8, 10)), b.tensor("w", 30, "weight"), b.tensor("y", 80, shape=(8, 10))
@@ -1281,6 +1333,22 @@ def test_halves_of_what_is_held_are_held_too():
     assert broken(replayed(Rewrites(), Plan(halves), trace, machine()), COSTS) == set()
     assert halves.op_columns.releases
     bare = with_columns(halves, releases={})
+    assert broken(replayed(Rewrites(), Plan(bare), trace, machine()), COSTS) == {"costs"}
+
+
+def test_what_is_held_is_held_by_another_name_too():
+    trace = held_until_d()
+    new = Rewriter(trace)
+    ids = new.all_tensors()
+    again = new.tensor(trace.tensors[2], name="again", replaces=ids[2])
+    for op in trace.ops:
+        new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+        if op.name == "c":  # the last reader of what the program holds until d
+            new.glue("rename", "copy", [ids[2]], [again], duration=0)
+    renamed = new.build(outputs=[ids[t] for t in trace.outputs], carry=())
+    assert renamed.released[again] == renamed.op_id("d")
+    assert broken(replayed(Rewrites(), Plan(renamed), trace, machine()), COSTS) == set()
+    bare = with_columns(renamed, releases={})
     assert broken(replayed(Rewrites(), Plan(bare), trace, machine()), COSTS) == {"costs"}
 
 

@@ -11,7 +11,7 @@ from sim.conformance import CHECKS, check_policy
 from sim.policies import load
 
 HEAD = '''
-import copy, itertools, os, random, signal, sys, time
+import copy, datetime, itertools, os, random, signal, sys, threading, time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 from sim.analysis.peak_memory import peak_bytes
@@ -19,7 +19,8 @@ from sim.errors import Infeasible, OutOfMemory, PolicyError
 from sim.experiment import reference_run
 from sim.plan import Drop, Move, Online, Plan, Recompute
 from sim.policies.base import MANAGES, Policy
-from sim.rewrites.rewriter import with_columns
+from sim.rewrites.rewriter import Rewriter, with_columns
+from sim.solvers.outcome import in_stages
 
 SEEN = []
 
@@ -61,6 +62,22 @@ class Planted(Base):
 '''
 
 PLAN = "    def plan(self, problem):\n        trace, made = problem.trace, self.made(problem.trace)\n"
+
+RENAMES = """\
+if not trace.op_columns.releases:
+    return Plan(trace)
+new = Rewriter(trace)
+ids = new.all_tensors()
+held = {t for tensors in trace.op_columns.releases.values() for t in tensors if t not in trace.outputs}
+for op in trace.ops:
+    new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+    for t in held:
+        if int(trace.last_use[t]) == op.id:
+            name = new.tensor(trace.tensors[t], name=f"again.{t}", replaces=ids[t])
+            new.glue(f"rename.{t}", "copy", [ids[t]], [name], duration=0, device=op.device, phase=op.phase)
+made = new.build(outputs=[ids[t] for t in trace.outputs], carry=[(ids[a], ids[b]) for a, b in trace.carry])
+return Plan(with_columns(made, releases={}))"""
+"""Each tensor that the program holds has another name after its last reader, and nobody holds that."""
 
 FAULTS = {
     "sys.exit(0)": ("outcome", "sys.exit(0)"),
@@ -203,6 +220,66 @@ FAULTS = {
         "trace.read_counts.setflags(write=True)\ntrace.read_counts[:] -= 1\nreturn Plan(trace)",
     ),
     "moves that it does not declare": ("ops", "return self.away(problem, 1)"),
+    "an optimum that it never claims": (
+        "optimal",
+        "whole = reference_run(trace, problem.platform.with_budget(1 << 40))\n"
+        "if max(peak_bytes(whole).values()) <= problem.budget: return Plan(trace, notes={'status': 'feasible'})\n"
+        "error = Infeasible('none found')\nerror.proven = False\nraise error",
+    ),
+    "an optimum that it claims where everything fits": (
+        "optimal",
+        "whole = reference_run(trace, problem.platform.with_budget(1 << 40))\n"
+        "fits = max(peak_bytes(whole).values()) <= problem.budget\n"
+        "if fits: return Plan(trace, notes={'status': 'optimal'})\n"
+        "error = Infeasible('none found')\nerror.proven = False\nraise error",
+    ),
+    "a bound above what it reaches": (
+        "optimal",
+        "return replace(self.away(problem, 1), notes={'makespan_bound_ns': 10**12, 'bound_among': 'all plans'})",
+    ),
+    "a rewrite that it does not declare": (
+        "ops",
+        "return Plan(with_columns(trace, priority=trace.op_columns.priority + 1))",
+    ),
+    "dice that it calls a limit of time": (
+        "repeats",
+        "return replace(self.away(problem, random.randrange(1000)), notes={'time_limited': True})",
+    ),
+    "a new name for what is held": ("costs", RENAMES),
+    "an online part that it has once": (
+        "repeats",
+        "parts = [Online()]\nreturn Plan(trace, online=lambda: parts.pop())",
+    ),
+    "an online part that cannot be pickled": ("repeats", "return Plan(trace, online=lambda: Online())"),
+    "the day of a date": ("repeats", "return self.away(problem, datetime.date.today().toordinal())"),
+    "the minute of a date": ("repeats", "return self.away(problem, datetime.datetime.now().minute)"),
+    "the user's folder": ("repeats", "return self.away(problem, len(os.path.expanduser('~')))"),
+    "the number of processors": ("repeats", "return self.away(problem, os.cpu_count())"),
+    "the processors that it may use": ("repeats", "return self.away(problem, len(os.sched_getaffinity(0)))"),
+    "the number of threads": ("repeats", "return self.away(problem, threading.active_count())"),
+    "dice that it keeps in the user's folder": (
+        "repeats",
+        "path = os.path.expanduser('~/.planted')\n"
+        "if not os.path.exists(path):\n"
+        "    with open(path, 'w') as file:\n"
+        "        file.write(str(random.randrange(1000)))\n"
+        "with open(path) as file:\n"
+        "    return self.away(problem, int(file.read()))",
+    ),
+    "more FLOPs where times are measured": (
+        "costs",
+        "ops = trace.op_columns\nreturn Plan(with_columns(trace, flops=ops.flops + 1000 * (ops.duration >= 0)))",
+    ),
+    "a copy of no bytes that loses nothing it declares": (
+        "values",
+        "return Plan(trace, [Move(t, 'host', wire=0, after=int(trace.producer[t])) for t in made[:1]])",
+    ),
+    "a place that it does not declare": (
+        "ops",
+        "if 'host' not in problem.platform.engines[0].reaches: return Plan(trace)\n"
+        "return Plan(trace, place={t: 'host' for t in range(len(trace.tensors)) if trace.producer[t] < 0})",
+    ),
+    "another plan after the twentieth": ("repeats", "SEEN.append(1)\nreturn self.away(problem, len(SEEN) > 20)"),
     "moves that never happen": ("", "return Plan(trace)"),
     "recomputation that never happens": ("", "return Plan(trace)"),
 }
@@ -226,6 +303,21 @@ TRAITS = {
     "moves that it does not declare": "    moves = False\n",
     "more time saved than a launch takes": (
         "    rewrites = True\n    moves = False\n    saves = {'launch': 'launched together'}\n    needs = frozenset()\n"
+    ),
+    **dict.fromkeys(
+        ("an optimum that it never claims", "an optimum that it claims where everything fits"),
+        "    optimal = 'among plans that recompute'\n    moves = False\n    needs = frozenset()\n\n"
+        "    def in_class(self, plan):\n        return in_stages(plan)\n\n",
+    ),
+    "a rewrite that it does not declare": "    moves = False\n    needs = frozenset()\n",
+    "dice that it calls a limit of time": "    solver = 'milp'\n",
+    "an online part that it has once": "    online = True\n    moves = False\n    needs = frozenset()\n",
+    "an online part that cannot be pickled": "    online = True\n    moves = False\n    needs = frozenset()\n",
+    "more FLOPs where times are measured": "    rewrites = True\n    moves = False\n    needs = frozenset()\n",
+    "a copy of no bytes that loses nothing it declares": "    lossless = False\n",
+    "a place that it does not declare": "    moves = False\n",
+    "a new name for what is held": (
+        "    rewrites = True\n    moves = False\n    needs = frozenset()\n    rarely = 'not all holds'\n"
     ),
     "a history that it changes": "    warm_up = 1\n",
     "recomputation that never happens": "    recomputes = True\n    moves = False\n",

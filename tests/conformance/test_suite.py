@@ -17,7 +17,7 @@ import pytest
 from annotated_types import Ge
 
 from sim.conformance import CHECKS, LawBroken, check_costs, check_policy, run_policy
-from sim.conformance.across_processes import differences
+from sim.conformance.across_processes import differences, renamed
 from sim.conformance.causality import check_online
 from sim.conformance.examples import Example, for_each, random_examples
 from sim.conformance.random_platforms import platform_of, toml_of
@@ -29,6 +29,7 @@ from sim.plan import Move, Online, Plan
 from sim.policies import load
 from sim.policies.base import MANAGES, Policy
 from sim.report.listings import policy_page
+from sim.rewrites.slots import slots_of
 from sim.trace import TraceBuilder
 from sim.trace.chain import chain
 from sim.trace.io import load as load_trace
@@ -314,6 +315,21 @@ def test_a_policy_that_ends_the_program_does_not_pass(how, tmp_path):
     said = done.stderr if how == "constructor" else done.stdout
     assert ("exit status 0" if how == "process" else "SystemExit") in said
 
+
+def test_other_names_leave_to_each_weight_what_is_its_own():
+    trace = transformer({**TINY_GPT, "n_layer": 1}, batch=1, sequence=8, optimizer="adamw_fused")
+    other = renamed(trace)
+    step = max((op for op in trace.ops if op.kind == "optimizer"), key=lambda op: len(op.reads)).id
+    slots = [[(slot.reads, slot.writes) for slot in slots_of(each, step)] for each in (trace, other)]
+    assert len(slots[0]) > 5
+    assert slots[0] == slots[1]
+    assert not set(trace.tensor_columns.name) & set(other.tensor_columns.name)
+    assert sorted(range(9), key=trace.tensor_columns.name.__getitem__) != sorted(
+        range(9), key=other.tensor_columns.name.__getitem__
+    )
+
+
+TINY_GPT = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
 
 REMEMBERS = """
 import os

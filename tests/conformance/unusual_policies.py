@@ -15,6 +15,7 @@ from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Problem, Re
 from sim.policies.base import MANAGES, Policy
 from sim.rewrites.order import must_precede
 from sim.rewrites.rewrite import reorder, split_batch
+from sim.rewrites.slots import split_updates
 from sim.trace import Trace
 from sim.trace.index import TraceIndex
 from sim.trace.tensor import ROLE_CODE
@@ -147,4 +148,17 @@ class EvictsAll(Policy):
         return Plan(problem.trace, online=partial(_EvictsAll, problem.platform.host.name, size))
 
 
-UNUSUAL = (DepthFirst, HalvesAndAgain, WeightsAway, EvictsAll)
+@dataclass(frozen=True, kw_only=True)
+class UpdatesApart(Policy):
+    """Rewrites: of an update of several parameters one op for every other parameter, and one for the rest."""
+
+    rewrites = True
+    rarely = "few nets this small update several parameters at once"
+
+    def plan(self, problem: Problem) -> Plan:
+        """The trace with the updates divided."""
+        trace = problem.trace
+        return Plan(split_updates(trace, lambda slot: trace.tensor_id(slot.parameter) % 2))
+
+
+UNUSUAL = (DepthFirst, HalvesAndAgain, WeightsAway, EvictsAll, UpdatesApart)
