@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 from hypothesis import strategies as st
 
@@ -13,8 +14,17 @@ from sim.trace.graph import Trace
 from sim.trace.op import Implementation
 
 SIZES = (16, 1, 40, 64, 7, 100, 0)
+VIEWED = (1, 40)
+"""Steps of these sizes are views where a trace has any."""
+
 TIMES = (10, 1, 30, 100, 0)
 WORK = (0, 0, 0, 8, 30)
+LARGE = 1 << 24
+"""How many times as large tensors are in a few traces: some then have more than 2^30 bytes."""
+
+MANY = 90
+"""Forward ops of the few traces that are long: with backward and update they have more than 159 ops."""
+
 QUICKER, LEANER = 0.5, 1.5
 """Time factors of further implementations of ops with workspace: with three times the workspace, and with none."""
 
@@ -75,7 +85,8 @@ def random_traces(
 
     With two devices each runs its copy of the net and the weight gradients are summed by a collective, or the first
     half of the ops is on device 0 and results reach the other half by send and receive, or unsent. In one of two traces
-    the program holds tensors beyond their last readers. Shrinks to one op.
+    the program holds tensors beyond their last readers. Some have views, some count more FLOPs than they execute, a few
+    are long, and a few have tensors of gigabytes. Shrinks to one op.
 
     needs: of `sim.policies.base.NEEDS`, those that concern the trace: `chain`, `layers`, `backward`,
         `inference`, `experts`.
@@ -100,12 +111,21 @@ def random_traces(
     style = digits.pick(("data", "pipeline", "unsent")) if devices > 1 else "one"
     states = digits.pick((False, True))
     product = digits.pick(("matmul", "conv"))
+    # not drawn, as below: what the seeds give stays the same, except for these
+    rare = Digits(crc32(repr(line).encode()))
+    views, counts = rare.pick((False, False, False, True)), rare.pick((False, True))
+    large, is_long = rare.pick((1,) * 15 + (LARGE,)), rare.pick((False,) * 29 + (True,))
+    if unit == 1 and not needs & {"slc"}:  # whose region holds some tens of bytes
+        unit = large
+    if is_long and longest > 8:
+        line = line * (MANY // len(line))
     b = TraceBuilder({"model": "random", "batch": 4, "samples": 4})
     nets = []
     for device in range(devices if style == "data" else 1):
         nets.append(
             _Net(b, f"d{device}." if style == "data" else "", device, style, unit, per_layer, measured, product)
         )
+        nets[-1].views, nets[-1].counts = views and style != "pipeline" and not chain, counts
     for net in nets:
         net.of_experts = "experts" in needs
         net.on_cpu = on_cpu == "some"
@@ -123,7 +143,8 @@ def random_traces(
     hold = Digits(sum(i * (step.size + step.took) for i, step in enumerate(line, 1)))
     every, longer = hold.pick((0, 0, 1, 3)), hold.pick(range(8))
     if backward and not update:
-        kept = [grad for net in nets for _, grad in net.gradients] or [nets[-1].last]
+        last = nets[-1].last
+        kept = [grad for net in nets for _, grad in net.gradients] or sorted({last, nets[-1].view_of.get(last, last)})
         return held(b.build(outputs=kept, carry=()), every, longer)
     return held(b.build(), every, longer)
 
@@ -133,7 +154,7 @@ def held(trace: Trace, every: int, longer: int) -> Trace:
     points = [
         (t, min(len(trace.ops) - 1, int(trace.last_use[t]) + longer))
         for t in (range(0, len(trace.tensors), every) if every else ())
-        if trace.producer[t] >= 0 and trace.replaced_by[t] < 0
+        if trace.producer[t] >= 0 and trace.replaced_by[t] < 0 and t not in trace.view_of
     ]
     return with_releases(trace, points) if points else trace
 
@@ -164,6 +185,8 @@ class _Net:
     split: int = 0
     on_cpu: bool = False
     of_experts: bool = False
+    views: bool = False
+    counts: bool = False
     tape: list[tuple[Step, list[int], list[int], int | None, list[int]]] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
 
@@ -174,6 +197,7 @@ class _Net:
         self.saved: set[int] = set()
         self.sent: dict[int, int] = {}
         self.home: dict[int, int] = {}  # weight -> the device that has it
+        self.view_of: dict[int, int] = {}  # view -> the tensor whose storage it shares
 
     # ---- forward -----------------------------------------------------------------------------
 
@@ -184,6 +208,9 @@ class _Net:
         reads = [self.alive[-1]] + [self.alive[-1 - d % len(self.alive)] for d in step.back]
         reads = [self.here(t) for t in dict.fromkeys(reads)]
         old = reads[0]
+        if self.views and step.size in VIEWED:
+            self.view(step, old)
+            return
         overwrites = step.overwrites and old in self.alive and old not in self.saved and old not in self.constant
         saved = [t for t in reads if step.saves_input and not (overwrites and t == old)]
         size = b.bytes_of(old) if overwrites else step.size * self.unit
@@ -204,6 +231,8 @@ class _Net:
         if step.work:
             quick = Implementation("quick", QUICKER, 3 * step.work * self.unit)
             fields["alternatives"] = (quick, Implementation("lean", LEANER, 0))
+        if self.counts and step.saves_output and not self.measured:
+            fields["counted"] = 40 * step.took  # twice what it executes, as under a causal mask
         self.op(self.forward_name(i, step), self.kind(step), inputs, made, step.took, **fields)
         if step.saves_output or not saved:
             saved.append(made[0])
@@ -214,6 +243,19 @@ class _Net:
         self.alive.append(made[0])
         self.last = made[0]
         self.tape.append((step, reads, made, weight, saved))
+
+    def view(self, step: Step, tensor: int) -> None:
+        """A forward op whose result is a view of what it reads, which is then overwritten no more."""
+        b, i, storage = self.b, len(self.tape), self.view_of.get(tensor, tensor)
+        made = b.tensor(f"{self.name}y{i}", 0, layer=self.layer(i))
+        reads = list(dict.fromkeys((tensor, storage)))
+        fields: dict[str, object] = {"layer": self.layer(i), "views": [reads.index(storage)]}
+        self.op(self.forward_name(i, step), "other", reads, [made], 0, **fields)
+        self.view_of[made] = storage
+        self.saved |= {made, storage}
+        self.alive.append(made)
+        self.last = made
+        self.tape.append((step, [tensor], [made], None, []))
 
     def here(self, tensor: int) -> int:
         """A tensor as this device reads it: sent to it once if it was produced on the other one."""
@@ -302,6 +344,7 @@ class _Net:
         cost: dict[str, object] = {"duration": took} if self.measured else {"flops": 20 * took}
         if self.on_cpu and took == 30:  # one op in five, and not always its backward
             cost["engine"] = "cpu"
+        reads = [*reads, *(self.view_of[t] for t in reads if t in self.view_of)]
         self.b.op(
             f"{self.name}{name}", kind, reads=list(dict.fromkeys(reads)), writes=writes, device=self.device,
             splits=("batch",) if kind != "optimizer" else (), **{**cost, **fields},  # type: ignore[arg-type]

@@ -242,6 +242,10 @@ def test_examples_have_every_feature_now_and_then():
     kinds = {op.kind for trace in traces for op in trace.ops}
     assert {"send", "recv", "collective", "conv", "matmul", "optimizer"} <= kinds
     assert any(trace.meta["model"] == "gpt2" for trace in traces)
+    assert any(trace.op_columns.views for trace in traces)
+    assert any(trace.op_columns.counted for trace in traces)
+    assert any(len(trace.ops) > 159 for trace in traces)
+    assert any(trace.tensor_columns.bytes.max(initial=0) > 1 << 30 for trace in traces)
     runs = [run_policy(load("keep_all"), example.trace, example.platform) for example in found]
     assert 0.25 < np.mean([run.done for run in runs]) < 0.75
 
