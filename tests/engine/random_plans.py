@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -23,8 +23,8 @@ class Anything(Policy):
 
     recomputes = True
     moves = True
-    lossless = False  # its moves put any number of bytes on the wire
     manages: ClassVar[tuple[str, ...]] = MANAGES
+    saves: ClassVar[Mapping[str, str]] = {"codec": "some of its moves put fewer bytes on the wire"}
 
     actions: Sequence[Action] = ()
 
@@ -84,7 +84,7 @@ def plan_of(trace: Trace, platform: Platform, seed: int, count: int, *, gentle: 
                 actions.append(Wait(tensor, **at))
         elif verb == "move":
             priority = draw.choice((0, 0, 0, -1, 2))
-            wire = trace.tensors[tensor].bytes // 2 if draw.random() < 0.1 else None
+            wire = -(-trace.tensors[tensor].bytes // 2) if draw.random() < 0.1 else None
             keep = draw.random() < 0.3
             actions.append(Move(tensor, draw.choice(tiers), keep=keep, priority=priority, wire=wire, **at))
         elif not gentle or (trace.producer[tensor] >= 0 and can_run_again(trace, int(trace.producer[tensor]))):
