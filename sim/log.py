@@ -29,8 +29,9 @@ STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain")
 other members of a group, the result of another engine, a planned `Wait`, and the end of all copies. At the end of a
 run, before `drain`, `engine` and `peer` also cover waiting for ops and transfers that are still in flight."""
 
-CAUSES = ("placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten")
-"""Why the use of a tier changed; `workspace` includes scratch space, both its allocation and its release."""
+CAUSES = ("placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten", "called off")
+"""Why the use of a tier changed; `workspace` includes scratch space, both its allocation and its release. `called off`
+is the release of space that was `moved in` for a copy which then never began."""
 
 WHY = {name: code for code, name in enumerate(WHYS)}
 STALL = {name: code for code, name in enumerate(STALLS)}

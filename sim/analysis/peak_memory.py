@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from sim.analysis.lanes import FIRST, main_lanes
-from sim.log import EventLog, Ints
+from sim.log import CAUSE, EventLog, Ints
 from sim.trace.op import PHASES
 from sim.trace.tensor import ROLES
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOVED_IN, CALLED_OFF = CAUSE["moved in"], CAUSE["called off"]
 CATEGORIES = (*ROLES, "workspace")
 """What the bytes in a tier are for: the roles of tensors, and workspace."""
 
@@ -63,13 +64,42 @@ class Peak:
 
 
 def peak_bytes(log: EventLog) -> dict[str, int]:
-    """The peak of every tier, by name."""
+    """The peak of every tier, by name.
+
+    Of a tier behind the devices, space that was reserved for copies which then never began does not count: a copy
+    reserves its space when it joins the queue of its link, and a program that locks, or allocates, the memory of its
+    host as copies begin needs none for these.
+    """
     return dict(_kept(log, "peak_bytes", lambda: _peaks(log)))
 
 
 def _peaks(log: EventLog) -> dict[str, int]:
-    tiers, delta = log.change("tier"), log.change("delta")
+    tiers, delta = log.change("tier")[_held(log)], log.change("delta")[_held(log)]
     return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
+
+
+def _held(log: EventLog) -> Ints:
+    """The rows of `changes`, without what tiers behind the devices reserved for copies that never began."""
+    rows: Ints = _kept(log, "held", lambda: _find_held(log))
+    return rows
+
+
+def _find_held(log: EventLog) -> Ints:
+    cause = log.change("cause")
+    homes = [log.platform.tier_ids[log.platform.home(device).name] for device in range(log.platform.devices)]
+    ended = np.flatnonzero((cause == CALLED_OFF) & ~np.isin(log.change("tier"), homes))
+    if not len(ended):
+        return np.arange(len(cause))
+    tier, tensor = log.change("tier"), log.change("tensor")
+    reserved: dict[tuple[int, int], int] = {}
+    left_out = set(ended.tolist())
+    for row in np.flatnonzero((cause == MOVED_IN) | (cause == CALLED_OFF)).tolist():
+        key = int(tier[row]), int(tensor[row])
+        if cause[row] == MOVED_IN:
+            reserved[key] = row
+        elif row in left_out:
+            left_out.add(reserved.pop(key))
+    return np.delete(np.arange(len(cause)), sorted(left_out))
 
 
 def _kept(log: EventLog, key: object, make: Callable[[], T]) -> T:
@@ -177,7 +207,8 @@ def roles_over_time(log: EventLog, tier: str | None = None) -> pd.DataFrame:
 
 def _tier_rows(log: EventLog, tier: str | None) -> tuple[str, Ints]:
     name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
-    return name, np.flatnonzero(log.change("tier") == log.platform.tier_ids[name])
+    rows = _held(log)
+    return name, rows[log.change("tier")[rows] == log.platform.tier_ids[name]]
 
 
 def _by_phase(log: EventLog, tier: str, time: Ints, delta: Ints, used: Ints) -> dict[str, int]:

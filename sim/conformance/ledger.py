@@ -20,7 +20,7 @@ from sim.trace.graph import Trace
 
 FOREVER = 1 << 62
 MADE, MOVED_IN, PLACED = CAUSE["made"], CAUSE["moved in"], CAUSE["placed"]
-OVERWRITTEN, FREED = CAUSE["overwritten"], CAUSE["freed"]
+OVERWRITTEN, FREED, CALLED_OFF = CAUSE["overwritten"], CAUSE["freed"], CAUSE["called off"]
 RUN, RECOMPUTE, MOVE, CODEC, STALL = (WHY[name] for name in ("run", "recompute", "move", "codec", "stall"))
 FIRST = tuple(WHY[name] for name in FIRST_RUNS)
 
@@ -214,10 +214,9 @@ class Ledger:
         arrivals: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         for copy in sorted(self.copies, key=lambda copy: (copy.start, copy.end)):
             arrivals[copy.tensor, copy.target].append(copy)
-        for given_up in (False, True):
-            for stay in self.stays:
-                if stay.cause == MOVED_IN and stay.copy is None:
-                    self._match(stay, arrivals[stay.tensor, stay.tier], given_up)
+        for stay in self.stays:
+            if stay.cause == MOVED_IN and stay.gone_by != CALLED_OFF:
+                self._match(stay, arrivals[stay.tensor, stay.tier])
         for stay in self.stays:
             if stay.cause == PLACED:
                 stay.come = stay.take
@@ -231,11 +230,10 @@ class Ledger:
                     stay.work, stay.come = found, found.end
         self.unmatched = [copy for left in arrivals.values() for copy in left]
 
-    def _match(self, stay: Stay, arrivals: list[Copy], given_up: bool) -> None:
-        """The first transfer within a stay; one that may have been given up at that very instant comes second."""
+    def _match(self, stay: Stay, arrivals: list[Copy]) -> None:
+        """The first transfer within a stay."""
         for copy in arrivals:
-            inside = copy.start >= stay.take and copy.end <= stay.release
-            if inside and (given_up or stay.gone_by != FREED or copy.start < stay.release):
+            if copy.start >= stay.take and copy.end <= stay.release:
                 stay.copy, stay.come = copy, copy.end
                 arrivals.remove(copy)
                 return

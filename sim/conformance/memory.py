@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from sim.conformance.ledger import FIRST, FOREVER, FREED, MADE, MOVED_IN, Ledger
+from sim.conformance.ledger import CALLED_OFF, FIRST, FOREVER, FREED, MADE, MOVED_IN, Ledger
 from sim.conformance.replayed import LawBroken, Replayed
 from sim.engine.replay import replay
 from sim.errors import Infeasible, OutOfMemory, PolicyError
@@ -80,14 +80,14 @@ def _sizes(ledger: Ledger, run: Replayed) -> None:
 
 
 def _transfers_have_space(ledger: Ledger, run: Replayed) -> None:
-    """Each transfer takes space of its own at its destination, and that space is filled or given up."""
+    """Each transfer takes space of its own at its destination, and that space is filled or the transfer called off."""
     for copy in ledger.unmatched:
         raise LawBroken(
             f"a transfer of {ledger.names[copy.tensor]!r} to {ledger.tier_names[copy.target]!r} from {copy.start} to "
             f"{copy.end} ns takes no space of its own there"
         )
     for stay in ledger.stays:
-        if stay.cause == MOVED_IN and stay.copy is None and run.done and stay.gone_by != FREED:
+        if stay.cause == MOVED_IN and stay.copy is None and run.done and stay.gone_by != CALLED_OFF:
             raise LawBroken(
                 f"{ledger.names[stay.tensor]!r} is in {ledger.tier_names[stay.tier]!r} from {stay.take} ns, but "
                 "nothing was transferred"
@@ -131,8 +131,7 @@ def _held_until_released(ledger: Ledger) -> None:
     for op, tensors in ledger.trace.op_columns.releases.items():
         ends = [work.end for work in ledger.works_of[op] if work.why in FIRST]
         for t in tensors:
-            # space given up by a transfer, with the value in another tier, is freed, too
-            for stay in [stay for stay in ledger.of[t] if stay.gone_by == FREED and stay.come <= stay.release]:
+            for stay in [stay for stay in ledger.of[t] if stay.gone_by == FREED]:
                 time = stay.release
                 if time < min(ends, default=FOREVER) and not any(s.come <= time < s.release for s in ledger.of[t]):
                     name, op_name = ledger.names[t], ledger.op_names[op]

@@ -62,6 +62,7 @@ class Anchored:
     before, after: per op the actions anchored there.
     slow_before, slow_after: ops where some of them take the device's time.
     recomputed: the ops of all Recomputes.
+    waited: the tensors of all Waits.
     run: what the array path makes of the plan, once it has been asked to; see `array_path.Rows`.
     """
 
@@ -70,6 +71,7 @@ class Anchored:
     slow_before: set[int] = field(default_factory=set)
     slow_after: set[int] = field(default_factory=set)
     recomputed: list[int] = field(default_factory=list)
+    waited: set[int] = field(default_factory=set)
     run: list[Any] = field(default_factory=list)
 
     @cached_property
@@ -95,7 +97,7 @@ class Anchored:
 class Resolved:
     """All that a plan asks for: actions by anchor, and where tensors are to be produced.
 
-    anchored: its actions; before, after, slow_before, slow_after, recomputed: those of `anchored`.
+    anchored: its actions; before, after, slow_before, slow_after, recomputed, waited: those of `anchored`.
     born: per tensor that it places, tier and offset.
     special: the producers of those.
     columns: the actions as columns, and what an online part adds where memory is never short; None if some have none.
@@ -113,7 +115,7 @@ class Resolved:
         self.anchored: Anchored = known[1] if known is not None and is_known else Anchored()
         self.before, self.after = self.anchored.before, self.anchored.after
         self.slow_before, self.slow_after = self.anchored.slow_before, self.anchored.slow_after
-        self.recomputed = self.anchored.recomputed
+        self.recomputed, self.waited = self.anchored.recomputed, self.anchored.waited
         if not is_known:
             for action in plan.actions:
                 if not self._anchor_by_ids(action):
@@ -194,6 +196,8 @@ class Resolved:
             (self.slow_after if before is None else self.slow_before).add(anchor)
             if act.kind == "recompute":
                 self.recomputed.append(act.target)
+            else:
+                self.waited.add(act.target)
             if before is None and not self._is_here(anchor):
                 raise IllegalPlan(f"{action}: the op ends on another engine, where no device can wait")
 

@@ -56,6 +56,7 @@ def test_the_problems_reach_what_they_are_for():
     rows = ["run", "recompute", "move"]
     rows += [f"stall {cause}" for cause in ("transfer", "space", "hazard", "peer", "engine", "wait", "drain")]
     causes = ["placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten"]
+    causes += ["called off"]
     counts = ["ignored_actions", "implicit_moves", "implicit_recomputes", "pressure_calls", "returned_moves"]
     counts += ["moves_cancelled", "cancelled_bytes", "moves_without_space"]
     others = [

@@ -9,7 +9,7 @@ import pytest
 from sim.analysis import stalls as stalls_of
 from sim.engine.replay import replay
 from sim.errors import Deadlock, IllegalPlan, OutOfMemory, TraceError
-from sim.hardware.platform import Member, Platform, Pool, Tier
+from sim.hardware.platform import Link, Member, Platform, Pool, Tier
 from sim.log import CAUSES
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.rewrites.holding import with_releases
@@ -297,6 +297,79 @@ def goings(log, tensor):
     """(tier, ns, cause) of each release of a tensor."""
     rows = log.memory[(log.memory.tensor == tensor) & (log.memory.delta_bytes < 0)]
     return [(r.tier, r.time_ns, r.cause) for r in rows.itertuples()]
+
+
+def test_a_copy_that_has_not_begun_when_its_tensor_dies_never_does():
+    """t leaves at 10, behind w, which is copied until 300; its last reader ends at 30: nobody waits for its copy."""
+    b = TraceBuilder()
+    w, x = b.tensor("w", 300, "input"), b.tensor("x", 10, "input")
+    t, y, z = b.tensor("t", 100), b.tensor("y", 10), b.tensor("z", 10)
+    b.op("first", reads=[x], writes=[t], duration=10)
+    b.op("second", reads=[t], writes=[y], duration=10)
+    b.op("third", reads=[t, y], writes=[z], duration=10)
+    moves = [Move(w, "host", before="first"), Move(t, "host", keep=True, after="first")]
+    log = replay(Plan(b.build(), moves), machine())
+    assert spans(log, "move") == [("d2h", "w", 0, 300)]
+    assert log.end == 300
+    assert goings(log, "t") == [("host", 30, "called off"), ("hbm", 30, "freed")]
+    assert (log.counters["moves_cancelled"], log.counters["cancelled_bytes"]) == (1, 100)
+    assert log.counters["moves_without_space"] == 0
+
+
+def test_a_copy_without_space_is_called_off_when_its_tensor_dies():
+    """The host has space for t when w has come back, at 40; t's last reader has ended at 30."""
+    b = TraceBuilder()
+    w, x = b.tensor("w", 20, "input"), b.tensor("x", 10, "input")
+    t, y, z = b.tensor("t", 20), b.tensor("y", 10), b.tensor("z", 10)
+    b.op("first", reads=[x], writes=[t], duration=10)
+    b.op("second", reads=[t], writes=[y], duration=20)
+    b.op("third", reads=[y], writes=[z], duration=20)
+    moves = [Move(t, "host", keep=True, after="first"), Move(w, "hbm", before="second")]
+    plan = Plan(b.build(), moves, place={w: "host"})
+    log = replay(plan, machine(host=20))
+    assert spans(log, "move") == [("h2d", "w", 10, 30)]
+    assert goings(log, "t") == [("hbm", 30, "freed")]
+    assert log.end == 50
+    assert log.counters["moves_without_space"] == 1
+
+
+def test_a_copy_that_follows_another_is_called_off_when_its_tensor_has_died():
+    """t is copied to the host from 10 to 60 and was to go on to the drive; its last reader ends at 30."""
+    b = TraceBuilder()
+    x, t, y = b.tensor("x", 10, "input"), b.tensor("t", 50), b.tensor("y", 10)
+    b.op("first", reads=[x], writes=[t], duration=10)
+    b.op("second", reads=[t], writes=[y], duration=20)
+    small = machine()
+    disk = Tier("disk", 1000, 1000, GB, kind="nvme")
+    links = (*small.links, Link("h2f", "host", "disk", GB, 0), Link("f2h", "disk", "host", GB, 0))
+    moves = [Move(t, "host", keep=True, after="first"), Move(t, "disk", keep=True, after="second")]
+    log = replay(Plan(b.build(), moves), replace(small, tiers=(*small.tiers, disk), links=links))
+    assert spans(log, "move") == [("d2h", "t", 10, 60)]
+    assert log.end == 60
+
+
+def test_a_copy_that_the_plan_waits_for_is_made_whoever_reads_it():
+    """As in the first of these, but the device waits for t before its last op: w is out at 300, t at 400."""
+    b = TraceBuilder()
+    w, x = b.tensor("w", 300, "input"), b.tensor("x", 10, "input")
+    t, y, z = b.tensor("t", 100), b.tensor("y", 10), b.tensor("z", 10)
+    b.op("first", reads=[x], writes=[t], duration=10)
+    b.op("second", reads=[t], writes=[y], duration=10)
+    b.op("third", reads=[y], writes=[z], duration=10)
+    moves = [Move(w, "host", before="first"), Move(t, "host", keep=True, after="first"), Wait(t, before="third")]
+    log = replay(Plan(b.build(), moves), machine())
+    assert spans(log, "move") == [("d2h", "w", 0, 300), ("d2h", "t", 300, 400)]
+    assert log.end == 410
+
+
+def test_a_tensor_that_dies_during_its_copy_is_waited_for():
+    b = TraceBuilder()
+    x, t, y = b.tensor("x", 10, "input"), b.tensor("t", 50), b.tensor("y", 10)
+    b.op("first", reads=[x], writes=[t], duration=10)
+    b.op("second", reads=[t], writes=[y], duration=20)
+    log = replay(Plan(b.build(), [Move(t, "host", keep=True, after="first")]), machine())
+    assert spans(log, "move") == [("d2h", "t", 10, 60)]
+    assert log.end == 60
 
 
 def test_a_release_that_waits_keeps_its_cause():

@@ -2,6 +2,9 @@
 
     who asks                          what is released                                cause of the row
     the end of an op                  all copies of what nobody needs any more        freed
+      a copy that has not begun then
+      never does, unless the plan
+      waits for it somewhere
     the end of a tensor's last copy   the same, if it died meanwhile                  freed
     pressure, where a plan keeps      what has been dead longest                      freed
       dead tensors
@@ -20,7 +23,7 @@ until the last pin, or the transfer, has ended, and keeps the cause that came fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from sim.engine.event_path.clock import Clock, Wake
 from sim.engine.event_path.residency import LEAVING, Residency
@@ -49,10 +52,12 @@ class Lifetimes:
         *,
         lazy: bool | frozenset[int],
         watched: bool,
+        waited: Set[int],
     ) -> None:
         """lazy: dead tensors, all or these, stay until memory is short.
 
         watched: an online part is told of each release.
+        waited: tensors for whose copies the plan waits somewhere.
         """
         self.uses = list(prepared.uses)
         self.pins = [0] * len(prepared.size)
@@ -65,6 +70,7 @@ class Lifetimes:
         self._space = space
         self._clock = clock
         self._lazy = lazy
+        self._waited = waited
         self._tier_of = {} if lazy or watched else {1 << tier: tier for tier in range(len(space.names))}
         self.put_off: dict[int, dict[int, int]] = {}
         self.dead: dict[int, None] = {}
@@ -144,6 +150,11 @@ class Lifetimes:
             return
         if not self._freeable[tensor] and not self._is_overwritten(tensor):
             return
+        transfer = self._in_flight.get(tensor)
+        if transfer is not None and transfer.began < 0 and tensor not in self._waited:
+            transfer.call_off()
+            if tensor in self.put_off:
+                self._release_put_off(tensor, op)
         if self._lazy is True or (self._lazy and tensor in self._lazy):
             self.dead.setdefault(tensor)
         else:

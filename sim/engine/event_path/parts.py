@@ -50,7 +50,7 @@ def assemble(
     recompute_limit: float | None,
 ) -> Parts:
     """The parts of a new run. lazy: dead tensors, all or these, stay until memory is short."""
-    state = _state(platform, prepared, online, lazy)
+    state = _state(platform, prepared, resolved, online, lazy)
     flows = Flows(platform, state.clock)
     links = Links(platform, prepared, flows, state.clock)
     routes = Routes(platform, prepared)
@@ -72,11 +72,14 @@ def assemble(
     )
 
 
-def _state(platform: Platform, prepared: Prepared, online: Online | None, lazy: bool | frozenset[int]) -> State:
+def _state(
+    platform: Platform, prepared: Prepared, resolved: Resolved, online: Online | None, lazy: bool | frozenset[int]
+) -> State:
     """Nothing has happened yet. What tells the online part of a change is given it."""
     clock, record = Clock(), Record(platform)
     residency = Residency(len(prepared.size), [tier.name for tier in platform.tiers], clock, online)
     space = Space(platform, prepared.size, clock, record, residency)
+    watched = residency.note is not None
     return State(
         platform=platform,
         prepared=prepared,
@@ -85,6 +88,6 @@ def _state(platform: Platform, prepared: Prepared, online: Online | None, lazy: 
         residency=residency,
         space=space,
         space_queue=SpaceQueue(space, clock),
-        lifetimes=Lifetimes(prepared, residency, space, clock, lazy=lazy, watched=residency.note is not None),
+        lifetimes=Lifetimes(prepared, residency, space, clock, lazy=lazy, watched=watched, waited=resolved.waited),
         ops=OpsUnderWay(clock, residency),
     )

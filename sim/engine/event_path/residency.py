@@ -23,16 +23,18 @@ class Transfer(Job):
     followers: moves of the tensor that were asked for meanwhile.
     waiters: who is woken when it is complete, or given up.
     then: called with it and the time when it is complete.
+    off: called with it where nobody needs the tensor any more before it has begun.
     """
 
     __slots__ = (
-        *("device", "drop_target", "followers", "keep", "op", "priority", "size", "source"),
+        *("device", "drop_target", "followers", "keep", "off", "op", "priority", "size", "source"),
         *("target", "tensor", "then", "waiters", "wire"),
     )
 
     def __init__(
         self,
         then: Callable[[Transfer, int], None],
+        off: Callable[[Transfer], None],
         tensor: int,
         ends: tuple[int, int],
         route: tuple[int, ...],
@@ -43,6 +45,7 @@ class Transfer(Job):
         most: Fraction | None = None,
     ) -> None:
         self.then = then
+        self.off = off
         self.tensor = tensor
         self.source, self.target = ends
         self.keep = move.keep
@@ -58,6 +61,10 @@ class Transfer(Job):
     def done(self, now: int) -> None:
         """The copy is complete."""
         self.then(self, now)
+
+    def call_off(self) -> None:
+        """Nobody needs the tensor any more, and the copy has not begun: it never does."""
+        self.off(self)
 
     @property
     def waits(self) -> bool:

@@ -12,7 +12,7 @@ from sim.hardware.platform import Platform
 from sim.log import CAUSE
 
 PRODUCED, WORKSPACE, OVERWRITTEN = CAUSE["made"], CAUSE["workspace"], CAUSE["overwritten"]
-MOVED_IN, FREED = CAUSE["moved in"], CAUSE["freed"]
+MOVED_IN, CALLED_OFF = CAUSE["moved in"], CAUSE["called off"]
 
 
 class Space:
@@ -168,7 +168,7 @@ class Space:
     def give_up_arrival(self, tensor: int, tier: int, bytes: int, op: int) -> None:
         """It will not arrive."""
         self.arriving[tier] -= bytes
-        self.give(tensor, tier, bytes, op, FREED)
+        self.give(tensor, tier, bytes, op, CALLED_OFF)
 
     def begin_leaving(self, tensor: int, tier: int) -> None:
         """A copy under way will release this one."""

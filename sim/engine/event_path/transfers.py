@@ -90,7 +90,7 @@ class Transfers:
         wire = space.size_in(tensor, source) if space.compressed else size
         sizes = (size, wire) if move.wire is None else (move.wire, move.wire)
         most = None if sizes[1] == size or move.wire == wire else self._codec_pace(tensor, route, sizes[1], move)
-        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op, most)
+        transfer = Transfer(self._end, self._call_off, tensor, (source, target), route, move, sizes, device, op, most)
         residency.begin_transfer(transfer)
         if self._outside[target] or self._space_queues[target] or not space.fits(target, transfer.size):
             self._outside[target].append(transfer)
@@ -107,7 +107,7 @@ class Transfers:
         move = Move(tensor, self._space.names[target], keep=True)
         sizes = (self._size[tensor], self._space.size_in(tensor, source))
         most = None if sizes[0] == sizes[1] else self._codec_pace(tensor, route, sizes[1], move)
-        transfer = Transfer(self._end, tensor, (source, target), route, move, sizes, device, op, most)
+        transfer = Transfer(self._end, self._call_off, tensor, (source, target), route, move, sizes, device, op, most)
         self._residency.begin_transfer(transfer)
         self._admit(transfer, op)
 
@@ -179,6 +179,7 @@ class Transfers:
             follower = self._in_flight.get(tensor)
             if follower is not None:
                 follower.follow_with(*moves[i + 1 :])
+                self._lifetimes.free_if_dead(tensor, -1)
                 return
         self._last_ended(transfer)
 
@@ -193,6 +194,11 @@ class Transfers:
         """Cancel a transfer that has not started: what it was to take stays where it lies, and that is counted."""
         self._record.cancelled(transfer.wire, without_space=transfer.waits)
         self.cancel(transfer)
+
+    def _call_off(self, transfer: Transfer) -> None:
+        """Cancel a transfer that has not started and whose tensor nobody needs any more."""
+        self.call_back(transfer)
+        self._ops.note_idle()
 
     def cancel(self, transfer: Transfer) -> None:
         """Forget a transfer that has not started."""

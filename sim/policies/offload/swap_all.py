@@ -26,9 +26,9 @@ class SwapAll(Policy):
         space. Time O(ops + tensors).
     Departs: a tensor whose prefetch would have to start before any other op has run is not offloaded, nor one last
         used on another engine or in a group, whose ends the device does not see. An offload that has not
-        ended when its tensor is to be prefetched is cancelled: the tensor stays, and nothing is copied back; so is
-        one for which the host never had space (both are counted as `moves_cancelled`). Tensors beyond the host's
-        capacity go on to the next tier behind it, where there is one.
+        begun when its tensor is to be prefetched is cancelled, and so is one for which the host never had space (both
+        are counted as `moves_cancelled`); one under way ends unused. The tensor stays, and nothing is copied back.
+        Tensors beyond the host's capacity go on to the next tier behind it, where there is one.
 
     ahead: how many units before the unit of its first backward reader a tensor's prefetch starts; at the
         first backward op at the earliest.

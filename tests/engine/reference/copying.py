@@ -201,7 +201,7 @@ class Copies:
         if copy.has_space:
             assert copy.job is not None
             self.jobs.remove(copy.job)
-            store.give_back(copy.target, copy.size, copy.tensor, copy.op, "freed")
+            store.give_back(copy.target, copy.size, copy.tensor, copy.op, "called off")
             if not copy.keep:
                 store.stirred.add(copy.source)  # what it promised will not come
         else:
@@ -240,6 +240,7 @@ class Copies:
             self.move(copy.tensor, moves.pop(0), copy.device, copy.op)
         if copy.tensor in self.under_way:
             self.under_way[copy.tensor].followers += moves
+            self.free_if_dead(copy.tensor, -1)
         else:
             self.tidy(copy.tensor, copy.op)
 
@@ -273,6 +274,10 @@ class Copies:
         store = self.store
         if store.is_needed(tensor) or store.locks[tensor] or not store.held[tensor] or not store.may_be_freed(tensor):
             return
+        copy = self.under_way.get(tensor)
+        if copy is not None and not copy.is_running and tensor not in store.waited_for:
+            self.call_back(copy)
+            self.pay(tensor, op)
         keeps = store.plan.keep_dead
         if keeps if isinstance(keeps, bool) else tensor in keeps:
             if tensor not in store.dead:

@@ -7,7 +7,7 @@ from collections import Counter
 from sim.errors import OutOfMemory
 from sim.hardware.platform import Platform
 from sim.log import CAUSES, STALLS, WHYS
-from sim.plan import Change, Online, Plan
+from sim.plan import Change, Online, Plan, Wait
 
 
 class Store:
@@ -19,6 +19,8 @@ class Store:
         self.tiers = {tier.name: tier for tier in platform.tiers}
         self.producer = {t: op.id for op in self.ops for t in op.writes}
         self.overwritten_by = {x.replaces: x.id for x in self.tensors if x.replaces is not None}
+        waits = [action for action in plan.actions if isinstance(action, Wait)]
+        self.waited_for = {self.trace.tensor_id(action.tensor) for action in waits}
         self.online: Online = plan.online() if plan.online is not None else Online()
         self.now = 0
         self.held: dict[int, dict[str, int]] = {x.id: {} for x in self.tensors}  # complete copies, and their bytes
