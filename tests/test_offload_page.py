@@ -104,15 +104,15 @@ def test_the_fastest_of_each_budget_are_named(rows):
 
 def test_what_moves_least_and_most_of_what_must_is_said(rows):
     ratios = [
-        (row["back"] / row["must_back"], row["policy"])
+        (row["back"] / row["must_back"], row["policy"], f"{row['budget_bytes'] / 1e9:.3g} GB")
         for row in rows["transformers"]
         if row["job"] == "gpt2" and row["time_ns"] and row["must_back"] and row["back"]
         if policy_class(row["policy"]).manages == ("activations",)
     ]
     line = next(line for line in text.said(rows).splitlines() if "what has to move" in line)
-    (low, least), (high, most) = min(ratios), max(ratios)
-    assert f"`{least}` moves {low:.2f} times" in line
-    assert f"`{most}` {high:.1f} times" in line
+    (low, least, tight), (high, most, ample) = min(ratios), max(ratios)
+    assert f"`{least}` moves {low:.2f} times as much at {tight}" in line
+    assert f"`{most}` {high:.1f} times at {ample}" in line
 
 
 def test_how_many_are_slower_is_said(rows):

@@ -139,14 +139,14 @@ def said(rows: Rows) -> str:
             lines.append(f"* **{job.title}**, on `{job.profile}`. Fastest: {'; '.join(parts)}.")
     moves = [row for row in rows["transformers"] if row["time_ns"] and row["job"] == "gpt2" and row["must_back"]]
     excess = sorted(
-        (row["back"] / row["must_back"], row["policy"])
+        (row["back"] / row["must_back"], row["policy"], gb(row["budget_bytes"]))
         for row in moves
         if row["back"] and policy_class(row["policy"]).manages == ("activations",)
     )
     low, high = excess[0], excess[-1]
     lines.append(
-        f"* **Few move only what has to move.** Of the activations that must return on GPT-2, `{low[1]}` moves"
-        f" {low[0]:.2f} times as much, `{high[1]}` {high[0]:.1f} times."
+        f"* **Few move only what has to move.** Of the activations that must return on GPT-2 medium, `{low[1]}` moves"
+        f" {low[0]:.2f} times as much at {low[2]}, `{high[1]}` {high[0]:.1f} times at {high[2]}."
     )
     slower, others = slower_than_swap_all(rows), len({row["policy"] for row in rows["own"]}) - 1
     lines.append(

@@ -131,6 +131,18 @@ def test_it_keeps_the_law_where_memory_is_short(share, attention, drive):
     assert run.plan.trace != run.trace  # other parts of a layer run in between
 
 
+@pytest.mark.parametrize(("parts", "share", "slow"), [(1, 0.35, 5), (1, 0.6, 10), (2, 0.4, 200)])
+def test_attention_runs_where_the_replay_is_faster(parts, share, slow):
+    """The cost model overlaps everything, so that it prefers the slower side in the first two."""
+    platform = machine(int(share * needed()), host=1 << 30, cpu="host", rate=GB // slow)
+    took = {
+        where: run_policy(load("flexgen", attention=where), small(parts, 3), platform).log.end
+        for where in ("auto", "device", "host")
+    }
+    assert took["device"] != took["host"]
+    assert took["auto"] == min(took["device"], took["host"])
+
+
 def test_no_hand_made_placement_is_faster_by_the_cost_model():
     platform = machine(int(0.6 * needed()), host=1 << 30, cpu="host", rate=GB // 10)
     job = Job(problem_for(small(), platform))

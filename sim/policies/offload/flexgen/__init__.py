@@ -31,14 +31,14 @@ class FlexGen(Policy):
     and of the hidden states resides on the device, on the host and on the drive behind it is what a linear program
     finds to take the least time per token; the number of batches is the one for which that is least. Weights come one
     layer ahead, cache and hidden states one batch ahead, and both leave when they are made. Attention to a cache on the
-    host runs on its processor where the program finds that faster.
+    host runs on its processor where a replay of the program's best plan either way says that this is faster.
     Source: Sheng, Zheng, Yuan, Li, Ryabinin, Fu, et al., "FlexGen: High-Throughput Generative Inference of Large
         Language Models with a Single GPU", ICML 2023, arXiv:2303.06865: section 4.1 (block schedule), 4.2 (placement),
         4.3 (cost model and program).
     Bounds: of W bytes of weights away from the device W cross its link per pass and block, batches of a block times
         less than batch by batch. A pass takes at least the largest of its copies per direction and its computation.
         The program has eleven columns and is solved for each number of batches; then a replay for each part of the
-        memory that is tried, until one fits.
+        memory that is tried and each place of attention, until one fits.
     Departs: bytes and times come from trace and machine, not from a model's sizes. The size of a batch is the trace's:
         batches are its independent parts (`micro_batches`). Whole tensors are placed, in proportion layer by
         layer, the cache by batch and layer, where the paper divides tensors. Links, not measured
@@ -94,21 +94,22 @@ class FlexGen(Policy):
         error: Infeasible | Deadlock | None = None
         for share in (*TRIED, math.inf) if job.batches else ():
             last = share == math.inf
-            found = [
-                one
-                for count in ((1,) if last else self._counts(len(job.batches)))
-                for on_cpu in self._on_cpu(cpu)
-                if (one := placed(averages, job, tiers, count, on_cpu, share, fixed or (ALL_AWAY if last else ())))
-            ]
-            if not found:
-                continue
-            plan = plan_of(job, min(found, key=lambda one: _per_batch(one, len(job.batches))), tiers)
-            try:
-                problem.evaluate(plan)
-            except (Infeasible, Deadlock) as refused:
-                error = refused
-            else:
-                return plan
+            fits: list[tuple[int, Plan]] = []
+            for on_cpu in self._on_cpu(cpu):
+                found = [
+                    one
+                    for count in ((1,) if last else self._counts(len(job.batches)))
+                    if (one := placed(averages, job, tiers, count, on_cpu, share, fixed or (ALL_AWAY if last else ())))
+                ]
+                if not found:
+                    continue
+                plan = plan_of(job, min(found, key=lambda one: _per_batch(one, len(job.batches))), tiers)
+                try:
+                    fits.append((problem.evaluate(plan).end, plan))
+                except (Infeasible, Deadlock) as refused:
+                    error = refused
+            if fits:
+                return min(fits, key=lambda one: one[0])[1]
         if error is not None:
             raise error
         if not job.batches:
