@@ -17,6 +17,9 @@ from sim.trace.tensor import Tensor
 WIDTHS = {"fp64": 8, "int64": 8, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "bool": 1}
 """Bytes of an element; of types that are not named, 4."""
 
+ULP = Fraction(1 << 52)
+"""One over the relative distance of neighbouring floats."""
+
 CSR_COLUMNS = 256
 """Columns of a sparse matrix, so that an index takes a byte."""
 
@@ -43,11 +46,22 @@ def elements(tensor: Tensor) -> int:
     return prod(tensor.shape) if tensor.shape is not None and prod(tensor.shape) <= tensor.bytes else count
 
 
+def part_of(count: int, share: float | Fraction) -> Fraction:
+    """A share of so many; a whole number where the float that is nearest to its share of them is given.
+
+    >>> part_of(10, 0.1), 10 * Fraction(0.1) == 1
+    (Fraction(1, 1), False)
+    """
+    exact = count * Fraction(share)
+    nearest = Fraction(round(exact))
+    return nearest if abs(exact - nearest) <= max(exact, count) / ULP else exact
+
+
 def nonzero(tensor: Tensor) -> int:
     """How many elements are not zero, rounded up. Raises TraceError where the trace does not say."""
     if tensor.zeros is None:
         raise TraceError(f"tensor {tensor.name!r}: the trace does not say how many of its elements are zero")
-    return ceil(elements(tensor) * (1 - Fraction(tensor.zeros)))
+    return ceil(elements(tensor) - part_of(elements(tensor), tensor.zeros))
 
 
 def _bits(bits: int) -> Callable[[Tensor], int]:

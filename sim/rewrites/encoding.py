@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from sim.errors import TraceError
-from sim.rewrites.codecs import SUFFICES, code_bytes, elements
+from sim.rewrites.codecs import SUFFICES, code_bytes, elements, part_of
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.origin import Encoded, Lossy, Same
@@ -76,7 +77,7 @@ class _Encoding:
     def code(self, t: int, codec: Codec) -> int:
         """Add the code of a tensor."""
         old = self.old.tensors[t]
-        size = code_bytes(codec.name, old) if codec.ratio is None else -(-old.bytes * Fraction(codec.ratio) // 1)
+        size = code_bytes(codec.name, old) if codec.ratio is None else ceil(part_of(old.bytes, codec.ratio))
         return self.new.tensor(
             old, Encoded(Same(t), codec.name, codec.lossless),
             name=f"{old.name}.{codec.name}", bytes=size, shape=None, dtype="", zeros=None,

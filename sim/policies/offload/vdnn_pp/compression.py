@@ -10,7 +10,7 @@ from math import ceil
 from sim.errors import PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Move, Plan, Problem
-from sim.rewrites.codecs import WIDTHS
+from sim.rewrites.codecs import WIDTHS, part_of
 from sim.rewrites.rewrite import Codec, encode, reorder
 from sim.trace.chain import FORWARD
 from sim.trace.graph import Trace
@@ -35,7 +35,7 @@ def compressed_bytes(bytes: int, zeros: float, width: int = ELEMENT) -> int:
     mask = -(-elements // WORD) * (WORD // 8)
     in_slice = -(-elements // SLICES)
     slot = -(-in_slice // SLOTS)
-    values = ceil(in_slice * (1 - Fraction(zeros)))
+    values = ceil(in_slice - part_of(in_slice, zeros))
     return mask + SLICES * -(-values // slot) * slot * width if slot else mask
 
 
