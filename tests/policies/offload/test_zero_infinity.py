@@ -176,6 +176,24 @@ def test_a_tile_is_read_when_the_buffers_of_the_one_before_the_last_are_written(
         assert tiles or written[0] <= read[later] < written[1]
 
 
+def test_a_drive_of_16_bytes_a_parameter_takes_no_longer_than_a_large_one_and_a_smaller_one_is_refused() -> None:
+    """The new states of a tile take their space in the instant in which the old ones give theirs up."""
+    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    steps = 4 * sum(t.role == "weight" and t.replaces is None for t in trace.tensors)  # their counters
+    held = 16 * trace.meta["parameters"] + steps
+    ends, peaks = [], []
+    for more in (held, 0):
+        drive = load_profile("mt3000_survey_ssd", overrides={"tiers.ssd.capacity": f"{held + more} B"})
+        done = simulate(trace, drive, "zero_infinity")
+        ends.append(done.log.end)
+        peaks.append(done.summary()["peak_by_tier"]["ssd"])
+    assert ends[0] == ends[1]
+    assert peaks[1] == held < peaks[0] < 1.2 * held
+    small = load_profile("mt3000_survey_ssd", overrides={"tiers.ssd.capacity": f"{held - 65_536} B"})
+    with pytest.raises(Infeasible):
+        simulate(trace, small, "zero_infinity")
+
+
 def test_on_the_host_nothing_touches_the_drive_and_weights_may_stay_on_the_device() -> None:
     trace = layers(3, 10, 20, 40)
     host = simulate(trace, with_drive(), "zero_infinity", states="host", weights="host").summary()

@@ -51,9 +51,9 @@ class PatrickStar(Policy):
         Gemini in Colossal-AI.
     Bounds: no policy that fetches on access evicts fewer equal chunks. Model state of a parameter in 16 bits with
         Adam: 14 bytes where its update does not read the 16-bit weight, which its gradient then replaces; 16
-        otherwise. On p ranks each has 1/p of that, and sends 6 (p - 1) / p bytes per parameter and step. Padding of
-        chunks: less than one chunk per list; it is counted in `padding` of the plan's notes, and takes no memory here.
-        Plans in O(ops x chunks).
+        otherwise, as in the mixed precisions of `workloads`, whose update holds that weight to the end. On p ranks each
+        has 1/p of that, and sends 6 (p - 1) / p bytes per parameter and step. Padding of chunks: less than one chunk
+        per list; it is counted in `padding` of the plan's notes, and takes no memory here. Plans in O(ops x chunks).
     Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight that its
         update will read, so that such a weight is evicted without a copy. Gradients of the CPU's tiles do not return
         to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, and an all-gather

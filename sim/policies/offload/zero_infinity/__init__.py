@@ -35,7 +35,9 @@ class ZeroInfinity(Policy):
     Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC 2021,
         arXiv:2104.07857, sections 5.1 (offload of all states), 5.2.2 and 6.2 (overlap), 6.3 (pinned buffers).
     Bounds: with 16-bit weights and gradients of N parameters the drive holds 14N bytes between steps, 16N with
-        gradients; the device the weights of `ahead` + 1 neighbouring runs, a bucket that fills and those that leave.
+        gradients (a larger one shows a tile more: new states take their space in the instant in which the old ones
+        give theirs up); the device the weights of `ahead` + 1 neighbouring runs, a bucket that fills and those that
+        leave.
         Per step 2N bytes per fetch of all weights (up to twice, three times with recomputation) and 2N of gradients
         cross the device's link, and the update reads 16N and writes 14N bytes of the drive. Without overlap, work of
         `ait` FLOPs per byte runs at ait x rate / (ait x rate + peak) of the peak (section 4). Plans in O(ops +
