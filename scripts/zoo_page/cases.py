@@ -130,9 +130,6 @@ def _texts() -> dict[str, Case]:
             "deepseek_v3",
             {**DECODER, **latent, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
             precision="bf16",
-            known={
-                "recompute": "At the peak, in the backward of the experts, one more tensor of 256 KiB; not explained."
-            },
         ),
         "mamba": _text(
             "mamba", {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}, batch=1, sequence=128

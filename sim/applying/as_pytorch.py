@@ -122,7 +122,8 @@ def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:
     held = held_by(index, region_reruns(index, regions, keep=keep, before="saved"))
     longer = hold_longer(hold_longer(trace, held.until), cached_results(index, regions, keep, reruns))
     hold = {**held.drops, **cached_casts(index, regions)}
-    return Plan(longer, schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold).actions())
+    schedule = schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold, once_recomputed=held.handed)
+    return Plan(longer, schedule.actions())
 
 
 def _reruns(index: TraceIndex, checkpoint: Checkpoint, keep: frozenset[int]) -> list[Rerun]:

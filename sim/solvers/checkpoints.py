@@ -256,10 +256,13 @@ class Held:
 
     until: per tensor the op at whose end the program releases it.
     drops: per tensor the op after which it is dropped, because it is recomputed later; for `schedule_of`'s `hold`.
+    handed: per recomputed tensor the op at whose end it is dropped, where a step without checkpoints holds it longer;
+        for `schedule_of`'s `once_recomputed`.
     """
 
     until: Mapping[int, int]
     drops: Mapping[int, int]
+    handed: Mapping[int, int]
 
 
 def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = False) -> Held:
@@ -269,6 +272,10 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
     copies of them) until the region's last backward node that saved something has run. The reentrant one runs a
     backward pass inside the outer one: until that has ended, its arguments, its recomputed results and their
     gradients are local variables there.
+
+    An autograd node holds what it saved until its gradients have been cast to the types and summed to the shapes of
+    what they belong to. What the non-reentrant checkpoint recomputed is a local variable of the node's own kernels,
+    and nothing holds it once they have run.
     """
     anchor_of = {t: rerun.anchor for rerun in reruns for op in rerun.ops for t in index.writes[op]}
     starts = sorted(rerun.start for rerun in reruns)
@@ -296,4 +303,24 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
             gradients = {t for op in own for t in index.reads[op] if is_passing(index, t)}
             entering = [t for t in gradients if index.producer[t] < rerun.start]
             until.update((t, max(end, until.get(t, -1))) for t in (*results, *entering))
-    return Held(until, drops)
+    handed = {} if reentrant else _handed_over(index, anchor_of)
+    return Held(until, drops, {t: op for t, op in handed.items() if t not in until})
+
+
+def _handed_over(index: TraceIndex, recomputed: Collection[int]) -> dict[int, int]:
+    """Per recomputed tensor that a node holds while its gradients are cast and summed, the last op that is its own."""
+    handed: dict[int, int] = {}
+    for op, tensors in index.releases.items():
+        saved = [t for t in tensors if t in recomputed and index.phase[index.trace.last_use[t]] == BACKWARD]
+        if not saved or index.phase[op] != BACKWARD:
+            continue
+        last = max(int(index.trace.last_use[t]) for t in saved)
+        made = {w for t in saved for r in index.trace.readers(t) if r <= last for w in index.writes[r]}
+        for after in range(last + 1, op + 1):
+            reads = index.reads[after]
+            if made.isdisjoint(reads) or index.trace.op_columns.flops[after] or any(is_saved(index, t) for t in reads):
+                break  # another node, or a kernel of this one
+            made.update(index.writes[after])
+        else:
+            handed.update(dict.fromkeys(saved, last))
+    return handed

@@ -47,12 +47,14 @@ class Schedule:
     steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it is recomputed.
     drops: per step the tensors that are dropped after it.
     hold: tensors that are not dropped before the end of a later op.
+    once_recomputed: tensors that, if they are recomputed, are dropped for good at the end of an op.
     """
 
     index: TraceIndex
     steps: Sequence[tuple[int, int]]
     drops: Sequence[Sequence[int]]
     hold: Mapping[int, int] | None = None
+    once_recomputed: Mapping[int, int] | None = None
 
     def actions(self) -> tuple[Action, ...]:
         """The drops and recomputations, anchored, in order."""
@@ -144,7 +146,12 @@ class Schedule:
 
 
 def schedule_of(
-    index: TraceIndex, reruns: Reruns, *, prune: bool = False, hold: Mapping[int, int] | None = None
+    index: TraceIndex,
+    reruns: Reruns,
+    *,
+    prune: bool = False,
+    hold: Mapping[int, int] | None = None,
+    once_recomputed: Mapping[int, int] | None = None,
 ) -> Schedule:
     """The trace with ops recomputed before their anchors; ops that can't be are left out, and their results stay.
 
@@ -156,6 +163,8 @@ def schedule_of(
     prune: also leave out ops whose results are not read before they are recomputed once more, or at all; a result that
         the program still holds counts as read.
     hold: tensors that are not dropped before the end of a later op.
+    once_recomputed: tensors that, if they are recomputed, are dropped at the end of an op where nothing reads them
+        later, although the program holds what it computed first for longer.
     """
     legal = _possible(index, reruns)
     if (meeting := _meeting(index, legal)) is not legal:
@@ -189,7 +198,9 @@ def schedule_of(
     drops.reverse()
     if hold:
         _put_off(kept, drops, hold)
-    return Schedule(index, kept, drops, hold)
+    if once_recomputed:
+        _let_go(index, kept, drops, once_recomputed)
+    return Schedule(index, kept, drops, hold, once_recomputed)
 
 
 def _put_off(steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], hold: Mapping[int, int]) -> None:
@@ -202,6 +213,26 @@ def _put_off(steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], hold:
                 late.setdefault(hold[t], []).append(t)
         if late and anchor < 0:
             dropped += late.pop(op, ())
+
+
+def _let_go(
+    index: TraceIndex, steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], ends: Mapping[int, int]
+) -> None:
+    """Have what was recomputed dropped at the end of an op, unless it is used or recomputed later."""
+    recomputed: set[int] = set()
+    last: dict[int, int] = {}
+    for step, (op, anchor) in enumerate(steps):
+        used = [t for t in (*index.reads[op], *index.writes[op]) if t in ends]
+        last.update(dict.fromkeys(used, step))
+        if anchor >= 0:
+            recomputed.update(t for t in used if index.producer[t] == op)
+    due: dict[int, list[int]] = {}
+    for t in sorted(recomputed):
+        if index.droppable[t] and index.released[t] > ends[t]:
+            due.setdefault(ends[t], []).append(t)
+    for step, ((op, anchor), dropped) in enumerate(zip(steps, drops, strict=True)):
+        if anchor < 0 and op in due:
+            dropped += [t for t in due[op] if last[t] <= step and t not in dropped]
 
 
 def _possible(index: TraceIndex, reruns: Reruns) -> dict[int, list[int]]:

@@ -34,7 +34,8 @@ def remove_unnecessary(schedule: Schedule, cost: Sequence[int], budget: int) -> 
         for step, (op, anchor) in enumerate(schedule.steps):
             if anchor >= 0 and step not in left_out:
                 reruns.setdefault(anchor, []).append(op)
-        fewer = schedule_of(schedule.index, reruns, prune=True, hold=schedule.hold)
+        hold, once = schedule.hold, schedule.once_recomputed
+        fewer = schedule_of(schedule.index, reruns, prune=True, hold=hold, once_recomputed=once)
         # what the program holds and nothing recomputes any more stays until it is released
         if fewer.peak() > max(schedule.peak(), budget):
             break

@@ -47,7 +47,8 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
     reruns: dict[int, list[int]] = {}
     for _ in range(count):
         reruns.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
-    found = schedule_of(index, reruns, prune=prune)
+    ends = {t: draw.randrange(len(trace.ops)) for t in tensors}
+    found = schedule_of(index, reruns, prune=prune, once_recomputed=ends)
     log = replayed(trace, found)
     assert int(np.cumsum(log.change("delta")).max()) == found.peak()
     assert int((log.interval("why") == WHY["recompute"]).sum()) == found.rerun_count()
@@ -126,6 +127,24 @@ def test_held_tensors_go_later():
     gone = [trace.op_columns.name[op] for (op, _), drops in zip(found.steps, found.drops, strict=True) if drops]
     assert gone == ["f2"]
     replayed(trace, found)
+
+
+@pytest.mark.parametrize(("again", "gone"), [(True, {"b1": ["x1"]}), (False, {})])
+def test_what_the_program_holds_goes_sooner_only_where_it_is_a_recomputed_copy(again, gone):
+    """The program holds x1 until b0; nothing reads it after b1."""
+    b = TraceBuilder()
+    x = [b.tensor(f"x{i}", 10, "input" if not i else "activation") for i in range(3)]
+    g = [b.tensor(f"g{i}", 1, "temporary") for i in range(2)]
+    b.op("f0", reads=[x[0]], writes=[x[1]])
+    b.op("f1", reads=[x[1]], writes=[x[2]])
+    b.op("b1", phase="backward", reads=[x[1], x[2]], writes=g[:1])
+    b.op("b0", phase="backward", reads=[g[0], x[0]], writes=g[1:], releases=[x[1]])
+    trace = b.build(outputs=g[1:], carry=())
+    found = schedule_of(TraceIndex(trace), {2: [0]} if again else {}, once_recomputed={x[1]: 2})
+    names, held = trace.op_columns.name, trace.tensor_columns.name
+    late = {names[op]: [held[t] for t in one] for (op, _), one in zip(found.steps, found.drops, strict=True) if op > 1}
+    assert {op: dropped for op, dropped in late.items() if dropped} == gone
+    assert int(np.cumsum(replayed(trace, found).change("delta")).max()) == found.peak()
 
 
 def test_slice_is_what_the_wanted_tensors_need():

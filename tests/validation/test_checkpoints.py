@@ -132,6 +132,21 @@ class Gated(nn.Module):
         return gate, total + y
 
 
+class Mixed(nn.Module):
+    """A product of two types and two shapes, whose node casts one gradient and sums the other, holding what it saved.
+
+    Checkpoints hand it what they recomputed for its own kernels alone.
+    """
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+        self.router = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).to(torch.bfloat16) * self.router(x))
+
+
 class Net(nn.Module):
     """A first layer, blocks, and a last layer."""
 
@@ -176,6 +191,7 @@ NETS = {
     "experts": (lambda: flat("", Experts), (64, 32)),
     "attention": (lambda: flat("masked", Attention), (4, 96, 32)),
     "gated": (lambda: Net(nn.Linear(24, 24), [Gated() for _ in range(3)], nn.Linear(24, 4), "gated"), (40, 24)),
+    "mixed": (lambda: flat("", Mixed), (64, 32)),
     "residual": (lambda: image("", [Residual(), Residual()], 8), (2, 3, 18, 18)),
     "dense": (lambda: image("dense", [Dense(8 + 4 * i) for i in range(3)], 20), (2, 3, 18, 18)),
 }

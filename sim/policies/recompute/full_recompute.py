@@ -31,7 +31,10 @@ class FullRecompute(RecomputationPlanner):
         and nothing is recomputed for it alone. With early_stop=False, a recomputed result that nothing reads any more
         is freed at once; PyTorch keeps all that the recomputed function returns until it ends, which for a layer
         with two results was seen to take 4 % more in backward. With early_stop, PyTorch runs every op up to the last
-        that saves something; those whose results nobody needs do not run here.
+        that saves something; those whose results nobody needs do not run here. A result is dropped after its last
+        read in the forward pass; in PyTorch a local variable that names it keeps it until the layer's function
+        returns, which a trace of the plain step, where autograd holds it anyway, does not show: on a Qwen3 of two
+        layers forward's peak alone is 11 % higher there, that of the step equal to 0.03 %.
 
     early_stop: recompute only up to the last op whose result the layer's backward needs, as PyTorch's
         non-reentrant checkpoint does; else the whole layer, as that does after `set_checkpoint_early_stop(False)`.
@@ -74,4 +77,5 @@ class FullRecompute(RecomputationPlanner):
         hold = {**held.drops, **(cached_casts(index, regions) if self.autocast_cache else {})}
         if trace is not problem.trace:
             index = TraceIndex(trace)
-        return Plan(trace, self.finished(problem, schedule_of(index, by_anchor(reruns), hold=hold)).actions())
+        schedule = schedule_of(index, by_anchor(reruns), hold=hold, once_recomputed=held.handed)
+        return Plan(trace, self.finished(problem, schedule).actions())

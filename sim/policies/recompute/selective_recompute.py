@@ -63,6 +63,7 @@ class SelectiveRecompute(RecomputationPlanner):
         index = TraceIndex(trace)
         layers = layer_regions(index, "selective_recompute")
         drops: Mapping[int, int] = {}
+        handed: Mapping[int, int] = {}
         if self.recompute == "attention_core":
             reruns = region_reruns(index, _cores(index, layers), early_stop=bool(self.early_stop))
         else:
@@ -71,11 +72,12 @@ class SelectiveRecompute(RecomputationPlanner):
             stop = self.early_stop is not False
             reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
             held = held_by(index, reruns)
-            drops = held.drops
+            drops, handed = held.drops, held.handed
             trace = hold_longer(hold_longer(trace, held.until), cached_results(index, layers, keep, reruns))
             index = TraceIndex(trace)
         hold = {**drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
-        return Plan(trace, self.finished(problem, schedule_of(index, by_anchor(reruns), hold=hold)).actions())
+        schedule = schedule_of(index, by_anchor(reruns), hold=hold, once_recomputed=handed)
+        return Plan(trace, self.finished(problem, schedule).actions())
 
 
 def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:
