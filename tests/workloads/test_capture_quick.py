@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
@@ -70,6 +72,13 @@ CALLS = {
     "a sum over an axis": (aten.sum.dim_IntList, ((3, 4),), (torch.float16,), ([1], True)),
     "a slice": (aten.slice.Tensor, ((6, 4),), (torch.float32,), (0, 1, 5, 2)),
     "a place": (aten.select.int, ((6, 4),), (torch.float32,), (1, 2)),
+    "another place": (aten.select.int, ((6, 4),), (torch.float32,), (1, 3)),
+    "the gradient of a place in another": (aten.select_backward.default, ((6,),), (torch.float32,), ([6, 5], 1, 2)),
+    "the gradient of a place elsewhere": (aten.select_backward.default, ((6,),), (torch.float32,), ([5, 6], 0, 2)),
+    "the gradient of a slice": (aten.slice_backward.default, ((2, 4),), (torch.float32,), ([6, 4], 0, 1, 5, 2)),
+    "the gradient of a longer one": (aten.slice_backward.default, ((2, 4),), (torch.float32,), ([8, 4], 0, 1, 5, 2)),
+    "a detached view": (aten.detach.default, ((6, 4),), (torch.float32,), ()),
+    "another name": (aten.alias.default, ((6, 4),), (torch.float32,), ()),
     "its gradient": (aten.select_backward.default, ((6,),), (torch.float32,), ([6, 4], 1, 2)),
     "a broadcast view": (aten.expand.default, ((3, 1),), (torch.float32,), ([3, 5],)),
     "nothing": (aten.mul.Tensor, ((0, 4), (0, 4)), (torch.float32,) * 2, ()),
@@ -104,3 +113,31 @@ def test_results_are_those_of_real_tensors(transposed):
             for x, operands in ((ours, fake), (theirs, real))
         ]
         assert shares[0] == shares[1], func
+
+
+def test_a_result_has_the_attributes_of_pytorchs_own_fake_tensor():
+    quick, mode = QuickDispatch(), FakeTensorMode()
+    with mode:
+        x = torch.zeros(3, 4)
+        for func, rest in ((aten.exp.default, ()), (aten.t.default, ())):
+            theirs = func(x, *rest)
+            for ours in [quick(func, (x, *rest), {}) for _ in range(3)]:
+                assert type(ours) is type(theirs)
+                assert vars(ours) == vars(theirs)
+                assert ours.device == theirs.device
+                assert ours.requires_grad == theirs.requires_grad
+                assert not mode.in_kernel_invocation
+
+
+def test_a_scan_dispatches_nothing_through_pytorchs_fake_tensors_per_position(monkeypatch):
+    """What each position would otherwise ask of them takes most of the time of a long sequence."""
+    fake = import_module("torch._subclasses.fake_tensor")
+    calls = []
+    plain = fake.FakeTensorMode.dispatch
+    monkeypatch.setattr(fake.FakeTensorMode, "dispatch", lambda *args: calls.append(args) or plain(*args))
+    asked = []
+    for length in (8, 24):
+        calls.clear()
+        capture(Scan, torch.zeros(2, length, 8), loss=lambda y: y.mean())
+        asked.append(len(calls))
+    assert asked[1] - asked[0] < 16

@@ -26,18 +26,16 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     func: the dispatched op.
     args, kwargs, out: its arguments and its result.
     """
-    packet = func._overloadpacket
-    name = str(packet).rpartition(".")[2]
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _formula_of(registry, func._overloadpacket)
+    packet, name, formula = found
     if name == "convolution_backward":
         return _convolution_backward(*args, **kwargs)
-    if name.endswith("_") and packet not in registry:
-        name = name[:-1]
-        packet = next((known for known in registry if str(known) == str(packet)[:-1]), packet)
     if packet in registry:
         return int(registry[packet](*args, **kwargs, out_val=out))
     if name == "_trilinear":
         return _trilinear(*args, **kwargs)
-    formula = next((formula for pattern, formula in FORMULAS if re.fullmatch(pattern, name)), None)
     if formula is None:
         return 0
     given = [*args, *kwargs.values()]
@@ -46,13 +44,24 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     return int(formula([x for x in given if hasattr(x, "shape")]))
 
 
+def _formula_of(registry: dict[Any, Any], packet: Any) -> tuple[Any, str, Formula | None]:
+    """An op as the registry knows it, its name, and the formula of those here."""
+    name = str(packet).rpartition(".")[2]
+    if name.endswith("_") and packet not in registry:
+        name = name[:-1]
+        packet = next((known for known in registry if str(known) == str(packet)[:-1]), packet)
+    return packet, name, next((formula for pattern, formula in FORMULAS if re.fullmatch(pattern, name)), None)
+
+
 def executed_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
     """Of the FLOPs of a dispatched op those that its kernel executes: a fused one skips scores that are masked.
 
     func, args, kwargs: as for `flops_of`. flops: what that counts.
     """
+    if not flops:
+        return flops
     name = str(func._overloadpacket).rpartition(".")[2]
-    if not flops or not name.startswith("_scaled_dot_product_"):
+    if not name.startswith("_scaled_dot_product_"):
         return flops
     names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -163,3 +172,6 @@ FORMULAS: tuple[tuple[str, Formula], ...] = (
 )
 """Ops that PyTorch's counter does not know, by name, and their FLOPs. Backward counts twice the forward, except for
 attention, which recomputes its weights."""
+
+_known: dict[Any, tuple[Any, str, Formula | None]] = {}
+"""What `_formula_of` said of an op: a recurrent model asks of the same ones for every position."""

@@ -11,8 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-VIEWS = frozenset(("select", "unsqueeze", "squeeze", "slice", "t", "transpose", "permute", "expand", "view"))
+_VIEWS = "select unsqueeze squeeze slice t transpose permute expand view _unsafe_view detach alias"
+VIEWS = frozenset(_VIEWS.split())
 """Ops whose result is a view of their first operand, and that have a kernel for shapes alone."""
+
+SHAPED_BY = {"select_backward": 3, "slice_backward": 3}
+"""How many of an op's arguments its result's shape depends on; the others say where in it the operand lies."""
 
 MOST = 50_000
 """Results whose shapes are kept."""
@@ -28,12 +32,13 @@ class QuickDispatch:
     def __init__(self) -> None:
         torch: Any = import_module("torch")
         fake = import_module("torch._subclasses.fake_tensor")
-        self._torch, self._kind, self._kernel = torch, fake.FakeTensor, fake.in_kernel_invocation_manager
+        self._torch, self._kind = torch, fake.FakeTensor
         self._leaves = import_module("torch.utils._pytree").tree_leaves
         self._cpu = torch.device("cpu")
         self._plain = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format)
         self._pure: dict[Any, bool] = {}
         self._known: dict[Any, tuple[Any, Any, Any]] = {}
+        self._attributes: dict[Any, dict[str, Any]] = {}  # per mode those of any fake tensor
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The op's result."""
@@ -45,22 +50,48 @@ class QuickDispatch:
             return func(*args, **kwargs)
         mode = args[0].fake_mode
         try:
-            key = (func, self._key(args, mode), self._key(tuple(kwargs.items()), mode))
+            shaping = args[: SHAPED_BY.get(func._opname)]
+            key = (func, self._key(shaping, mode), self._key(tuple(kwargs.items()), mode) if kwargs else ())
         except Unlike:
             return func(*args, **kwargs)
         if view:
-            with self._kernel(mode):
-                seen = func(*args, **kwargs)
-            return self._kind(mode, seen, self._cpu)
+            return self._of_shape(mode, func, args, kwargs)
         known = self._known.get(key)
         if known is not None:
             shape, strides, dtype = known
-            with self._kernel(mode):
-                made = self._torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            return self._kind(mode, made, self._cpu)
+            return self._of_shape(mode, self._torch.empty_strided, (shape, strides), {"dtype": dtype, "device": "meta"})
         out = func(*args, **kwargs)
         if len(self._known) < MOST and self._is_whole(out, mode) and not self._shares(out, (args, kwargs)):
             self._known[key] = (tuple(out.shape), out.stride(), out.dtype)
+        return out
+
+    def _of_shape(self, mode: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        """The fake tensor round a result that has a shape alone.
+
+        PyTorch's own manager of such calls and its constructor do this, too, and ask more before.
+        """
+        c = self._torch._C
+        before = mode.in_kernel_invocation
+        with c._DisableTorchDispatch(), c._PreserveDispatchKeyGuard():
+            mode.in_kernel_invocation = True
+            c._set_meta_in_tls_dispatch_include(True)
+            try:
+                seen = run(*args, **kwargs)
+            finally:
+                mode.in_kernel_invocation = before
+        attributes = self._attributes.get(mode)
+        if attributes is None:
+            out = self._kind(mode, seen, self._cpu)
+            self._attributes[mode] = dict(vars(out))
+            return out
+        out = self._torch.Tensor._make_subclass(
+            self._kind, seen, seen.requires_grad, dispatch_device=True, device_for_backend_keys=self._cpu
+        )
+        if mode._allow_unsafe_data_ptr_access:
+            c._set_warn_deprecated_on_mutable_data_ptr(out)
+        else:
+            c._set_throw_on_mutable_data_ptr(out)
+        vars(out).update(attributes)
         return out
 
     def _shares(self, out: Any, given: Any) -> bool:

@@ -379,13 +379,13 @@ class Recorder:
             self._kept[i] = number
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        tensors, short = self.torch.Tensor, func._opname
-        outputs = [x for x in self.leaves(out) if isinstance(x, tensors)]
+        short = func._opname
+        outputs = self._tensors_in((out,))
         if not self.active:
             self._follow_new(outputs, short)
             return
         # lift_fresh reads the number that a new tensor is made from, not a tensor of the model
-        inputs = [x for x in self.leaves((args, kwargs)) if isinstance(x, tensors) and short != "lift_fresh"]
+        inputs = [] if short == "lift_fresh" else self._tensors_in((*args, *kwargs.values()))
         for tensor in (*inputs, *outputs):
             if tensor.layout != self.torch.strided:
                 raise self._unstored(func, tensor)
@@ -433,6 +433,16 @@ class Recorder:
         )
         if statistics:
             self._update_statistics(statistics, module, phase, layer, allocated[1:])
+
+    def _tensors_in(self, values: Iterable[Any]) -> list[Any]:
+        """The tensors among an op's arguments or results, which nest as lists and tuples alone."""
+        found = []
+        for value in values:
+            if isinstance(value, self.torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += self._tensors_in(value)
+        return found
 
     def _follow_new(self, outputs: Sequence[Any], short: str) -> None:
         """What comes to be before the captured iteration."""

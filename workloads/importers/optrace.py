@@ -11,6 +11,7 @@ import os
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from sim.errors import TraceError
@@ -54,6 +55,7 @@ RANDOM = re.compile(r"dropout|bernoulli|rand|multinomial")
 ROUNDING = 512
 
 
+@lru_cache(maxsize=4096)
 def kind_of(op: str, phase: str) -> str:
     """The kind of an ATen op, judged by its name."""
     if phase == "update":
