@@ -12,7 +12,8 @@ Departs from a run on a GPU:
 - Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`). A gradient scaler has to be
   created by the step, or by the function of a reference: without a GPU PyTorch disables one that exists before.
 - A step for a GPU is captured as it is (see `workloads.capturing.cuda_calls`). Where it reads values outside the model,
-  all goes well: they are finite, and no gradient overflows (see `workloads.capturing.asked`).
+  all goes well: they are finite, and no gradient overflows (see `workloads.capturing.asked`). What a model selects by
+  values is of the size that `selected` says (see `workloads.capturing.selections`).
 - Of a script (`capture_script`) everything lies on the GPU: what prepares a batch on the host runs there, and data that
   the script holds takes memory there. A script that makes its batch on the GPU is captured as it runs.
 - Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
@@ -46,6 +47,7 @@ from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.reference import called, opened
+from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
 from workloads.capturing.unpadded import has_padding, unpadded
 from workloads.importers.optrace import PRODUCTS, kind_of
@@ -65,6 +67,7 @@ ARGUMENTS = (
     "kernels",
     "rounding",
     "layers",
+    "selected",
 )
 """The keys that the dict of a reference given to `capture_from_reference` may have."""
 
@@ -85,6 +88,7 @@ def capture(
     kernels: str = "cuda",
     rounding: int = 1,
     layers: str | Sequence[str] | None = None,
+    selected: Selected = None,
     observer: Observer | None = None,
 ) -> Trace:
     """Capture one training iteration of `module` in its steady state.
@@ -108,6 +112,9 @@ def capture(
     rounding: sizes are rounded up to multiples of this many bytes; PyTorch's CUDA allocator rounds to 512.
     layers: which parts of the module are its layers: names of classes (`EncoderBlock`) or paths (`encoder.layers.*`),
         or patterns of these; by default what repeats (see `workloads.capturing.layers`).
+    selected: for which share of its elements, from 0 to 1, a condition on values holds (a boolean mask, `nonzero`,
+        `unique`, non-maximum suppression, a branch), or shares by file or line: {"rpn.py:283": 0.5, "*": 0.1}. By
+        default a step that needs one is refused, but for what follows from a batch of ones (`capturing.asked`).
     observer: observes the captured iteration, too (`tiersim validate` has PyTorch's memory tracker do so).
 
     The trace's metadata records `device`, `kernels`, `mapped` (calls sent to other kernels), `rounding`, `layer_names`
@@ -121,7 +128,7 @@ def capture(
     """
     torch = _torch()
     _check_options(kernels, {"micro_batches": (micro_batches, 1), "warm_up": (warm_up, 0), "rounding": (rounding, 1)})
-    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda")
+    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda", selected=selected)
     padded = has_padding(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
@@ -170,6 +177,7 @@ def capture_script(
     kernels: str = "cuda",
     rounding: int = 1,
     layers: str | Sequence[str] | None = None,
+    selected: Selected = None,
     observer: Observer | None = None,
 ) -> Trace:
     """Capture a step as a training script holds it: a function without arguments that takes everything from around it.
@@ -184,7 +192,7 @@ def capture_script(
     """
     torch = _torch()
     _check_options(kernels, {"warm_up": (warm_up, 0), "rounding": (rounding, 1)})
-    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda")
+    mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda", selected=selected)
     with _on_a_gpu(torch, mode, kernels, recorder, padded=False), made_under_fake_tensors(recorder.assume) as made:
         with _named_errors("building the step"):
             step = build()

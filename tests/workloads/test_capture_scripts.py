@@ -42,7 +42,7 @@ FUNCTIONS = {
     "vision_transformer": ("main", 114698, 3, 2),
 }
 BEYOND = {"detection": "main"}
-"""Scripts whose model looks at values that no assumption gives: how many boxes are left."""
+"""Scripts whose model looks at values that only the person can give: how many boxes are left."""
 
 
 def imports(script):
@@ -95,6 +95,20 @@ def test_what_cannot_be_captured_names_the_line_of_the_script(script):
     pytest.importorskip("torchvision")
     with pytest.raises(WorkloadError, match=r"cannot run without data at .*called at detection\.py:\d+ \(losses = "):
         captured(script, BEYOND[script])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_detector_is_captured_where_it_is_said_how_many_boxes_are_kept():
+    pytest.importorskip("torchvision")
+    few, many = (
+        captured("detection", BEYOND["detection"], selected={"generalized_rcnn.py": 0, "*": share})
+        for share in (0.25, 0.5)
+    )
+    assert few.meta["parameters"] == many.meta["parameters"] == 41367656
+    assert few.meta["model_flops"] < many.meta["model_flops"]
+    assert not {"uncounted"} & {*few.meta, *many.meta}
+    assert sum("roi_heads.py" in note for note in many.meta["assumed"]) == 2
 
 
 # ---- the form of a script ------------------------------------------------------------------------

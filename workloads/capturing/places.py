@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,16 @@ def line_of(error_trace: TracebackType | None = None) -> str:
     if written is inner:
         return _shown(inner)
     return f"{_shown(inner)}, called at {_shown(written)}"
+
+
+def open_frames() -> Iterator[tuple[str, int]]:
+    """File name and line of the running frames that belong neither to PyTorch nor to this package, innermost first."""
+    torch = str(Path(str(import_module("torch").__file__)).parent) + os.sep
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _is_inside(frame.f_code.co_filename, (torch, *OWN)):
+            yield os.path.basename(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def way_out(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from workloads.capturing.making import in_constructor
 from workloads.capturing.places import line_of
 from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
+from workloads.capturing.selections import Selected, Selections, chosen, note_reduced, read
 from workloads.importers.optrace import DTYPES
 
 IGNORED = ("prim", "profiler")
@@ -45,9 +46,10 @@ class Recorder:
     What the module is, `know_module` says, at the latest before `begin`.
 
     cuda: whether the step stands for one on a GPU.
+    selected: what is taken of conditions on values, as for `workloads.capture.capture`.
     """
 
-    def __init__(self, *, cuda: bool) -> None:
+    def __init__(self, *, cuda: bool, selected: Selected = None) -> None:
         self.torch: Any = import_module("torch")
         self.leaves = import_module("torch.utils._pytree").tree_leaves
         self.flops = import_module("torch.utils.flop_counter").flop_registry
@@ -56,6 +58,7 @@ class Recorder:
         self._quick = QuickDispatch()
         self._ask_value = (self.torch.ops.aten._local_scalar_dense.default, self.torch.ops.aten.item.default)
         self.cuda = cuda
+        self._selections = Selections(selected)
         self.recording = Recording(version=str(self.torch.__version__))
         self.names: dict[int, str] = {}
         self.calls = LayerCalls(self.torch.nn.Module())
@@ -327,28 +330,46 @@ class Recorder:
                 return value
             out, assumed = asked.selected(func._opname, args)
             if out is None:
+                out, assumed = self._taken(func, args)
+            if out is None:
                 raise self._refusal(func, error) from error
             self.assume(assumed)
+            if func in self._ask_value:
+                return out
         if func._opname in ("fill_", "zero_", "copy_", "add_", "remainder_"):
             self._note_kept(func._opname, args)
         asked.note(func._opname, args, out)
+        note_reduced(func._opname, args, out)
         if not self._stack and func._opname in asked.BATCHES:
             asked.of_batch(out)
         if func.namespace not in IGNORED:
             self._record(func, args, kwargs, out)
         return out
 
+    def _taken(self, func: Any, args: Any) -> tuple[Any, str]:
+        """What a condition on values yields under the share that is given for it, and that in words; None for none."""
+        given = self._selections.share()
+        if given is None:
+            return None, ""
+        share, place = given
+        out = read(args[0], share) if func in self._ask_value else chosen(func._opname, args, share)
+        return out, f"a condition on values holds for {100 * share:g} % of them, as said of {place}"
+
     def _refusal(self, func: Any, error: Exception) -> WorkloadError:
-        where = f"module {self._module()!r}" if self._module() else "the step"
         line = f" at {place}" if (place := line_of()) else ""
         return WorkloadError(
-            f"op {func} in {where} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
+            f"op {func} in {self._where()} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
             "import a trace of a real run"
         )
 
+    def _where(self) -> str:
+        """The running module in words; the outermost has no path, only a class."""
+        if path := self._module():
+            return f"module {path!r}"
+        return f"the module {type(self._running[-1]).__name__}" if self._running else "the step"
+
     def _unstored(self, func: Any, tensor: Any) -> WorkloadError:
-        layout = _plain(tensor.layout)
-        where = f"module {self._module()!r}" if self._module() else "the step"
+        layout, where = _plain(tensor.layout), self._where()
         line = f" at {place}" if (place := line_of()) else ""
         way = "sparse=False" if "sparse" in layout else "strided tensors"
         return WorkloadError(
@@ -563,8 +584,14 @@ class Recorder:
 
 def _way_out(func: Any) -> str:
     if func._opname == "_local_scalar_dense":
-        return "what it reads decides on what is computed: capture a variant in which that is fixed"
-    return "the shape of its result depends on data: capture a variant with a fixed one (a mask instead of a selection)"
+        return (
+            "what it reads decides on what is computed: say for which share of the elements such a condition holds "
+            "(selected=), or capture a variant in which that is fixed"
+        )
+    return (
+        "the shape of its result depends on data: say which share of the elements it keeps (selected=), or capture a "
+        "variant with a fixed one (a mask instead of a selection)"
+    )
 
 
 def _plain(dtype: Any) -> str:
