@@ -19,7 +19,8 @@ Departs from a run on a GPU:
 - Python's cycle collector is off, so that an object that only a cycle holds lives to the end of the iteration.
 - Compiled functions run uncompiled, and a compiled module is refused.
 - Hugging Face's models (version 5) take their batches to be without padding, unless a mask with padding is given with
-  its values (see `workloads.capturing.unpadded`).
+  its values (see `workloads.capturing.unpadded`), and a row to be one sequence, unless `position_ids` with their values
+  start again. Attention over packed sequences (`varlen_attn`) takes each to be as long as the longest may be.
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -49,7 +50,7 @@ from workloads.capturing.recorder import Recorder
 from workloads.capturing.reference import called, opened
 from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
-from workloads.capturing.unpadded import has_padding, unpadded
+from workloads.capturing.unpadded import has_padding, is_packed, unpadded
 from workloads.importers.optrace import PRODUCTS, kind_of
 
 ARGUMENTS = (
@@ -129,7 +130,7 @@ def capture(
     torch = _torch()
     _check_options(kernels, {"micro_batches": (micro_batches, 1), "warm_up": (warm_up, 0), "rounding": (rounding, 1)})
     mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda", selected=selected)
-    padded = has_padding(torch, inputs)
+    padded, packed = has_padding(torch, inputs), is_packed(torch, inputs)
     with _named_errors("building the step"):
         model, tuned = fake_module(torch, mode, module, optimizer)
         if observer is not None:
@@ -156,7 +157,7 @@ def capture(
         if tuned is None and step is None:
             model.zero_grad(set_to_none=True)
 
-    with _on_a_gpu(torch, mode, kernels, recorder, padded):
+    with _on_a_gpu(torch, mode, kernels, recorder, padded=padded, packed=packed):
         recorder.know_module(model, layers)
         for label, given in (("input", (args, kwargs)), ("target", target_arguments)):
             for i, tensor in enumerate(x for x in recorder.leaves(given) if isinstance(x, torch.Tensor)):
@@ -193,7 +194,7 @@ def capture_script(
     torch = _torch()
     _check_options(kernels, {"warm_up": (warm_up, 0), "rounding": (rounding, 1)})
     mode, recorder = _fake_mode(), Recorder(cuda=kernels == "cuda", selected=selected)
-    with _on_a_gpu(torch, mode, kernels, recorder, padded=False), made_under_fake_tensors(recorder.assume) as made:
+    with _on_a_gpu(torch, mode, kernels, recorder), made_under_fake_tensors(recorder.assume) as made:
         with _named_errors("building the step"):
             step = build()
         made()
@@ -250,7 +251,9 @@ def _fake_mode() -> Any:
 
 
 @contextmanager
-def _on_a_gpu(torch: Any, mode: Any, kernels: str, recorder: Recorder, padded: bool) -> Iterator[None]:
+def _on_a_gpu(
+    torch: Any, mode: Any, kernels: str, recorder: Recorder, *, padded: bool = False, packed: bool = False
+) -> Iterator[None]:
     """Everything acts as in a training run on a GPU, without data, and the recorder observes it."""
     with ExitStack() as stack:
         for context in (
@@ -261,7 +264,7 @@ def _on_a_gpu(torch: Any, mode: Any, kernels: str, recorder: Recorder, padded: b
             mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext(),
             cuda_autocast(recorder.count),
             answered("cpu", recorder.assume),
-            nullcontext() if padded else unpadded(recorder.assume),
+            nullcontext() if padded else unpadded(recorder.assume, packed=packed),
             recorder.watching(),
         ):
             stack.enter_context(context)

@@ -20,7 +20,7 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     rule, 2 per multiply-add. All other ops count as 0 FLOPs, because they are memory-bound (so does an outer product,
     which sums nothing and is dispatched as an elementwise product). The backward of a convolution is always counted
     here: PyTorch's counter (2.13) multiplies the weight's gradient by the number of groups. An in-place product counts
-    like the product.
+    like the product. Attention over packed sequences is bounded by what their longest says.
 
     registry: PyTorch's formulas, by op.
     func: the dispatched op.
@@ -32,6 +32,8 @@ def flops_of(registry: dict[Any, Any], func: Any, args: Any, kwargs: Any, out: A
     packet, name, formula = found
     if name == "convolution_backward":
         return _convolution_backward(*args, **kwargs)
+    if name in PACKED:
+        return _packed(func, args, kwargs, PACKED[name])
     if packet in registry:
         return int(registry[packet](*args, **kwargs, out_val=out))
     if name == "_trilinear":
@@ -104,6 +106,19 @@ def _attention_backward(tensors: Sequence[Any]) -> int:
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
 
+def _packed(func: Any, args: Any, kwargs: Any, products: tuple[int, int]) -> int:
+    """Attention over packed sequences, whose lengths are values: all as long as the longest may be.
+
+    No division of the tokens into sequences up to that long takes more. PyTorch's counter (2.13) takes all sequences to
+    be of that length, which may be more tokens than there are.
+
+    products: how many sum over a query's width, and how many over a value's.
+    """
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    q, v, longest = given["query"].shape, given["value"].shape, int(given["max_k"])  # (tokens, heads, width)
+    return 2 * int(q[0] * q[1]) * longest * (products[0] * int(q[2]) + products[1] * int(v[2]))
+
+
 def _recurrent(tensors: Sequence[Any]) -> int:
     """Each step multiplies its input and its state by the weights."""
     x, w_input, w_state = tensors[:3]
@@ -158,6 +173,9 @@ def _convolution_backward(
     each = 2 * (x if transposed else gradient).numel() * prod(weight.shape[1:])
     return int(each) * sum(map(bool, output_mask[:2]))
 
+
+PACKED = {"_varlen_attn": (1, 1), "_varlen_attn_out": (1, 1), "_varlen_attn_backward": (3, 2)}
+"""Attention over packed sequences: how many products sum over a query's width, and how many over a value's."""
 
 FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"_(scaled_)?grouped_mm(_v2)?|grouped_mm\w*", _grouped),

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked
-from workloads.capturing.arithmetic import executed_of, flops_of
+from workloads.capturing.arithmetic import PACKED, executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
 from workloads.capturing.making import in_constructor
 from workloads.capturing.places import line_of
@@ -37,6 +37,7 @@ WHOLE = ("scaled_dot_product_attention", "dropout")
 RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 """Positions of running statistics, which these ops write in place in training (argument 5) although their schema does
 not say so. The write is recorded as a separate op, so that the norm itself can be recomputed."""
+AS_LONG = "packed sequences are as long as the longest may be"
 OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8", "int16": "int16"}
 
 
@@ -434,6 +435,8 @@ class Recorder:
             if storages[i].role == "activation" and not storages[i].saved_for:
                 storages[i].saved_for = node.name()
         flops = flops_of(self.flops, func, args, kwargs, out)
+        if func._overloadpacket.__name__ in PACKED:
+            self.assume(AS_LONG)
         self.recording.kernels.append(
             Kernel(
                 op=str(func),

@@ -2,8 +2,8 @@
 
 A model looks at its mask before it attends. Where no token is padding, it passes none, so that attention may be flash
 attention. Under fake tensors it can't look, and builds and passes a mask, which costs memory and selects another
-kernel. So a capture answers in its place: no token is padding and a row is one sequence, unless a mask with padding was
-given with its values.
+kernel. So a capture answers in its place: no token is padding, unless a mask with padding was given with its values,
+and a row is one sequence, unless positions that start again were.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 MODULE = "transformers.masking_utils"
-KEY = "attention_mask"
+KEY, POSITIONS = "attention_mask", "position_ids"
 NOTE = "batches without padding"
 
 LOOK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
@@ -26,22 +26,36 @@ PACKED = "find_packed_sequence_indices"
 
 def has_padding(torch: Any, given: Any) -> bool:
     """Whether a mask with padding is among the inputs, with its values."""
+    return any(mask.dim() == 2 and not bool((mask != 0).all()) for mask in _given(torch, given, KEY))
+
+
+def is_packed(torch: Any, given: Any) -> bool:
+    """Whether positions are among the inputs, with their values, that start again within a row: several sequences."""
+    return any(bool((at.diff(dim=-1) != 1).any()) for at in _given(torch, given, POSITIONS) if at.dim())
+
+
+def _given(torch: Any, given: Any, key: str) -> Iterator[Any]:
+    """The inputs of that name that have values."""
     if isinstance(given, Mapping):
-        return any(_masks(torch, value) if key == KEY else has_padding(torch, value) for key, value in given.items())
-    return isinstance(given, (list, tuple)) and any(has_padding(torch, value) for value in given)
-
-
-def _masks(torch: Any, mask: Any) -> bool:
-    if not isinstance(mask, torch.Tensor) or mask.device.type == "meta" or hasattr(mask, "fake_mode"):
-        return False
-    return mask.dim() == 2 and not bool((mask != 0).all())
+        for name, value in given.items():
+            if name != key:
+                yield from _given(torch, value, key)
+            elif isinstance(value, torch.Tensor) and value.device.type != "meta" and not hasattr(value, "fake_mode"):
+                yield value
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from _given(torch, value, key)
 
 
 @contextmanager
-def unpadded(assumed: Callable[[str], None]) -> Iterator[None]:
-    """Let models take their batches to be without padding; `assumed` is called with a note each time one asks."""
+def unpadded(assumed: Callable[[str], None], *, packed: bool = False) -> Iterator[None]:
+    """Let models take their batches to be without padding; `assumed` is called with a note each time one asks.
+
+    packed: rows are known to consist of several sequences, so that a mask keeps these apart.
+    """
     masking = sys.modules.get(MODULE)
-    before = {name: getattr(masking, name) for name in (*LOOK, PACKED) if hasattr(masking, name)}
+    asked = LOOK if packed else (*LOOK, PACKED)
+    before = {name: getattr(masking, name) for name in asked if hasattr(masking, name)}
 
     def without_values(look: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(look)
