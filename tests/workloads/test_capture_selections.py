@@ -224,3 +224,25 @@ def test_the_command_line_takes_shares(tmp_path, capsys, monkeypatch):
     code, error = captured("--selected", "rpn.py=much")
     assert code == 2
     assert error.endswith("selected: needs a share from 0 to 1, has 'much'")
+
+
+class Lengths(nn.Module):
+    """Packs sequences of lengths that are values, which no share of elements gives."""
+
+    def forward(self, x):
+        lengths = (x[..., 0] != 0).sum(1).cpu()
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False).data.mean()
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return x[: int(x.abs().max())].mean()
+
+
+@pytest.mark.parametrize(("module", "variant"), [(Lengths, "padded sequences"), (Largest, "in which that is fixed")])
+def test_a_share_is_named_as_the_way_out_only_where_it_is_one(module, variant):
+    for selected in (None, 0.5):
+        with pytest.raises(WorkloadError, match=r"cannot run without data at test_capture_selections\.py") as refused:
+            capture(module, torch.zeros(4, 6, 8), selected=selected)
+        assert variant in str(refused.value)
+        assert "selected=" not in str(refused.value)

@@ -333,7 +333,7 @@ class Recorder:
             if out is None:
                 out, assumed = self._taken(func, args)
             if out is None:
-                raise self._refusal(func, error) from error
+                raise self._refusal(func, args, error) from error
             self.assume(assumed)
             if func in self._ask_value:
                 return out
@@ -353,15 +353,25 @@ class Recorder:
         if given is None:
             return None, ""
         share, place = given
-        out = read(args[0], share) if func in self._ask_value else chosen(func._opname, args, share)
-        return out, f"a condition on values holds for {100 * share:g} % of them, as said of {place}"
+        note = f"a condition on values holds for {100 * share:g} % of them, as said of {place}"
+        return self._under(share, func, args), note
 
-    def _refusal(self, func: Any, error: Exception) -> WorkloadError:
+    def _under(self, share: float, func: Any, args: Any) -> Any:
+        return read(args[0], share) if func in self._ask_value else chosen(func._opname, args, share)
+
+    def _refusal(self, func: Any, args: Any, error: Exception) -> WorkloadError:
         line = f" at {place}" if (place := line_of()) else ""
+        share = "say for which share of the elements it holds (selected=), " if self._can_be_said(func, args) else ""
+        why, variant = _way_out(func)
         return WorkloadError(
-            f"op {func} in {self._where()} cannot run without data{line}: {type(error).__name__}; {_way_out(func)}, or "
-            "import a trace of a real run"
+            f"op {func} in {self._where()} cannot run without data{line}: {type(error).__name__}; {why}: {share}"
+            f"{variant}, or import a trace of a real run"
         )
+
+    def _can_be_said(self, func: Any, args: Any) -> bool:
+        """Whether a share would do."""
+        with self.torch._C._DisableTorchDispatch():
+            return self._under(0.5, func, args) is not None
 
     def _where(self) -> str:
         """The running module in words; the outermost has no path, only a class."""
@@ -585,16 +595,14 @@ class Recorder:
         return (self._path[index], self._call[index]) if index >= 0 else ("", -1)
 
 
-def _way_out(func: Any) -> str:
+def _way_out(func: Any) -> tuple[str, str]:
+    """Why an op can't run without data, and which step could be captured instead."""
     if func._opname == "_local_scalar_dense":
-        return (
-            "what it reads decides on what is computed: say for which share of the elements such a condition holds "
-            "(selected=), or capture a variant in which that is fixed"
-        )
-    return (
-        "the shape of its result depends on data: say which share of the elements it keeps (selected=), or capture a "
-        "variant with a fixed one (a mask instead of a selection)"
+        return "what it reads decides on what is computed", "capture a variant in which that is fixed"
+    variant = (
+        "capture a variant with a fixed one (a mask instead of a selection, padded sequences instead of packed ones)"
     )
+    return "the shape of its result depends on data", variant
 
 
 def _plain(dtype: Any) -> str:
