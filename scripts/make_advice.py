@@ -45,15 +45,19 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def everything(policies: Mapping[str, Any]) -> list[str]:
-    """Every policy, and every pair that may go together. policies: name -> the policy."""
+    """The space that `advise` promises to search, written down once more. policies: name -> the policy."""
     state = {"weights", "gradients", "optimizer_state"}
-    roles = {name: set(policy.manages) for name, policy in policies.items() if policy.lossless}
-    below = [name for name, managed in roles.items() if managed and managed <= state]
-    pairs = [f"{a} + {b}" for a in below for b in roles if b != a and not roles[a] & roles[b]]
-    stream = "zero_offload(weights=host) + weight_streaming"
-    one = {tuple(sorted(pair.split(" + "))): pair for pair in pairs}.values()
-    rest = [f"{stream} + {b}" for b in roles if not roles[b] & state]
-    return [*roles, *one, stream, *rest, "full_recompute; checkpoints: swap_all"]
+    roles = {name: set(policy.manages) for name, policy in policies.items() if policy.lossless and not policy.slow}
+    single = [name for name, managed in roles.items() if managed and managed <= state]
+    bases = {name: roles[name] for name in single}
+    bases |= {f"{a} + {b}": roles[a] | roles[b] for a in single for b in single if a < b and not roles[a] & roles[b]}
+    if {"zero_offload", "weight_streaming"} <= {*single}:
+        bases["zero_offload(weights=host) + weight_streaming"] = roles["zero_offload"] | roles["weight_streaming"]
+    rest = {name: managed for name, managed in roles.items() if name not in single}
+    if {"full_recompute", "swap_all"} <= {*rest}:
+        rest["full_recompute; checkpoints: swap_all"] = {"activations"}
+    stacks = [f"{a} + {b}" for a in bases for b in rest if b != "keep_all" and not bases[a] & rest[b]]
+    return [*rest, *bases, *stacks]
 
 
 def question_of(case: Mapping[str, Any]) -> Any:

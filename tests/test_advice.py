@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from sim.advice import advise
-from sim.advice.candidates import OFFLOADED, by_state, candidates, lean
+from sim.advice.candidates import candidates, lean, space
 from sim.advice.goals import candidates_for
+from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS
 from sim.advice.state import state_of
-from sim.advice.trials import Trials, best, fits, speed
+from sim.advice.trials import Trials, best, fits, micro_batches, speed
 from sim.errors import Infeasible, TiersimError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
@@ -203,10 +204,75 @@ def test_what_all_memories_together_cannot_hold_is_said_before_anything_runs(con
     assert "whatever is moved or recomputed" in text
 
 
-def test_policies_of_state_go_on_with_the_fastest():
-    names = ["zero_offload + hybrid", "rotor", "stronghold + hybrid", f"stronghold + {OFFLOADED}"]
-    speeds = {"zero_offload + full_recompute": 2.0, "stronghold + full_recompute": 3.0, "full_recompute": 1.0}
-    assert by_state(names, speeds) == [names[2], names[3], names[0], names[1]]
+def test_the_ways_to_divide_a_batch(config):
+    def counts(**workload):
+        asked = Question({"model": config, **AXES, **workload}, "a100_40_pcie")
+        return [micro_batches(each.workload) for each in divisions(asked)]
+
+    assert counts(batch=8) == [1, 2, 4, 8]
+    assert counts(batch=12) == [1, 2, 4, 12]
+    assert counts(batch=7) == [1, 7]
+    assert counts(batch=1) == [1]
+    assert counts(batch=8, micro_batches=1) == [1]
+    assert counts(batch=8, micro_batches=4) == [4]
+
+
+def everything_run(asked, names, counts):
+    """Every run of a space, without any bound or order."""
+    trials = Trials(10_000, jobs=1)
+    return [
+        row for count in counts for row in trials.run(asked.changed(micro_batches=count) if count > 1 else asked, names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "machine"), [(0.75, "a100_40_pcie"), (0.6, "mt3000_survey"), (0.4, "pcie_domestic_low")]
+)
+def test_bounds_leave_out_nothing_that_is_faster(config, share, machine, monkeypatch):
+    """The whole space of a few policies, against a search that leaves out what its bounds say cannot win."""
+    few = ("keep_all", "full_recompute", "swap_all", "dtr", "zero_offload", "stronghold", "optimizer_in_backward")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    budget = int(share * simulate(trace_of(config, batch=2), machine).summary()["peak_bytes"])
+    asked = Question({"model": config, "batch": 2, **AXES}, machine, budget=budget)
+    rows = Search(asked, Trials(10_000, jobs=1)).run()
+    every = everything_run(asked, space().every, (1, 2))
+    assert len(rows) < 0.7 * len(every)
+    assert speed(best(rows)) >= (1 - 0.006) * max(map(speed, filter(fits, every)))
+
+
+def test_a_batch_is_divided_where_that_is_the_fastest(config):
+    """Only keeping everything is allowed, and the whole batch does not fit."""
+    peaks = {
+        count: simulate(trace_of(config, micro_batches=count), "a100_40_pcie").summary()["peak_bytes"]
+        for count in (1, 2, 4)
+    }
+    assert peaks[2] < 0.95 * peaks[1]
+    found = advise(config, "a100_40_pcie", batch=4, budget=peaks[2], policies=["keep_all"], jobs=1, **AXES)
+    assert micro_batches(found.best) == 2
+    assert "Use keep_all at batch 4 in 2 micro-batches: " in found.text()
+    again = simulate(trace_of(config, micro_batches=2), "a100_40_pcie", budget=peaks[2]).log
+    assert found.best["makespan_ns"] == again.end
+    whole = simulate(trace_of(config), "a100_40_pcie").log.end
+    assert f"{again.end / whole:.2g} times as long as with unlimited memory" in found.text()
+    fixed = advise(
+        config, "a100_40_pcie", batch=4, budget=peaks[2], policies=["keep_all"], jobs=1, micro_batches=1, **AXES
+    )
+    assert fixed.best is None
+
+
+def test_ways_that_nothing_has_fitted_yet_stay_in_the_search(config, monkeypatch):
+    """Where state alone exceeds the memory with all gradients, and no probe beside what frees these fits."""
+    few = ("keep_all", "full_recompute", "dtr", "g10", "patrickstar", "optimizer_in_backward")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    state = state_of(trace_of(config), load_profile("a100_40_pcie"))
+    budget = state.weights + state.optimizer_state + state.gradients // 2
+    asked = Question({"model": config, "batch": 4, "micro_batches": 1, **AXES}, "a100_40_pcie", budget=budget)
+    rows = Search(asked, Trials(10_000, jobs=1)).run()
+    ran = {row["policy"]: fits(row) for row in rows}
+    assert not ran["optimizer_in_backward + full_recompute"]
+    assert "optimizer_in_backward + keep_all" not in ran  # the same as alone
+    assert "optimizer_in_backward + dtr" in ran
+    assert any(ran.values())
 
 
 def table_of_advice():
@@ -225,6 +291,13 @@ def test_what_is_advised_is_within_two_percent_of_an_exhaustive_search():
     found = module.complete(data)
     assert found
     assert {name: module.lag(entry) for name, entry in found.items() if module.lag(entry) > 0.02} == {}
+
+
+def test_the_space_is_that_of_the_exhaustive_search():
+    module, _ = table_of_advice()
+    every = module.everything({name: load(name) for name in names()})
+    assert {frozenset(name.split(" + ")) for name in every} == {frozenset(name.split(" + ")) for name in space().every}
+    assert len(every) == len(space().every) > 400
 
 
 def test_everything_that_may_be_combined_is_not_faster(config):
@@ -247,7 +320,7 @@ def test_a_search_takes_some_time_and_ends(config, seconds):
 def test_where_nothing_fits_it_says_with_which_change_something_does(config):
     few = ("keep_all", "full_recompute")
     peak = simulate(trace_of(config, batch=1), "a100_40_pcie").summary()["peak_bytes"]
-    advice = advise(config, "a100_40_pcie", batch=16, budget=peak, policies=few, jobs=1, **AXES)
+    advice = advise(config, "a100_40_pcie", batch=16, micro_batches=1, budget=peak, policies=few, jobs=1, **AXES)
     assert advice.best is None
     assert advice.changes
     for change in advice.changes:
@@ -255,6 +328,8 @@ def test_where_nothing_fits_it_says_with_which_change_something_does(config):
         assert it_fits(changed, "a100_40_pcie", change.best["policy"], budget=peak)
         assert change.text in advice.text()
     assert "Nothing fits" in advice.text()
+    divided = advise(config, "a100_40_pcie", batch=16, budget=peak, policies=few, jobs=1, **AXES)
+    assert micro_batches(divided.best) > 1  # with their number left to the search it needs no change
 
 
 def test_a_figure_that_decides_is_found_and_decides(config):

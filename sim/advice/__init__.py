@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from sim.advice.answer import Advice
-from sim.advice.goals import at_one_batch, ceiling, fastest_batch, largest_batch, least_memory
+from sim.advice.ceiling import ceiling
+from sim.advice.goals import at_one_batch, fastest_batch, largest_batch, least_memory
 from sim.advice.layouts import Devices, with_layout
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
-from sim.advice.trials import OnRow, Row, Trials, best, fits, speed
+from sim.advice.trials import OnRow, Row, Trials, best, fits, micro_batches, speed, way
 from sim.errors import TiersimError
 from sim.experiment import simulate
 from sim.least_time import lower_bound
@@ -108,7 +109,7 @@ def advise(
         search = {"batch": largest_batch, "memory": least_memory}.get(goal, at_one_batch if fixed else fastest_batch)
         with closing(Trials((1 - ASIDE) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
-            trials.extend(seconds)
+            trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
             answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
             return replace(answer, devices=over)
 
@@ -128,26 +129,27 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     if winner is None:
         found = changes(asked, trials) if asked.parallel is None else []
         return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found),
-                      skipped=trials.skipped, elapsed_s=trials.seconds - trials.left_s)  # fmt: skip
-    chosen = asked if asked.is_fixed else asked.changed(batch=winner["batch"])
-    others = [row for row in rows if row["policy"] != winner["policy"] and row.get("batch") == winner.get("batch")
+                      skipped=trials.skipped, elapsed_s=trials.used_s)  # fmt: skip
+    whole = asked if asked.is_fixed else asked.changed(batch=winner["batch"])
+    chosen = whole.changed(micro_batches=winner["micro_batches"]) if micro_batches(winner) > 1 else whole
+    others = [row for row in rows if way(row) != way(winner) and row.get("batch") == winner.get("batch")
               and row["budget"] == winner["budget"]]  # fmt: skip
     skipped = trials.skipped
     near = _near(chosen, winner, trials)
     flipped, tried, known = flips(chosen, winner, rows, trials) if asked.goal == "throughput" else ([], 0, 0)
     return Advice(
-        question=chosen,
+        question=whole,
         state=state,
         rows=tuple(rows),
         best=winner,
         runner_up=best(others),
-        ceiling=ceiling(chosen),
+        ceiling=ceiling(whole),
         flips=tuple(flipped),
         figures_tried=tried,
         figures_all=known,
         skipped=skipped,
         near=near,
-        elapsed_s=trials.seconds - trials.left_s,
+        elapsed_s=trials.used_s,
     )
 
 

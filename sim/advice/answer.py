@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sim.advice.goals import Ceiling
+from sim.advice.ceiling import Ceiling
 from sim.advice.layouts import Devices
 from sim.advice.question import Question
 from sim.advice.reasons import Change, Flip, above
 from sim.advice.state import State
-from sim.advice.trials import SHARE, Row, best, effort, fits, speed
+from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed
 from sim.analysis.pareto import pareto
 from sim.policies import load
 from sim.report.verdict import difference, does
@@ -134,7 +134,7 @@ def _verdict(advice: Advice) -> list[str]:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     if (other := advice.also) is not None:
         word = "Most throughput" if asked.goal == "batch" else "Largest batch that fits"
-        lines.append(f"{word}: {other['batch']}, with {other['policy']}: {figures(other)}.")
+        lines.append(f"{word}: {other['batch']}, with {other['policy']}{_divided(other)}: {figures(other)}.")
     lines += [*_decisive(advice), "", *_front(advice), *_end(advice)]
     return lines
 
@@ -165,8 +165,13 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:,.0f} %" if fraction >= 0.995 else f"{100 * fraction:.2g} %"
 
 
+def _divided(row: Row) -> str:
+    """ " in 4 micro-batches", or nothing for a batch that stays whole."""
+    return f" in {micro_batches(row)} micro-batches" if micro_batches(row) > 1 else ""
+
+
 def _use(advice: Advice, top: Row) -> str:
-    at = f" at batch {top['batch']}" if "batch" in top else ""
+    at = f" at batch {top['batch']}{_divided(top)}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
     less = f"{1 + slower:.2g} times as long as" if slower >= 1 else f"{_percent(slower)} slower than"
     less = "as fast as" if abs(slower) < 0.0005 else less
@@ -190,7 +195,7 @@ def _next(top: Row, other: Row) -> str:
     peak = other["peak_bytes"] - top["peak_bytes"]
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
-    return f"Next: {other['policy']}, {text}{': ' if parts else ''}{parts}."
+    return f"Next: {other['policy']}{_divided(other)}, {text}{': ' if parts else ''}{parts}."
 
 
 def _decisive(advice: Advice) -> Iterator[str]:
@@ -212,7 +217,7 @@ def _front(advice: Advice) -> Iterator[str]:
     front = advice.front
     yield f"Of {len(advice.at_best)} runs that fit, no other has both less time and a lower peak than these:"
     for row in front[-SHOWN:]:
-        yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {row['policy']}"
+        yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {row['policy']}{_divided(row)}"
     if len(front) > SHOWN:
         yield f"  and {len(front) - SHOWN} slower ones of lower peak"
 

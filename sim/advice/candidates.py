@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 from sim.advice.state import State
@@ -29,29 +30,64 @@ UNUSUAL = {"experts", "drive", "slc", "pool"}
 STATE = {"weights", "gradients", "optimizer_state"}
 
 
+@dataclass(frozen=True)
+class Space:
+    """All that is searched: every lossless policy that plans quickly, and what may go together.
+
+    Every policy of state (weights, gradients, optimizer state), and every pair of them that shares none of it, alone
+    and combined with every policy that manages none of what it manages.
+
+    bases: the policies of state and their pairs.
+    others: the other policies, and `OFFLOADED`.
+    roles: what each of them manages.
+    """
+
+    bases: tuple[str, ...]
+    others: tuple[str, ...]
+    roles: Mapping[str, frozenset[str]]
+
+    def beside(self, base: str) -> list[str]:
+        """What may be combined with policies of state; "" for none of these."""
+        if not base:
+            return list(self.others)
+        return [other for other in self.others if other != "keep_all" and not self.roles[base] & self.roles[other]]
+
+    @property
+    def every(self) -> list[str]:
+        """All that is searched."""
+        stacks = (f"{base} + {other}" for base in self.bases for other in self.beside(base))
+        return [*self.others, *self.bases, *stacks]
+
+
+def space() -> Space:
+    """All that a search may try, whatever the workload and the machine."""
+    loaded = {name: load(name) for name in names()}
+    roles = {name: frozenset(each.manages) for name, each in loaded.items() if each.lossless and not each.slow}
+    on_state = [name for name in roles if roles[name] and roles[name] <= STATE]
+    others = [name for name in roles if name not in on_state]
+    pairs = {f"{a} + {b}": roles[a] | roles[b] for a, b in combinations(on_state, 2) if not roles[a] & roles[b]}
+    if {"zero_offload", "weight_streaming"} <= {*on_state}:
+        pairs[STREAMED] = roles["zero_offload"] | roles["weight_streaming"]
+    if {"full_recompute", "swap_all"} <= {*others}:
+        roles[OFFLOADED] = roles["full_recompute"] | roles["swap_all"]
+        others.append(OFFLOADED)
+    return Space((*on_state, *pairs), tuple(others), {**roles, **pairs})
+
+
 def candidates(state: State) -> tuple[list[str], list[str]]:
     """Policies and compositions to try: those to try first, and the rest; only those that leave no more than fits.
 
-    A policy that declares to plan slowly, or to change values, is never among them.
+    They are a part of `space`: with policies of state only those of `BESIDE` are combined.
     """
-    loaded = {name: load(name) for name in names()}
-    roles = {name: set(policy.manages) for name, policy in loaded.items() if policy.lossless and not policy.slow}
-    quick = list(roles)
-    on_state = [name for name in quick if roles[name] and roles[name] <= STATE]
-    plain = [name for name in quick if name not in on_state]
-    pairs = [f"{a} + {b}" for a, b in combinations(on_state, 2) if not roles[a] & roles[b]]
-    if {"zero_offload", "weight_streaming"} <= set(on_state):
-        pairs.append(STREAMED)
-    beside = [
-        name for name in BESIDE if name in quick or (name == OFFLOADED and {"full_recompute", "swap_all"} <= set(quick))
-    ]
+    all_ = space()
     streams = [STREAMED] if state.resident.get("weights", 0) > state.capacity else []  # each needs a layer's at a time
     order = [*streams, *BELOW]
-    below = sorted((*on_state, *pairs), key=lambda name: order.index(name) if name in order else len(order))
-    stacks = {name: [f"{name} + {other}" for other in beside] for name in below}
+    below = sorted(all_.bases, key=lambda name: order.index(name) if name in order else len(order))
+    plain = [name for name in all_.others if name != OFFLOADED]
+    stacks = {name: [f"{name} + {other}" for other in BESIDE if other in all_.others] for name in below}
     preferred = ["keep_all", *(name for name in FIRST if name in plain)]
     first = [*preferred, *(f"{name} + {BESIDE[0]}" for name in below if name in BELOW)]
-    rest = [*(stack for name in below for stack in stacks[name]), OFFLOADED, *on_state, *pairs, *plain]
+    rest = [*(stack for name in below for stack in stacks[name]), OFFLOADED, *all_.bases, *plain]
     rest.sort(key=lambda name: bool(UNUSUAL & load(name).needs))
     if state.exceeds_all:
         return [], []
@@ -60,23 +96,6 @@ def candidates(state: State) -> tuple[list[str], list[str]]:
     late = {name for name in fitting if state.left_by(name, gradients=True) > state.capacity}
     soon = [name for name in fitting if name in first and name not in late]
     return soon, sorted((name for name in fitting if name not in soon), key=late.__contains__)
-
-
-def by_state(names: Sequence[str], speeds: Mapping[str, float]) -> list[str]:
-    """Candidates, those first whose policies of state are the fastest so far.
-
-    speeds: candidate -> its speed, of those that have been run and fit.
-    """
-    top: dict[str, float] = {}
-    for name, speed in speeds.items():
-        base = _base(name)
-        top[base] = max(speed, top.get(base, 0.0))
-    return sorted(names, key=lambda name: -top.get(_base(name), 0.0))
-
-
-def _base(name: str) -> str:
-    """A composition without its last policy."""
-    return name.removesuffix(OFFLOADED).rpartition(" + ")[0]
 
 
 def lean(names: Sequence[str]) -> list[str]:

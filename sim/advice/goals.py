@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from sim.advice.candidates import by_state, candidates, lean
+from sim.advice.candidates import candidates, lean
+from sim.advice.ceiling import ceiling
+from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
-from sim.analysis.peak_memory import home_peak
-from sim.errors import Infeasible
-from sim.experiment import reference_run, unlimited
-from sim.policies import load
 
 LARGEST = 1 << 16
 FLAT = 1.01
@@ -21,40 +19,16 @@ FEW = 3
 MEMORY_STEP = 0.01
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """What unlimited memory would give.
-
-    speed: samples, or iterations, per second; 0 where it cannot run even then.
-    peak: bytes of the home tier.
-    """
-
-    speed: float
-    peak: int
-
-
-def ceiling(asked: Question) -> Ceiling:
-    """The run of everything kept, with unlimited memory."""
-    trace = asked.trace
-    try:
-        log = reference_run(trace, unlimited(asked.platform))
-    except Infeasible:
-        return Ceiling(0.0, 0)
-    samples = trace.meta.get("samples") or 1
-    return Ceiling(samples * 1e9 / max(1, log.end), home_peak(log))
-
-
 def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
-    """All candidates, those that are likely to win first, then those whose policies of state have been the fastest.
-
-    Where one of them is as fast as with unlimited memory, of the rest only those whose work itself may take less time.
-    """
-    first, rest = candidates_for(asked)
-    rows = trials.run(asked, first)
-    if rest and _top(rows) >= ceiling(asked).speed * (1 - EQUAL):
-        rest = [name for name in rest if load(name).saves]
-    rest = by_state(rest, {str(row["policy"]): speed(row) for row in rows if fits(row)})
-    return rows + trials.run(asked, rest)
+    """Whatever may be the fastest, of all candidates and numbers of micro-batches; see `sim.advice.narrowing`."""
+    if asked.policies is None:
+        return Search(asked, trials).run()
+    rows: list[Row] = []
+    for each in divisions(asked):
+        if ceiling(each).speed <= _top(rows):
+            break
+        rows += trials.run(each, asked.policies)
+    return rows
 
 
 def fastest_batch(asked: Question, trials: Trials) -> list[Row]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sim.advice.candidates import lean
-from sim.advice.goals import Ceiling, candidates_for
+from sim.advice.ceiling import Ceiling
+from sim.advice.goals import candidates_for
 from sim.advice.question import Question
-from sim.advice.trials import Row, Trials, best, fits, speed
-from sim.errors import ProfileError
+from sim.advice.trials import Row, Trials, best, fits, micro_batches, speed
+from sim.errors import ProfileError, WorkloadError
 from sim.hardware.profile import load_profile
 from sim.report.verdict import kind
 
@@ -72,12 +73,11 @@ def flips(asked: Question, winner: Row, rows: Sequence[Row], trials: Trials) -> 
         ),
         key=lambda fact: next(i for i, part in enumerate(MATTERS) if fact.path.startswith(part)),
     )
-    same = asked if asked.is_fixed else asked.changed(batch=winner["batch"])
     rounds = [
         (each, names, {"assumed": (fact.path, fact.text, value)})
         for fact in figures
         for value in _scaled(fact.text)
-        if _loads(each := replace(same, figures={**same.figures, fact.path: value}))
+        if _loads(each := replace(asked, figures={**asked.figures, fact.path: value}))
     ]
     new = trials.run_all(rounds)
     found: list[Flip] = []
@@ -110,8 +110,9 @@ def _loads(asked: Question) -> bool:
 
 
 def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
-    """The fastest policy of each other kind at the winner's batch, and the runner-up of its own."""
-    same = [row for row in rows if fits(row) and row.get("batch") == winner.get("batch") and row is not winner]
+    """The fastest policy of each other kind with the winner's batch and micro-batches, and the runner-up of its own."""
+    same = [row for row in rows if fits(row) and row.get("batch") == winner.get("batch") and row is not winner
+            and micro_batches(row) == micro_batches(winner)]  # fmt: skip
     ranked = sorted(same, key=speed, reverse=True)
     firsts: dict[str, str] = {}
     for row in ranked:
@@ -131,6 +132,8 @@ def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:
             if len(found) == most or not trials.left_s:
                 break
             each = asked.changed(**options)
+            if not _is_made(each):
+                continue
             names = [name for part in candidates_for(each) for name in part]
             few = lean(names)
             top = best(trials.run(each, [name for name in names if (name not in few) == rest], change=text))
@@ -139,6 +142,14 @@ def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:
         if found:
             return found
     return []
+
+
+def _is_made(asked: Question) -> bool:
+    """Whether there is such a workload: no chunked loss without a loss over tokens, no 4 bits for odd widths."""
+    try:
+        return bool(asked.ops)
+    except WorkloadError:
+        return False
 
 
 def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -167,8 +178,12 @@ def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
     while sequence > 256:
         sequence //= 2
         yield {**same, "sequence": sequence}, f"{sequence} tokens per sample"
+    adapters: dict[str, Any] = {}
     if not workload.get("lora_rank"):
-        yield {**same, "lora_rank": 16}, "LoRA of rank 16: adapters alone are trained"
+        adapters = {"lora_rank": 16}
+        yield {**same, **adapters}, "LoRA of rank 16: adapters alone are trained"
+    if workload.get("frozen_dtype") != "nf4":
+        yield {**same, **adapters, "frozen_dtype": "nf4"}, "LoRA of rank 16 beside weights of 4 bits (QLoRA)"
 
 
 def above(row: Row, most: Ceiling) -> float:

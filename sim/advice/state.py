@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +54,12 @@ class State:
 
         gradients: with all gradients, which is how much it leaves where none of them is applied before the last exists.
         """
-        moved = set(load(policy).manages)
+        return self.left(load(policy).manages, gradients=gradients)
+
+    def left(self, managed: Collection[str], *, gradients: bool = False) -> int:
+        """As `left_by`, for a policy that manages these."""
         held = {**self.resident, **({"gradients": self.gradients} if gradients else {})}
-        return sum(size for role, size in held.items() if role not in moved)
+        return sum(size for role, size in held.items() if role not in managed)
 
     def text(self) -> str:
         """One line: what there is of each, and whether the memory holds it."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.advice.question import Question
 from sim.sweeps.cell import Bench, Outcome
 from sim.sweeps.execute import Job
-from sim.sweeps.pool import Local, usable_cpus
+from sim.sweeps.pool import FEW, Local, usable_cpus
 from sim.sweeps.study import Cell
 
 Row = Mapping[str, Any]
@@ -21,13 +21,21 @@ SHARE = 0.25
 """The part of the search's time that one run may take at most."""
 LEAST_S = 1.0
 SMALL = 1000
-"""Traces of so many ops are run in this process: quick policies plan them in less time than a process starts."""
+"""A few runs of traces of so many ops are made in this process: they take less time than a process needs to start."""
 EQUAL = 0.005
 """Speeds that differ by no more than this fraction count as equal, so that the simpler policy is taken."""
 
 
+class Planned(NamedTuple):
+    """A cell, further keys of its row, and whether its trace is small."""
+
+    cell: Cell
+    tags: Mapping[str, Any]
+    is_small: bool
+
+
 class Trials:
-    """The runs of one search.
+    """The runs of one search; `skipped` counts those without time left, `pruned` those that were wanted no longer.
 
     seconds: wall-clock time of the search. No run starts after it; one that was started may end later by `SHARE` of it.
     jobs: processes; None for one per processor.
@@ -45,13 +53,18 @@ class Trials:
         self._jobs = usable_cpus() if jobs is None else jobs
         self.on_row = on_row
         self.rows: dict[str, Row] = {}
-        self._small: set[str] = set()
         self.skipped = 0
+        self.pruned = 0
 
     @property
     def left_s(self) -> float:
         """Seconds left, 0 if none."""
-        return max(0.0, self.seconds - (time.monotonic() - self.began))
+        return max(0.0, self.seconds - self.used_s)
+
+    @property
+    def used_s(self) -> float:
+        """Seconds since its time began."""
+        return time.monotonic() - self.began
 
     def extend(self, seconds: float) -> None:
         """Let the search last that long since it began."""
@@ -67,38 +80,71 @@ class Trials:
 
     def run_all(self, asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]]) -> list[Row]:
         """As `run`, for several questions at once."""
+        cells = self._cells(asked)
+        for _ in self._each(cells, lambda labels: True):
+            pass
+        return [self.rows[id] for id in cells if id in self.rows]
+
+    def each(
+        self,
+        asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]],
+        wanted: Callable[[Mapping[str, Any]], bool],
+    ) -> Iterator[Row]:
+        """The rows of several questions as they are found, those first that have been run before.
+
+        wanted: whether a run may still matter, by the labels of its cell; asked just before it would start.
+        """
+        yield from self._each(self._cells(asked), wanted)
+
+    def _cells(self, asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]]) -> dict[str, Planned]:
+        """The cells of several questions, by their ids."""
         limit = max(LEAST_S, self.seconds * SHARE)
-        cells: dict[str, tuple[Cell, Mapping[str, Any]]] = {}
+        cells: dict[str, Planned] = {}
         for question, policies, tags in asked:
             names = list(policies)
-            found = question.cells(names, limit_s=limit) if names else []
-            cells |= {cell.id: (cell, tags) for cell in found}
-            if question.ops <= SMALL:
-                self._small |= {cell.id for cell in found}
-        wanted = [id for id in cells if id not in self.rows]
-        done = 0
-        if wanted and self.left_s:
-            jobs = [Job(cells[id][0].task, cells[id][0].group) for id in wanted]
-            with closing(self._outcomes(jobs)) as outcomes:  # ends what still runs
+            for cell in question.cells(names, limit_s=limit) if names else ():
+                cells[cell.id] = Planned(cell, tags, question.ops <= SMALL)
+        return cells
+
+    def _each(self, cells: Mapping[str, Planned], wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[Row]:
+        """The rows of cells; see `each`."""
+        yield from [self.rows[id] for id in cells if id in self.rows]
+        left = {id: each for id, each in cells.items() if id not in self.rows}
+        if not left:
+            return
+        started = pruned = done = 0
+
+        def starts(job: Job) -> bool:
+            nonlocal started, pruned
+            is_wanted = wanted(left[job.id].cell.labels)
+            started += is_wanted
+            pruned += not is_wanted
+            return is_wanted
+
+        if self.left_s:
+            with closing(self._outcomes([*left.values()], starts)) as outcomes:  # ends what still runs
                 for id, outcome in outcomes:
-                    cell, tags = cells[id]
+                    cell, tags, _ = left[id]
                     self.rows[id] = _fullest({**cell.labels, **tags, **outcome["row"], **outcome["ran"]})
                     done += 1
                     if self.on_row:
-                        self.on_row(self.rows[id], done, len(wanted))
+                        self.on_row(self.rows[id], done, len(left) - pruned)
+                    yield self.rows[id]
                     if not self.left_s:
                         break
-        self.skipped += len(wanted) - done
-        return [self.rows[id] for id in cells if id in self.rows]
+        self.pruned += pruned
+        self.skipped += len(left) - done - pruned
 
-    def _outcomes(self, jobs: list[Job]) -> Generator[tuple[str, Outcome], None, None]:
-        """The outcomes of jobs: of small traces from this process, of others from a pool."""
-        small = [job for job in jobs if job.id in self._small]
-        for job in small:
-            yield job.id, self._bench.run(job.task)
-        if len(small) < len(jobs):
-            self._pool = self._pool or Local(self._jobs, keeps=True)
-            yield from self._pool.run([job for job in jobs if job.id not in self._small])
+    def _outcomes(
+        self, cells: Sequence[Planned], wanted: Callable[[Job], bool]
+    ) -> Generator[tuple[str, Outcome], None, None]:
+        """The outcomes of cells that are wanted: a few of small traces from this process, others from a pool."""
+        jobs = [Job(each.cell.task, each.cell.group) for each in cells]
+        if self._pool is None and all(each.is_small for each in cells) and (self._jobs == 1 or len(jobs) <= FEW):
+            yield from ((job.id, self._bench.run(job.task)) for job in jobs if wanted(job))
+            return
+        self._pool = self._pool or Local(self._jobs, keeps=True)
+        yield from self._pool.run(jobs, wanted)
 
     def close(self) -> None:
         """End the processes."""
@@ -122,6 +168,16 @@ def speed(row: Row) -> float:
     return float(samples) if samples else 1e9 / max(1, row["makespan_ns"])
 
 
+def micro_batches(row: Mapping[str, Any]) -> int:
+    """In how many micro-batches a run, or a workload, takes its batch."""
+    return int(row.get("micro_batches") or 1)
+
+
+def way(row: Mapping[str, Any]) -> tuple[str, int]:
+    """What tells a run from others of the same job: its policies, and in how many micro-batches it takes the batch."""
+    return str(row["policy"]), micro_batches(row)
+
+
 def best(rows: Iterable[Row]) -> Row | None:
     """The fastest run; of those within `EQUAL` of it that of fewest policies, without recomputation, of least peak."""
     fitting = [row for row in rows if fits(row)]
@@ -133,5 +189,5 @@ def best(rows: Iterable[Row]) -> Row | None:
 
 def effort(row: Row) -> tuple[Any, ...]:
     """What comes with a run besides its time, the simplest first: policies, recomputation, memory, any plan at all."""
-    parts = len(re.findall(r"[+;]", str(row["policy"])))
+    parts = len(re.findall(r"[+;]", str(row["policy"]))) + (micro_batches(row) > 1)
     return parts, bool(row["recompute_ns"]), row["peak_bytes"], row["policy"] != "keep_all"

@@ -75,7 +75,7 @@ QUESTION = (
 def advise(ctx: typer.Context, **options: Any) -> None:
     """Say what to use for a model on a machine: policy or composition, why, and what would change the answer.
 
-    Without --batch the search chooses the batch, too.
+    Without --batch the search chooses the batch, too; with it, and without --micro-batches, in how many of these.
     """
     from sim.advice import advise as search
     from sim.outputs import to_json
@@ -87,6 +87,9 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     elif options["model"]:
         axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES[1:]}
         subject, axes = options["model"], {key: value for key, value in axes.items() if value is not None}
+        source = ctx.get_parameter_source("micro_batches")
+        if source is None or source.name != "COMMANDLINE":  # the search chooses their number
+            del axes["micro_batches"]
     else:
         raise typer.BadParameter("give --model NAME or --trace FILE")
     how = {key: options[key] for key in ("goal", "batch", "budget", "seconds", "jobs", "seed", "devices")}

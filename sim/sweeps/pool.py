@@ -6,7 +6,7 @@ import json
 import os
 import selectors
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sim.errors import TiersimError
 from sim.sweeps.cell import Outcome
@@ -39,9 +39,11 @@ class Local:
         self.keeps = keeps
         self._idle: list[Worker] = []
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[str, Outcome]]:
-        """See `Executor`."""
-        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench, self._idle)
+    def run(
+        self, jobs: Sequence[Job], wanted: Callable[[Job], bool] = lambda job: True
+    ) -> Iterator[tuple[str, Outcome]]:
+        """See `Executor`. wanted: asked before each job is handed out, whether it is still to be run."""
+        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench, self._idle, wanted)
         self._idle = []
         try:
             yield from pool.run()
@@ -59,8 +61,16 @@ class Local:
 class _Pool:
     """The workers of one run, the jobs to hand out, by group, and those whose worker died."""
 
-    def __init__(self, jobs: Sequence[Job], size: int, bench: str = BENCH, workers: Sequence[Worker] = ()) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        size: int,
+        bench: str = BENCH,
+        workers: Sequence[Worker] = (),
+        wanted: Callable[[Job], bool] = lambda job: True,
+    ) -> None:
         self.bench = bench
+        self.wanted = wanted
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
         for job in jobs:
             self.groups.setdefault(job.group, deque()).append(job)
@@ -104,17 +114,25 @@ class _Pool:
         """Give each idle worker a job, if possible of the group that it has just worked on."""
         idle = [worker for worker in self.workers.values() if worker.ready and worker.job is None]
         for worker in idle:
-            group = self.next_group(worker)
-            if group is None:
+            job = self.next_job(worker)
+            if job is None:
                 break
-            jobs = self.groups[group]
-            worker.give(jobs.popleft())
-            if not jobs:
-                del self.groups[group]
+            worker.give(job)
         if not self.groups and self.suspects and not any(worker.job for worker in self.workers.values()):
             ready = next((worker for worker in idle if worker.job is None), None)
             if ready is not None:
                 ready.give(self.suspects.popleft())
+
+    def next_job(self, worker: Worker) -> Job | None:
+        """The next job for a worker that is still wanted; None where there is none."""
+        while (group := self.next_group(worker)) is not None:
+            jobs = self.groups[group]
+            job = jobs.popleft()
+            if not jobs:
+                del self.groups[group]
+            if self.wanted(job):
+                return job
+        return None
 
     def next_group(self, worker: Worker) -> str | None:
         """Its own group, else one that nobody works on, else the longest."""

@@ -1,0 +1,33 @@
+"""What unlimited memory would give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.advice.question import Question
+from sim.analysis.peak_memory import home_peak
+from sim.errors import Infeasible
+from sim.experiment import reference_run, unlimited
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What unlimited memory would give.
+
+    speed: samples, or iterations, per second; 0 where it cannot run even then.
+    peak: bytes of the home tier.
+    """
+
+    speed: float
+    peak: int
+
+
+def ceiling(asked: Question) -> Ceiling:
+    """The run of everything kept, with unlimited memory."""
+    trace = asked.trace
+    try:
+        log = reference_run(trace, unlimited(asked.platform))
+    except Infeasible:
+        return Ceiling(0.0, 0)
+    samples = trace.meta.get("samples") or 1
+    return Ceiling(samples * 1e9 / max(1, log.end), home_peak(log))

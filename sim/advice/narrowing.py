@@ -1,0 +1,193 @@
+"""The search at one batch: what each way could reach at most, then rounds of ever fewer ways.
+
+A *way* is policies of state (one, a pair, or none) with a number of micro-batches. What is combined with these is
+tried in rounds, each of which goes on with the ways whose best so far is near the best of all, and with those that
+nothing has fitted yet. Before each run it is asked whether it can still win, by bounds on the speed of its way:
+
+- without policies of state nothing is faster than everything kept in unlimited memory, with as many micro-batches;
+- with policies of state nothing is faster than these alone in unlimited memory, nor loses less by micro-batches than
+  everything kept does.
+
+The first is proven but for policies whose work itself takes less time, which are tried all the same. The second holds
+wherever more memory and less to do make nobody slower, which online policies do not promise; `scripts/make_advice.py`
+holds the choice against an exhaustive search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sim.advice.candidates import BESIDE, FIRST, UNUSUAL, Space, space
+from sim.advice.ceiling import ceiling
+from sim.advice.question import Question
+from sim.advice.state import State, state_of
+from sim.advice.trials import EQUAL, Row, Trials, fits, micro_batches, speed
+from sim.advice.trials import way as way_of
+from sim.experiment import UNLIMITED
+from sim.policies import load
+
+PROBES = ("", "keep_all", BESIDE[0])
+"""What is combined with the policies of every way."""
+SECOND = (*BESIDE[1:], "selective_recompute")
+"""What is combined next, with those of ways that are not far behind."""
+FAR, NEAR = 0.6, 0.9
+"""Parts of the best speed of a round that a way has to reach to be in the second round, and in the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """Policies of state with a number of micro-batches.
+
+    asked: the question with these micro-batches.
+    base: the policies of state, "" for none.
+    names: what may be tried, by what is combined with these policies ("" for nothing).
+    most: samples, or iterations, per second that none of its runs exceeds.
+    """
+
+    asked: Question
+    base: str
+    names: Mapping[str, str]
+    most: float
+
+    def key(self, beside: str) -> tuple[str, int]:
+        """What tells a run of this way from those of others: the policies, and the number of micro-batches."""
+        return self.names[beside], micro_batches(self.asked.workload)
+
+
+def divisions(asked: Question) -> list[Question]:
+    """The question with one micro-batch, and then with more: powers of two that divide the batch, and one sample each.
+
+    Itself alone where their number is given, where the workload is fixed, or divided over devices, or not trained.
+    """
+    workload = asked.workload
+    if asked.is_fixed or asked.parallel or workload.get("generate") or "micro_batches" in workload:
+        return [asked]
+    batch = workload.get("batch", 1)
+    counts = {1 << k for k in range(1, batch.bit_length()) if batch % (1 << k) == 0} | ({batch} - {1})
+    return [asked, *(asked.changed(micro_batches=count) for count in sorted(counts))]
+
+
+class Search:
+    """One search at one batch, and what it has run.
+
+    trials: runs the candidates, and has the time.
+    """
+
+    def __init__(self, asked: Question, trials: Trials) -> None:
+        self.asked = asked
+        self.trials = trials
+        self.ran: dict[tuple[str, int], Row] = {}
+        self._most: dict[tuple[str, int], float] = {}
+        self._whole = 0.0
+
+    def run(self) -> list[Row]:
+        """The rows of all rounds."""
+        state = state_of(self.asked.trace, self.asked.limited)
+        if state.exceeds_all:
+            return []
+        ways = self._first_round(_names(space(), state))
+        for part, beside in ((FAR, SECOND), (NEAR, ())):
+            lead = max(map(self._best, ways), default=0.0)
+            # of one that nothing has fitted yet no more is known than its bound
+            ways = [way for way in ways if self._best(way) >= part * lead or not self._best(way)]
+            ways.sort(key=lambda way: (-self._best(way), -way.most))
+            self._try(ways, dict.fromkeys(ways, beside))
+        for some in (ways[:1], ways[1:]):  # what the first shows decides the order in the others
+            self._try(some, {way: self._order(way) for way in some})
+        return [*self.ran.values()]
+
+    @property
+    def top(self) -> float:
+        """The speed of the fastest run so far."""
+        return max((speed(row) for row in self.ran.values() if fits(row)), default=0.0)
+
+    def _first_round(self, names: Mapping[str, Mapping[str, str]]) -> list[Way]:
+        """All ways, after the first round: none with more micro-batches than could still be faster."""
+        ways: list[Way] = []
+        paces: dict[str, float] = {}
+        for asked in divisions(self.asked):
+            kept = ceiling(asked).speed
+            self._whole = self._whole or kept
+            if kept * (1 - EQUAL) <= self.top or not self.trials.left_s:
+                break
+            bare = [Way(asked, "", names[""], kept)] if names.get("") else []
+            self._try(bare, dict.fromkeys(bare, PROBES))
+            ways += bare
+            if kept * (1 - EQUAL) <= self.top:
+                break
+            if not paces:
+                paces = self._paces([base for base in names if base])
+            share = kept / self._whole if self._whole else 1.0
+            stacked = [Way(asked, base, names[base], paces[base] * share) for base in paces]
+            stacked.sort(key=lambda way: way.most, reverse=True)
+            self._try(stacked, dict.fromkeys(stacked, PROBES))
+            ways += stacked
+        return ways
+
+    def _paces(self, bases: Sequence[str]) -> dict[str, float]:
+        """The speed of policies of state alone in unlimited memory, without those that do not apply.
+
+        A pair takes at least the time of either of its policies.
+        """
+        ample = replace(self.asked, budget=UNLIMITED)
+        alone = [base for base in bases if "+" not in base]
+        paces: dict[str, float] = {}
+        for row in self.trials.run(ample, alone, ample=True):
+            if fits(row):
+                paces[str(row["policy"])] = speed(row)
+            elif row["status"] == "timed_out":  # nothing is known of it
+                paces[str(row["policy"])] = float("inf")
+        for base in bases:
+            parts = [part.partition("(")[0] for part in base.split(" + ")]
+            if base not in alone and all(part in paces for part in parts):
+                paces[base] = min(paces[part] for part in parts)
+        return paces
+
+    def _try(self, ways: Sequence[Way], beside: Mapping[Way, Sequence[str]]) -> None:
+        """Run what is to be combined with each of some ways and may still win."""
+        self._most |= {way.key(other): self._bound(way, other) for way in ways for other in way.names}
+        for row in self.trials.each(
+            [(way.asked, [way.names[other] for other in beside[way] if other in way.names], {}) for way in ways],
+            wanted=lambda labels: self._most[way_of(labels)] * (1 - EQUAL) > self.top,
+        ):
+            self.ran[way_of(row)] = row
+
+    def _bound(self, way: Way, other: str) -> float:
+        """The most that a run may reach; what takes less time itself may exceed it, and is tried for that once."""
+        if other and load(other).saves:
+            alone = self.ran.get((other, 1))
+            if alone is None or not alone.get("unlimited_ns"):
+                return float("inf") if way.base == "" and way.asked is self.asked else way.most
+            freed: float = speed(alone) * alone["makespan_ns"] / alone["unlimited_ns"]
+            return way.most * max(1.0, freed / self._whole)
+        return way.most
+
+    def _best(self, way: Way) -> float:
+        """The speed of the fastest run of a way so far."""
+        rows = (self.ran.get(way.key(other)) for other in way.names)
+        return max((speed(row) for row in rows if row is not None and fits(row)), default=0.0)
+
+    def _order(self, way: Way) -> list[str]:
+        """What is combined with the policies of a way, that first which has been fast with others."""
+        fast: dict[str, float] = {}
+        for (name, _), row in self.ran.items():
+            other = next((other for other in way.names if name == other or name.endswith(f" + {other}")), "")
+            if fits(row):
+                fast[other] = max(speed(row), fast.get(other, 0.0))
+        usual = [*FIRST, *(other for other in way.names if other not in FIRST)]
+        return sorted(
+            way.names,
+            key=lambda other: (-fast.get(other, 0.0), bool(other and UNUSUAL & load(other).needs), usual.index(other)),
+        )
+
+
+def _names(all_: Space, state: State) -> dict[str, dict[str, str]]:
+    """By policies of state, what may be tried, by what is combined with them; nothing that leaves more than fits."""
+    found: dict[str, dict[str, str]] = {}
+    roles = {"": frozenset[str](), **all_.roles}
+    for base in ("", *all_.bases):
+        for other in (*([""] if base else []), *all_.beside(base)):
+            if state.left(roles[base] | roles[other]) <= state.capacity:
+                found.setdefault(base, {})[other] = " + ".join(filter(None, (base, other)))
+    return found
