@@ -1,8 +1,9 @@
 """The search at one batch: what each way could reach at most, then rounds of ever fewer ways.
 
-A *way* is policies of state (one, a pair, or none) with a number of micro-batches. What is combined with these is
-tried in rounds, each of which goes on with the ways whose best so far is near the best of all, and with those that
-nothing has fitted yet. Before each run it is asked whether it can still win, by bounds on the speed of its way:
+A *way* is policies of state (one, a pair, or none) with a number of micro-batches. A few combinations of every way are
+run first; then all without policies of state; then, with policies of state, what has been the fastest without; then all
+that is left. Each round goes on with the ways whose best so far is near the best of all, and with those that nothing
+has fitted yet. Before each run it is asked whether it can still win, by bounds on the speed of its way:
 
 - without policies of state nothing is faster than everything kept in unlimited memory, with as many micro-batches;
 - with policies of state nothing is faster than these alone in unlimited memory, nor loses less by micro-batches than
@@ -29,10 +30,10 @@ from sim.policies import load
 
 PROBES = ("", "keep_all", BESIDE[0])
 """What is combined with the policies of every way."""
-SECOND = (*BESIDE[1:], "selective_recompute")
-"""What is combined next, with those of ways that are not far behind."""
+FEW = 5
+"""How many of those that have been the fastest without policies of state are combined next."""
 FAR, NEAR = 0.6, 0.9
-"""Parts of the best speed of a round that a way has to reach to be in the second round, and in the last."""
+"""Parts of the speed of the best run that a way has to reach to be tried further, and to be tried to its end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,16 +87,22 @@ class Search:
         state = state_of(self.asked.trace, self.asked.limited)
         if state.exceeds_all:
             return []
-        ways = self._first_round(_names(space(), state))
-        for part, beside in ((FAR, SECOND), (NEAR, ())):
-            lead = max(map(self._best, ways), default=0.0)
-            # of one that nothing has fitted yet no more is known than its bound
-            ways = [way for way in ways if self._best(way) >= part * lead or not self._best(way)]
-            ways.sort(key=lambda way: (-self._best(way), -way.most))
-            self._try(ways, dict.fromkeys(ways, beside))
-        for some in (ways[:1], ways[1:]):  # what the first shows decides the order in the others
-            self._try(some, {way: self._order(way) for way in some})
+        ways = self._near(self._first_round(_names(space(), state)), FAR)
+        plain, stacked = [way for way in ways if not way.base], [way for way in ways if way.base]
+        self._try_all(plain)
+        self._try(stacked, {way: self._order(way)[:FEW] for way in stacked})
+        self._try_all(self._near(stacked, NEAR))
         return [*self.ran.values()]
+
+    def _near(self, ways: Sequence[Way], part: float) -> list[Way]:
+        """Those ways that reach this part of the best run, the best first, and then those that nothing has fitted."""
+        found = [way for way in ways if self._best(way) >= part * self.top or not self._best(way)]
+        return sorted(found, key=lambda way: (-self._best(way), -way.most))
+
+    def _try_all(self, ways: Sequence[Way]) -> None:
+        """Run all of some ways; what the first of them shows decides the order in the others."""
+        for some in (ways[:1], ways[1:]):
+            self._try(some, {way: self._order(way) for way in some})
 
     @property
     def top(self) -> float:
@@ -175,7 +182,7 @@ class Search:
             other = next((other for other in way.names if name == other or name.endswith(f" + {other}")), "")
             if fits(row):
                 fast[other] = max(speed(row), fast.get(other, 0.0))
-        usual = [*FIRST, *(other for other in way.names if other not in FIRST)]
+        usual = [*dict.fromkeys((*BESIDE, *FIRST, *way.names))]
         return sorted(
             way.names,
             key=lambda other: (-fast.get(other, 0.0), bool(other and UNUSUAL & load(other).needs), usual.index(other)),
