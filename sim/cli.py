@@ -104,7 +104,10 @@ def _status() -> int:
         print("tiersim: stopped", file=sys.stderr)
         code = 130
     except typer.TyperException as error:
-        print(f"tiersim: {shortened(_said(error))}", file=sys.stderr)
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands alone: what it can do
+            print(error.format_message())
+        else:
+            print(f"tiersim: {shortened(_said(error))}", file=sys.stderr)
         code = 2
     except TiersimError as error:
         for line in "; ".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
@@ -125,12 +128,18 @@ def _status() -> int:
     return code or 0
 
 
+LOOKED_FOR = {"largest-batch": "batch", "smallest-budget": "budget"}
+"""What a command finds itself, so that it has no option for it."""
+
+
 def _said(error: typer.TyperException) -> str:
     """The message of a mistake in the words that were typed; an option that there is not has the nearest ones."""
     from sim.errors import nearest
 
     wrong, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if isinstance(wrong, str) and context is not None and hasattr(error, "possibilities"):
+        if LOOKED_FOR.get(str(context.info_name)) == wrong.lstrip("-"):
+            return f"{wrong}: this is what {context.info_name} looks for; `tiersim advise` takes one"
         options = {name.lstrip("-"): name for param in context.command.params for name in param.opts}
         error.possibilities = [options[name] for name in nearest(wrong.lstrip("-"), options)]
     said = error.format_message()

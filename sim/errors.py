@@ -236,11 +236,13 @@ def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
         return exact
     if known := [name for name in ELSEWHERE.get(wrong.replace(" ", "_"), ()) if name in folded]:
         return known
-    text = re.escape(wrong)
-    whole, any_ending = rf"{text}(?![^\W_])", rf"{text}(?!\d)" if wrong[-1].isdigit() else text
-    for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(wrong) > 1 else ():
-        if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
-            return found[:NEAREST]
+    bare = re.sub(r"(?<=\d)gi?b?(?![^\W_])", "", wrong).replace("-", "_")  # "a100-80gb": sizes have no unit in names
+    for text in dict.fromkeys((wrong, bare)):
+        whole = rf"{re.escape(text)}(?![^\W_])"
+        any_ending = rf"{re.escape(text)}(?!\d)" if text[-1].isdigit() else re.escape(text)
+        for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(text) > 1 else ():
+            if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
+                return found[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
     if len(wrong) <= len("list"):  # of a short word another first letter makes another word: "gist"
         named = {text: choice for text, choice in named.items() if text[:1] == wrong[0]}

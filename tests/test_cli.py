@@ -376,6 +376,51 @@ def test_trace_build_makes_the_folder_and_names_the_file_that_it_cannot_write(ca
     assert err.startswith(f"tiersim: {tmp_path / 'a'}: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("largest-batch --profile h100 --model gpt2 --batch 8", "--batch: this is what largest-batch looks for"),
+        (
+            "smallest-budget --profile h100 --model gpt2 --budget 8GB",
+            "--budget: this is what smallest-budget looks for",
+        ),
+        ("run --profile a100-80gb --model gpt2", "'a100_80_sxm'"),
+        ("run --profile v100-32GB --model gpt2", "did you mean 'v100_32'"),
+        ("compare --profile h100,h200 --model gpt2", "expected one; `tiersim sweep` compares machines"),
+        ("trace build --model gpt2 --seq 16 -o x.txt", "-o x.txt: the name of a trace ends in .jsonl or .jsonl.gz"),
+    ],
+)
+def test_what_newcomers_type_is_answered_in_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = tiersim(*words.split(), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_fits_on_a_screen_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = tiersim("--help", capsys=capsys)
+    assert code == 0
+    assert "..." not in out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("group", ["trace", "results"])
+def test_a_group_of_commands_alone_shows_what_it_can_do(group, capsys):
+    code, out, err = tiersim(group, capsys=capsys)
+    assert (code, err) == (2, "")
+    assert out.startswith("Usage: ")
+    assert "..." not in out.partition("Commands:")[2]
+
+
+def test_missing_keys_of_a_profile_are_one_line(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('description = "x"')
+    code, _, err = tiersim("profiles", path, capsys=capsys)
+    assert (code, err) == (2, f"tiersim: {path}: these keys are missing: tiers, engines, fit\n")
+
+
 def test_a_folder_as_a_profile_is_called_one(capsys, tmp_path):
     _, _, err = tiersim("run", "--profile", tmp_path, *JOB, capsys=capsys)
     assert "a folder" in err

@@ -73,9 +73,10 @@ QUESTION = (
 
 @takes(*QUESTION)
 def advise(ctx: typer.Context, **options: Any) -> None:
-    """Say what to use for a model on a machine: policy or composition, why, and what would change the answer.
+    """Say what to use for a model on a machine, and why.
 
-    Without --batch the search chooses the batch, too; with it, and without --micro-batches, in how many of these.
+    Policy or composition, and what would change the answer. Without --batch the search chooses the batch, too; with it,
+    and without --micro-batches, in how many of these it is taken.
     """
     from sim.advice import advise as search
     from sim.outputs import to_json
@@ -105,7 +106,10 @@ def advise(ctx: typer.Context, **options: Any) -> None:
 
 @takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, JSON)
 def largest_batch(ctx: typer.Context, **options: Any) -> None:
-    """Find the largest batch that a policy fits, and its time; `advise --goal batch` tries all policies."""
+    """Find the largest batch that a policy fits, and its time.
+
+    `advise --goal batch` tries all policies.
+    """
     from sim.experiment import simulate
     from sim.search import largest_batch as search
 
@@ -129,7 +133,10 @@ def largest_batch(ctx: typer.Context, **options: Any) -> None:
 
 @takes(PROFILE, POLICY, MODEL, TRACE, *AXES, SET, PARAM, SEED, JSON)
 def smallest_budget(ctx: typer.Context, **options: Any) -> None:
-    """Find the smallest memory that a policy fits, and its time there; `advise --goal memory` tries all policies."""
+    """Find the smallest memory that a policy fits.
+
+    `advise --goal memory` tries all policies.
+    """
     from sim.experiment import simulate
     from sim.search import smallest_budget as search
     from sim.units import format_bytes
@@ -150,7 +157,10 @@ def smallest_budget(ctx: typer.Context, **options: Any) -> None:
     PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, LAYOUT_SCHEDULES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON
 )
 def search(ctx: typer.Context, **options: Any) -> None:
-    """Find layout and memory policy together: the fastest that fits so many devices, runner-up, Pareto front."""
+    """Find layout over devices and memory policy together.
+
+    The fastest that fits so many devices, the runner-up, and the Pareto front.
+    """
     from sim.layout_search import SEARCHED, search_layouts
     from sim.outputs import to_json
     from sim.policies.writing import split_outside

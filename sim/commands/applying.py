@@ -46,7 +46,10 @@ def export(
     run: Annotated[str, typer.Argument(help="folder of `run -o`")],
     **options: Any,
 ) -> None:
-    """Write what a run's plan means in a training framework: code, flags or settings, and what they cost there."""
+    """Write what a run's plan means in a training framework.
+
+    Code, flags or settings, and what they cost there.
+    """
     from sim.applying import check_framework
     from sim.applying import export as written_for
     from sim.outputs import to_json

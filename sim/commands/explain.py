@@ -19,7 +19,9 @@ def explain(
     other: Annotated[str | None, typer.Argument(help="folder of another run of the same job, to compare with")] = None,
     **options: Any,
 ) -> None:
-    """Say what set a run's peak, what it waited for, what would help most, and where it parts from another run.
+    """Say what limits a run, or where two runs part.
+
+    What set its peak, what it waited for, and what would help most.
 
     Single changes are searched for the time given, 0 for none.
     """

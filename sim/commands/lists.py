@@ -16,7 +16,10 @@ def profiles(
     toml: Annotated[bool, typer.Option("--toml", help="print the file, as a start for one's own")] = False,
     json: Json = False,
 ) -> None:
-    """List the hardware profiles, or print one with the source and standing of every figure."""
+    """List the hardware profiles, or print one.
+
+    Every figure stands with its source and its standing.
+    """
     from sim.report.listings import profile_listing, profile_page
 
     if toml and name:
@@ -44,7 +47,10 @@ def policies(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the policies, print what one does and its parameters, or start one's own."""
+    """List the policies, print one, or start one's own.
+
+    Of one it prints what it does and its parameters.
+    """
     from sim.report.listings import policy_listing, policy_page
 
     if new is None and (in_tree or family or kind != "recompute"):
@@ -62,7 +68,10 @@ def models(
     name: Annotated[str | None, typer.Argument(help="a model's name")] = None,
     json: Json = False,
 ) -> None:
-    """List the models, or print one's configuration and size with its source."""
+    """List the models, or print one.
+
+    Its configuration and size, with their source.
+    """
     from sim.report.listings import model_listing, model_page
 
     print(model_page(name, json) if name else model_listing(json))

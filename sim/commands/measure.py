@@ -15,7 +15,10 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="few and small sizes: to try it out, not for use")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
 ) -> None:
-    """Measure the machine this runs on and write its profile (extra `torch`)."""
+    """Measure this machine and write its profile.
+
+    It takes the extra `torch`.
+    """
     from sim.measure.calibrate import calibrate as measure
 
     print(measure(out, quick=quick, device=device))
@@ -37,7 +40,9 @@ def calibrate(
     JSON,
 )
 def validate(**options: Any) -> None:
-    """Run a real training step here under several policies and print it next to the simulated one (extra `torch`).
+    """Run a real training step beside the simulated one.
+
+    Under several policies; it takes the extra `torch`.
 
     A GPT-2 or a Llama is run. Any other config.json, and a function, are captured: what is printed is then the peak of
     PyTorch's own memory tracker under fake tensors. Without --batch it is the first at which the peaks differ, without

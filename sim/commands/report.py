@@ -33,7 +33,10 @@ def report(
     runs: Annotated[int, typer.Option(help="most runs that the page shows", min=0)] = 24,
     trust: Trusting = False,
 ) -> None:
-    """Write a saved run, comparison or sweep as one HTML file that opens without a network."""
+    """Write a run, comparison or sweep as one HTML page.
+
+    It opens without a network.
+    """
     from sim.commands.report_sweep import sweep_page
     from sim.errors import TiersimError
 

@@ -165,7 +165,10 @@ def run(ctx: typer.Context, **options: Any) -> None:
 
 @takes(*COMPARED)
 def compare(ctx: typer.Context, **options: Any) -> None:
-    """Run many policies on one trace, platform and budget and print one row per policy."""
+    """Run many policies on one job and machine, a row each.
+
+    All have the same trace, platform and budget.
+    """
     _compare({"ctx": ctx, **options}, command_line())
 
 
@@ -260,7 +263,10 @@ DEMO = {
 
 @takes(JOBS, OUT._replace(default="tiersim-demo"), FIGURES, NOTES, JSON)
 def demo(**options: Any) -> None:
-    """Compare policies on MT-3000 as the survey describes it: GPT-2 medium, more than its memory holds."""
+    """Compare policies on MT-3000 as the survey describes it.
+
+    The job is GPT-2 medium, more than the memory holds.
+    """
     _compare({**defaults(COMPARED), **DEMO, **options}, "tiersim demo")
     if not options["json"]:
         what = "Tables, figures and a timeline" if options["figures"] else "Tables and a timeline"
@@ -285,7 +291,10 @@ def check(
     policy: Annotated[str, typer.Argument(help=WRITTEN)],
     **options: Any,
 ) -> None:
-    """Check that a policy keeps the laws for every policy, on random traces, platforms and budgets."""
+    """Check that a policy keeps the laws for every policy.
+
+    On random traces, platforms and budgets.
+    """
     from sim.conformance.isolation import checked
     from sim.outputs import to_json
 

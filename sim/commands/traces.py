@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,14 @@ from sim.commands.options import (
 )
 
 FILE = Option("out", Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")])
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+
+
+def _trace_file(path: str) -> str:
+    """The path, if its name tells that it is a trace; a folder is refused where it is written. Raises BadParameter."""
+    if os.path.isdir(path) or path.endswith(ENDINGS):
+        return path
+    raise typer.BadParameter(f"-o {path}: the name of a trace ends in {' or '.join(ENDINGS[:2])}")
 
 
 @takes(Option("model", Annotated[str, MODEL.type.__metadata__[0]]), FILE, *AXES, JSON)
@@ -33,7 +42,7 @@ def build(**options: Any) -> None:
 
     out, json = options["out"], options["json"]
     work = workload({**options, "trace": None})
-    save(work, out)
+    save(work, _trace_file(out))
     print(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
 
 
@@ -53,13 +62,16 @@ def import_(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Import a trace: PyTorch profiler or execution trace, Chakra, op-level JSON, a DTR log."""
+    """Import a trace of another tool.
+
+    PyTorch profiler or execution trace, Chakra, op-level JSON, a DTR log: its format is found by its content.
+    """
     from sim.report.listings import trace_page
     from sim.trace.io import save
     from workloads import load_trace
 
     work = load_trace(path, step=step)
-    save(work, out)
+    save(work, _trace_file(out))
     print(trace_page(work, json))
 
 
@@ -73,7 +85,9 @@ def capture(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Capture a training step of a PyTorch module under fake tensors (extra `torch`).
+    """Capture a training step of a PyTorch module.
+
+    It runs under fake tensors, without memory or an accelerator (extra `torch`).
 
     Sizes that are given are arguments of the function, `batch` and `sequence`.
     """
@@ -86,7 +100,7 @@ def capture(
     work = capture_from_reference(
         reference, {name: size for name, size in sizes.items() if size is not None}, **changes
     )
-    save(work, out)
+    save(work, _trace_file(out))
     print(trace_page(work, json))
 
 
@@ -115,7 +129,10 @@ def _shares(text: str) -> dict[str, float]:
     PARAM,
 )
 def export(path: Annotated[str, typer.Argument(help="trace file")], **options: Any) -> None:
-    """Replay a trace and write the run as Chakra nodes, with memory loads and stores."""
+    """Replay a trace and write the run for Chakra.
+
+    Memory loads and stores are among its nodes.
+    """
     from sim.experiment import simulate
     from workloads import load_trace
     from workloads.exporters.chakra import export_chakra

@@ -113,6 +113,8 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
             raise ProfileError(f"{label}: {'a folder, not a TOML file' if file.is_dir() else 'no such file'}")
     else:
         if given not in profile_names():
+            if {*given.split(",")} & {*profile_names()}:
+                raise ProfileError(f"profile {given!r}: expected one; `tiersim sweep` compares machines")
             raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names())}")
         name, label = given, f"{given}.toml"
         file = importlib.resources.files("hardware_profiles").joinpath(label)
@@ -222,7 +224,19 @@ def _complaints(label: str, raw: Mapping[str, Any], errors: list[ErrorDetails]) 
             lines[f"{label}: {_path(error['loc'])}: there is no such key{hints[error['loc']]}"] = None
         elif not (error["type"] == "missing" and error["loc"] in misspelt):
             lines[f"{label}: {_complaint(raw, error)}"] = None
-    return list(lines)
+    return _joined(list(lines), label)
+
+
+MISSING = ": this key is missing"
+
+
+def _joined(lines: list[str], label: str) -> list[str]:
+    """Lines about missing keys as one, where there are several."""
+    missing = [line for line in lines if line.endswith(MISSING)]
+    if len(missing) < 2:
+        return lines
+    keys = ", ".join(line.removeprefix(f"{label}: ").removesuffix(MISSING) for line in missing)
+    return [*(line for line in lines if line not in missing), f"{label}: these keys are missing: {keys}"]
 
 
 def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
@@ -234,7 +248,7 @@ def _complaint(raw: Mapping[str, Any], error: ErrorDetails) -> str:
         known = f" (one of {', '.join(STANDINGS)})" if loc[-1] == "standing" else ""
         return f"{_path(loc[:-1])}: value {_text(shown)}: no {loc[-1]}{known}; give it here, or for all of {part}"
     if kind == "missing":
-        return f"{_path(loc)}: this key is missing"
+        return f"{_path(loc)}{MISSING}"
     loc = _written(raw, loc)
     if kind == "value_error":
         text = str(error["ctx"]["error"])
