@@ -54,7 +54,7 @@ def part_of(count: int, share: float | Fraction) -> Fraction:
     """
     exact = count * Fraction(share)
     nearest = Fraction(round(exact))
-    return nearest if abs(exact - nearest) <= max(exact, count) / ULP else exact
+    return nearest if abs(exact - nearest) <= max(exact, Fraction(count)) / ULP else exact
 
 
 def nonzero(tensor: Tensor) -> int:
