@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
 from sim.cache import cache_folder
-from sim.conformance.across_processes import Elsewhere, Ended, elsewhere, outcome_hash
+from sim.conformance.across_processes import Ended, elsewhere, outcome_hash
 from sim.conformance.causality import check_online
 from sim.conformance.costs import check_costs
 from sim.conformance.examples import Example, examples_for, for_each, on_its_own
 from sim.conformance.memory import check_capacity, check_carried, check_outcome
-from sim.conformance.optimality import check_optimal, puts_optimum_to_the_test
+from sim.conformance.optimality import check_optimal, is_compared
 from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
@@ -60,7 +60,7 @@ CHECKS: Mapping[str, Callable[[Replayed], None]] = {
 APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
     "outcome": lambda run: True,
     "repeats": lambda run: run.crash is None,
-    "optimal": puts_optimum_to_the_test,
+    "optimal": is_compared,
     "carried": lambda run: run.done and bool(run.trace.carry),
     "online": lambda run: run.done and run.plan is not None and run.plan.online is not None,
     "costs": lambda run: run.done and run.plan is not None and run.plan.trace != run.trace,
@@ -69,6 +69,9 @@ APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
 
 ENOUGH = 15
 """Examples that ran, from which on a declared trait that never showed counts as a fault."""
+
+CHANCES = 3
+"""Runs that need a plan of its class, and have one: of so many an optimal policy claims an optimum in one at least."""
 
 MOST_SKIPPED = 0.75
 """The part of the examples that a policy may say it cannot be used for, beyond what it declares to need."""
@@ -226,13 +229,12 @@ def check_policy(
     if examples < 1:
         raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
-    there: list[Elsewhere] = []
-    if across_processes:
-        try:
-            there = elsewhere([(name, policy)], examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s)
-        except Ended as error:
-            ended = Broken("outcome", sentence(check_outcome), 1, str(error))
-            return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
+    asked = [(name, policy)] if across_processes else []
+    try:
+        there = elsewhere(asked, examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s)
+    except Ended as error:
+        ended = Broken("outcome", sentence(check_outcome), 1, str(error))
+        return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
     seen = Exercised(policy)
     broken: dict[str, list[tuple[Example, str]]] = {}
     exercised: set[str] = set()
@@ -245,6 +247,7 @@ def check_policy(
             with limited(time_limit_s):
                 run = run_policy(policy, case.trace, case.platform, seed=seed)
                 exercised.update(law for law in CHECKS if (APPLIES[law](run) if law in APPLIES else run.done))
+                seen.note_claim(run)
                 for law, text in _broken_by(run, beat):
                     faults.setdefault(law, (case, text))
             if not run.refused:
@@ -343,10 +346,13 @@ def _unproven(policy: Policy, seen: Exercised, tried: Collection[str]) -> list[B
         found.append(Broken("repeats", sentence(check_repeats), seen.ran, text))
     if policy.optimal and "optimal" not in tried and seen.ran >= ENOUGH:
         text = (
-            "no example put it to the test: where keeping everything does not fit, the notes of no plan claim it "
-            "(`status`), or `in_class` accepts no simple plan"
+            "no example put it to the test: no plan's notes claim it (`status`), or `in_class` accepts no simple plan"
         )
         found.append(Broken("optimal", sentence(check_optimal), seen.ran, text))
+    elif len(seen.claimed) >= CHANCES and not any(seen.claimed):
+        where = f"in {len(seen.claimed)} runs that need a plan of its class, and have one"
+        text = f"{where}, it claims no optimum"
+        found.append(Broken("optimal", sentence(check_optimal), len(seen.claimed), text))
     if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
         text = f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says for which"
         found.append(Broken("outcome", sentence(check_outcome), seen.skipped, f"{text}: {seen.why_skipped}"))

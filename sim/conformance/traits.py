@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.conformance.ledger import RECOMPUTE
+from sim.conformance.optimality import claims_optimum, could_claim
 from sim.conformance.replayed import Replayed
 from sim.declared import declarations, plain, takes_anything
 from sim.errors import PolicyError
@@ -22,13 +23,22 @@ def _moves(plan: Plan) -> bool:
 
 
 class Exercised:
-    """Counts over all examples of a policy."""
+    """Counts over all examples of a policy.
+
+    claimed: of the runs in which an optimal policy could claim an optimum that matters, whether it did.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.examples = self.skipped = self.refused = self.failed = self.ran = self.pressed = 0
         self.counts = {trait: 0 for trait in ("recomputes", "moves", "rewrites") if getattr(policy, trait)}
         self.why_skipped = ""
+        self.claimed: list[bool] = []
+
+    def note_claim(self, run: Replayed) -> None:
+        """Of a run in which an optimal policy could claim an optimum that matters: whether it does."""
+        if could_claim(run):
+            self.claimed.append(run.done and claims_optimum(run))
 
     def add(self, run: Replayed, *, ample: bool = False) -> None:
         """One more example. ample: with memory for everything, where nothing has to show."""
