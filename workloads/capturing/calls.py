@@ -54,6 +54,11 @@ class LayerCalls:
             self._layer_of.clear()
         self.restart()
 
+    def close(self) -> None:
+        """The step runs no more; a library whose model it is is left as it was."""
+        if self._wrapped is not None:
+            self._wrapped.close()
+
     def is_used(self, path: str) -> bool:
         """Whether the step calls the model in which a module or parameter is."""
         return path.partition(".")[0] not in self._unused

@@ -1,7 +1,7 @@
 """Which parts of a module are its layers: what repeats.
 
 - As asked for: classes, or paths, by name or by pattern.
-- What a model of diffusers puts its checkpoints round (see `workloads.capturing.wrapped`).
+- What a model of diffusers or timm puts its checkpoints round (see `workloads.capturing.wrapped`).
 - As the model says itself: Hugging Face's `_no_split_modules` and the `_repeated_blocks` of diffusers, as far as they
   stand in a list.
 - Else what repeats, of the parts that have parts themselves: what stands in a list or a sequence, the outermost of it;

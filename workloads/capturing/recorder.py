@@ -170,6 +170,7 @@ class Recorder:
         modules = import_module("torch.nn.modules.module")
         optimizers = import_module("torch.optim.optimizer")
         with ExitStack() as stack:
+            stack.callback(lambda: self.calls.close())
             for handle in (
                 modules.register_module_forward_pre_hook(self._enter),
                 modules.register_module_forward_hook(self._leave, always_call=True),
