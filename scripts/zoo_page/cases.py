@@ -143,7 +143,34 @@ def _texts() -> dict[str, Case]:
         found[kind] = _text(kind, {**DECODER, "pad_token_id": 0})
     for kind in ("qwen3", "gemma2", "gemma3_text"):
         found[kind] = _text(kind, {**GATED, "pad_token_id": 0})
-    return found
+    return {**found, **_more_texts()}
+
+
+def _more_texts() -> dict[str, Case]:
+    """Kinds that were tried after the others, as they came, to see what a model that nobody had tuned for does."""
+    sliding = {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    chunks = {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 32}
+    state = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    found = {kind: _text(kind, {**DECODER, "pad_token_id": 0}) for kind in ("stablelm", "nemotron", "smollm3")}
+    return {
+        **found,
+        "glm4": _text("glm4", {**GATED, "pad_token_id": 0}),
+        "olmoe": _text("olmoe", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+        "gpt_oss": _text(
+            "gpt_oss", {**DECODER, **sliding, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+        ),
+        "roformer": _text("roformer", ENCODER),
+        "convbert": _text("convbert", ENCODER),
+        "fnet": _text("fnet", _without(ENCODER, "num_attention_heads")),
+        "pegasus": _text("pegasus", _seq2seq(), blocks=4),
+        "mamba2": _text(
+            "mamba2",
+            {**state, **chunks},
+            batch=2,
+            known={"recompute": "Not explained: while a block is recomputed, 66 kB more are held."},
+        ),
+        "rwkv": _text("rwkv", state, batch=2, sequence=32),
+    }
 
 
 def _text(
@@ -178,6 +205,7 @@ def _others_of_hugging_face() -> dict[str, Case]:
         "beit": _text("beit", image),
         "dinov2": _text("dinov2", {**_without(image, "intermediate_size"), "image_size": 224}),
         "swin": _text("swin", swin, blocks=4),
+        "swinv2": _text("swinv2", swin, blocks=4),
         "convnext": _text("convnext", {"depths": [1, 1, 2, 1]}, blocks=4),
         "segformer": _text("segformer", {"depths": [1, 1, 1, 1]}, blocks=4),
         "regnet": _text("regnet", {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 64, 128, 256]}, blocks=5),
@@ -231,6 +259,10 @@ def _timm() -> dict[str, Case]:
     return {
         "timm vit_small": case("vit_small_patch16_224", 12),
         "timm mixer_s32": case("mixer_s32_224", 8),
+        "timm convnextv2_atto": case("convnextv2_atto", 12, 128),
+        "timm resmlp_12": case("resmlp_12_224", 12),
+        "timm coatnet_0": case("coatnet_0_rw_224", 14),
+        "timm efficientformer_l1": case("efficientformer_l1", 16),
     }
 
 
