@@ -11,12 +11,18 @@ from sim.trace.graph import Trace
 
 def models() -> st.SearchStrategy[Trace]:
     """Two-layer transformers with all parts of real ones, each with another attention, precision and optimizer."""
-    return st.sampled_from(range(len(_MODELS))).map(_model)
+    return st.sampled_from(range(len(_MODELS))).map(lambda which: anew(_model(which)))
 
 
 def generations() -> st.SearchStrategy[Trace]:
     """Prompts and a few generated tokens of two-layer transformers, in one part or several that are independent."""
-    return st.sampled_from(range(len(_GENERATIONS))).map(_generation)
+    return st.sampled_from(range(len(_GENERATIONS))).map(lambda which: anew(_generation(which)))
+
+
+def anew(trace: Trace) -> Trace:
+    """An equal trace that has computed nothing yet: what a policy does to one is not there in the next example."""
+    columns = (trace.tensor_columns, trace.op_columns)
+    return Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin)
 
 
 _GENERATIONS = ((2, 2, "fp32"), (4, 3, "fp16"), (1, 4, "bf16"), (3, 1, "fp16"))

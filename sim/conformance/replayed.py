@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.conformance.ledger import Ledger
+from sim.conformance.models import anew
 from sim.engine.replay import replay
 from sim.errors import Infeasible, TiersimError
 from sim.experiment import problem_for
@@ -141,7 +142,7 @@ class _Given:
 
     @cached_property
     def _fresh(self) -> Trace:
-        return _uncached(self.trace)
+        return anew(self.trace)
 
 
 def _computed(trace: Trace) -> list[tuple[str, NDArray[Any]]]:
@@ -184,12 +185,7 @@ def _run(policy: Policy, given: _Given, seed: int, warm_up: int) -> Replayed:
 
 def _without_caches(plan: Plan, given: Trace) -> Plan:
     """The plan on a trace that shares no cached fact, such as its hash, with what a policy made it from."""
-    return plan if plan.trace is given else replace(plan, trace=_uncached(plan.trace))
-
-
-def _uncached(trace: Trace) -> Trace:
-    columns = (trace.tensor_columns, trace.op_columns)
-    return Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin)
+    return plan if plan.trace is given else replace(plan, trace=anew(plan.trace))
 
 
 def replayed(policy: Policy, plan: Plan, trace: Trace, platform: Platform, *, seed: int = 0) -> Replayed:

@@ -107,7 +107,7 @@ def test_an_unrelated_copy_that_ends_beside_it_changes_nothing(ns):
     trace = b.build(outputs=plan.trace.outputs, carry=plan.trace.carry)
     log = replay(Plan(trace, [Move("other", "host", before="a"), *plan.actions]), platform)
     assert spans(log, "move") == [("d2h", "other", 0, ns)]
-    # the space on the host is asked for and given back within the instant; what never was copied is no part of the peak
+    # the space on the host is asked for and given back within the instant; the peak leaves out what never was copied
     host = log.changes[log.change("tier") == log.platform.tier_ids["host"]]
     assert np.cumsum(host[:, 2]).max() == ns + 50
     assert peak_bytes(log)["host"] == ns

@@ -66,7 +66,8 @@ class MPress(Policy):
     needs = frozenset({"peers"})
     fidelity = "reconstruction"
     rarely = "nothing leaves a stage that fits, and only what a stage lacks"
-    other_values = by_parameter(peers=False, host=False, stripes=False, rounds=1)
+    other_values = by_parameter(peers=False, host=False, rounds=1)
+    unseen = by_parameter(stripes="it takes three devices; test_mpress.py has them")
 
     peers: bool = True
     host: bool = True
