@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +67,17 @@ class Curve:
     variables: Mapping[int, Variable]
 
 
+def load_of(trace: Trace, device: int, ops: Sequence[int]) -> Load:
+    """Bytes resident during each of a device's ops, with everything there from its production to its last use."""
+    change = np.zeros(len(trace.op_columns.name) + 1, np.int64)
+    size = trace.tensor_columns.bytes
+    for t, span in spans(trace, device).items():
+        change[span.first] += size[t]
+        change[span.last + 1] -= size[t]
+    load: Load = (np.cumsum(change)[:-1] + trace.op_columns.workspace)[list(ops)].astype(np.int64)
+    return load
+
+
 def curve_of(problem: Problem, device: int, host: str, *, with_state: bool = False) -> Curve:
     """The curve of one device, with everything resident from its production to its last use, workspaces included.
 
@@ -77,12 +88,7 @@ def curve_of(problem: Problem, device: int, host: str, *, with_state: bool = Fal
     ops = tuple(np.flatnonzero(c.device == device).tolist())
     took = [0 if op in c.engine else cost.op_ns(op) for op in ops]
     end = np.cumsum(np.array(took, np.int64))
-    change = np.zeros(len(trace.ops) + 1, np.int64)
-    size = trace.tensor_columns.bytes
-    for t, span in spans(trace, device).items():
-        change[span.first] += size[t]
-        change[span.last + 1] -= size[t]
-    load = (np.cumsum(change)[: len(trace.ops)] + c.workspace)[list(ops)].astype(np.int64)
+    size, load = trace.tensor_columns.bytes, load_of(trace, device, ops)
     position = {op: i for i, op in enumerate(ops)}
     variables = {}
     for t in range(len(trace.tensors)):

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.analysis.peak_memory import home_peak
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
 from sim.errors import Infeasible, PolicyError
@@ -21,8 +20,8 @@ from sim.layout import lay_out
 from sim.log import CAUSE, WHY, EventLog
 from sim.policies.hybrid.mpress import MPress
 from sim.policies.hybrid.mpress.assignment import Assignment
-from sim.policies.hybrid.mpress.calendar import Calendar
 from sim.policies.hybrid.mpress.timeline import timeline
+from sim.solvers.lanes import Lane
 from sim.solvers.located import index_of
 from sim.trace import Trace, TraceBuilder
 from tests.machines import GB, machine
@@ -74,13 +73,13 @@ def test_the_timeline_is_the_engines_run_with_unlimited_memory(layout):
     assert loads == pytest.approx(peaks(log), rel=0.01)
 
 
-# ---- the calendar of a link ------------------------------------------------------------------------
+# ---- the time of a link ----------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9), st.booleans()), max_size=12))
-def test_a_calendar_finds_the_first_gap_after_and_the_last_one_before(asked):
-    calendar, taken = Calendar(), set[int]()
+def test_a_lane_finds_the_first_gap_after_and_the_last_one_before(asked):
+    lane, taken = Lane(), set[int]()
 
     def is_free(begin: int, ns: int) -> bool:
         return taken.isdisjoint(range(begin, begin + ns))
@@ -88,10 +87,10 @@ def test_a_calendar_finds_the_first_gap_after_and_the_last_one_before(asked):
     for moment, ns, backwards in asked:
         first = next(begin for begin in range(moment, 10_000) if is_free(begin, ns))
         last = next(begin for begin in range(moment - ns, -10_000, -1) if is_free(begin, ns))
-        assert calendar.after(moment, ns) == first
-        assert calendar.before(moment, ns) == last
+        assert lane.earliest(moment, ns) == first
+        assert lane.latest(moment, ns) == last
         begin = last if backwards else first
-        calendar.book(begin, ns)
+        lane.take(begin, ns)
         taken.update(range(begin, begin + ns))
 
 
@@ -178,12 +177,21 @@ def test_what_peers_cannot_take_is_recomputed_or_offloaded_whichever_adds_less()
     assert (quick.plan.notes["recompute_bytes"], quick.plan.notes["host_bytes"], quick.log.end) == (0, 1000, 4200)
 
 
-def test_equal_stages_have_nothing_to_lend():
-    trace, platform = staged(dp=2, pp=1)
-    budget = int(0.9 * home_peak(reference_run(trace, platform)))
-    if trace.devices < 2:  # equal ranks are simulated once
-        with pytest.raises(PolicyError, match="on one device"):
-            simulate(trace, platform, "mpress", budget=budget)
+def test_equal_devices_have_nothing_to_lend():
+    """Both are full at the same time."""
+    b = TraceBuilder()
+    for device in (0, 1):
+        x, y = (b.tensor(f"{name}{device}", 1000) for name in "xy")
+        z, end = (b.tensor(f"{name}{device}", 1) for name in ("z", "end"))
+        seed = b.tensor(f"seed{device}", 1)
+        b.op(f"make{device}", writes=[x], duration=100, device=device)
+        b.op(f"seed{device}", writes=[seed], duration=100, device=device)
+        b.op(f"hold{device}", reads=[seed], writes=[y], duration=3000, device=device)
+        b.op(f"hold{device}.bwd", reads=[y], writes=[z], phase="backward", duration=3000, device=device)
+        b.op(f"x{device}.bwd", reads=[x, z], writes=[end], phase="backward", duration=100, device=device)
+    trace = b.build(outputs=[], carry=())
+    run = simulate(trace, machine(1900, devices=2), "mpress")
+    assert (run.plan.notes["peer_bytes"], run.plan.notes["recompute_bytes"]) == (0, 2000)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------

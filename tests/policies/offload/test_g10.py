@@ -24,10 +24,10 @@ from sim.hardware.profile import load_profile
 from sim.plan import Move, Plan, Problem
 from sim.policies.base import Policy
 from sim.policies.offload import g10
-from sim.policies.offload.g10.lanes import Lane, Lanes
 from sim.policies.offload.g10.residents import Away, away_of
 from sim.policies.offload.g10.scheduling import Given, Schedule
 from sim.policies.offload.g10.vitality import Level, Period, Vitality, vitality_of
+from sim.solvers.lanes import Lane, Lanes
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
 from tests.policies.offload.test_uvm import step

@@ -11,9 +11,9 @@ from math import gcd, inf
 import numpy as np
 
 from sim.plan import Problem
-from sim.policies.hybrid.mpress.calendar import Calendar
 from sim.policies.hybrid.mpress.timeline import Ints, Timeline
 from sim.rewrites.rewriter import slice_of
+from sim.solvers.lanes import Lanes
 from sim.solvers.spans import may_swap
 from sim.trace.chain import BACKWARD, saved_tensors
 from sim.trace.index import TraceIndex
@@ -100,7 +100,7 @@ class Assignment:
         platform = self.problem.platform
         self._homes = [platform.home(device) for device in range(platform.devices)]
         self._load = [stage.load.copy() for stage in self.times.stages]
-        self._links: dict[tuple[str, str], Calendar] = {}
+        self._lanes = Lanes()
         self._gone: dict[int, int] = {}  # per tensor that is dropped, the op of backward before which it is back
 
     # ---- the pass ------------------------------------------------------------------------------
@@ -126,6 +126,11 @@ class Assignment:
         """Bytes beyond what a device may hold."""
         return max(int(self._load[device].max(initial=0)) - self._limit(device), 0)
 
+    def _spare(self, device: int, one: Saved) -> int:
+        """Bytes that a device has left at every moment at which a tensor could be away, of whatever device."""
+        meanwhile = self._load[device][self.times.stages[device].during(one.begin, one.need)]
+        return self._limit(device) - int(meanwhile.max(initial=0))
+
     def _relieve(self, device: int, candidates: Sequence[Saved]) -> None:
         """Take tensors of one device while it holds too much."""
         heap = []
@@ -137,8 +142,7 @@ class Assignment:
         while heap and self._over(device):
             rank, i = heapq.heappop(heap)
             one = candidates[i]
-            absent = self.times.stages[device].during(one.begin, one.need)
-            if int(self._load[device][absent].max()) <= self._limit(device):
+            if self._spare(device, one) >= 0:
                 continue  # memory is not short while it could be away
             choice = self._best(one)
             if choice is None:
@@ -180,8 +184,7 @@ class Assignment:
         for device, tier in enumerate(self._homes):
             if device == one.device or not self._joined(home, tier.name):
                 continue
-            meanwhile = self._load[device][self.times.stages[device].during(one.begin, one.need)]
-            spare = self._limit(device) - int(meanwhile.max(initial=0))
+            spare = self._spare(device, one)
             rate = platform.pace(platform.route(home, tier.name)).rate
             if spare > 0 and self._limit(device) >= int(self.times.stages[device].load.max(initial=0)):
                 room.append((-rate, -spare, device))
@@ -204,8 +207,7 @@ class Assignment:
         for device, tier, share in zip(donors, tiers, shares, strict=True):
             part = slice_of(one.bytes, first, first + share, total)
             first += share
-            meanwhile = self._load[device][self.times.stages[device].during(one.begin, one.need)]
-            if int(meanwhile.max(initial=0)) + part > self._limit(device):
+            if part > self._spare(device, one):
                 return None
             copies.append(self._trip(one, tier, part, share))
         return Choice(one, PEER, max(copy.late_ns for copy in copies), copies)
@@ -221,12 +223,13 @@ class Assignment:
         """A copy out as soon as the link is free, and one back just in time; when it is needed if that is too soon."""
         platform, home = self.problem.platform, self._homes[one.device].name
         out_ns, back_ns = platform.move_ns(size, home, tier), platform.move_ns(size, tier, home)
-        out = self._link(home, tier).after(one.begin, out_ns)
-        back = self._link(tier, home).before(one.need, back_ns)
+        there, here = platform.route(home, tier), platform.route(tier, home)
+        out = self._lanes.earliest(there, one.begin, out_ns)
+        back = self._lanes.latest(here, one.need, back_ns)
         if back >= out + out_ns:
             return Copy(tier, size, share, out, out_ns, back, back_ns, 0)
         late = max(out + out_ns - one.need, 0)
-        back = self._link(tier, home).after(one.need + late, back_ns)
+        back = self._lanes.earliest(here, one.need + late, back_ns)
         return Copy(tier, size, share, out, out_ns, back, back_ns, back + back_ns - one.need)
 
     def _recomputed(self, one: Saved) -> Choice | None:
@@ -271,8 +274,8 @@ class Assignment:
             load[_first(stage.start, one.begin) : bisect_left(stage.ops, one.back)] -= one.bytes
         for copy in choice.copies:
             home = self._homes[one.device].name
-            self._link(home, copy.tier).book(copy.out, copy.out_ns)
-            self._link(copy.tier, home).book(copy.back, copy.back_ns)
+            self._lanes.take(self.problem.platform.route(home, copy.tier), copy.out, copy.out_ns)
+            self._lanes.take(self.problem.platform.route(copy.tier, home), copy.back, copy.back_ns)
             gone = one.begin if copy.late_ns else copy.out + copy.out_ns  # where late, the device waits for the space
             load[_first(stage.start, gone) : self.fetched(one, copy)] -= copy.bytes
             for device, tier in enumerate(self._homes):
@@ -284,9 +287,6 @@ class Assignment:
         stage = self.times.stages[one.device]
         latest = int(np.searchsorted(stage.reached, copy.back, side="right")) - 1
         return min(max(latest, bisect_right(stage.ops, one.left)), bisect_left(stage.ops, one.back))
-
-    def _link(self, source: str, target: str) -> Calendar:
-        return self._links.setdefault((source, target), Calendar())
 
 
 def saved(problem: Problem, times: Timeline) -> Iterator[Saved]:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from sim.hardware.platform import rank_link, shared_link
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Problem
-from sim.solvers.spans import spans
-from sim.trace.graph import Trace
+from sim.solvers.load_curve import load_of
 
 Ints = NDArray[np.int64]
 
@@ -56,11 +55,9 @@ def timeline(problem: Problem) -> Timeline:
     times = _times(problem)
     stages = []
     for device in range(problem.platform.devices):  # one without a stage lends, too
-        ops = np.flatnonzero(trace.op_columns.device == device)
-        reached, begins = (
-            np.maximum.accumulate(np.array([when[op] for op in ops.tolist()], np.int64)) for when in times[:2]
-        )
-        stages.append(Stage(ops.tolist(), reached, begins, _load(trace, device, ops)))
+        ops = np.flatnonzero(trace.op_columns.device == device).tolist()
+        reached, begins = (np.maximum.accumulate(np.array([when[op] for op in ops], np.int64)) for when in times[:2])
+        stages.append(Stage(ops, reached, begins, load_of(trace, device, ops)))
     return Timeline(times[1], times[2], stages)
 
 
@@ -125,13 +122,3 @@ def _together(problem: Problem, group: Sequence[int]) -> int:
         return 0
     fixed, rate = platform.pace(tuple(sorted(route)))
     return transfer_ns(payload, rate, fixed * passes)
-
-
-def _load(trace: Trace, device: int, ops: Ints) -> Ints:
-    change = np.zeros(len(trace.op_columns.name) + 1, np.int64)
-    size = trace.tensor_columns.bytes
-    for t, span in spans(trace, device).items():
-        change[span.first] += size[t]
-        change[span.last + 1] -= size[t]
-    held: Ints = (np.cumsum(change)[:-1] + trace.op_columns.workspace)[ops].astype(np.int64)
-    return held

@@ -12,8 +12,8 @@ import numpy as np
 
 from sim.hardware.platform import Platform
 from sim.hardware.transfer_time import transfer_ns
-from sim.policies.offload.g10.lanes import Lanes
 from sim.policies.offload.g10.vitality import Ints, Period, Vitality
+from sim.solvers.lanes import Lanes
 
 NEAR = 0.9
 """A choice is made whose benefit per time is at least so much of the best that any other may have."""
