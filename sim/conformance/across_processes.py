@@ -175,6 +175,8 @@ SHIFT_S = 400 * 86_400 + 12_345
 
 def _shift_clocks() -> None:
     """Let every clock of `time` and `datetime` tell another time; what elapses stays the same."""
+    import pandas  # noqa: F401  compiled against `datetime`: it would crash with a class of ours in its place
+
     for name in ("time", "monotonic", "perf_counter"):
         clock, in_ns = getattr(time, name), getattr(time, f"{name}_ns")
         setattr(time, name, lambda clock=clock: clock() + SHIFT_S)

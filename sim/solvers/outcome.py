@@ -73,10 +73,13 @@ def rerun_ns(problem: Problem, schedule: Schedule) -> int:
 
 
 def once_ns(problem: Problem) -> int:
-    """Nanoseconds of every op of device 0's main engine, run once: no plan on one device takes less."""
-    engine, main = problem.trace.op_columns.engine, problem.platform.engine_for(0)
-    ops = range(len(problem.trace.op_columns.name))
-    return sum(problem.cost.op_ns(op) for op in ops if problem.platform.engine_for(0, engine.get(op, "")) == main)
+    """Nanoseconds of every op of a device's main engine, run once, for the device with most: no plan takes less."""
+    columns, platform = problem.trace.op_columns, problem.platform
+    engine, busy = columns.engine, Counter[int]()
+    for op, device in enumerate(columns.device.tolist()):
+        if op not in engine or platform.engine_for(device, engine[op]) == platform.engine_for(device):
+            busy[device] += problem.cost.op_ns(op)
+    return max(busy.values(), default=0)
 
 
 def planned(

@@ -185,3 +185,16 @@ def test_nothing_is_in_use_on_a_device_where_nothing_was_allocated():
     b.op("aside", duration=10, device=1)
     log = simulate(b.build(outputs=[y], carry=()), hand_machine(devices=2)).log
     assert (use_at_ops(log, 0), use_at_ops(log, 1)) == ({0: 80}, {1: 0})
+
+
+@pytest.mark.parametrize("name", ["checkmate", "joint_optimal", "moccasin"])
+def test_the_least_makespan_on_two_devices_is_the_busier_ones(name):
+    b = TraceBuilder()
+    for device, duration in enumerate((10, 7)):
+        x, y = b.tensor(f"x{device}", 40, "input"), b.tensor(f"y{device}", 40, "temporary")
+        b.op(f"f{device}", reads=[x], writes=[y], device=device, duration=duration)
+    run = run_policy(load(name), b.build(carry=()), hand_machine(devices=2))
+    if run.plan is not None:
+        assert run.plan.notes["makespan_bound_ns"] == run.log.end == 10
+    else:
+        assert "one device" in str(run.error)
