@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
@@ -93,10 +93,11 @@ class Layout:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule: {self.schedule!r} is unknown{near(str(self.schedule), SCHEDULES)}")
-        if self.chunks == 0:
+        if type(self.chunks) is int and self.chunks == 0:
             object.__setattr__(self, "chunks", parts_per_device(self.schedule))
-        if isinstance(self.zero, bool) or self.zero not in LEVELS:
-            nearest = min(LEVELS, key=lambda level: abs(level - self.zero)) if isinstance(self.zero, int) else 0
+        if type(self.zero) is not int or self.zero not in LEVELS:
+            near_to = self.zero if isinstance(self.zero, int | float) and self.zero == self.zero else 0
+            nearest = min(LEVELS, key=lambda level: abs(level - near_to))
             raise LayoutError(
                 f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
             )
@@ -121,8 +122,15 @@ class Layout:
                 raise LayoutError(f"layers: needs a list of numbers, {BALANCED!r} or {DAPPLE!r}, has {self.layers!r}")
             if self.layers == DAPPLE and self.chunks > 1:
                 raise LayoutError(f"layers: {DAPPLE!r} plans for one part per device, not for {self.chunks}")
-        else:
+        elif isinstance(self.layers, Sequence) and not isinstance(self.layers, bytes):
             object.__setattr__(self, "layers", tuple(self.layers))
+            for number in self.layers:
+                _positive("layers", number)
+        else:
+            raise LayoutError(
+                f"layers: needs a list of numbers, one for each part of the model, {BALANCED!r} or {DAPPLE!r}, "
+                f"has {self.layers!r}"
+            )
         if why := refusal(self.schedule, self.pp, self.chunks, self.micro_batches):
             raise LayoutError(why)
         if self.schedule == "pipedream" and self.dp > 1:

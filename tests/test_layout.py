@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, 
 from sim.analysis.stages import stages
 from sim.errors import PolicyError
 from sim.hardware.nodes import placed
+from sim.layout import Layout
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
@@ -309,3 +311,40 @@ def test_zb_h1_with_tied_embeddings_is_not_slower_than_1f1b():
     )
     assert zero_bubble["makespan_ns"] < alternating["makespan_ns"]
     assert zero_bubble["bubble"] < alternating["bubble"]
+
+
+ODD = (
+    None,
+    3.0,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    True,
+    False,
+    "x",
+    "",
+    b"x",
+    [],
+    [1],
+    [0, 4],
+    [True],
+    ["a"],
+    {1: 2},
+    object(),
+)
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(Layout)])
+def test_a_value_of_any_kind_is_taken_or_refused_by_key(key):
+    plain = type(next(field.default for field in fields(Layout) if field.name == key))
+    for given, beside in itertools.product(ODD, ({}, {"pp": 2}, {"dp": 4}, {"dp": 4, "zero": 3})):
+        table = {**beside, key: given}
+        try:
+            layout = Layout(**table)
+        except LayoutError:
+            with pytest.raises(LayoutError, match=r"^[a-z_]+: "):
+                Layout(**table)
+        else:
+            assert type(getattr(layout, key)) in (plain, tuple, str)
