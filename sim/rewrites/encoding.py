@@ -51,8 +51,8 @@ def encode(trace: Trace, codecs: Codecs, sufficient: Iterable[int | str] = ()) -
         and nothing else that forward saved. The code is written right after the forward op, and of what that saved it
         is of its result. The op counts as many bytes touched as before.
 
-    Raises TraceError for a tensor that no forward op produces, that no backward op reads, or that is overwritten; for
-    an op that has no such function or saved nothing.
+    Raises TraceError for a tensor that no forward op produces, that no backward op reads, that is overwritten, or of
+    which backward reads a view that forward made; for an op that has no such function or saved nothing.
     """
     return _Encoding(trace, codecs, sufficient).trace()
 
@@ -104,10 +104,11 @@ class _Encoding:
         trace, phase = self.old, self.old.op_columns.phase
         readers = [op for op in trace.readers(t) if op not in self.instead or t not in self.instead[op][1]]
         late = [op for op in readers if phase[op] > 0]
-        if not _is_saved(trace, t) or not late or trace.replaced_by[t] >= 0:
+        if not may_encode(trace, t) or not late:
             name = trace.tensor_columns.name[t]
             raise TraceError(
-                f"encode: tensor {name!r} is not produced in forward, read in backward and never overwritten"
+                f"encode: tensor {name!r} is not produced in forward, read in backward and never overwritten, "
+                "or a view of it outlives forward"
             )
         early = max((op for op in readers if op < late[0]), default=int(trace.producer[t]))
         old, code = trace.tensors[t], self.code(t, codec)
@@ -149,6 +150,17 @@ class _Encoding:
                 self.add("encode", t, ids[t], code, codec, op.id)
         carry = [(ids[a], ids[b]) for a, b in trace.carry]
         return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
+def may_encode(trace: Trace, t: int) -> bool:
+    """Whether `encode` takes a tensor: forward makes it, backward reads it itself alone, and nothing overwrites it.
+
+    A view that forward made stays a view of the storage that it was made of, which a decoded copy is not.
+    """
+    phase, view_of = trace.op_columns.phase, trace.view_of
+    own = [t, *(view for view, storage in view_of.items() if storage == t and _is_saved(trace, view))]
+    late = [any(phase[op] > 0 for op in trace.readers(tensor)) for tensor in own]
+    return _is_saved(trace, t) and t not in view_of and trace.replaced_by[t] < 0 and late[0] and not any(late[1:])
 
 
 def result_of(trace: Trace, saved: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim import simulate
 from sim.errors import TraceError
 from sim.rewrites.codecs import FORMATS, code_bytes
 from sim.rewrites.encoding import Codec, encode
@@ -152,3 +153,33 @@ def test_a_code_has_as_many_bytes_as_its_format():
     base = relu_net(reader="conv.bwd")
     assert found(encode(base, {"y": Codec("zvc")}), base) == []
     assert found(encode(base, {"y": Codec("zvc", Fraction(1, 4))}), base) == [("wrong", "y.zvc")]
+
+
+def viewed(late: bool) -> Trace:
+    """An activation of zeros of which forward makes a view, which backward reads too (`late`) or not."""
+    b, size = TraceBuilder(), 4 * KIB
+    x, y, v = (
+        b.tensor("x", size, "input"),
+        b.tensor("y", size, dtype="fp32", zeros=0.9, shape=(32, 32)),
+        b.tensor("v", 0),
+    )
+    z, d, e = b.tensor("z", size), b.tensor("d", size, "temporary"), b.tensor("e", 4, "temporary")
+    b.op("f", reads=[x], writes=[y], layer=0, duration=10)
+    b.op("view", reads=[y], writes=[v], views=[0], layer=0, duration=0)
+    b.op("g", "matmul", reads=[y, v], writes=[z], layer=1, duration=10_000)
+    b.op("loss", "loss", phase="backward", reads=[z], writes=[d], duration=10_000)
+    b.op("g.bwd", "matmul", phase="backward", reads=[d, y, *[v][:late]], writes=[e], layer=1, duration=10)
+    return b.build(outputs=[e], carry=())
+
+
+def test_what_backward_reads_through_a_view_of_forward_is_not_encoded():
+    plain = viewed(late=False)
+    assert not departures(encode(plain, {"y": Codec("csr")}), plain)
+    with pytest.raises(TraceError, match=r"'y' is .* or a view of it outlives forward"):
+        encode(viewed(late=True), {"y": Codec("csr")})
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_policy_of_codes_leaves_what_backward_reads_through_a_view(late):
+    names = simulate(viewed(late), "a100_80_gds", "gist").log.trace.tensor_columns.name
+    assert ("y.csr" in names) == (not late)

@@ -16,10 +16,9 @@ from sim.plan import Action, Cost, Drop, Move, Plan, Problem, Recompute, Wait
 from sim.policies.base import Beside, by_parameter
 from sim.policies.offload.vdnn import Vdnn
 from sim.rewrites.codecs import FORMATS, code_bytes
-from sim.rewrites.encoding import Codec, encode
+from sim.rewrites.encoding import Codec, encode, may_encode
 from sim.rewrites.rewrite import reorder
 from sim.rewrites.values import approximate
-from sim.trace.chain import FORWARD
 from sim.trace.graph import Trace
 from sim.units import parse_rate
 
@@ -181,11 +180,8 @@ def _trips(plan: Plan, host: str) -> dict[int, _Trip]:
             own.setdefault(trace.tensor_id(action.tensor), []).append(action)
     found = {}
     for t, actions in own.items():
-        producer = int(trace.producer[t])
         moves = [move for move in actions if isinstance(move, Move)]
-        if producer < 0 or trace.op_columns.phase[producer] != FORWARD or trace.replaced_by[t] >= 0:
-            continue
-        if [move.to == host for move in moves] != [True, False]:
+        if not may_encode(trace, t) or [move.to == host for move in moves] != [True, False]:
             continue
         waits = [wait for wait in actions if isinstance(wait, Wait)]
         first, back = (trace.op_id(move.before) for move in moves if move.before is not None)

@@ -8,7 +8,7 @@ from typing import Literal
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.rewrites.codecs import FORMATS, SUFFICES, code_bytes
-from sim.rewrites.encoding import Codec, encode, result_of
+from sim.rewrites.encoding import Codec, encode, may_encode, result_of
 from sim.rewrites.values import approximate
 from sim.trace.chain import BACKWARD, saved_tensors
 from sim.trace.graph import Trace
@@ -130,7 +130,7 @@ def _waits(trace: Trace, t: int, sufficient: set[int]) -> bool:
     phase = trace.op_columns.phase
     readers = [op for op in trace.readers(t) if op not in sufficient]
     late = [op for op in readers if phase[op] > 0]
-    if not late or trace.replaced_by[t] >= 0 or t in trace.outputs:
+    if not late or not may_encode(trace, t) or t in trace.outputs:
         return False
     early = max((op for op in readers if op < late[0]), default=int(trace.producer[t]))
     return late[0] > early + 1

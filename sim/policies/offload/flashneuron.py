@@ -13,7 +13,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.rewrites.codecs import FORMATS, code_bytes
-from sim.rewrites.encoding import Codec, encode
+from sim.rewrites.encoding import Codec, encode, may_encode
 from sim.rewrites.values import approximate
 from sim.solvers.load_curve import SWAPPED, Absence, Curve, curve_of
 from sim.solvers.spans import may_swap
@@ -144,7 +144,7 @@ class FlashNeuron(Policy):
     def _form(self, trace: Trace, t: int) -> str:
         """The format in which a tensor takes fewer bytes, sparse before narrow; "" for none."""
         tensor = trace.tensors[t]
-        if trace.replaced_by[t] >= 0:
+        if not may_encode(trace, t):
             return ""
         if self.csr and tensor.zeros is not None and code_bytes("csr", tensor) < tensor.bytes:
             return "csr"

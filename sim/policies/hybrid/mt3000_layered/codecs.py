@@ -9,6 +9,7 @@ import numpy as np
 from sim.errors import Infeasible
 from sim.log import WHY, EventLog
 from sim.plan import Plan, Problem
+from sim.rewrites.encoding import may_encode
 from sim.rewrites.rewrite import Codec, encode
 from sim.trace.chain import saved_tensors
 from sim.trace.graph import Trace
@@ -28,7 +29,7 @@ def encoded(problem: Problem, plan: Plan, host: str) -> Trace:
     codecs: dict[int | str, Codec] = {
         t: Codec(NARROWER[dtype[t]], Fraction(1, 2), lossless=False)
         for t in saved_tensors(trace).tolist()
-        if t in offloaded and dtype[t] in NARROWER and trace.replaced_by[t] < 0 and t not in trace.outputs
+        if t in offloaded and dtype[t] in NARROWER and may_encode(trace, t) and t not in trace.outputs
     }
     return encode(trace, codecs) if codecs else trace
 

@@ -11,6 +11,7 @@ from sim.errors import PolicyError
 from sim.log import FIRST_RUNS, WHY, EventLog
 from sim.plan import Action, Move, Plan, Problem
 from sim.rewrites.codecs import WIDTHS, part_of
+from sim.rewrites.encoding import may_encode
 from sim.rewrites.rewrite import Codec, encode, reorder
 from sim.trace.chain import FORWARD
 from sim.trace.graph import Trace
@@ -65,14 +66,10 @@ def _trips(plan: Plan, host: str) -> dict[int, Move]:
     for action in plan.actions:
         if isinstance(action, Move):
             moves.setdefault(trace.tensor_id(action.tensor), []).append(action)
-    producer, phase = trace.producer, trace.op_columns.phase
     return {
         t: own[-1]
         for t, own in moves.items()
-        if [move.to == host for move in own] == [True, True, False]
-        and producer[t] >= 0
-        and phase[producer[t]] == FORWARD
-        and trace.replaced_by[t] < 0
+        if [move.to == host for move in own] == [True, True, False] and may_encode(trace, t)
     }
 
 
