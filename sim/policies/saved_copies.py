@@ -15,6 +15,7 @@ from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
 from sim.trace.origin import Same
+from sim.trace.phases import saved_through_views
 from sim.trace.tensor import ROLE_CODE
 
 IGNORED = (ROLE_CODE["gradient"], ROLE_CODE["optimizer_state"])
@@ -47,9 +48,10 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     use. Copies of weights in a narrower type are used until the forward pass ends: autocast's cache holds them.
 
     weights: whether weights count.
-    duplicates: False for one copy a tensor, after its last forward use, for all its backward readers.
+    duplicates: False for one copy a tensor, after its last forward use, for all its backward readers; so it is always
+        where backward ops read views of the tensor, which is then the copy itself, or is not saved.
     """
-    c, role = trace.op_columns, trace.tensor_columns.role
+    c, role, viewed = trace.op_columns, trace.tensor_columns.role, saved_through_views(trace)
     undoes, cached = forward_of(trace), cached_casts(TraceIndex(trace), forward_passes(trace))
 
     def is_plain(op: int) -> bool:
@@ -71,7 +73,8 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
         nodes: dict[int, list[int]] = {}
         for op in late:
             own = undoes.get(op, last)
-            nodes.setdefault(own if duplicates and own in early else last, []).append(op)
+            apart = duplicates and own in early and t not in viewed
+            nodes.setdefault(own if apart else last, []).append(op)
         saves = []
         for at, ops in nodes.items():
             node = undoes.get(ops[0], last)
@@ -83,7 +86,7 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
         # the device must be there when those ops end: to wait for the copy, and before it comes back
         if role[t] != ROLE_CODE["weight"] and is_plain(saves[k].at) and is_plain(until):
             saves[k] = saves[k]._replace(used_until=until)
-        found += saves
+        found += [save for save in saves if save.used_until >= 0 or t not in viewed]
     return found
 
 

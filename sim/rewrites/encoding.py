@@ -12,6 +12,7 @@ from sim.rewrites.codecs import SUFFICES, code_bytes, elements, part_of
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.origin import Encoded, Lossy, Same
+from sim.trace.phases import saved_through_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,10 @@ class _Encoding:
 
 
 def may_encode(trace: Trace, t: int) -> bool:
-    """Whether `encode` takes a tensor: forward makes it, backward reads it itself alone, and nothing overwrites it.
-
-    A view that forward made stays a view of the storage that it was made of, which a decoded copy is not.
-    """
-    phase, view_of = trace.op_columns.phase, trace.view_of
-    own = [t, *(view for view, storage in view_of.items() if storage == t and _is_saved(trace, view))]
-    late = [any(phase[op] > 0 for op in trace.readers(tensor)) for tensor in own]
-    return _is_saved(trace, t) and t not in view_of and trace.replaced_by[t] < 0 and late[0] and not any(late[1:])
+    """Whether `encode` takes a tensor: forward makes it, backward reads it itself alone, and nothing overwrites it."""
+    late = any(trace.op_columns.phase[op] > 0 for op in trace.readers(t))
+    is_alone = trace.replaced_by[t] < 0 and t not in trace.view_of and t not in saved_through_views(trace)
+    return _is_saved(trace, t) and late and is_alone
 
 
 def result_of(trace: Trace, saved: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import PHASE_CODE
 
 Ints = NDArray[np.int64]
@@ -27,6 +28,19 @@ def before_update(trace: Trace) -> int:
     """How many ops come before the last run of update ops."""
     inside = np.flatnonzero(trace.op_columns.phase != PHASE_CODE["update"])
     return int(inside[-1]) + 1 if len(inside) else 0
+
+
+def saved_through_views(trace: Trace) -> frozenset[int]:
+    """The tensors of which a backward op reads a view that was made in forward.
+
+    Such a view stays one of the storage that it was made of: nothing else can stand for that tensor in backward.
+    """
+
+    def find() -> frozenset[int]:
+        saved = set(saved_tensors(trace).tolist()) if trace.view_of else ()
+        return frozenset(storage for view, storage in trace.view_of.items() if view in saved)
+
+    return kept(trace, "saved_through_views", (), find)
 
 
 def saved_tensors(trace: Trace) -> Ints:

@@ -12,6 +12,8 @@ from sim.experiment import simulate
 from sim.plan import Drop, Recompute
 from sim.policies import load
 from sim.policies.hybrid.hybrid.drafts import use_at_ops
+from sim.policies.offload.offload_activations import OffloadActivations
+from sim.policies.offload.save_on_cpu import SaveOnCpu
 from sim.trace import Trace, TraceBuilder
 from tests.engine.test_timeline import machine as hand_machine
 
@@ -124,6 +126,29 @@ def gradient_before_a_large_workspace() -> Trace:
     b.op("next", phase="backward", reads=[d, other], writes=[end], duration=10)
     b.op("step", "optimizer", phase="update", reads=[w, g], writes=[new], duration=10)
     return b.build(outputs=[new, end], carry=[(new, w)])
+
+
+def viewed_and_saved_twice() -> Trace:
+    """A tensor of which forward makes a view, both of them read by the backward of two ops."""
+    b = TraceBuilder()
+    x, y, v = b.tensor("x", 40, "input"), b.tensor("y", 40), b.tensor("v", 0)
+    z, d = [b.tensor(f"z{i}", 40) for i in range(2)], [b.tensor(f"d{i}", 40, "temporary") for i in range(3)]
+    b.op("f", reads=[x], writes=[y], layer=0, duration=10)
+    b.op("view", reads=[y], writes=[v], views=[0], layer=0, duration=0)
+    b.op("g0", "matmul", reads=[y, v], writes=[z[0]], layer=1, duration=10)
+    b.op("g1", "matmul", reads=[z[0], y, v], writes=[z[1]], layer=2, duration=10)
+    b.op("loss", "loss", phase="backward", reads=[z[1]], writes=[d[2]], duration=10)
+    b.op("g1.bwd", "matmul", phase="backward", reads=[d[2], z[0], y, v], writes=[d[1]], layer=2, duration=10)
+    b.op("g0.bwd", "matmul", phase="backward", reads=[d[1], y, v], writes=[d[0]], layer=1, duration=10)
+    return b.build(outputs=[d[0]], carry=())
+
+
+@pytest.mark.parametrize("policy", [OffloadActivations(min_offload_size=0), SaveOnCpu()], ids=["streams", "hooks"])
+def test_a_view_of_forward_is_one_of_the_tensor_that_backward_reads(policy):
+    run = run_policy(policy, viewed_and_saved_twice(), hand_machine())
+    for law, check in CHECKS.items():
+        assert breaks(check, run) == "", law
+    assert run.done, run.error or run.crash
 
 
 FOUND = {
