@@ -190,16 +190,20 @@ class OverwriteTracker:
 
     def __init__(self, index: TraceIndex, op: int = 0) -> None:
         self._index = index
-        self.lost = {t for t in index.overwritten if index.overwritten_at[t] < op}
+        self._first = op
+        self._since: dict[int, bool] = {}  # of what has been made or overwritten since, whether it is lost
 
     def can_run(self, op: int) -> bool:
         """Whether an op that has run may be recomputed now."""
-        return op not in self._index.received and self.lost.isdisjoint(self._index.reads[op])
+        index, since, first = self._index, self._since, self._first
+        return op not in index.received and not any(
+            since[t] if t in since else index.overwritten_at[t] < first for t in index.reads[op]
+        )
 
     def run(self, op: int) -> None:
         """An op runs: its results exist, and the values that it overwrites are lost."""
         index = self._index
         for t in index.writes[op]:
-            self.lost.discard(t)
+            self._since[t] = False
             if index.replaces[t] >= 0:
-                self.lost.add(index.replaces[t])
+                self._since[index.replaces[t]] = True
