@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from sim.rewrites.fuse import fuse
 from sim.rewrites.kept import kept
+from sim.rewrites.masters import held_weights
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import KIND_CODE
-from sim.trace.tensor import ROLE_CODE
 
 OPTIMIZER = KIND_CODE["optimizer"]
-WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
-HALF = ("fp16", "bf16")
 
 
 def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
@@ -66,8 +64,5 @@ def touched_once(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> i
     """Bytes of all operands and results, less what a kernel holds and does not read; scalars count nothing."""
     c = trace.tensor_columns
     large = [t for t in writes if c.shape.get(t) != ()]
-    over = {int(c.replaces[t]) for t in large}
-    masters = any(c.role[t] == STATE and c.dtype[t] == "fp32" for t in large)
-    # a 16-bit weight is written from its master, and never read
-    held = {t for t in reads if masters and t in over and c.role[t] == WEIGHT and c.dtype[t] in HALF}
+    held = held_weights(trace, reads, writes)
     return sum(int(c.bytes[t]) for t in (*reads, *large) if t not in held and c.shape.get(t) != ())

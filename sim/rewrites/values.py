@@ -32,8 +32,9 @@ following identities are used:
   a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any other lossless
   one is not smaller than `LEAST_CODE`.
 - The backward of a function of `SUFFICES` may find, instead of what forward saved, the code that suffices for it.
+- An update that writes a 16-bit weight from its fp32 master (`sim.rewrites.masters`) need not find the old weight.
 - A tensor has the role of the tensor it stands for, unless it is a copy. A base op overwrites in place only what it
-  overwrites in the base.
+  overwrites in the base, and with such a weight its gradient.
 
 A false claim is therefore reported at the op that makes it, and not at the ops that depend on it.
 """
@@ -53,6 +54,7 @@ from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
 from sim.rewrites.fuse import STREAMED
+from sim.rewrites.masters import gradients_replaced, held_weights
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
 from sim.rewrites.split import ELEMENTWISE
@@ -208,6 +210,7 @@ class _Check:
         self.rows, self.by_batch = batched(base), batch_ops(base)
         self.dims = dimensions(base)
         self.last_of = {first: last for last, first in base.carry}
+        self.gradient_of = gradients_replaced(base)
         self.constant = (base.producer < 0) & np.isin(base.tensor_columns.role, PERSISTENT)
         if origin.iterations == 1:
             self.claims: Sequence[Expr] = origin.tensors
@@ -336,6 +339,8 @@ class _Check:
             allowed: set[Same] = set()
             for leaf in leaves(self.claims[t]):
                 allowed.add(leaf)  # a sum over microbatches, or a pack that is filled
+                if leaf.id in self.gradient_of:
+                    allowed.add(Same(self.gradient_of[leaf.id], leaf.iteration))
                 old = int(before[leaf.id])
                 while old >= 0:  # of this version, or of one before it
                     allowed.update(self.settle(Same(old, i)) for i in range(max(leaf.iteration, 0) + 1))
@@ -499,7 +504,7 @@ class _Check:
                     text = f"op {name!r} reads {self.say(wanted)} as it was {leaf.behind} updates before"
                     self.report("delayed", name, base.tensor_columns.name[t], text)
                 wanted = older
-            if wanted not in have:
+            if wanted not in have and t not in held_weights(base, base.reads(leaf.id), base.writes(leaf.id)):
                 self.report_read(op, wanted, claims)
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
 

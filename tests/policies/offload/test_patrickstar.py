@@ -87,7 +87,9 @@ def test_next_uses_count_on_into_the_next_iteration() -> None:
     # behind op 3 neither of the first two is read again; the other one is read first in the next iteration
     trace = reads_of((0, 1, 0, 2))
     order = {"sooner": [0, 2], "later": [1], "now": [3]}
-    weights = {name: Weight(i, SIZE, reads, True, False, new=i + 10) for i, (name, reads) in enumerate(order.items())}
+    weights = {
+        name: Weight(i, SIZE, reads, reads[-1], True, new=i + 10) for i, (name, reads) in enumerate(order.items())
+    }
     for names in (("sooner", "later", "now"), ("later", "sooner", "now")):
         chunks = [Chunk([weights[name]], accesses=order[name]) for name in names]
         assert [chunk.next_use(3, 4) - 4 for chunk in chunks] == [order[name][0] for name in names]
@@ -111,6 +113,34 @@ def test_a_gradient_takes_its_weights_place() -> None:
     assert 6 * 1000 <= held["gradient"] <= 7 * 1000, "one on its way is in both places"
     assert held["optimizer_state"] == 6 * 4000
     assert not departures(done.plan.trace, trace)
+
+
+def most_model_state(done: Result, tier: str) -> int:
+    """The most bytes of weights, gradients and optimizer states in a tier, once per instant that something changes."""
+    role = {t.name: t.role for t in done.log.trace.tensors}
+    rows = done.memory[done.memory.tier == tier]
+    model = rows[[role.get(name) in ("weight", "gradient", "optimizer_state") for name in rows.tensor]]
+    return int(model.groupby("time_ns").delta_bytes.sum().cumsum().max())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach"])
+def test_model_state_takes_the_paper_s_14_bytes_a_parameter_wherever_it_is_updated(optimizer) -> None:
+    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer=optimizer)
+    elements = trace.meta["parameters"]
+    counters = sum(t.bytes for t in trace.tensors if t.shape == () and trace.producer[t.id] < 0)
+    # 2 of weight, then gradient, then new weight; 4 each of master and two moments
+    rest = max(non_model(simulate(trace, machine(), "zero_offload").log).values())
+    on_host = simulate(trace, machine(rest + 2 * elements + 120_000), "patrickstar", chunk=20_000, share=1.0)
+    assert on_host.plan.notes["tiles_on_device"] == 0
+    assert most_model_state(on_host, "host") == 14 * elements + counters
+    on_device = simulate(trace, machine(10**9), "patrickstar", chunk=20_000, share=1.0)
+    assert sum(on_device.summary()["moved_bytes"].values()) == 0
+    # beside it the gradient of one op, in whose end its weight makes way
+    largest = max(sum(trace.tensors[t].bytes for t in op.writes if trace.tensors[t].role == "gradient")
+                  for op in trace.ops)  # fmt: skip
+    assert 0 <= most_model_state(on_device, "hbm") - (14 * elements + counters) <= largest
+    for done in (on_host, on_device):
+        assert not departures(done.plan.trace, trace)
 
 
 def test_each_weight_makes_way_for_its_own_gradient() -> None:
@@ -207,7 +237,7 @@ def test_a_chunk_of_which_the_device_updates_a_part_is_fetched_whole(chunk) -> N
     card = load_profile("a100_40_pcie")
     rest = max(non_model(simulate(trace, card, "zero_offload").log).values())
     done = simulate(trace, card, "patrickstar", budget=rest + 11 * trace.meta["parameters"], chunk=chunk, share=1.0)
-    chunks = chunks_of(done.plan.trace, card, 0, chunk, {})
+    chunks = chunks_of(done.plan.trace, card, 0, chunk)
     assert 0 < done.plan.notes["tiles_on_device"] < TINY["n_layer"] + 1
     assert any({w.on_device for w in each.weights} == {True, False} for each in chunks)
     assert done.log.counters["implicit_moves"] == 0
@@ -230,7 +260,7 @@ def test_prefetch_hides_copies_and_adds_none() -> None:
 
 def test_chunks_are_filled_in_the_order_of_first_use() -> None:
     trace = reads_of((2, 0, 1))
-    chunks = chunks_of(trace, machine(), 0, 2 * SIZE, {})
+    chunks = chunks_of(trace, machine(), 0, 2 * SIZE)
     assert [[trace.tensor_columns.name[w.id] for w in chunk.weights] for chunk in chunks] == [["w2", "w0"], ["w1"]]
 
 
@@ -241,18 +271,17 @@ def test_prefetch_takes_no_more_than_chunks_may_hold() -> None:
     assert done.summary()["peak_bytes"] <= budget - 2 * SIZE
 
 
-def test_the_op_that_makes_a_gradient_needs_the_chunk_that_it_goes_to() -> None:
+@pytest.mark.parametrize(("engine", "accesses"), [("", [0, 2, 3]), ("cpu", [0, 2])])
+def test_the_op_that_makes_a_gradient_needs_the_chunk_that_it_goes_to(engine, accesses) -> None:
     b = TraceBuilder()
     x, w, y, dy = b.tensor("x", 1, "input"), b.tensor("w", 100, "weight"), b.tensor("y", 1), b.tensor("dy", 1)
     g, fresh = b.tensor("g", 100, "gradient"), b.tensor("w.new", 100, "weight", replaces=w)
     b.op("f", "matmul", reads=[x, w], writes=[y], duration=10)
     b.op("loss", "loss", reads=[y], writes=[dy], phase="backward", duration=10)
     b.op("b", "matmul", reads=[dy, x], writes=[g], phase="backward", duration=10)  # as that of any first layer
-    b.op("adam", "optimizer", reads=[g, w], writes=[fresh], phase="update", duration=10)
-    trace = b.build()
-    for update, accesses in ((-1, [0, 2, 3]), (3, [0, 2, 3])):
-        (chunk,) = chunks_of(trace, machine(), 0, 100, {w: (g, update)})
-        assert chunk.accesses == accesses
+    b.op("adam", "optimizer", reads=[g, w], writes=[fresh], phase="update", engine=engine, duration=10)
+    (chunk,) = chunks_of(b.build(), machine(), 0, 100)
+    assert chunk.accesses == accesses
 
 
 def test_what_is_measured_is_what_is_no_model_state() -> None:
@@ -303,7 +332,7 @@ def test_chunks_are_dealt_to_ranks_and_the_network_carries_what_the_paper_counts
     # an all-gather for forward, one for backward and a reduce-scatter, each of 16 bits
     assert moved["data@0"] == pytest.approx(6 * (ranks - 1) / ranks * elements, rel=1e-3)
     assert moved["d2h"] == moved["h2d"] == done.log.counters["implicit_moves"] == 0
-    chunks = chunks_of(trace, done.log.platform, 0, 20_000, {})
+    chunks = chunks_of(trace, done.log.platform, 0, 20_000)
     assert {chunk.ranks for chunk in chunks} == {ranks}
     weights = {w.id for chunk in chunks for w in chunk.weights}
     assert {trace.tensor_columns.name[t].rpartition(".")[2] for t in weights} == {"shard"}
@@ -323,7 +352,18 @@ def test_a_rank_copies_its_own_part_and_prefetch_hides_it(ranks, budget) -> None
         assert 1.5 * elements / ranks < moved["d2h"] <= 2 * elements / ranks
         assert moved["h2d"] <= 4 * elements / ranks
         assert done.summary()["peak_bytes"] <= budget
+        assert most_model_state(done, "host") == pytest.approx(14 * elements / ranks * share_on_host(done), rel=2e-3)
     assert early.log.end < late.log.end
+
+
+def share_on_host(done: Result) -> float:
+    """The share of the parameters that the CPU updates."""
+    trace = done.plan.trace
+    moment = {op.engine: 0 for op in trace.ops if op.phase == "update"}
+    for op in trace.ops:
+        if op.phase == "update":
+            moment[op.engine] += sum(trace.tensors[t].bytes for t in op.reads if ".m." in trace.tensors[t].name)
+    return moment["cpu"] / sum(moment.values())
 
 
 @pytest.mark.parametrize(
@@ -345,7 +385,7 @@ def test_buffers_are_left_for_a_chunk_of_each_rank(monkeypatch: pytest.MonkeyPat
     walk = patrickstar.Walk
     monkeypatch.setattr(patrickstar, "Walk", lambda *of, **more: rooms.append(of[2]) or walk(*of, **more))
     one, other = (dealt(4, 2_200_000, chunk=chunk) for chunk in (20_000, 8_000))
-    largest = [max(each.bytes for each in chunks_of(run.plan.trace, run.log.platform, 0, size, {}))
+    largest = [max(each.bytes for each in chunks_of(run.plan.trace, run.log.platform, 0, size))
                for run, size in ((one, 20_000), (other, 8_000))]  # fmt: skip
     assert one.plan.notes["tiles_on_device"] == other.plan.notes["tiles_on_device"]
     planned, smaller = rooms[1], rooms[3]  # those after the warm-up

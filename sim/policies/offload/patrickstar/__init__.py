@@ -18,6 +18,7 @@ from sim.policies.offload.patrickstar.chunks import Walk, chunks_of
 from sim.policies.offload.patrickstar.measured import non_model
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.masters import into_gradients
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import parts_up
 from sim.trace.graph import Trace
@@ -26,7 +27,7 @@ from sim.trace.tensor import ROLE_CODE
 from sim.units import to_bytes
 
 UPDATE = PHASE_CODE["update"]
-WEIGHT, GRADIENT, STATE = (ROLE_CODE[role] for role in ("weight", "gradient", "optimizer_state"))
+WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 TILES = 0.8
 """Of the memory that is left, the part that optimizer states on the device may fill."""
 
@@ -50,17 +51,19 @@ class PatrickStar(Policy):
         34(1), 2023, arXiv:2108.05818, and its repository (PatrickStar 0.4.6). `prefetch` and `share=0.9` are those of
         Gemini in Colossal-AI.
     Bounds: no policy that fetches on access evicts fewer equal chunks. Model state of a parameter in 16 bits with
-        Adam: 14 bytes where its update does not read the 16-bit weight, which its gradient then replaces; 16
-        otherwise, as in the mixed precisions of `workloads`, whose update holds that weight to the end. On p ranks each
-        has 1/p of that, and sends 6 (p - 1) / p bytes per parameter and step. Padding of chunks: less than one chunk
-        per list; it is counted in `padding` of the plan's notes, and takes no memory here. Plans in O(ops x chunks).
-    Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight that its
-        update will read, so that such a weight is evicted without a copy. Gradients of the CPU's tiles do not return
-        to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, and an all-gather
-        brings a layer's weights, one layer ahead, instead of a group of chunks on access: as many bytes in collectives
-        of other sizes. What a reduce-scatter gives the CPU leaves when that ends, and what the device updates returns
-        when the update reads it. Whole weights whose state alone is dealt (`zero` 1 and 2), which the paper has not,
-        are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the paper samples.
+        Adam: 14 bytes, on the device or on the host, whichever updates it, since the gradient replaces the weight and
+        the new weight, which is written from the fp32 master, the gradient; 16 without masters, or where the program
+        holds gradients beyond their update. On p ranks each has 1/p of that, and sends 6 (p - 1) / p bytes per
+        parameter and step. Padding of a chunk: less than the next weight, which did not fit; it is counted in `padding`
+        of the plan's notes, and takes no memory here. Plans in O(ops x chunks).
+    Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight, whose
+        space its gradient takes later, so that weights are evicted without a copy. Gradients of the CPU's tiles do not
+        return to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, and an
+        all-gather brings a layer's weights, one layer ahead, instead of a group of chunks on access: as many bytes in
+        collectives of other sizes. What a reduce-scatter gives the CPU leaves when that ends, and what the device
+        updates returns when the update reads it. Whole weights whose state alone is dealt (`zero` 1 and 2), which the
+        paper has not, are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the
+        paper samples.
 
     chunk: bytes of weights in a chunk, an int or text such as "128 MB" (64 Mi elements in 16 bits).
     share: part of the device's memory that is counted on after the first iteration.
@@ -99,7 +102,7 @@ class PatrickStar(Policy):
         kept = self._kept(trace, budgets, rest) if problem.history else []
         stay = {op for tile in kept for op in tile}
         updates = [op for op in updates if op not in stay]
-        fused = fuse_updates(with_weight_parts(trace, updates), updates) if updates else trace
+        fused = into_gradients(fuse_updates(with_weight_parts(trace, updates), updates) if updates else trace)
         own = {trace.op_columns.name[op] for op in stay}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in own])
         new = updated_on_host(split, in_place=True) if split.updates else None
@@ -110,7 +113,7 @@ class PatrickStar(Policy):
         padding = 0
         for device, budget in budgets.items():
             home, names = platform.home(device).name, whole.op_columns.name
-            chunks = chunks_of(whole, platform, device, size, _gradients(whole))
+            chunks = chunks_of(whole, platform, device, size)
             if not chunks:
                 continue
             padding += sum(max(size - chunk.bytes, 0) for chunk in chunks)
@@ -167,29 +170,6 @@ def _states_placed(trace: Trace, platform: Platform, host: str) -> dict[int, str
         if c.phase[op] == UPDATE and op not in c.group:
             where = host if op in c.engine else platform.home(int(c.device[op])).name
             found |= {x: where for x in trace.reads(op) if t.role[x] == STATE and trace.producer[x] < 0}
-    return found
-
-
-def _gradients(trace: Trace) -> dict[int, tuple[int, int]]:
-    """Per weight its gradient, and the CPU's op that reads that or -1.
-
-    An update's gradients as it reads them belong to its weights as it writes them; ids do not tell, since backward
-    makes gradients in reverse.
-    """
-    c, t = trace.op_columns, trace.tensor_columns
-    origin = dict(trace.carry)
-    found: dict[int, tuple[int, int]] = {}
-    for op in range(len(c.name)):
-        if c.phase[op] != UPDATE or op in c.group:
-            continue
-        ends = (origin[x] for x in trace.writes(op) if x in origin)
-        weights = dict.fromkeys(x for x in ends if t.role[x] == WEIGHT)
-        gradients = dict.fromkeys(x for x in trace.reads(op) if t.role[x] == GRADIENT and trace.producer[x] >= 0)
-        if len(weights) != len(gradients):
-            continue  # which belongs to which is not known
-        for w, g in zip(weights, gradients, strict=True):
-            if t.bytes[g] <= t.bytes[w] and t.replaces[g] < 0:
-                found.setdefault(w, (g, op if op in c.engine else -1))
     return found
 
 

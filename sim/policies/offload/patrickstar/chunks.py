@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move
+from sim.rewrites.masters import updated_weights
 from sim.solvers.streaming import streamed
 from sim.trace.graph import Trace
 
@@ -17,9 +18,9 @@ class Weight:
     """A weight in a chunk.
 
     id: its tensor. bytes: its size.
-    reads: the ops of the device that use it, in order.
-    on_device: whether the device updates it, so that it begins and ends there.
-    kept: whether the host keeps it while the device has a copy: its update there reads it, or nothing updates it.
+    reads: the ops of the device that use it or its gradient's space, in order. last: the last one that reads it.
+    on_device: whether the device updates it, so that it begins and ends there; else the host keeps it beside copies.
+    replaced: whether the host needs it no longer once the device has read it last: its gradient takes its place.
     new: its value after an update on the device, -1 for none.
     gradient: its gradient, -1 for none. produced: by which op. update: the op of the CPU that reads that, -1 for none.
     scattered: whether a collective makes the gradient, which may end long after the device has passed it: moves of the
@@ -29,8 +30,9 @@ class Weight:
     id: int
     bytes: int
     reads: list[int]
+    last: int
     on_device: bool
-    kept: bool
+    replaced: bool = False
     new: int = -1
     gradient: int = -1
     produced: int = -1
@@ -63,29 +65,38 @@ class Chunk:
         return self.accesses[at] if at < len(self.accesses) else self.accesses[0] + total
 
 
-def chunks_of(
-    trace: Trace, platform: Platform, device: int, limit: int, gradients: Mapping[int, tuple[int, int]]
-) -> list[Chunk]:
+def chunks_of(trace: Trace, platform: Platform, device: int, limit: int) -> list[Chunk]:
     """A device's weights in chunks of at most `limit` bytes (a larger one alone), in the order of their first use.
 
     Of a weight that is dealt to several ranks it is the device's part, whose use is the all-gather.
-    gradients: per weight its gradient, and the CPU's op that reads that or -1.
     """
-    c, found = trace.op_columns, list[Weight]()
-    for t, readers in streamed(trace, platform, gathered=True):
+    c, found, updates = trace.op_columns, list[Weight](), updated_weights(trace)
+    t = trace.tensor_columns
+    for w, readers in streamed(trace, platform, gathered=True):
         if int(c.device[readers[0]]) != device:
             continue
-        new = int(trace.replaced_by[t])
-        if new >= 0 and int(trace.producer[new]) in c.group:
+        over = int(trace.replaced_by[w])
+        if over >= 0 and int(trace.producer[over]) in c.group:
             continue  # a whole weight, which ranks that keep parts of its state write
-        here = new >= 0 and int(trace.producer[new]) not in c.engine
-        reads = sorted({*readers, *([int(trace.producer[new])] if here else [])})
-        gradient, update = gradients.get(t, (-1, -1))
-        produced = int(trace.producer[gradient]) if gradient >= 0 else -1
-        kept = not here and not (new < 0 and update >= 0)
-        size = int(trace.tensor_columns.bytes[t])
-        end = new if here else -1
-        found.append(Weight(t, size, reads, here, kept, end, gradient, produced, update, produced in c.group))
+        gradient, new, op = updates.get(w, (-1, over, int(trace.producer[over]) if over >= 0 else -1))
+        if gradient >= 0 and (t.bytes[gradient] > t.bytes[w] or t.replaces[gradient] >= 0):
+            gradient = -1
+        here = op >= 0 and op not in c.engine
+        found.append(
+            Weight(
+                w,
+                int(t.bytes[w]),
+                reads=sorted({*readers, op} if here else readers),
+                last=max(readers[-1], op if over >= 0 and here else -1),
+                on_device=here,
+                replaced=over < 0 and op >= 0,
+                new=new if here else -1,
+                gradient=gradient,
+                produced=int(trace.producer[gradient]) if gradient >= 0 else -1,
+                update=op if gradient >= 0 and not here else -1,
+                scattered=gradient >= 0 and int(trace.producer[gradient]) in c.group,
+            )
+        )
     chunks: list[Chunk] = []
     for weight in sorted(found, key=lambda w: (w.reads[0], w.id)):
         if not chunks or chunks[-1].bytes + weight.bytes > limit:
@@ -154,7 +165,7 @@ class Walk:
             else:
                 chosen = min(others, key=lambda i: (self.chunks[i].used, i))
             for t, weight in self.chunks[chosen].present.items():
-                if weight.kept and t == weight.id:
+                if t == weight.id and not weight.on_device:
                     yield Drop(t, self.home, before=op)
                 elif weight.scattered and t == weight.gradient:
                     yield Move(t, self.host, after=weight.produced)
@@ -167,9 +178,9 @@ class Walk:
         """Before an op, copy what will still be used from the op `use` on."""
         chunk = self.chunks[i]
         for weight in chunk.weights:
-            if weight.reads[-1] >= use and weight.id not in chunk.present:
+            if weight.last >= use and weight.id not in chunk.present:
                 chunk.present[weight.id] = weight
-                yield Move(weight.id, self.home, keep=weight.kept, before=op)
+                yield Move(weight.id, self.home, keep=not weight.on_device, before=op)
             returns = weight.on_device and 0 <= weight.produced < op <= weight.reads[-1] and not weight.scattered
             if returns and weight.gradient not in chunk.present:
                 chunk.present[weight.gradient] = weight
@@ -184,13 +195,15 @@ class Walk:
                 yield Move(weight.gradient, self.host, after=op)
             elif weight.produced == op:
                 chunk.present[weight.gradient] = weight
-            if weight.reads[-1] == op and weight.id in chunk.present:
+            if weight.last == op and weight.id in chunk.present:
                 del chunk.present[weight.id]
-                if weight.on_device:
-                    chunk.present.pop(weight.gradient, None)
-                    chunk.present[weight.new] = weight
-                else:
+                if weight.replaced or not weight.on_device:
                     yield Drop(weight.id, self.home, after=op)
+                if weight.replaced and not weight.on_device:
+                    yield Drop(weight.id, self.host, after=op)
+            if weight.on_device and weight.reads[-1] == op:
+                chunk.present.pop(weight.gradient, None)
+                chunk.present[weight.new] = weight
         if not chunk.present and i in self.resident:
             self._leave(i)
 

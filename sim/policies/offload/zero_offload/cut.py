@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sim.rewrites.fused_update import OPTIMIZER, STATE
+from sim.rewrites.fused_update import OPTIMIZER
 from sim.rewrites.host_update import device_updates
 from sim.solvers.flow import Flow
 from sim.trace.graph import Trace
+from sim.trace.tensor import ROLE_CODE
 
 DEVICE, CPU = 0, 1
+STATE = ROLE_CODE["optimizer_state"]
 
 
 def cheapest_cut(trace: Trace) -> list[int]:
