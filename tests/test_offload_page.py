@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.offload_page import cases, measure, text
+from scripts.offload_page import cases, measure, published, text
 from scripts.offload_page.bound import bound
 from scripts.offload_page.pinned import pinned_on_demand
 from scripts.offload_page.rules import rule_of
@@ -217,6 +217,18 @@ def test_a_row_is_what_a_run_comes_to(name, rows):
     (kept,) = [row for row in rows["own"] if row["policy"] == name]
     (row,) = measure.own(name)
     assert json.loads(json.dumps(row)) == kept
+
+
+def test_what_was_published_of_zero_offload_is_what_runs_come_to(rows):
+    assert json.loads(json.dumps(published.rows("zero_offload"))) == rows["published"]
+    assert published.rows("vdnn") == []
+
+
+def test_an_update_after_two_steps_is_waited_for_once():
+    row = {"time_ns": 30_000, "update_ns": 10_000, "flops": 40_000_000, "recomputed_flops": 10_000_000}
+    assert published.tflops(row, recomputed=False) == pytest.approx(4 / 3)
+    assert published.tflops(row, recomputed=True) == pytest.approx(5 / 3)
+    assert published.tflops(row, recomputed=False, steps=2) == pytest.approx(8 / 5)
 
 
 def test_a_policy_alone_is_measured_and_the_others_kept(monkeypatch, rows):

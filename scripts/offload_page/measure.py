@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from scripts.offload_page import published
 from scripts.offload_page.bound import bound
 from scripts.offload_page.cases import (
     ADAM,
@@ -40,6 +41,7 @@ Row = dict[str, Any]
 SHARES = (0.9, 0.6)
 """Budgets of the machines' table, as fractions of what keeping everything needs."""
 
+PARTS = ("own", "transformers", "ablation", "platforms", "published")
 FEW = 2
 ADAM_FACTOR = "CPU Adam, 1e9 parameters/s"
 SPLIT = ("modnn",)
@@ -55,7 +57,7 @@ def measure(
     """All rows, or those of some policies, with what `old` has of the others; saved after each policy."""
     chosen = [name for name in policies() if not only or name in only]
     known, extra = {*policies(), *BASELINES}, [] if only else list(BASELINES)
-    rows: dict[str, list[Row]] = {part: [] for part in ("own", "transformers", "ablation", "platforms")}
+    rows: dict[str, list[Row]] = {part: [] for part in PARTS}
     if only:
         for part in rows:
             rows[part] = [row for row in old.get(part, ()) if row["policy"] in known and row["policy"] not in chosen]
@@ -63,6 +65,7 @@ def measure(
         if name not in BASELINES:
             rows["own"] += own(name)
         rows["transformers"] += on_transformers(name)
+        rows["published"] += published.rows(name)
         if quick(name):
             rows["ablation"] += ablation(name)
         say(name)
@@ -80,12 +83,15 @@ def missing(
     old: Mapping[str, list[Row]], save: Callable[[Mapping[str, list[Row]]], None], say: Callable[[str], None]
 ) -> None:
     """The rows that the data lack: of a new policy, machine or value of a factor. Saved after each policy."""
-    rows = {part: list(old[part]) for part in ("own", "transformers", "ablation", "platforms")}
+    rows = {part: list(old.get(part, ())) for part in PARTS}
     for name in [*policies(), *BASELINES]:
         here = {part: [row for row in each if row["policy"] == name] for part, each in rows.items()}
         if name not in BASELINES and not any("pinned_ns" in row or row["time_ns"] is None for row in here["own"]):
             place = next((i for i, row in enumerate(rows["own"]) if row["policy"] == name), len(rows["own"]))
             rows["own"][place : place + 1] = own(name)
+        if not here["published"]:
+            rows["published"] += published.rows(name)
+            save(rows)
         if not here["transformers"]:
             rows["transformers"] += on_transformers(name)
             save(rows)

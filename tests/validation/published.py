@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from scripts.offload_page.published import ten_billion, tflops
 from sim.engine.replay import replay
 from sim.experiment import simulate
 from sim.hardware.platform import Engine, Link, Platform, Tier
@@ -124,13 +125,7 @@ def bytes_a_parameter(precision: str) -> float:
 
 def offloaded_10b() -> float:
     """TFLOP/s of ZeRO-Offload's 10 B model (50 layers of 4096) with checkpoints, what is recomputed counted, too."""
-    config = {
-        "model_type": "gpt2", "n_layer": 50, "n_embd": 4096, "n_head": 32, "n_positions": 1024, "vocab_size": 50257,
-    }  # fmt: skip
-    trace = transformer(config, batch=10, sequence=1024, precision="mixed_fp16", attention="eager")
-    log = simulate(trace, "v100_32", "zero_offload + full_recompute").log
-    recomputed = log.interval("op")[log.interval("why") == WHY["recompute"]]
-    return (float(trace.meta["model_flops"]) + float(log.trace.op_columns.flops[recomputed].sum())) / log.end / 1e3
+    return tflops(ten_billion(), recomputed=True)
 
 
 def gpt3(part: str) -> float:
