@@ -78,9 +78,12 @@ class LowerBound:
 
     def line(self, log: EventLog) -> str:
         """How near a run is to the bound, in a sentence."""
-        if why := self.outside(log):
-            return f"not compared with the bound, since it {why}: {self.text()}"
-        above = self.above(log)
+        return self.line_of(self.above(log), self.outside(log))
+
+    def line_of(self, above: float | None, outside: str) -> str:
+        """The same from what `record` keeps of a run."""
+        if outside:
+            return f"not compared with the bound, since it {outside}: {self.text()}"
         if above is None:
             return self.text()
         near = f"within {100 * above:.2g} % of what any plan of its class can reach"

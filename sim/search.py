@@ -152,7 +152,7 @@ def fixed_plan(
         return None
     tight = small if isinstance(small, Plan) else _planned(trace, small, policy, seed, recompute_limit)
     ample = None if tight is None else _planned(trace, unlimited(platform), policy, seed, recompute_limit)
-    return ample if tight is not None and ample is not None and _are_same(tight, ample) else None
+    return ample if tight is not None and ample is not None and are_same(tight, ample) else None
 
 
 def _is_plan_at(
@@ -168,7 +168,7 @@ def _is_plan_at(
 ) -> bool:
     """Whether a policy plans this for that budget, too, or nothing."""
     planned = _planned(trace, platform.with_budget(budget), policy, seed, recompute_limit)
-    return planned is None or _are_same(planned, plan)
+    return planned is None or are_same(planned, plan)
 
 
 def _planned(trace: Trace, platform: Platform, policy: Policy, seed: int, recompute_limit: float | None) -> Plan | None:
@@ -184,7 +184,7 @@ def _planned(trace: Trace, platform: Platform, policy: Policy, seed: int, recomp
     return plan if isinstance(plan, Plan) else None
 
 
-def _are_same(plan: Plan, other: Plan) -> bool:
+def are_same(plan: Plan, other: Plan) -> bool:
     """Whether both are offline and do the same."""
     return plan.online is None is other.online and plan.keep_dead == other.keep_dead and plan.decides_as(other)
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from sim.advice import advise
+from sim.advice.bench import pace_of
 from sim.advice.candidates import candidates, lean, space
+from sim.advice.ceiling import keeps_to_class
 from sim.advice.goals import candidates_for
 from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS
 from sim.advice.state import state_of
-from sim.advice.trials import Trials, best, fits, micro_batches, speed
+from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
 from sim.errors import Infeasible, TiersimError
-from sim.experiment import simulate
+from sim.experiment import simulate, unlimited
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
 from sim.policies import load, names
@@ -365,6 +368,49 @@ def test_a_search_without_time_says_so_and_keeps_what_it_has(config):
     assert trials.run(asked, FEW) == []
     assert trials.skipped == len(FEW)
     assert FACTORS[0] < 1 < FACTORS[1]
+
+
+def test_what_is_known_to_take_longer_than_is_left_is_not_started(config):
+    asked, told = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie"), []
+    trials = Trials(1000, jobs=1, on_row=lambda row, done, of: told.append(row["policy"]))
+    (alone,) = trials.run(asked, ["hybrid"])
+    trials.extend(trials.used_s + 0.9 * alone["wall_s"])
+    assert trials.run(asked, ["optimizer_in_backward + hybrid"]) == []
+    assert (trials.skipped, told) == (1, ["hybrid"])
+    trials.extend(1000)
+    assert len(trials.run(asked, ["optimizer_in_backward + hybrid"])) == 1
+
+
+@pytest.mark.parametrize(("share", "machine"), [(0.5, "pcie_domestic_low"), (0.6, "v100_32")])
+def test_what_only_manages_activations_is_never_beyond_the_proven_bound(config, share, machine):
+    """The traits by which runs are left out, against what the log of each run says."""
+    axes = {"batch": 64, "sequence": 64, "precision": "amp_fp16"}
+    budget = int(share * simulate(transformer(config, **axes), machine).summary()["peak_bytes"])
+    asked = Question({"model": config, **axes}, machine, budget=budget)
+    kept = [name for name in space().others if keeps_to_class(name)]
+    ran = list(filter(fits, Trials(10_000, jobs=1).run(asked, kept, task=BOUND)))
+    assert len(ran) > 8
+    assert asked.bound.makespan_ns > 1.001 * asked.bound.ops_ns  # memory is short
+    for row in ran:
+        assert row["outside_bound"] == "", row["policy"]
+        assert row["makespan_ns"] >= asked.bound.makespan_ns, row["policy"]
+
+
+def test_a_policy_that_is_told_any_budget_and_plans_the_same_has_the_pace_of_that_plan(config):
+    """Its plan, in unlimited memory: not what it would plan there, which leaves everything on the device."""
+    trace = trace_of(config)
+    state = state_of(trace, load_profile("a100_40_pcie"))
+    machine = load_profile("a100_40_pcie").with_budget(state.weights + state.gradients + state.optimizer_state // 2)
+    policy = load("superoffload")
+    pace = pace_of(trace, machine, policy).log.end
+    ample = simulate(trace, unlimited(machine), policy).log.end
+    assert pace > 1.02 * ample
+    assert pace == simulate(trace, unlimited(machine), policy, on_device=0).log.end
+    for other in ("full_recompute", "swap_all", "hybrid"):
+        with suppress(Infeasible):
+            assert simulate(trace, machine, f"superoffload + {other}").log.end >= pace
+    told = load("patrickstar")  # which moves less where it is told of more
+    assert pace_of(trace, machine, told).log.end == simulate(trace, unlimited(machine), told).log.end
 
 
 def test_named_policies_are_the_only_candidates(config):

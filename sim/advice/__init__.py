@@ -27,10 +27,8 @@ from sim.advice.layouts import Devices, with_layout
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
-from sim.advice.trials import OnRow, Row, Trials, best, fits, micro_batches, speed, way
+from sim.advice.trials import BOUND, OnRow, Row, Trials, best, fits, micro_batches, speed, way
 from sim.errors import TiersimError
-from sim.experiment import simulate
-from sim.least_time import lower_bound
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
 
@@ -154,14 +152,13 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
 
 
 def _near(chosen: Question, winner: Row, trials: Trials) -> str:
-    """How near the best is to the least that any plan takes; "" where no time is left to run it once more."""
-    if winner["wall_s"] > trials.left_s:
+    """How near the best is to the least that any plan takes; "" where no time was left to tell."""
+    if "above_bound" not in winner and winner["wall_s"] < trials.left_s:
+        found = trials.run(chosen, [str(winner["policy"])], task=BOUND, apart=True)
+        winner = found[0] if found else winner
+    if "above_bound" not in winner or chosen.bound is None:
         return ""
-    try:
-        log = simulate(chosen.trace, chosen.limited, str(winner["policy"]), seed=chosen.seed).log
-        return lower_bound(chosen.trace, chosen.limited).line(log)
-    except TiersimError:
-        return ""
+    return chosen.bound.line_of(winner["above_bound"], winner["outside_bound"])
 
 
 def _winner(asked: Question, rows: Sequence[Row]) -> Row | None:

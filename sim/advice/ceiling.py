@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.advice.candidates import UNUSUAL
 from sim.advice.question import Question
 from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible
 from sim.experiment import reference_run, unlimited
+from sim.policies import load
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,9 @@ def ceiling(asked: Question) -> Ceiling:
         return Ceiling(0.0, 0)
     samples = trace.meta.get("samples") or 1
     return Ceiling(samples * 1e9 / max(1, log.end), home_peak(log))
+
+
+def keeps_to_class(policy: str) -> bool:
+    """Whether the plans of a policy are of the class that `Question.bound` is about, as far as its traits tell."""
+    chosen = load(policy)
+    return not (chosen.rewrites or chosen.saves or set(chosen.manages) - {"activations"} or UNUSUAL & chosen.needs)

@@ -10,7 +10,7 @@ from sim.advice.ceiling import ceiling
 from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
 from sim.advice.state import state_of
-from sim.advice.trials import EQUAL, Row, Trials, best, fits, speed
+from sim.advice.trials import BOUND, EQUAL, Row, Trials, best, fits, speed
 
 LARGEST = 1 << 16
 FLAT = 1.01
@@ -27,7 +27,7 @@ def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
     for each in divisions(asked):
         if ceiling(each).speed <= _top(rows):
             break
-        rows += trials.run(each, asked.policies)
+        rows += trials.run(each, asked.policies, task=BOUND)
     return rows
 
 

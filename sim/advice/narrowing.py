@@ -6,26 +6,27 @@ that is left. Each round goes on with the ways whose best so far is near the bes
 has fitted yet. Before each run it is asked whether it can still win, by bounds on the speed of its way:
 
 - without policies of state nothing is faster than everything kept in unlimited memory, with as many micro-batches;
-- with policies of state nothing is faster than these alone in unlimited memory, nor loses less by micro-batches than
-  everything kept does.
+- what only drops, recomputes and copies activations takes at least what `sim.least_time` proves for the budget;
+- with policies of state nothing is faster than these policies' own plan in unlimited memory
+  (`sim.advice.bench.pace_of`), nor loses less by micro-batches than everything kept does.
 
-The first is proven but for policies whose work itself takes less time, which are tried all the same. The second holds
-wherever more memory and less to do make nobody slower, which online policies do not promise; `scripts/make_advice.py`
-holds the choice against an exhaustive search.
+The first is proven but for policies whose work itself takes less time, which are tried all the same; the second is
+proven. The third is an assumption: that more memory, and no second policy, make nobody slower. Online policies and
+queues do not promise that. `scripts/make_advice.py` counts how often it is wrong, and holds the choice against an
+exhaustive search. A run that cannot be faster than the best found by more than `WORTH` is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sim.advice.candidates import BESIDE, FIRST, UNUSUAL, Space, space
-from sim.advice.ceiling import ceiling
+from sim.advice.ceiling import ceiling, keeps_to_class
 from sim.advice.question import Question
 from sim.advice.state import State, state_of
-from sim.advice.trials import EQUAL, Row, Trials, fits, micro_batches, speed
+from sim.advice.trials import BOUND, WORTH, Row, Trials, fits, micro_batches, speed
 from sim.advice.trials import way as way_of
-from sim.experiment import UNLIMITED
 from sim.policies import load
 
 PROBES = ("", "keep_all", BESIDE[0])
@@ -44,12 +45,14 @@ class Way:
     base: the policies of state, "" for none.
     names: what may be tried, by what is combined with these policies ("" for nothing).
     most: samples, or iterations, per second that none of its runs exceeds.
+    in_class: that of its runs that only drop, recompute and copy activations; the proven bound on these.
     """
 
     asked: Question
     base: str
     names: Mapping[str, str]
     most: float
+    in_class: float = float("inf")
 
     def key(self, beside: str) -> tuple[str, int]:
         """What tells a run of this way from those of others: the policies, and the number of micro-batches."""
@@ -116,12 +119,12 @@ class Search:
         for asked in divisions(self.asked):
             kept = ceiling(asked).speed
             self._whole = self._whole or kept
-            if kept * (1 - EQUAL) <= self.top or not self.trials.left_s:
+            if kept * (1 - WORTH) <= self.top or not self.trials.left_s:
                 break
-            bare = [Way(asked, "", names[""], kept)] if names.get("") else []
+            bare = [Way(asked, "", names[""], kept, _in_class(asked))] if names.get("") else []
             self._try(bare, dict.fromkeys(bare, PROBES))
             ways += bare
-            if kept * (1 - EQUAL) <= self.top:
+            if kept * (1 - WORTH) <= self.top:
                 break
             if not paces:
                 paces = self._paces([base for base in names if base])
@@ -133,14 +136,13 @@ class Search:
         return ways
 
     def _paces(self, bases: Sequence[str]) -> dict[str, float]:
-        """The speed of policies of state alone in unlimited memory, without those that do not apply.
+        """The speed that policies of state have at most beside others, without those that do not apply.
 
         A pair takes at least the time of either of its policies.
         """
-        ample = replace(self.asked, budget=UNLIMITED)
         alone = [base for base in bases if "+" not in base]
         paces: dict[str, float] = {}
-        for row in self.trials.run(ample, alone, ample=True):
+        for row in self.trials.run(self.asked, alone, task={"pace": True}, apart=True, pace=True):
             if fits(row):
                 paces[str(row["policy"])] = speed(row)
             elif row["status"] == "timed_out":  # nothing is known of it
@@ -156,12 +158,15 @@ class Search:
         self._most |= {way.key(other): self._bound(way, other) for way in ways for other in way.names}
         for row in self.trials.each(
             [(way.asked, [way.names[other] for other in beside[way] if other in way.names], {}) for way in ways],
-            wanted=lambda labels: self._most[way_of(labels)] * (1 - EQUAL) > self.top,
+            wanted=lambda labels: self._most[way_of(labels)] * (1 - WORTH) > self.top,
+            task=BOUND,
         ):
             self.ran[way_of(row)] = row
 
     def _bound(self, way: Way, other: str) -> float:
         """The most that a run may reach; what takes less time itself may exceed it, and is tried for that once."""
+        if not way.base and keeps_to_class(other):
+            return min(way.most, way.in_class)
         if other and load(other).saves:
             alone = self.ran.get((other, 1))
             if alone is None or not alone.get("unlimited_ns"):
@@ -187,6 +192,14 @@ class Search:
             way.names,
             key=lambda other: (-fast.get(other, 0.0), bool(other and UNUSUAL & load(other).needs), usual.index(other)),
         )
+
+
+def _in_class(asked: Question) -> float:
+    """The most samples, or iterations, per second of plans that only drop, recompute and copy activations."""
+    if asked.bound is None:
+        return float("inf")
+    samples = asked.trace.meta.get("samples") or 1
+    return 0.0 if asked.bound.makespan_ns is None else samples * 1e9 / max(1, asked.bound.makespan_ns)
 
 
 def _names(all_: Space, state: State) -> dict[str, dict[str, str]]:

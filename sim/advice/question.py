@@ -9,16 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sim.errors import TiersimError, WorkloadError, near
+from sim.errors import ProfileError, TiersimError, WorkloadError, near
 from sim.experiment import check_trace
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.least_time import LowerBound, lower_bound
 from sim.sweeps.job import build, job
 from sim.sweeps.schema import WORKLOAD_AXES
 from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
 
 GOALS = ("throughput", "memory", "batch")
+BOUND_S = 5.0
+"""Seconds that solving for a bound may take; without a solution it is that of the ops alone."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Question:
 
     def changed(self, **workload: Any) -> Question:
         """The same question about a changed workload."""
-        return replace(self, workload={**self.workload, **workload})
+        new = {**self.workload, **workload}
+        return self if new == self.workload else replace(self, workload=new)
 
     @property
     def ops(self) -> int:
@@ -98,6 +102,14 @@ class Question:
     def trace(self) -> Trace:
         """The trace itself, divided as the layout says. Raises WorkloadError, TraceError or LayoutError."""
         return self._divided[0] if self.parallel else build(self._made_of)
+
+    @cached_property
+    def bound(self) -> LowerBound | None:
+        """The least time that any plan of a class takes within the budget; None where an op can't run on its engine."""
+        try:
+            return lower_bound(self.trace, self.limited, seconds=BOUND_S)
+        except ProfileError:
+            return None
 
     @property
     def _made_of(self) -> dict[str, Any]:

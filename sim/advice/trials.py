@@ -6,24 +6,36 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from sim.advice.bench import Bench
 from sim.advice.question import Question
-from sim.sweeps.cell import Bench, Outcome
-from sim.sweeps.execute import Job
+from sim.limits import TooLong, limited
+from sim.sweeps.cell import Outcome
+from sim.sweeps.execute import Job, timed_out
 from sim.sweeps.pool import FEW, Local, usable_cpus
 from sim.sweeps.study import Cell
 
 Row = Mapping[str, Any]
 OnRow = Callable[[Row, int, int], None]
 
-SHARE = 0.25
+SHARE = 0.5
 """The part of the search's time that one run may take at most."""
 LEAST_S = 1.0
 SMALL = 1000
 """A few runs of traces of so many ops are made in this process: they take less time than a process needs to start."""
+BENCH = "sim.advice.bench:Bench"
 EQUAL = 0.005
 """Speeds that differ by no more than this fraction count as equal, so that the simpler policy is taken."""
+WORTH = 0.015
+"""What cannot be faster than the best found by more than this fraction is not run: with `EQUAL`, 2 % in all."""
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+BOUND: Mapping[str, Any] = MappingProxyType({"bound": True})
+"""The key of a task whose row says how near the run is to the least time that any plan of a class takes."""
 
 
 class Planned(NamedTuple):
@@ -37,7 +49,8 @@ class Planned(NamedTuple):
 class Trials:
     """The runs of one search; `skipped` counts those without time left, `pruned` those that were wanted no longer.
 
-    seconds: wall-clock time of the search. No run starts after it; one that was started may end later by `SHARE` of it.
+    seconds: wall-clock time of the search. A run that has not ended then is stopped; none starts that is known not to
+        end in time, since a part of it alone has taken longer than what is left.
     jobs: processes; None for one per processor.
     on_row: called with each new row, how many runs of this round have ended, and how many it has.
     began: when its time began, as `time.monotonic` says it; None for now.
@@ -53,6 +66,7 @@ class Trials:
         self._jobs = usable_cpus() if jobs is None else jobs
         self.on_row = on_row
         self.rows: dict[str, Row] = {}
+        self._took: dict[tuple[str, str], float] = {}
         self.skipped = 0
         self.pruned = 0
 
@@ -70,17 +84,33 @@ class Trials:
         """Let the search last that long since it began."""
         self.seconds = seconds
 
-    def run(self, asked: Question, policies: Iterable[str], **tags: Any) -> list[Row]:
+    def run(
+        self,
+        asked: Question,
+        policies: Iterable[str],
+        *,
+        task: Mapping[str, Any] = NOTHING,
+        apart: bool = False,
+        **tags: Any,
+    ) -> list[Row]:
         """The rows of these policies, in their order; those for which no time was left are missing.
 
         A row has the labels of a cell (`policy`, `batch`, …), `status`, and where it ran the figures of a summary.
+        task: further keys of the tasks: `pace`, see `sim.advice.bench`, or `bound`, as studies have it.
+        apart: whether these keys make other runs of the same cells, so that those known already do not stand for them.
         tags: further keys of the rows.
         """
-        return self.run_all([(asked, policies, tags)])
+        return self.run_all([(asked, policies, tags)], task, apart=apart)
 
-    def run_all(self, asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]]) -> list[Row]:
+    def run_all(
+        self,
+        asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]],
+        task: Mapping[str, Any] = NOTHING,
+        *,
+        apart: bool = False,
+    ) -> list[Row]:
         """As `run`, for several questions at once."""
-        cells = self._cells(asked)
+        cells = self._cells(asked, task, apart=apart)
         for _ in self._each(cells, lambda labels: True):
             pass
         return [self.rows[id] for id in cells if id in self.rows]
@@ -89,21 +119,31 @@ class Trials:
         self,
         asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]],
         wanted: Callable[[Mapping[str, Any]], bool],
+        task: Mapping[str, Any] = NOTHING,
     ) -> Iterator[Row]:
         """The rows of several questions as they are found, those first that have been run before.
 
         wanted: whether a run may still matter, by the labels of its cell; asked just before it would start.
+        task: as for `run`.
         """
-        yield from self._each(self._cells(asked), wanted)
+        yield from self._each(self._cells(asked, task), wanted)
 
-    def _cells(self, asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]]) -> dict[str, Planned]:
+    def _cells(
+        self,
+        asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]],
+        task: Mapping[str, Any],
+        *,
+        apart: bool = False,
+    ) -> dict[str, Planned]:
         """The cells of several questions, by their ids."""
         limit = max(LEAST_S, self.seconds * SHARE)
         cells: dict[str, Planned] = {}
         for question, policies, tags in asked:
             names = list(policies)
             for cell in question.cells(names, limit_s=limit) if names else ():
-                cells[cell.id] = Planned(cell, tags, question.ops <= SMALL)
+                id = f"{cell.id} with {', '.join(task)}" if apart else cell.id
+                changed = replace(cell, id=id, task={**cell.task, **task, "id": id}) if task else cell
+                cells[id] = Planned(changed, tags, question.ops <= SMALL)
         return cells
 
     def _each(self, cells: Mapping[str, Planned], wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[Row]:
@@ -117,14 +157,16 @@ class Trials:
         def starts(job: Job) -> bool:
             nonlocal started, pruned
             is_wanted = wanted(left[job.id].cell.labels)
-            started += is_wanted
+            can_end = is_wanted and self._least_s(job) < self.left_s
+            started += can_end
             pruned += not is_wanted
-            return is_wanted
+            return can_end
 
         if self.left_s:
             with closing(self._outcomes([*left.values()], starts)) as outcomes:  # ends what still runs
                 for id, outcome in outcomes:
                     cell, tags, _ = left[id]
+                    self._took[cell.group, str(cell.labels["policy"])] = float(outcome["ran"].get("wall_s", 0.0))
                     self.rows[id] = _fullest({**cell.labels, **tags, **outcome["row"], **outcome["ran"]})
                     done += 1
                     if self.on_row:
@@ -141,10 +183,24 @@ class Trials:
         """The outcomes of cells that are wanted: a few of small traces from this process, others from a pool."""
         jobs = [Job(each.cell.task, each.cell.group) for each in cells]
         if self._pool is None and all(each.is_small for each in cells) and (self._jobs == 1 or len(jobs) <= FEW):
-            yield from ((job.id, self._bench.run(job.task)) for job in jobs if wanted(job))
+            yield from ((job.id, self._here(job)) for job in jobs if wanted(job))
             return
-        self._pool = self._pool or Local(self._jobs, keeps=True)
-        yield from self._pool.run(jobs, wanted)
+        self._pool = self._pool or Local(self._jobs, bench=BENCH, keeps=True)
+        yield from self._pool.run(jobs, wanted, until=self.began + self.seconds)
+
+    def _here(self, job: Job) -> Outcome:
+        """The outcome of a job in this process."""
+        limit = min(self.left_s, job.limit_s or self.left_s)
+        try:
+            with limited(limit):
+                return self._bench.run(job.task)
+        except TooLong:
+            return timed_out(limit)
+
+    def _least_s(self, job: Job) -> float:
+        """Seconds that a run takes at least, as far as its parts alone, or the whole, have shown."""
+        policy = str(job.task["policy"])
+        return max(self._took.get((job.group, name), 0.0) for name in (policy, *policy.split(" + ")))
 
     def close(self) -> None:
         """End the processes."""

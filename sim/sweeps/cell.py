@@ -37,7 +37,7 @@ from sim.errors import (
     WorkloadError,
     refusal_kind,
 )
-from sim.experiment import reference_for, reference_run, simulate
+from sim.experiment import Result, reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.least_time import LowerBound, lower_bound
 from sim.limits import CELL_SECONDS, limited
@@ -145,9 +145,7 @@ class Bench:
         limit = task["recompute_limit"]
         planner = trace_key, task["sums"]["policy"]
         chosen = remembering(policy, self._plans, planner, platform_key, (budget, limit))
-        result = simulate(
-            trace, limited, chosen, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit
-        )
+        result = self._simulated(task, trace, limited, chosen)
         if task.get("bound"):
             key = trace_key, platform_key, budget
             bound = self._bounds.get(key, lambda: _bound(trace, limited), lambda made: _ops(trace))
@@ -159,7 +157,7 @@ class Bench:
             if len(traces) > 1:
                 kept = self._references.get(key, lambda: reference_run(traces, platform), lambda made: _ops(trace))
             freedoms = (*key, task["sums"]["policy"])
-            end, name = self._freedoms.get(freedoms, lambda: _unlimited(policy, traces, platform, kept))
+            end, name = self._freedoms.get(freedoms, lambda: self._unlimited(policy, traces, platform, kept))
             reference = Reference(kept, end, name)
         if task.get("folder"):
             write_cell(replace(result, name=task["policy"], policy=policy), reference, Path(task["folder"]))
@@ -173,6 +171,18 @@ class Bench:
             "time_limited": bool(notes.get("time_limited", False)) if isinstance(notes, Mapping) else False,
         }
         return row, {"plan_s": result.plan_s}
+
+    def _simulated(self, task: Task, trace: Trace, limited: Platform, policy: Policy) -> Result:
+        """The run of a cell. limited: the machine with the budget."""
+        limit = task["recompute_limit"]
+        return simulate(trace, limited, policy, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit)
+
+    def _unlimited(
+        self, policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog
+    ) -> tuple[int, str]:
+        """Time and name of the fastest run with unlimited memory and the policy's freedoms, after these iterations."""
+        reference = reference_for(policy, traces, platform, kept)
+        return reference.makespan_ns, reference.name
 
 
 def _bound(trace: Trace, platform: Platform) -> LowerBound | None:
@@ -226,12 +236,6 @@ def config_sum(config: Any) -> str:
     """Hash of a model's configuration."""
     text = repr([(k, sorted(v) if isinstance(v, frozenset) else v) for k, v in vars(config).items()])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _unlimited(policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog) -> tuple[int, str]:
-    """Time and name of the fastest run with unlimited memory and the policy's freedoms, after these iterations."""
-    reference = reference_for(policy, traces, platform, kept)
-    return reference.makespan_ns, reference.name
 
 
 def _reference(trace: Trace, platform: Platform) -> tuple[EventLog | None, int | None, Infeasible | None]:

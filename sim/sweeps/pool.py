@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,10 +41,15 @@ class Local:
         self._idle: list[Worker] = []
 
     def run(
-        self, jobs: Sequence[Job], wanted: Callable[[Job], bool] = lambda job: True
+        self, jobs: Sequence[Job], wanted: Callable[[Job], bool] = lambda job: True, until: float | None = None
     ) -> Iterator[tuple[str, Outcome]]:
-        """See `Executor`. wanted: asked before each job is handed out, whether it is still to be run."""
-        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench, self._idle, wanted)
+        """See `Executor`.
+
+        wanted: asked before each job is handed out, whether it is still to be run.
+        until: when all work is stopped, finished or not, as `time.monotonic` says it; None for never. What has no
+            outcome by then gets none.
+        """
+        pool = _Pool(jobs, min(self.jobs, len(jobs)), self.bench, self._idle, wanted, until)
         self._idle = []
         try:
             yield from pool.run()
@@ -68,9 +74,11 @@ class _Pool:
         bench: str = BENCH,
         workers: Sequence[Worker] = (),
         wanted: Callable[[Job], bool] = lambda job: True,
+        until: float | None = None,
     ) -> None:
         self.bench = bench
         self.wanted = wanted
+        self.until = until
         self.groups: OrderedDict[str, deque[Job]] = OrderedDict()
         for job in jobs:
             self.groups.setdefault(job.group, deque()).append(job)
@@ -91,6 +99,10 @@ class _Pool:
         self.feed()
         while self.groups or self.suspects or any(worker.job for worker in self.workers.values()):
             limits = [left for worker in self.workers.values() if (left := worker.left_s) is not None]
+            if self.until is not None:
+                limits.append(max(0.0, self.until - time.monotonic()))
+                if not limits[-1]:
+                    return
             for key, _ in self.selector.select(min(limits, default=None)):
                 worker = self.workers[key.fd]
                 lines = worker.lines()

@@ -8,7 +8,8 @@ from sim.errors import TiersimError
 from sim.sweeps import Store, StudyError, load_study, run_sweep, write_csv
 from sim.sweeps.cell import Bench
 from sim.sweeps.command import list_results, run_study
-from sim.sweeps.execute import Inline, timed_out
+from sim.sweeps.execute import Inline, Job, timed_out
+from sim.sweeps.pool import Local
 
 
 def statuses(swept):
@@ -105,3 +106,21 @@ def test_a_limit_that_makes_no_sense_is_one_line(study, limit, message):
         load_study(study(time_limit=limit))
     (line,) = caught.value.problems
     assert line.startswith("study: time_limit: value ")
+
+
+class Sleeps:
+    """Runs a task by sleeping as long as it says."""
+
+    def run(self, task):
+        time.sleep(task["seconds"])
+        return {"row": {"slept": task["seconds"]}, "ran": {}}
+
+
+def test_a_pool_stops_what_runs_when_its_time_is_over():
+    jobs = [Job({"id": f"{seconds} s", "seconds": seconds}, "") for seconds in (0, 600, 601)]
+    pool = Local(2, f"{__name__}:Sleeps", keeps=True)
+    assert [id for id, _ in pool.run(jobs[:1])] == ["0 s"]  # a process has started, and stays
+    began = time.monotonic()
+    assert list(pool.run(jobs, until=began + 1)) in ([], [("0 s", {"row": {"slept": 0}, "ran": {}})])
+    assert time.monotonic() - began < 60
+    pool.close()
