@@ -6,6 +6,8 @@ import importlib.util
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -368,6 +370,72 @@ def test_a_search_without_time_says_so_and_keeps_what_it_has(config):
     assert trials.run(asked, FEW) == []
     assert trials.skipped == len(FEW)
     assert FACTORS[0] < 1 < FACTORS[1]
+
+
+OPEN_AXES = {"precision": "fp32,amp_bf16", "optimizer": "adamw_foreach,adamw_8bit"}
+
+
+def every_variant(config, name, **axes):
+    """What a policy takes with each combination of `OPEN_AXES` within a budget, in ns."""
+    found = {}
+    for precision, optimizer in product(*(values.split(",") for values in OPEN_AXES.values())):
+        trace = trace_of(config, precision=precision, optimizer=optimizer, **axes.get("workload", {}))
+        with suppress(Infeasible):
+            found[precision, optimizer] = simulate(trace, "a100_40_pcie", name, budget=axes["budget"]).log.end
+    return found
+
+
+@pytest.mark.parametrize("budget", [3_000_000, 4_000_000, 8_000_000])
+def test_precision_and_optimizer_are_searched_where_they_are_left_open(config, budget):
+    """The best of all combinations of a few policies, by brute force."""
+    few = ("keep_all", "full_recompute", "zero_offload", "g10")
+    every = {
+        (name, *variant): end for name in few for variant, end in every_variant(config, name, budget=budget).items()
+    }
+    left = {"sequence": 64, "micro_batches": 1, **OPEN_AXES}
+    found = advise(config, "a100_40_pcie", batch=4, budget=budget, policies=few, jobs=1, **left)
+    assert found.best["makespan_ns"] <= 1.005 * min(every.values())
+    best = found.best
+    assert every[best["policy"], best["precision"], best["optimizer"]] == best["makespan_ns"]
+    assert (found.question.workload["precision"], found.question.workload["optimizer"]) == (
+        best["precision"], best["optimizer"],
+    )  # fmt: skip
+    assert f"Use {best['policy']} at batch 4 with {best['precision']} and {best['optimizer']}: " in found.text()
+    assert len(found.choices) == 4
+    for choice in found.choices:
+        own = [end for (_, *variant), end in every.items() if tuple(variant) == tuple(choice.options.values())]
+        if choice.best is not None:
+            assert choice.best["makespan_ns"] <= 1.005 * min(own)
+        else:
+            assert not own or 1e9 * 4 / choice.ceiling.speed >= best["makespan_ns"]
+
+
+def test_all_policies_are_searched_for_each_precision(config, monkeypatch):
+    few = ("keep_all", "full_recompute", "swap_all", "zero_offload", "optimizer_in_backward", "g10")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    budget = 4_000_000
+    asked = Question({"model": config, "batch": 4, "sequence": 64, "precision": "fp32"}, "a100_40_pcie", budget=budget)
+    left = replace(asked, open={"precision": ("fp32", "amp_bf16"), "optimizer": ("adamw_foreach", "adamw_8bit")})
+    rows = Search(left, Trials(10_000, jobs=1)).run()
+    every = [row for each in left.variants for row in everything_run(each, space().every, (1, 2, 4))]
+    assert len(rows) < 0.7 * len(every)
+    assert speed(best(rows)) >= 0.98 * max(map(speed, filter(fits, every)))
+
+
+def test_precision_and_optimizer_are_never_changed_unasked(config):
+    for name, value in (("precision", "fp32"), ("optimizer", "adamw_loop")):
+        found = advise(config, "a100_40_pcie", batch=4, budget="60%", policies=FEW, jobs=1, **{**AXES, name: value})
+        assert {row[name] for row in found.rows} == {value}
+        assert found.choices == ()
+    found = advise(config, "a100_40_pcie", batch=4, policies=["keep_all"], jobs=1, sequence=64, precision="any")
+    assert {"fp32", "bf16", "amp_bf16"} < {choice.options["precision"] for choice in found.choices}
+    assert "fp8" not in {choice.options["precision"] for choice in found.choices}  # it is for inference
+    found = advise(config, "a100_40_pcie", goal="batch", budget=30_000_000, policies=["keep_all"], jobs=1, sequence=64,
+                   optimizer="adamw_foreach,sgd")  # fmt: skip
+    assert found.best["optimizer"] == "sgd"
+    for wrong in ("fp23,fp32", "any,fp32"):
+        with pytest.raises(TiersimError, match=r"precision '(fp23|any)' is unknown"):
+            advise(config, "a100_40_pcie", batch=4, sequence=64, precision=wrong, policies=["keep_all"])
 
 
 def test_what_is_known_to_take_longer_than_is_left_is_not_started(config):

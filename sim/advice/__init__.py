@@ -14,15 +14,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sim.advice.answer import Advice
+from sim.advice.answer import Advice, Choice
 from sim.advice.ceiling import ceiling
-from sim.advice.goals import at_one_batch, fastest_batch, largest_batch, least_memory
+from sim.advice.goals import at_one_batch, fastest_batch, largest_batch, least_memory, of_each_variant
 from sim.advice.layouts import Devices, with_layout
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
@@ -72,7 +72,8 @@ def advise(
     on_row: called with each finished run, how many of its round have ended, and how many it has.
     devices: how many are used. With several `batch` is that of all of them; the first part of the search's time goes to
         the layout (`sim.layout_search`), the rest to the policies in it, and the goal is `throughput`.
-    axes: options of `workloads.transformer`: `sequence`, `precision`, …
+    axes: options of `workloads.transformer`: `sequence`, `precision`, … Several values of `precision` or `optimizer`,
+        with commas between them, or `any`, leave these to the search, which never changes them otherwise.
 
     Raises TiersimError for an unknown goal, or several devices without a batch; LayoutError where no layout has so
     many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
@@ -103,8 +104,10 @@ def advise(
             asked, over = with_layout(asked, devices, LAYOUTS * seconds)
             seconds = max(seconds / 2, seconds - (time.monotonic() - began))
             began = time.monotonic()
-        state = state_of(asked.trace, asked.limited)
-        search = {"batch": largest_batch, "memory": least_memory}.get(goal, at_one_batch if fixed else fastest_batch)
+        state = min((state_of(each.trace, each.limited) for each in asked.variants), key=lambda state: state.bytes)
+        search = {"batch": of_each_variant(largest_batch), "memory": of_each_variant(least_memory)}.get(
+            goal, at_one_batch if fixed else of_each_variant(fastest_batch)
+        )
         with closing(Trials((1 - ASIDE) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
             trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
@@ -128,7 +131,8 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
         found = changes(asked, trials) if asked.parallel is None else []
         return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found),
                       skipped=trials.skipped, elapsed_s=trials.used_s)  # fmt: skip
-    whole = asked if asked.is_fixed else asked.changed(batch=winner["batch"])
+    picked = {name: winner[name] for name in asked.open}
+    whole = asked if asked.is_fixed else asked.changed(batch=winner["batch"], **picked)
     chosen = whole.changed(micro_batches=winner["micro_batches"]) if micro_batches(winner) > 1 else whole
     others = [row for row in rows if way(row) != way(winner) and row.get("batch") == winner.get("batch")
               and row["budget"] == winner["budget"]]  # fmt: skip
@@ -137,18 +141,28 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     flipped, tried, known = flips(chosen, winner, rows, trials) if asked.goal == "throughput" else ([], 0, 0)
     return Advice(
         question=whole,
-        state=state,
+        state=state_of(whole.trace, whole.limited) if whole.open else state,
         rows=tuple(rows),
         best=winner,
         runner_up=best(others),
         ceiling=ceiling(whole),
         flips=tuple(flipped),
+        choices=tuple(_choices(whole, rows)),
         figures_tried=tried,
         figures_all=known,
         skipped=skipped,
         near=near,
         elapsed_s=trials.used_s,
     )
+
+
+def _choices(asked: Question, rows: Sequence[Row]) -> Iterator[Choice]:
+    """What was found with each combination of what the question leaves open, at the batch that was chosen."""
+    for each in asked.variants if asked.open else ():
+        options = {name: str(each.workload[name]) for name in asked.open}
+        same = (row for row in rows if row.get("batch") == asked.workload.get("batch")
+                and all(row[name] == value for name, value in options.items()))  # fmt: skip
+        yield Choice(options, ceiling(each), best(same))
 
 
 def _near(chosen: Question, winner: Row, trials: Trials) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,20 @@ USUAL = {"attention": "sdpa", "loss": "torch", "stack": "eager", "micro_batches"
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What was found with one combination of what the question leaves open.
+
+    options: the combination.
+    ceiling: what unlimited memory would give with it.
+    best: the fastest run; None where none was needed, since that would be slower than the answer, or none fits.
+    """
+
+    options: Mapping[str, str]
+    ceiling: Ceiling
+    best: Row | None
+
+
+@dataclass(frozen=True)
 class Advice:
     """The answer.
 
@@ -37,6 +51,7 @@ class Advice:
     ceiling: what unlimited memory would give at the best batch.
     flips: assumed figures that decide between the best and others.
     figures_tried, figures_all: how many assumed figures were varied, and how many there are.
+    choices: what was found with each combination of what the question leaves open, at the best batch.
     changes: where nothing fits, changes of the workload with which it does.
     skipped: runs for which no time was left.
     near: how near the best is to the least time that any plan takes; "" where no time was left to tell.
@@ -52,6 +67,7 @@ class Advice:
     flips: tuple[Flip, ...] = ()
     figures_tried: int = 0
     figures_all: int = 0
+    choices: tuple[Choice, ...] = ()
     changes: tuple[Change, ...] = ()
     skipped: int = 0
     near: str = ""
@@ -108,6 +124,7 @@ class Advice:
             "unlimited": asdict(self.ceiling),
             "front": self.front,
             "flips": [asdict(flip) for flip in self.flips],
+            "choices": [asdict(choice) for choice in self.choices],
             "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
             "skipped": self.skipped,
             "near": self.near,
@@ -129,13 +146,13 @@ def _verdict(advice: Advice) -> list[str]:
         return [*lines, *_nothing(advice), *_end(advice)]
     lines.append(_use(advice, top))
     if advice.runner_up is not None:
-        lines.append(_next(top, advice.runner_up))
+        lines.append(_next(top, advice.runner_up, asked))
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     if (other := advice.also) is not None:
         word = "Most throughput" if asked.goal == "batch" else "Largest batch that fits"
-        lines.append(f"{word}: {other['batch']}, with {other['policy']}{_divided(other)}: {figures(other)}.")
-    lines += [*_decisive(advice), "", *_front(advice), *_end(advice)]
+        lines.append(f"{word}: {other['batch']}, with {other['policy']}{_divided(other, asked)}: {figures(other)}.")
+    lines += [*_decisive(advice), *_choices(advice), "", *_front(advice), *_end(advice)]
     return lines
 
 
@@ -165,13 +182,19 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:,.0f} %" if fraction >= 0.995 else f"{100 * fraction:.2g} %"
 
 
-def _divided(row: Row) -> str:
-    """ " in 4 micro-batches", or nothing for a batch that stays whole."""
-    return f" in {micro_batches(row)} micro-batches" if micro_batches(row) > 1 else ""
+def _divided(row: Row, asked: Question | None = None) -> str:
+    """ " in 4 micro-batches", or nothing for a batch that stays whole.
+
+    asked: names what it leaves open, too: " in 4 micro-batches with amp_bf16 and adamw_8bit".
+    """
+    parts = f" in {micro_batches(row)} micro-batches" if micro_batches(row) > 1 else ""
+    return parts + (
+        f" with {' and '.join(row[name] for name in asked.open)}" if asked is not None and asked.open else ""
+    )
 
 
 def _use(advice: Advice, top: Row) -> str:
-    at = f" at batch {top['batch']}{_divided(top)}" if "batch" in top else ""
+    at = f" at batch {top['batch']}{_divided(top, advice.question)}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
     less = f"{1 + slower:.2g} times as long as" if slower >= 1 else f"{_percent(slower)} slower than"
     less = "as fast as" if abs(slower) < 0.0005 else less
@@ -189,13 +212,13 @@ def _use(advice: Advice, top: Row) -> str:
     return f"Use {top['policy']}{at}{on}{goal}: {figures(top)}; {end}"
 
 
-def _next(top: Row, other: Row) -> str:
+def _next(top: Row, other: Row, asked: Question) -> str:
     over = 100 * (speed(top) / speed(other) - 1)
     text = "as fast" if abs(over) < 0.05 else f"{_percent(abs(over) / 100)} {'slower' if over > 0 else 'faster'}"
     peak = other["peak_bytes"] - top["peak_bytes"]
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
-    return f"Next: {other['policy']}{_divided(other)}, {text}{': ' if parts else ''}{parts}."
+    return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}."
 
 
 def _decisive(advice: Advice) -> Iterator[str]:
@@ -213,11 +236,31 @@ def _decisive(advice: Advice) -> Iterator[str]:
         yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
 
 
+def _choices(advice: Advice) -> Iterator[str]:
+    if not advice.choices:
+        return
+    asked = " and ".join(advice.question.open)
+    yield (
+        f"By {asked}, which change the training itself, the fastest first:"
+        if "and" in asked
+        else (f"By {asked}, which changes the training itself, the fastest first:")
+    )
+    for choice in sorted(advice.choices, key=lambda choice: -speed(choice.best) if choice.best else 0.0)[:SHOWN]:
+        name = ", ".join(choice.options.values())
+        if choice.best is not None:
+            yield f"  {name}: {choice.best['policy']}{_divided(choice.best)}: {figures(choice.best)}"
+        else:
+            yield f"  {name}: nothing found that fits; {choice.ceiling.speed:.4g} samples/s with unlimited memory"
+    if len(advice.choices) > SHOWN:
+        yield f"  and {len(advice.choices) - SHOWN} slower ones"
+
+
 def _front(advice: Advice) -> Iterator[str]:
     front = advice.front
     yield f"Of {len(advice.at_best)} runs that fit, no other has both less time and a lower peak than these:"
     for row in front[-SHOWN:]:
-        yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {row['policy']}{_divided(row)}"
+        name = f"{row['policy']}{_divided(row, advice.question)}"
+        yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {name}"
     if len(front) > SHOWN:
         yield f"  and {len(front) - SHOWN} slower ones of lower peak"
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from sim.advice.candidates import UNUSUAL
 from sim.advice.question import Question
-from sim.analysis.peak_memory import home_peak
-from sim.errors import Infeasible
-from sim.experiment import reference_run, unlimited
 from sim.policies import load
 
 
@@ -26,13 +23,10 @@ class Ceiling:
 
 def ceiling(asked: Question) -> Ceiling:
     """The run of everything kept, with unlimited memory."""
-    trace = asked.trace
-    try:
-        log = reference_run(trace, unlimited(asked.platform))
-    except Infeasible:
+    if asked.kept is None:
         return Ceiling(0.0, 0)
-    samples = trace.meta.get("samples") or 1
-    return Ceiling(samples * 1e9 / max(1, log.end), home_peak(log))
+    end, peak = asked.kept
+    return Ceiling((asked.trace.meta.get("samples") or 1) * 1e9 / max(1, end), peak)
 
 
 def keeps_to_class(policy: str) -> bool:

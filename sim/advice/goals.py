@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sim.advice.candidates import candidates, lean
 from sim.advice.ceiling import ceiling
-from sim.advice.narrowing import Search, divisions
+from sim.advice.narrowing import Search, by_ceiling, divisions
 from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, EQUAL, Row, Trials, best, fits, speed
@@ -20,15 +20,31 @@ MEMORY_STEP = 0.01
 
 
 def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
-    """Whatever may be the fastest, of all candidates and numbers of micro-batches; see `sim.advice.narrowing`."""
+    """Whatever may be the fastest of all that the question leaves open, and all candidates; `sim.advice.narrowing`."""
     if asked.policies is None:
         return Search(asked, trials).run()
     rows: list[Row] = []
-    for each in divisions(asked):
-        if ceiling(each).speed <= _top(rows):
-            break
-        rows += trials.run(each, asked.policies, task=BOUND)
+    for whole in by_ceiling(asked.variants, trials):
+        for each in divisions(whole):
+            if ceiling(each).speed <= _top(rows):
+                break
+            rows += trials.run(each, asked.policies, task=BOUND)
     return rows
+
+
+def of_each_variant(search: Callable[[Question, Trials], list[Row]]) -> Callable[[Question, Trials], list[Row]]:
+    """A search made for each combination of what the question leaves open, each with its part of the time left."""
+
+    def searched(asked: Question, trials: Trials) -> list[Row]:
+        rows: list[Row] = []
+        ends, variants = trials.seconds, by_ceiling(asked.variants, trials)
+        for i, each in enumerate(variants):
+            trials.extend(trials.used_s + max(0.0, ends - trials.used_s) / (len(variants) - i))
+            rows += search(each, trials)
+        trials.extend(ends)
+        return rows
+
+    return searched
 
 
 def fastest_batch(asked: Question, trials: Trials) -> list[Row]:

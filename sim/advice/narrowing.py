@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sim.advice.candidates import BESIDE, FIRST, UNUSUAL, Space, space
 from sim.advice.ceiling import ceiling, keeps_to_class
 from sim.advice.question import Question
 from sim.advice.state import State, state_of
-from sim.advice.trials import BOUND, WORTH, Row, Trials, fits, micro_batches, speed
+from sim.advice.trials import BOUND, WORTH, Row, Trials, fits, setting, speed
 from sim.advice.trials import way as way_of
 from sim.policies import load
 
@@ -39,9 +40,10 @@ FAR, NEAR = 0.6, 0.9
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """Policies of state with a number of micro-batches.
+    """Policies of state with a number of micro-batches, and one combination of what the question leaves open.
 
-    asked: the question with these micro-batches.
+    asked: the question with these.
+    whole: the same with one micro-batch.
     base: the policies of state, "" for none.
     names: what may be tried, by what is combined with these policies ("" for nothing).
     most: samples, or iterations, per second that none of its runs exceeds.
@@ -49,14 +51,15 @@ class Way:
     """
 
     asked: Question
+    whole: Question
     base: str
     names: Mapping[str, str]
     most: float
     in_class: float = float("inf")
 
-    def key(self, beside: str) -> tuple[str, int]:
-        """What tells a run of this way from those of others: the policies, and the number of micro-batches."""
-        return self.names[beside], micro_batches(self.asked.workload)
+    def key(self, beside: str) -> tuple[Any, ...]:
+        """What tells a run of this way from those of others, see `sim.advice.trials.way`."""
+        return self.names[beside], *setting(self.asked.workload)
 
 
 def divisions(asked: Question) -> list[Question]:
@@ -72,25 +75,40 @@ def divisions(asked: Question) -> list[Question]:
     return [asked, *(asked.changed(micro_batches=count) for count in sorted(counts))]
 
 
+def by_ceiling(variants: Sequence[Question], trials: Trials) -> list[Question]:
+    """Variants of a question, that first which is the fastest with unlimited memory; those for which there is time."""
+    if len(variants) < 2:
+        return list(variants)
+    speeds: dict[int, float] = {}
+    for i, each in enumerate(variants):
+        if trials.left_s:
+            speeds[i] = ceiling(each).speed
+    trials.skipped += len(variants) - len(speeds)
+    return [variants[i] for i in sorted(speeds, key=lambda i: -speeds[i])]
+
+
 class Search:
     """One search at one batch, and what it has run.
 
     trials: runs the candidates, and has the time.
+    least: a speed that has been reached already, by other searches.
     """
 
-    def __init__(self, asked: Question, trials: Trials) -> None:
+    def __init__(self, asked: Question, trials: Trials, least: float = 0.0) -> None:
         self.asked = asked
         self.trials = trials
-        self.ran: dict[tuple[str, int], Row] = {}
-        self._most: dict[tuple[str, int], float] = {}
-        self._whole = 0.0
+        self.least = least
+        self.ran: dict[tuple[Any, ...], Row] = {}
+        self._most: dict[tuple[Any, ...], float] = {}
 
     def run(self) -> list[Row]:
         """The rows of all rounds."""
-        state = state_of(self.asked.trace, self.asked.limited)
-        if state.exceeds_all:
-            return []
-        ways = self._near(self._first_round(_names(space(), state)), FAR)
+        all_, ways = space(), list[Way]()
+        for each in by_ceiling(self.asked.variants, self.trials):
+            state = state_of(each.trace, each.limited)
+            if not state.exceeds_all:
+                ways += self._first_round(each, _names(all_, state))
+        ways = self._near(ways, FAR)
         plain, stacked = [way for way in ways if not way.base], [way for way in ways if way.base]
         self._try_all(plain)
         self._try(stacked, {way: self._order(way)[:FEW] for way in stacked})
@@ -110,39 +128,39 @@ class Search:
     @property
     def top(self) -> float:
         """The speed of the fastest run so far."""
-        return max((speed(row) for row in self.ran.values() if fits(row)), default=0.0)
+        return max(self.least, *(speed(row) for row in self.ran.values() if fits(row)), 0.0)
 
-    def _first_round(self, names: Mapping[str, Mapping[str, str]]) -> list[Way]:
-        """All ways, after the first round: none with more micro-batches than could still be faster."""
+    def _first_round(self, whole: Question, names: Mapping[str, Mapping[str, str]]) -> list[Way]:
+        """All ways of one combination of what is open: none with more micro-batches than could still be faster."""
         ways: list[Way] = []
         paces: dict[str, float] = {}
-        for asked in divisions(self.asked):
+        most = ceiling(whole).speed
+        for asked in divisions(whole):
             kept = ceiling(asked).speed
-            self._whole = self._whole or kept
             if kept * (1 - WORTH) <= self.top or not self.trials.left_s:
                 break
-            bare = [Way(asked, "", names[""], kept, _in_class(asked))] if names.get("") else []
+            bare = [Way(asked, whole, "", names[""], kept, _in_class(asked))] if names.get("") else []
             self._try(bare, dict.fromkeys(bare, PROBES))
             ways += bare
             if kept * (1 - WORTH) <= self.top:
                 break
             if not paces:
-                paces = self._paces([base for base in names if base])
-            share = kept / self._whole if self._whole else 1.0
-            stacked = [Way(asked, base, names[base], paces[base] * share) for base in paces]
+                paces = self._paces(whole, [base for base in names if base])
+            share = kept / most if most else 1.0
+            stacked = [Way(asked, whole, base, names[base], paces[base] * share) for base in paces]
             stacked.sort(key=lambda way: way.most, reverse=True)
             self._try(stacked, dict.fromkeys(stacked, PROBES))
             ways += stacked
         return ways
 
-    def _paces(self, bases: Sequence[str]) -> dict[str, float]:
+    def _paces(self, whole: Question, bases: Sequence[str]) -> dict[str, float]:
         """The speed that policies of state have at most beside others, without those that do not apply.
 
         A pair takes at least the time of either of its policies.
         """
         alone = [base for base in bases if "+" not in base]
         paces: dict[str, float] = {}
-        for row in self.trials.run(self.asked, alone, task={"pace": True}, apart=True, pace=True):
+        for row in self.trials.run(whole, alone, task={"pace": True}, apart=True, pace=True):
             if fits(row):
                 paces[str(row["policy"])] = speed(row)
             elif row["status"] == "timed_out":  # nothing is known of it
@@ -168,11 +186,11 @@ class Search:
         if not way.base and keeps_to_class(other):
             return min(way.most, way.in_class)
         if other and load(other).saves:
-            alone = self.ran.get((other, 1))
+            alone = self.ran.get((other, *setting(way.whole.workload)))
             if alone is None or not alone.get("unlimited_ns"):
-                return float("inf") if way.base == "" and way.asked is self.asked else way.most
+                return float("inf") if way.base == "" and way.asked is way.whole else way.most
             freed: float = speed(alone) * alone["makespan_ns"] / alone["unlimited_ns"]
-            return way.most * max(1.0, freed / self._whole)
+            return way.most * max(1.0, freed / ceiling(way.whole).speed)
         return way.most
 
     def _best(self, way: Way) -> float:
@@ -183,7 +201,7 @@ class Search:
     def _order(self, way: Way) -> list[str]:
         """What is combined with the policies of a way, that first which has been fast with others."""
         fast: dict[str, float] = {}
-        for (name, _), row in self.ran.items():
+        for (name, *_), row in self.ran.items():
             other = next((other for other in way.names if name == other or name.endswith(f" + {other}")), "")
             if fits(row):
                 fast[other] = max(speed(row), fast.get(other, 0.0))

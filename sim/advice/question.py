@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sim.errors import ProfileError, TiersimError, WorkloadError, near
-from sim.experiment import check_trace
+from sim.analysis.peak_memory import home_peak
+from sim.errors import Infeasible, ProfileError, TiersimError, WorkloadError, near
+from sim.experiment import check_trace, reference_run
+from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.least_time import LowerBound, lower_bound
@@ -20,6 +23,8 @@ from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
 
 GOALS = ("throughput", "memory", "batch")
+OPEN = ("precision", "optimizer")
+"""Options of a workload that change the training itself; they are searched only where the question leaves them open."""
 BOUND_S = 5.0
 """Seconds that solving for a bound may take; without a solution it is that of the ops alone."""
 
@@ -36,6 +41,7 @@ class Question:
     seed: of policies that draw random numbers.
     policies: the only ones to try; None for all that may help.
     parallel: keys of the layout over devices, None for one device.
+    open: of the options `OPEN` those that are left to the search, with the values to try.
 
     Raises TiersimError, WorkloadError.
     """
@@ -48,6 +54,7 @@ class Question:
     seed: int = 0
     policies: tuple[str, ...] | None = None
     parallel: Mapping[str, Any] | None = None
+    open: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
@@ -104,6 +111,21 @@ class Question:
         return self._divided[0] if self.parallel else build(self._made_of)
 
     @cached_property
+    def variants(self) -> list[Question]:
+        """The question with each combination of what it leaves open; itself alone where that is nothing."""
+        every = product(*self.open.values())
+        return [replace(self.changed(**dict(zip(self.open, values, strict=True))), open={}) for values in every]
+
+    @cached_property
+    def kept(self) -> tuple[int, int] | None:
+        """Time in ns and peak in bytes of everything kept in unlimited memory; None where it cannot run even there."""
+        try:
+            log = reference_run(self.trace, self.platform)
+        except Infeasible:
+            return None
+        return log.end, home_peak(log)
+
+    @cached_property
     def bound(self) -> LowerBound | None:
         """The least time that any plan of a class takes within the budget; None where an op can't run on its engine."""
         try:
@@ -124,6 +146,48 @@ class Question:
         return job(task)
 
 
+def left_open(made: Mapping[str, Any], profile: str, figures: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """What a workload leaves open: of `OPEN` each with several values, with commas between them, or with `any`.
+
+    `any` stands for all values with which the workload can be made and the machine can train it, each tried beside the
+    usual value of the other option.
+
+    Raises WorkloadError where none of them is.
+    """
+    from workloads.transformer import CHOICES
+
+    found: dict[str, tuple[str, ...]] = {}
+    usual = {name: value for name, value in made.items() if name not in OPEN or _is_one(value)}
+    for name in OPEN:
+        value = made.get(name)
+        if value is None or _is_one(value):
+            continue
+        if value != "any":
+            found[name] = tuple(dict.fromkeys(value.split(",") if isinstance(value, str) else value))
+            continue
+        every = [Question({**usual, name: each}, profile, figures) for each in CHOICES[name]]
+        found[name] = tuple(str(each.workload[name]) for each in every if _can_run(each))
+        if not found[name]:
+            raise WorkloadError(
+                f"{name} 'any': this machine can run this workload with none of {', '.join(CHOICES[name])}"
+            )
+    return found
+
+
+def _is_one(value: Any) -> bool:
+    """Whether an option has one value."""
+    return isinstance(value, str) and value != "any" and "," not in value
+
+
+def _can_run(asked: Question) -> bool:
+    """Whether there is such a workload, and the machine has what it computes with."""
+    try:
+        op_times(asked.trace, asked.platform)
+    except (ProfileError, WorkloadError):
+        return False
+    return True
+
+
 def question(
     workload: str | os.PathLike[str] | Trace,
     platform: str | os.PathLike[str],
@@ -135,7 +199,7 @@ def question(
     """The question about a model by name or configuration, or about a trace.
 
     folder: where a trace that is not a file is written.
-    axes: options of `transformer`.
+    axes: options of `transformer`; of `OPEN` several values, with commas between them, or `any`.
 
     Raises ProfileError, WorkloadError, TiersimError.
     """
@@ -143,6 +207,8 @@ def question(
         raise TiersimError("advise takes the name or file of a profile, and `figures` for what is changed in it")
     if isinstance(workload, (str, os.PathLike)):
         made: dict[str, Any] = {"model": os.fspath(workload), **axes}
+        rest["open"] = left_open(made, os.fspath(platform), rest.get("figures") or {})
+        made |= {name: values[0] for name, values in rest["open"].items()}
     else:
         check_trace(workload)
         if axes:

@@ -11,7 +11,7 @@ from sim.advice.candidates import lean
 from sim.advice.ceiling import Ceiling
 from sim.advice.goals import candidates_for
 from sim.advice.question import Question
-from sim.advice.trials import Row, Trials, best, fits, micro_batches, speed
+from sim.advice.trials import Row, Trials, best, fits, setting, speed
 from sim.errors import ProfileError, WorkloadError
 from sim.hardware.profile import load_profile
 from sim.report.verdict import kind
@@ -110,9 +110,9 @@ def _loads(asked: Question) -> bool:
 
 
 def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
-    """The fastest policy of each other kind with the winner's batch and micro-batches, and the runner-up of its own."""
+    """The fastest policy of each other kind with the winner's batch and setting, and the runner-up of its own."""
     same = [row for row in rows if fits(row) and row.get("batch") == winner.get("batch") and row is not winner
-            and micro_batches(row) == micro_batches(winner)]  # fmt: skip
+            and setting(row) == setting(winner)]  # fmt: skip
     ranked = sorted(same, key=speed, reverse=True)
     firsts: dict[str, str] = {}
     for row in ranked:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sim.advice.bench import Bench
-from sim.advice.question import Question
+from sim.advice.question import OPEN, Question
 from sim.limits import TooLong, limited
 from sim.sweeps.cell import Outcome
 from sim.sweeps.execute import Job, timed_out
@@ -229,9 +229,14 @@ def micro_batches(row: Mapping[str, Any]) -> int:
     return int(row.get("micro_batches") or 1)
 
 
-def way(row: Mapping[str, Any]) -> tuple[str, int]:
-    """What tells a run from others of the same job: its policies, and in how many micro-batches it takes the batch."""
-    return str(row["policy"]), micro_batches(row)
+def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a search may choose of a row's workload, or of a workload, beside its batch."""
+    return micro_batches(row), *(row.get(name) for name in OPEN)
+
+
+def way(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a run from others of the same job: its policies, and what of its workload the search may choose."""
+    return str(row["policy"]), *setting(row)
 
 
 def best(rows: Iterable[Row]) -> Row | None:

@@ -76,7 +76,8 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     """Say what to use for a model on a machine, and why.
 
     Policy or composition, and what would change the answer. Without --batch the search chooses the batch, too; with it,
-    and without --micro-batches, in how many of these it is taken.
+    and without --micro-batches, in how many of these it is taken. --precision and --optimizer take several values, with
+    commas, or `any`, and leave these to the search, which never changes them otherwise.
     """
     from sim.advice import advise as search
     from sim.outputs import to_json
